@@ -24,6 +24,7 @@ from services.worker.simulation.stages import SimulatedStages, StepInStages
 from triptych.config import SimulationConfig
 from triptych.config.step_times import StepTimeModel
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 
 _DEFAULTS = SimulationConfig()  # an 8B model on an accelerator of 3 TB/s
@@ -59,7 +60,9 @@ def simulate(num_stages: int, arguments: argparse.Namespace, *, is_divided: bool
     runner = SimulatedRunner(
         facts=WorkerFacts(
             boot_id="none",
-            model=ModelFacts("none", "0" * 64, VOCAB_SIZE, max_model_len, (), "bfloat16", "bfloat16", "none"),
+            model=ModelFacts(
+                "none", ModelIdentity("0" * 64), VOCAB_SIZE, max_model_len, (), "bfloat16", "bfloat16", "none"
+            ),
             kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "bfloat16"),
             max_num_seqs=num_rows,
             max_num_batched_tokens=2048,

@@ -11,6 +11,7 @@ from services.enginecore.request import Request
 from services.enginecore.scheduler.scheduler import Scheduler
 from triptych.config import SchedulerConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
 
@@ -75,7 +76,9 @@ def worker_facts(
     """Return what a worker that computes nothing says of itself."""
     return WorkerFacts(
         boot_id="none",
-        model=ModelFacts("none", "0" * 64, VOCAB_SIZE, max_model_len, (), "float32", "float32", "none"),
+        model=ModelFacts(
+            "none", ModelIdentity("0" * 64), VOCAB_SIZE, max_model_len, (), "float32", "float32", "none"
+        ),
         kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -34,6 +34,7 @@ from triptych.errors import (
     WrongState,
 )
 from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
+from triptych.types.identity import Comparison, Likeness, compare
 from triptych.types.journal import (
     Aborted,
     CacheReset,
@@ -119,7 +120,7 @@ class EngineCore:
             ConfigError: This config cannot work with these facts; names both values.
         """
         self._start_call(WorkerReady, facts, after_crash)
-        previous = self._scheduler
+        previous, before = self._scheduler, self._facts
         self._scheduler = Scheduler(
             config=self._config.scheduler,
             num_blocks=facts.kv.num_blocks,
@@ -140,7 +141,22 @@ class EngineCore:
             why = "the worker died twice while it computed this request, the last time with no other suspect beside it"
             self._note_failed((self._scheduler.fail(suspect, EngineFailure(why)),))
         self._interrupted = {}
+        if before is not None:
+            self._give_up_output(compare(before.model.identity, facts.model.identity))
         self._restrict()
+
+    def _give_up_output(self, comparison: Comparison) -> None:
+        """Give the requests with output back to their frontends if the new worker computes otherwise than the last.
+
+        A frontend knows whether a request may go on elsewhere, or here with other bits, and tells its client.
+        """
+        if comparison.likeness >= Likeness.NUMERICS:
+            return
+        assert self._scheduler is not None, "a worker is ready"
+        why = f"the worker was replaced by one that computes otherwise ({comparison.difference})"
+        given_up = self._scheduler.requests_with_output()
+        log.warning("%s: %d requests with output are given up", why, len(given_up))
+        self._note_failed(tuple(self._scheduler.fail(each, EngineUnavailable(why)) for each in given_up))
 
     def worker_lost(self) -> None:
         """Let what runs wait again, with prompt and emitted tokens: no result will come for what is in flight."""

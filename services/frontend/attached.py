@@ -111,7 +111,12 @@ class AttachedStream:
             journey.begin(self.engine, number)
             if seen.get(journey.choice.index, _NOTHING).is_finished:
                 journey.choice.end_as_seen(len(journey.emitted))
+            # A choice that its engine has given up meanwhile was computed by another worker than the engine has now.
+            journey.facts = None
         self.attachment.connect(dict(zip(self.numbers, journeys, strict=True)))
+        for journey in journeys:
+            if journey.engine is not None:
+                journey.facts = self.welcome.model
         for choice in outputs.choices:
             if choice.finish_reason is not None:
                 choice.stop_early()

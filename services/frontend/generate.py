@@ -364,7 +364,7 @@ class Generator:
             facts.vocab_size,
             self._started_unix_s,
             facts.eos_token_ids,
-            facts.fingerprint,
+            facts.identity.fingerprint,
             self._text is not None and self._text.tokenizer.chat_template is not None,
             self._text is not None and "tool_calls" in self._text.formats,
             self._router.aliases_of(facts.name),

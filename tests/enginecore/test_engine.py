@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,3 +146,55 @@ def test_options_that_cannot_work_together_stop_the_boot(options, words) -> None
     with pytest.raises(ConfigError) as error:
         EngineCore(make_config(**options))
     assert all(word in error.value.message for word in words)
+
+
+def replace_the_worker(engine: EngineCore, runner: NaiveRunner, **identity: Any) -> None:
+    """Lose the worker, and begin with one whose model's identity differs in these fields."""
+    model = runner.facts.model
+    other = replace(model, identity=replace(model.identity, **identity))
+    engine.worker_lost()
+    runner.reset()
+    runner.facts = replace(runner.facts, model=other)
+    engine.worker_ready(runner.facts, after_crash=False)
+
+
+@pytest.mark.parametrize(
+    ("identity", "difference"),
+    [
+        ({"numerics": "avx512"}, "numerics: naive and avx512"),
+        ({"weights": "e" * 64}, "weights: wwwwwwwwwwww and eeeeeeeeeeee"),
+    ],
+)
+def test_output_is_given_up_when_a_worker_computes_otherwise(
+    identity: dict[str, str], difference: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of an answer by one model and half by another is neither's. A request without output has none to spoil."""
+    engine, runner = make_engine()
+    submit(engine, 1)
+    for _ in range(3):
+        step(engine, runner)
+    submit(engine, 2)
+    engine.take_outputs()
+    replace_the_worker(engine, runner, **identity)
+    (failure,) = engine.take_outputs()[SESSION].failures
+    assert (failure.number, failure.code) == (1, "ENGINE_UNAVAILABLE")
+    assert difference in failure.message
+    assert sum(difference in record.getMessage() for record in caplog.records) == 1
+    assert engine.num_requests == 1
+    step(engine, runner)
+    batch = engine.take_outputs()[SESSION]
+    assert (batch.numbers.tolist(), len(batch.failures)) == ([2], 0)
+
+
+@pytest.mark.parametrize("identity", [{}, {"weights": ""}, {"is_batch_invariant": False}])
+def test_output_goes_on_at_a_worker_that_computes_alike(identity: dict[str, Any]) -> None:
+    """So it does at a worker of an earlier version, which names no weights."""
+    engine, runner = make_engine()
+    submit(engine, 1)
+    for _ in range(3):
+        step(engine, runner)
+    engine.take_outputs()
+    replace_the_worker(engine, runner, **identity)
+    step(engine, runner)
+    batch = engine.take_outputs()[SESSION]
+    assert (batch.numbers.tolist(), len(batch.failures)) == ([1], 0)

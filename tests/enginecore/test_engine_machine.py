@@ -14,7 +14,15 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.enginecore.engine import EngineCore
-from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, Clock, NaiveWorker, naive_generation
+from tests.helpers.scheduling import (
+    BLOCK_SIZE,
+    EOS,
+    NAIVE_IDENTITY,
+    VOCAB_SIZE,
+    Clock,
+    NaiveWorker,
+    naive_generation,
+)
 from tests.helpers.stack import make_config
 from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure
 from triptych.prefix_hash import HASH_BYTES
@@ -65,7 +73,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.facts = WorkerFacts(
             boot_id="1",
             model=ModelFacts(
-                "naive", "f" * 64, VOCAB_SIZE, MAX_MODEL_LEN, (EOS,), "float32", "float32", "none"
+                "naive",
+                NAIVE_IDENTITY,
+                VOCAB_SIZE,
+                MAX_MODEL_LEN,
+                (EOS,),
+                "float32",
+                "float32",
+                "none",
             ),
             kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32", soft_num_blocks),
             max_num_seqs=max_num_seqs,

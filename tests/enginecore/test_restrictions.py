@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from services.enginecore.engine import EngineCore
 from services.enginecore.request import Request, RequestState
 from services.enginecore.restrictions import CrashBisect
-from tests.helpers.scheduling import BLOCK_SIZE, make_request
+from tests.helpers.scheduling import BLOCK_SIZE, NAIVE_IDENTITY, make_request
 from tests.helpers.stack import make_config
 from triptych.errors import EngineFailure
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
@@ -213,7 +213,16 @@ def num_crashes_until_found(
     )
     facts = WorkerFacts(
         boot_id="1",
-        model=ModelFacts("none", "f" * 64, 1000, longest, (), "float32", "float32", "none"),
+        model=ModelFacts(
+            "none",
+            NAIVE_IDENTITY,
+            1000,
+            longest,
+            (),
+            "float32",
+            "float32",
+            "none",
+        ),
         kv=KvShape(2 + max(longest, sum(prompts) * 2 // 3) // BLOCK_SIZE, BLOCK_SIZE, 1, 1, 1, "float32"),
         max_num_seqs=64,
         max_num_batched_tokens=budget,

@@ -180,7 +180,7 @@ async def test_a_stop_while_nothing_computes_ends_with_what_there_is() -> None:
 
 
 async def test_new_requests_go_to_any_numerics() -> None:
-    other = replace(MODEL, numerics="other")
+    other = replace(MODEL, identity=replace(MODEL.identity, numerics="other"))
     async with two_engines(model=other) as (first, second, core):
         tasks = [
             asyncio.create_task(answer(core.generator, raw_request([5], sampling={"max_tokens": 9})))

@@ -12,12 +12,15 @@ from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.sampling import check_defaults
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, InvalidRequest, ModelError
 from triptych.types.facts import ModelFacts
+from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, OutputKind, SamplingParams
 from triptych.types.submit import EngineLimits, EngineWelcome
 from triptych.v1 import sampling_pb2
 
 VOCAB_SIZE, MAX_MODEL_LEN = 300, 64
-FACTS = ModelFacts("tiny", "f", VOCAB_SIZE, MAX_MODEL_LEN, (299,), "float32", "float32", "none")
+FACTS = ModelFacts(
+    "tiny", ModelIdentity("f"), VOCAB_SIZE, MAX_MODEL_LEN, (299,), "float32", "float32", "none"
+)
 ENGINE = EngineWelcome("engine-0", 1, True, model=FACTS)
 FCFS = EngineWelcome("engine-0", 1, True, model=FACTS, limits=EngineLimits(has_priorities=False))
 

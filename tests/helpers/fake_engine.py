@@ -17,6 +17,7 @@ from triptych.rpc.server import RpcServer
 from triptych.rpc.session.handshake import ENGINE_PROTOCOL, SessionTerms
 from triptych.rpc.tls import ServerTls
 from triptych.types.facts import EngineStatus, ModelFacts
+from triptych.types.identity import ModelIdentity
 from triptych.types.outputs import (
     FinishedRequest,
     FinishReason,
@@ -33,15 +34,13 @@ from triptych.wire.engine_core import outputs_to_proto, submit_from_proto, welco
 
 MODEL = ModelFacts(
     name="tiny",
-    fingerprint="0" * 64,
+    identity=ModelIdentity("0" * 64, weights="1" * 64, numerics="fake", is_batch_invariant=True),
     vocab_size=300,
     max_model_len=64,
     eos_token_ids=(299,),
     dtype="float32",
     kv_dtype="float32",
     quantization="none",
-    numerics="fake",
-    is_batch_invariant=True,
 )
 TIMINGS = StageTimings(queued_ns=1, prefill_ns=2, decode_ns=3)
 NUM_CACHED = 4

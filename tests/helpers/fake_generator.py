@@ -21,6 +21,7 @@ from tests.helpers.byte_tokenizer import byte_tokenizer
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, NotKept, TriptychError
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
+from triptych.types.identity import ModelIdentity
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
 from triptych.types.step import PromptLogprobs
 from triptych.types.submit import EngineWelcome
@@ -29,7 +30,7 @@ MODEL = "tiny/fake"
 VOCAB_SIZE = 256
 MAX_MODEL_LEN = 64
 WORDS = (" Once", " upon", " a", " time", " ü", ".")
-_FACTS = ModelFacts(MODEL, "0", VOCAB_SIZE, MAX_MODEL_LEN, (0,), "float32", "float32", "none")
+_FACTS = ModelFacts(MODEL, ModelIdentity("0"), VOCAB_SIZE, MAX_MODEL_LEN, (0,), "float32", "float32", "none")
 _WELCOME = EngineWelcome("engine-0", 1, True, model=_FACTS)
 
 

@@ -19,6 +19,7 @@ from services.enginecore.request import Request
 from services.enginecore.scheduler.scheduler import Scheduler
 from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.config import SchedulerConfig
+from triptych.types.identity import ModelIdentity
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
@@ -35,6 +36,7 @@ from triptych.types.submit import single_choice
 BLOCK_SIZE = 16
 VOCAB_SIZE = 61
 EOS = 7
+NAIVE_IDENTITY = ModelIdentity("f" * 64, "w" * 64, numerics="naive", is_batch_invariant=True)
 
 
 class Clock:

@@ -26,7 +26,7 @@ from services.worker.service.servicer import SERVICE as WORKER_SERVICE
 from services.worker.service.servicer import WorkerServicer
 from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher
-from tests.helpers.scheduling import BLOCK_SIZE, EOS, VOCAB_SIZE, NaiveWorker
+from tests.helpers.scheduling import BLOCK_SIZE, EOS, NAIVE_IDENTITY, VOCAB_SIZE, NaiveWorker
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.config import EngineConfig
 from triptych.config.loader import shared_config
@@ -74,7 +74,14 @@ class NaiveRunner:
         self.facts = WorkerFacts(
             boot_id="boot",
             model=ModelFacts(
-                "naive", "f" * 64, VOCAB_SIZE, max_model_len, (EOS,), "float32", "float32", "none"
+                "naive",
+                NAIVE_IDENTITY,
+                VOCAB_SIZE,
+                max_model_len,
+                (EOS,),
+                "float32",
+                "float32",
+                "none",
             ),
             kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
             max_num_seqs=config.scheduler.max_num_seqs,

@@ -34,8 +34,8 @@ def unit_config(
     return replace(config, engine=engine, cache=replace(config.cache, block_size=BLOCK_SIZE))
 
 
-def timed_runner(step_ms: float, max_num_seqs: int = 8, numerics: str = "simulated") -> SimulatedRunner:
-    """Return a simulated runner whose steps take real time."""
+def timed_runner(step_ms: float, max_num_seqs: int = 8, **identity: str) -> SimulatedRunner:
+    """Return a simulated runner whose steps take real time. `identity`: `numerics` and `weights` of its facts."""
     step_time = StepTimeModel(base_ms=step_ms, prefill_token_us=0, decode_row_us=0, context_token_ns=0)
     return simulated_runner(
         num_blocks=NUM_BLOCKS,
@@ -44,7 +44,7 @@ def timed_runner(step_ms: float, max_num_seqs: int = 8, numerics: str = "simulat
         max_model_len=256,
         eos_probability=0.02,
         device=SimulatedDevice(step_time),
-        numerics=numerics,
+        **identity,
     )
 
 
@@ -74,6 +74,13 @@ class Unit:
         await self.engine.start()
         self.is_dead = False
 
+    async def replace_worker(self, step_ms: float = 2.0, **identity: str) -> None:
+        """Stop the worker and start another one on its port, of other `numerics` or `weights`."""
+        port = self.worker.port
+        await self.worker.stop()
+        self.worker = WorkerStack(self.config, timed_runner(step_ms, **identity))
+        await self.worker.start(port)
+
     @property
     def num_requests(self) -> int:
         return 0 if self.is_dead else self.engine.loop.num_requests
@@ -99,10 +106,9 @@ async def running_units(
         for number in range(count):
             max_num_seqs = options.get("max_num_seqs", 8)
             worker = WorkerStack(
-                unit_config(**options), timed_runner(step_ms, max_num_seqs, numerics[number])
+                unit_config(**options), timed_runner(step_ms, max_num_seqs, numerics=numerics[number])
             )
             await worker.start()
-            stack.push_async_callback(worker.stop)
             config = unit_config(worker.port, name=f"engine-{number}", **options)
             unit = Unit(f"engine-{number}", worker, EngineStack(config), config)
             await unit.engine.start()
@@ -114,6 +120,7 @@ async def running_units(
 
 async def _stop(unit: Unit) -> None:
     await unit.engine.stop()
+    await unit.worker.stop()
 
 
 async def wait_until_idle(units: Iterable[Unit], deadline_s: float = 10.0) -> None:

@@ -35,6 +35,7 @@ from triptych.errors import EngineFailure
 from triptych.internal.v1 import engine_core_pb2, step_pb2, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics
 from triptych.rpc.server import RpcServer
+from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import SubmitRequest, single_choice
@@ -114,13 +115,18 @@ async def test_a_worker_that_comes_back_with_another_model_is_refused(caplog) ->
         await worker.stop()
         config = make_config()
         runner = NaiveRunner(config)
-        runner.facts = replace(runner.facts, model=replace(runner.facts.model, fingerprint="0" * 64))
+        runner.facts = replace(
+            runner.facts, model=replace(runner.facts.model, identity=ModelIdentity("0" * 64))
+        )
         other = WorkerStack(config, runner)
         await other.start(port)
         await wait_until(lambda: any("fingerprint" in record.getMessage() for record in caplog.records))
         told = next(record for record in caplog.records if "fingerprint" in record.getMessage())
         assert told.levelno == logging.WARNING
-        assert "engine expects " + "f" * 64 + ", worker has " + "0" * 64 in told.getMessage()
+        assert (
+            "another model than the worker has: fingerprint: ffffffffffff and 000000000000"
+            in told.getMessage()
+        )
         assert not other.status_publisher.state.held_by
         await other.stop()
 

@@ -201,6 +201,50 @@ async def test_other_numerics_are_asked_only_if_allowed(policy: str) -> None:
                 await follow(core, SHAPES["greedy"], at=3, then=kill)
 
 
+@pytest.mark.parametrize("identity", [{"weights": "a fine-tune"}, {"numerics": "avx512"}])
+async def test_a_stream_leaves_a_worker_that_computes_otherwise(identity: dict[str, str]) -> None:
+    """A new fine-tune, or a new release, is rolled out under the worker of an engine that goes on."""
+    async with running_units(2) as (units, core):
+        expected = await follow(core, SHAPES["three choices"])
+
+        async def upgrade() -> None:
+            await busy(units).replace_worker(**identity)
+
+        seen = await follow(core, SHAPES["three choices"], at=12, then=upgrade)
+        assert seen.output == expected.output
+        assert seen.finished is not None
+        assert (seen.finished.num_moves, seen.finished.is_exact) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "identity", "error"),
+    [
+        ("same_numerics", {"weights": "a fine-tune"}, "weights: simulated and a fine-tune"),
+        ("same_numerics", {"numerics": "avx512"}, "numerics: simulated and avx512"),
+        ("any", {"weights": "a fine-tune"}, "weights: simulated and a fine-tune"),
+        ("any", {"numerics": "avx512"}, ""),
+        ("never", {"numerics": "avx512"}, "numerics: simulated and avx512"),
+    ],
+)
+async def test_a_lone_worker_that_computes_otherwise(
+    policy: str, identity: dict[str, str], error: str
+) -> None:
+    """Other weights end no answer that they have not begun; other numerics do where the operator allows it."""
+    async with running_units(1, moves=MoveTerms(policy=policy, timeout_s=0.3)) as ((unit,), core):
+
+        async def upgrade() -> None:
+            await unit.replace_worker(**identity)
+
+        if error:
+            with pytest.raises(GenerationLost, match=error):
+                await follow(core, SHAPES["greedy"], at=5, then=upgrade)
+        else:
+            seen = await follow(core, SHAPES["greedy"], at=5, then=upgrade)
+            assert seen.finished is not None
+            assert (seen.finished.num_moves, seen.finished.is_exact) == (1, False)
+        await follow(core, SHAPES["greedy"])
+
+
 async def test_a_request_that_sees_two_engines_die_ends() -> None:
     async with running_units(3, step_ms=5) as (units, core):
 

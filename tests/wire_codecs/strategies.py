@@ -18,6 +18,7 @@ from triptych.types.events import (
     ResumableEvent,
 )
 from triptych.types.facts import EngineStatus, KvShape, ModelFacts, WorkerFacts
+from triptych.types.identity import ModelIdentity
 from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
 from triptych.types.outputs import (
     CacheNews,
@@ -276,15 +277,20 @@ def results(draw: Any) -> StepResult:
 model_facts = build(
     ModelFacts,
     name=words,
-    fingerprint=words,
+    identity=build(
+        ModelIdentity,
+        fingerprint=words,
+        weights=words,
+        adapter=words,
+        numerics=words,
+        is_batch_invariant=st.booleans(),
+    ),
     vocab_size=u32,
     max_model_len=u32,
     eos_token_ids=token_ids,
     dtype=words,
     kv_dtype=words,
     quantization=words,
-    numerics=words,
-    is_batch_invariant=st.booleans(),
 )
 worker_facts = build(
     WorkerFacts,

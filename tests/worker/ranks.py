@@ -154,7 +154,7 @@ def compute(case: Case, rank: int) -> Answer:
         token_ids=[result.token_ids.tolist() for result in results],
         logprobs=[result.logprobs.logprobs for result in results if result.logprobs is not None],
         kernels=facts.kernels,
-        fingerprint=facts.model.fingerprint,
+        fingerprint=facts.model.identity.fingerprint,
         num_blocks=facts.kv.num_blocks,
         num_kv_heads=facts.kv.num_kv_heads,
         num_layers=facts.kv.num_layers,

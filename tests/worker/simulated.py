@@ -13,6 +13,7 @@ from services.worker.simulation.runner import SimulatedRunner
 from services.worker.simulation.stages import SimulatedStages
 from triptych.config.step_times import StepTimeModel
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.identity import ModelIdentity
 
 VOCAB_SIZE = 300
 EOS = 2
@@ -59,21 +60,22 @@ def simulated_runner(
     stages: SimulatedStages | None = None,
     num_stages: int = 1,
     numerics: str = "simulated",
+    weights: str = "simulated",
 ) -> SimulatedRunner:
     """`num_stages`: what the facts say."""
     facts = WorkerFacts(
         boot_id="boot",
         model=ModelFacts(
             name="m",
-            fingerprint="simulated-f",
+            identity=ModelIdentity(
+                "simulated-f", weights=weights, numerics=numerics, is_batch_invariant=True
+            ),
             vocab_size=VOCAB_SIZE,
             max_model_len=max_model_len,
             eos_token_ids=(EOS,),
             dtype="bfloat16",
             kv_dtype="bfloat16",
             quantization="none",
-            numerics=numerics,
-            is_batch_invariant=True,
         ),
         kv=KvShape(num_blocks, block_size, 1, 1, 8, "bfloat16"),
         max_num_seqs=max_num_seqs,

@@ -164,7 +164,7 @@ def _create_stage(
         model=load_model(config, open_checkpoint(directory, device=place), group=group),
         kv_caches=allocate_kv_cache(kv.shape, place),
         facts=worker_facts(
-            config, kv, boot_id="b", fingerprint="f", device_name="", weight_bytes=0, load_s=0.0
+            config, kv, boot_id="b", fingerprint="f", weights="w", device_name="", weight_bytes=0, load_s=0.0
         ),
         attention=create_attention(config),
         enforce_eager=enforce_eager,

@@ -7,17 +7,20 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 
 import pytest
 
 from services.worker.kv_transfer import socket_pull
 from services.worker.kv_transfer.base import PullSink, PullStopped
 from services.worker.kv_transfer.frames import CHUNK_BYTES, FrameHead, FrameKind, PullRequest
+from services.worker.kv_transfer.service import layout_of
 from services.worker.kv_transfer.session import KvTransferSession
 from services.worker.kv_transfer.socket_pull import SocketPulls
 from services.worker.kv_transfer.socket_server import BlockServer
 from services.worker.step_orders import StepOrders
 from tests.helpers.kv_proxy import KvProxy, cut, flip_bit, kv_proxy, silence
+from tests.worker.simulated import simulated_runner
 from triptych.types.kv_transfer import KvExport, KvOrders, KvProgress, KvPull, PullProgress
 from triptych.types.row_key import RowKey
 from triptych.types.step import RowError, StepPlan, StepResult, empty_u32
@@ -156,6 +159,15 @@ async def test_other_layouts_are_refused() -> None:
         source.offer(0, 2)
         target.pull(proxy.address, 0, 2)
         assert "layout" in (await target.ended(2)).failure
+
+
+@pytest.mark.parametrize("identity", [{"weights": "a fine-tune"}, {"numerics": "avx512"}, {"adapter": "a"}])
+def test_other_models_have_other_layouts(identity: dict[str, str]) -> None:
+    """A prompt's blocks are of no use to other weights, whose answers they would spoil."""
+    facts = simulated_runner().facts
+    other = replace(facts.model, identity=replace(facts.model.identity, **identity))
+    assert layout_of(replace(facts, model=other)) != layout_of(facts)
+    assert layout_of(replace(facts, model=replace(facts.model, max_model_len=7))) == layout_of(facts)
 
 
 async def test_another_prompts_block_is_refused() -> None:

@@ -144,8 +144,8 @@ def test_creation_tells_its_phases_and_facts(directory, oracle):
     # packed weights are padded to whole panels of 16 or 32 outputs
     plain_bytes = sum(parameter.nbytes for parameter in oracle.parameters())
     assert plain_bytes <= facts.weight_bytes < 1.2 * plain_bytes
-    assert len(facts.model.fingerprint) == 64
+    assert len(facts.model.identity.fingerprint) == 64
 
 
 def test_two_workers_of_one_model_have_one_fingerprint(directory, runner):
-    assert make_runner(directory).facts.model.fingerprint == runner.facts.model.fingerprint
+    assert make_runner(directory).facts.model.identity.fingerprint == runner.facts.model.identity.fingerprint

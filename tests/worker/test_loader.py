@@ -15,7 +15,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.loader.base import Checkpoint, fingerprint
+from services.worker.loader.base import Checkpoint, digest_weights, fingerprint
 from services.worker.loader.load import load_model, open_checkpoint
 from services.worker.loader.random import RandomCheckpoint
 from tests.checkpoint.gguf_files import byte_level_vocabulary, write_gguf
@@ -205,6 +205,20 @@ class TestGguf:
         expected = {name: through(tensor, type_) for name, tensor in model.state_dict().items()}
         assert_same(read_all(checkpoint), expected)
 
+    @pytest.mark.parametrize("kind", ["F32", "Q4_1"])
+    def test_other_weights_are_another_model(
+        self, tmp_path: Path, model: LlamaForCausalLM, kind: str
+    ) -> None:
+        type_ = GGMLQuantizationType[kind]
+        digests = []
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            directory = self.write(tmp_path / name / "model.gguf", model, type_)
+            digests += [digest_weights(open_checkpoint(directory)) for _ in range(2)]
+            with torch.no_grad():
+                model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+        assert digests[0] == digests[1] != digests[2] == digests[3]
+
     def test_a_file_that_is_cut_short_names_both_sizes(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
         path = tmp_path / "model.gguf"
         directory = self.write(path, model, GGMLQuantizationType.Q8_0)
@@ -333,6 +347,43 @@ def test_the_fingerprint_tells_apart_what_workers_must_share(tmp_path: Path, mod
     model.save_pretrained(tmp_path, state_dict={name: t.bfloat16() for name, t in model.state_dict().items()})
     others.add(fingerprint(open_checkpoint(tmp_path), architecture, **plain))
     assert len(others - {base}) == 9
+
+
+class TestWeightsAreSampled:
+    """Two models of one architecture differ in nothing but the bytes of their weights."""
+
+    def test_a_fine_tune_of_one_matrix_is_another_model(
+        self, tmp_path: Path, model: LlamaForCausalLM
+    ) -> None:
+        model.save_pretrained(tmp_path)
+        before = digest_weights(open_checkpoint(tmp_path))
+        assert before == digest_weights(open_checkpoint(tmp_path))
+        for name, tensor in model.state_dict().items():
+            tuned = model.state_dict() | {name: tensor + 1e-3 * torch.randn_like(tensor)}
+            model.save_pretrained(tmp_path, state_dict=tuned)
+            assert digest_weights(open_checkpoint(tmp_path)) != before, name
+
+    def test_shards_are_the_same_model(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        for name, options in (("whole", {}), ("shards", {"max_shard_size": "100KB"})):
+            model.save_pretrained(tmp_path / name, **options)
+        whole, shards = (digest_weights(open_checkpoint(tmp_path / name)) for name in ("whole", "shards"))
+        assert whole == shards
+
+    def test_few_tensors_are_read_at_many_places(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        (tmp_path / "config.json").write_text(model.config.to_json_string())
+        tensor = torch.zeros(1 << 22, dtype=torch.bfloat16)
+        save_file({"a": tensor}, tmp_path / "model.safetensors")
+        before = digest_weights(open_checkpoint(tmp_path))
+        tensor[1 << 21 :] = 1  # half of it
+        save_file({"a": tensor}, tmp_path / "model.safetensors")
+        assert digest_weights(open_checkpoint(tmp_path)) != before
+
+    def test_random_weights_differ_by_their_seed(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+        model.save_pretrained(tmp_path)
+        digests = {
+            digest_weights(open_checkpoint(tmp_path, format="random", seed=seed)) for seed in (0, 1, 1)
+        }
+        assert len(digests) == 2
 
 
 def gguf_name(name: str) -> str:

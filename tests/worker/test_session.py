@@ -28,6 +28,7 @@ from triptych.errors import (
 )
 from triptych.rpc.session.handshake import WORKER_PROTOCOL, Agreement
 from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
+from triptych.types.identity import ModelIdentity
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.step import Step, plan_from_proto, plan_to_proto
 
@@ -50,7 +51,7 @@ class StepCounter:
         self.fail = False
         self.facts = WorkerFacts(
             "boot",
-            ModelFacts("counter", "f" * 64, 10, 64, (), "float32", "float32", "none"),
+            ModelFacts("counter", ModelIdentity("f" * 64), 10, 64, (), "float32", "float32", "none"),
             KvShape(8, 16, 1, 1, 1, "float32"),
             max_num_seqs=4,
             max_num_batched_tokens=64,

@@ -24,6 +24,7 @@ from triptych.config import (
     WorkerConfig,
 )
 from triptych.errors import ConfigError, ModelError
+from triptych.types.identity import Likeness, compare
 
 WORDS = {
     "Ġred": 5,
@@ -89,18 +90,18 @@ def test_the_facts_are_the_models_own_and_say_that_they_are_simulated(model):
     )
     assert (facts.model.dtype, facts.model.max_model_len) == ("bfloat16", 64)
     assert facts.device_name == "simulated"
-    assert facts.model.fingerprint.startswith("simulated-")
+    assert facts.model.identity.fingerprint.startswith("simulated-")
     assert facts.weight_bytes == 0
 
 
-def test_whatever_changes_the_tokens_changes_the_fingerprint(model, tmp_path_factory):
-    def fingerprint(directory, **simulation):
-        return create(directory, simulation=SimulationConfig(**simulation)).facts.model.fingerprint
+def test_whatever_changes_the_tokens_changes_the_identity(model, tmp_path_factory):
+    def identity(directory, **simulation):
+        return create(directory, simulation=SimulationConfig(**simulation)).facts.model.identity
 
     other_words = write_model(tmp_path_factory.mktemp("other"), {"Ġred": 5, "Ġgreen": 4})
-    fingerprints = {fingerprint(model), fingerprint(other_words), fingerprint(model, eos_probability=0.5)}
-    assert len(fingerprints) == 3
-    assert fingerprint(model, base_ms=99.0) == fingerprint(model)
+    changed = [identity(other_words), identity(model, eos_probability=0.5)]
+    assert [compare(identity(model), other).likeness for other in changed] == [Likeness.FORM] * 2
+    assert compare(identity(model, base_ms=99.0), identity(model)).likeness is Likeness.TOKENS
 
 
 def test_blocks_are_as_many_as_fit_into_the_simulated_memory(model):

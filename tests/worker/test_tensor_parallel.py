@@ -26,6 +26,7 @@ from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, FeatureDisabled, HandshakeMismatch, RankUnavailable
+from triptych.types.identity import ModelIdentity
 from triptych_kernels.cpu.library import isa
 
 SIZES: dict[str, Any] = {
@@ -184,11 +185,11 @@ def test_ranks_that_differ_are_refused_before_they_load() -> None:
 
     config = replace(config, quantization="q8")
     with pytest.raises(HandshakeMismatch) as refusal:
-        check_agreement(config, Two(0, 2), fingerprint="abc", processor="avx2")
+        check_agreement(config, Two(0, 2), identity=ModelIdentity("abc"), processor="avx2")
     assert str(refusal.value).startswith(
         "checkpoint: rank 0 has 'abc', rank 1 has 'abd'; quantization: rank 0 has 'q8', rank 1 has 'q4'; give all"
     )
-    check_agreement(tiny_config(), OneRank(), fingerprint="abc", processor="avx2")
+    check_agreement(tiny_config(), OneRank(), identity=ModelIdentity("abc"), processor="avx2")
 
 
 def test_a_sharded_model_needs_connected_ranks() -> None:

@@ -19,6 +19,7 @@ from services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych.checkpoint.architecture import ModelArchitecture, RopeParameters
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan
 from triptych_kernels.weights.base import LinearWeight
@@ -71,7 +72,7 @@ def tiny_config(
 def tiny_facts(config: ResolvedConfig, max_model_len: int, kv: KvShape) -> WorkerFacts:
     model = ModelFacts(
         name="tiny",
-        fingerprint="f",
+        identity=ModelIdentity("f"),
         vocab_size=config.architecture.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=config.architecture.eos_token_ids,

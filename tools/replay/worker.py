@@ -185,7 +185,7 @@ class _Replayer:
             session=session_hello(WORKER_PROTOCOL, "", last_received=0),
             engine_id=_ENGINE_ID,
             boot_id=self._boot_id,
-            fingerprint=recorded.model.fingerprint,
+            fingerprint=recorded.model.identity.fingerprint,
             shared_config=self._shared,
             max_steps_in_flight=1,
         )

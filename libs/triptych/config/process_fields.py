@@ -83,7 +83,7 @@ class FrontendConfig:
         "same_numerics",
         "Engines that a request with output may move to when its own is lost or drains. same_numerics: those of equal "
         "processor, kernels, libraries and precision; where these are batch invariant, it goes on as if nothing had "
-        "happened. any: those of the same model; the answer says so. never: none; the request fails.",
+        "happened. any: those of the same weights; the answer says so. never: none; the request fails.",
         FRONTEND,
         choices=("same_numerics", "any", "never"),
     )

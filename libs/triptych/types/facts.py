@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from triptych.types.identity import ModelIdentity
 from triptych.types.kv_transfer import KvEndpoint
 
 _KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
@@ -47,9 +48,8 @@ class ModelFacts:
 
     name: str
     """Name that clients use."""
-    fingerprint: str
-    """sha256 over architecture, tensor names, shapes, dtypes, file sizes, dtype and quantization; of a simulated
-    worker, `simulated-` and the sha256 of what decides its tokens."""
+    identity: ModelIdentity
+    """Everything that decides its tokens."""
     vocab_size: int
     max_model_len: int
     """Tokens of prompt and output together: min(the model's, what the blocks can hold)."""
@@ -59,19 +59,6 @@ class ModelFacts:
     dtype: str
     kv_dtype: str
     quantization: str
-    numerics: str = ""
-    """Digest of what decides the bits beside the checkpoint: processor, kernels, libraries, options. Workers with equal
-    ones give equal bits for equal steps. Empty: not known, and equal to no other."""
-    is_batch_invariant: bool = False
-    """A request's bits do not depend on what runs beside it, nor on how its prompt is cut into steps."""
-
-    def gives_same_tokens_as(self, other: ModelFacts) -> bool:
-        """Return whether a request that moves from one of the two to the other goes on as if it had not."""
-        return self.has_numerics_of(other) and self.is_batch_invariant and other.is_batch_invariant
-
-    def has_numerics_of(self, other: ModelFacts) -> bool:
-        """Return whether both compute with the same numerics."""
-        return bool(self.numerics) and self.numerics == other.numerics
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,36 +4,43 @@ from __future__ import annotations
 
 from triptych.internal.v1 import worker_pb2
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.identity import ModelIdentity
 from triptych.wire.kv_transfer import endpoint_from_proto, endpoint_to_proto
 
 
 def model_facts_to_proto(facts: ModelFacts) -> worker_pb2.ModelFacts:
     return worker_pb2.ModelFacts(
         name=facts.name,
-        fingerprint=facts.fingerprint,
+        fingerprint=facts.identity.fingerprint,
+        weights=facts.identity.weights,
+        adapter=facts.identity.adapter,
         vocab_size=facts.vocab_size,
         max_model_len=facts.max_model_len,
         eos_token_ids=facts.eos_token_ids,
         dtype=facts.dtype,
         kv_dtype=facts.kv_dtype,
         quantization=facts.quantization,
-        numerics=facts.numerics,
-        is_batch_invariant=facts.is_batch_invariant,
+        numerics=facts.identity.numerics,
+        is_batch_invariant=facts.identity.is_batch_invariant,
     )
 
 
 def model_facts_from_proto(message: worker_pb2.ModelFacts) -> ModelFacts:
     return ModelFacts(
         name=message.name,
-        fingerprint=message.fingerprint,
+        identity=ModelIdentity(
+            fingerprint=message.fingerprint,
+            weights=message.weights,
+            adapter=message.adapter,
+            numerics=message.numerics,
+            is_batch_invariant=message.is_batch_invariant,
+        ),
         vocab_size=message.vocab_size,
         max_model_len=message.max_model_len,
         eos_token_ids=tuple(message.eos_token_ids),
         dtype=message.dtype,
         kv_dtype=message.kv_dtype,
         quantization=message.quantization,
-        numerics=message.numerics,
-        is_batch_invariant=message.is_batch_invariant,
     )
 
 

@@ -28,7 +28,7 @@ from services.enginecore.scheduler.step_results import (
     StepsInFlight,
 )
 from triptych.config import SchedulerConfig
-from triptych.errors import DeadlineExceeded, EngineFailure
+from triptych.errors import DeadlineExceeded, EngineFailure, TriptychError
 from triptych.types.outputs import EngineLoad, FinishReason
 from triptych.types.step import U32, StepPlan, StepResult
 
@@ -211,6 +211,14 @@ class Scheduler:
         """Return the requests that were submitted on a session."""
         return [request for request in self._states if request.session == session]
 
+    def requests_with_output(self) -> list[Request]:
+        """Return the waiting requests that have output tokens, by this engine or by one that they were moved from."""
+        return [
+            request
+            for request in self._states
+            if request.state is RequestState.WAITING and len(request.token_ids) > request.num_prompt_tokens
+        ]
+
     def find(self, session: int, number: int) -> Request | None:
         """Return a choice that has not ended."""
         return self._states.by_number(session, number)
@@ -322,7 +330,7 @@ class Scheduler:
         for slot in self._rows.slot_to_request:
             self._rows.release(slot) if may_compute else self._rows.hold(slot)
 
-    def fail(self, request: Request, error: EngineFailure) -> Failed:
+    def fail(self, request: Request, error: TriptychError) -> Failed:
         """End a request for a reason that its client did not cause."""
         return self._ends.fail(request, error)
 

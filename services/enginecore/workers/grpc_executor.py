@@ -126,7 +126,7 @@ class GrpcExecutor:
             check_resumed(terms, self._session_name, self._steps)
         else:
             self._begin_session(terms.name)
-        # The requests were tokenized for this model and started by it; no other may go on with them.
+        # The requests were tokenized for a model of this form: no other can go on with them.
         self._hello.fingerprint = welcome.facts.model.fingerprint
         self._hello.last_session = terms.name
         self._loss, self._is_draining = None, False

@@ -13,6 +13,8 @@ import numpy as np
 from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.session import EngineLoss
 from services.frontend.logprobs import BatchLogprobs
+from triptych.errors import EngineUnavailable
+from triptych.types.identity import Likeness, compare
 from triptych.types.kv_transfer import KvSource
 from triptych.types.outputs import FinishedRequest, StageTimings
 from triptych.types.sampling import SamplingParams
@@ -161,13 +163,19 @@ class Journey:
         """Whether log-probabilities of the prompt are still to come."""
         return self.choice.awaits_prompt
 
+    def likeness_of(self, facts: ModelFacts) -> Likeness:
+        """Return how much of another engine's model is alike to that which has computed the output so far."""
+        return (
+            Likeness.NOTHING if self.facts is None else compare(self.facts.identity, facts.identity).likeness
+        )
+
     def begin(self, engine: EngineClient, number: int, *, is_moved: bool = False) -> None:
         """Note that it was submitted to an engine, under this number."""
         facts = None if engine.welcome is None else engine.welcome.model
         if is_moved:
             self.is_unanswered = True
             self._cleared_at = len(self.emitted) + _PROBATION
-            is_exact = self.facts is not None and facts is not None and self.facts.gives_same_tokens_as(facts)
+            is_exact = facts is not None and self.likeness_of(facts) is Likeness.TOKENS
             self.choice.note_moved(is_exact=is_exact or not self.emitted)
         self.engine, self._number, self.facts = engine, number, facts
 
@@ -231,12 +239,15 @@ class Journey:
 
     def on_error(self, error: Exception) -> None:
         is_refusal = self.is_unanswered and self.is_admitted
+        is_given_up = self.is_admitted and isinstance(error, EngineUnavailable)
         self._note_answer()
         if is_refusal and self.engine is not None:
             self.refused_by.add(self.engine)
         self.engine = None
         if is_refusal and self.choice.finish_reason is None:
             self._travels.on_refused(self, error)
+        elif is_given_up and self.choice.finish_reason is None:
+            self._travels.on_lost(self, EngineLoss(str(error)))
         else:
             self.choice.on_error(error)
 

@@ -21,6 +21,7 @@ from triptych.errors import EngineFailure, EngineUnavailable, QueueFull, Triptyc
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import FrontendMetrics
 from triptych.types.facts import ModelFacts
+from triptych.types.identity import Likeness, compare
 
 log = logging.getLogger(__name__)
 
@@ -239,10 +240,11 @@ class Mover:
 
     def _may_follow(self, facts: ModelFacts | None, engine: EngineClient) -> bool:
         """Return whether the policy lets a choice with output move to an engine from one with these facts."""
-        if self._terms.policy == "any":
-            return True
         model = None if engine.welcome is None else engine.welcome.model
-        return facts is not None and model is not None and facts.has_numerics_of(model)
+        if facts is None or model is None:
+            return False
+        needed = Likeness.WEIGHTS if self._terms.policy == "any" else Likeness.NUMERICS
+        return compare(facts.identity, model.identity).likeness >= needed
 
     def _submit(self, submission: Submission, journeys: list[Journey], engine: EngineClient) -> None:
         try:

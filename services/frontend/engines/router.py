@@ -13,6 +13,7 @@ from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.routing_policy import RoutingPolicy, create_policy
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
 from triptych.types.facts import ModelFacts
+from triptych.types.identity import ModelIdentity
 from triptych.types.kv_transfer import EngineRole
 from triptych.types.step import U32
 from triptych.types.submit import EngineWelcome
@@ -207,6 +208,6 @@ def _has_facts(engine: EngineClient, wanted: EngineWelcome) -> bool:
 
 
 def _facts_of(welcome: EngineWelcome) -> ModelFacts | None:
-    """Return what a request is checked against. Any numerics will do for it."""
+    """Return what a request is checked against. Any weights and numerics will do for it."""
     model = welcome.model
-    return None if model is None else replace(model, numerics="", is_batch_invariant=False)
+    return None if model is None else replace(model, identity=ModelIdentity(model.identity.fingerprint))

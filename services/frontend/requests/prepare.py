@@ -40,7 +40,7 @@ class PreparedRequest:
     def fingerprint(self) -> str:
         """Digest of the model's checkpoint."""
         assert self.engine.model is not None, "a ready engine has told its model"
-        return self.engine.model.fingerprint
+        return self.engine.model.identity.fingerprint
 
 
 async def prepare(

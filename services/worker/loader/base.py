@@ -18,6 +18,9 @@ from torch import Tensor
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ModelError
 
+_MIN_PLACES = 64  # at which the weights of a checkpoint are sampled
+_PLACE_BYTES = 4096  # at each of them; a page is read from the disk in any case
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -56,6 +59,17 @@ class Checkpoint(ABC):
             dim, start, length: As of `Tensor.narrow`.
         """
         return self.read(name, dtype).narrow(dim, start, length)
+
+    @abstractmethod
+    def read_bytes(self, name: str, start: int, length: int) -> bytes:
+        """Read a part of one tensor as it is stored; what is not stored, as that from which it is drawn.
+
+        Args:
+            start, length: In bytes.
+
+        Raises:
+            KeyError: There is no tensor of that name.
+        """
 
     def release(self, name: str) -> None:
         """Note that this tensor has been copied: what of its file is mapped takes no memory of this process."""
@@ -109,6 +123,24 @@ def release_pages(view: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
+def digest_weights(checkpoint: Checkpoint) -> str:
+    """Return the sha256, in hex, of samples of the weights' bytes: 4 KiB at 64 places or more, some of each tensor.
+
+    It tells a model from one that was trained further, which changes whole matrices, and takes milliseconds. Single
+    numbers that were changed by hand may lie between the samples.
+    """
+    digest = hashlib.sha256()
+    num_places = -(-_MIN_PLACES // max(len(checkpoint.tensors), 1))
+    for name in sorted(checkpoint.tensors):
+        size = checkpoint.tensors[name].size
+        length = min(size, _PLACE_BYTES)
+        digest.update(name.encode())
+        for place in range(num_places if size > length else 1):
+            drawn = int.from_bytes(hashlib.sha256(f"{place}/{name}".encode()).digest()[:8], "little")
+            digest.update(checkpoint.read_bytes(name, drawn % (size - length + 1), length))
+    return digest.hexdigest()
+
+
 def fingerprint(
     checkpoint: Checkpoint,
     architecture: ModelArchitecture,
@@ -119,7 +151,7 @@ def fingerprint(
     activation_bits: int,
     kv_dtype: str,
 ) -> str:
-    """Return the sha256, in hex, of everything that two workers of one model must share but the weights' bytes.
+    """Return the sha256, in hex, of everything that two workers of one model must share but the weights themselves.
 
     That is architecture, tensor names, shapes and types, file sizes, precisions and quantization.
     """

@@ -61,6 +61,9 @@ class GgufCheckpoint(Checkpoint):
             part, shape = blocks.narrow(1, first, num_bytes), (rows, length)
         return dequantize(part.reshape(-1), tensor.type, dtype).view(shape)
 
+    def read_bytes(self, name: str, start: int, length: int) -> bytes:
+        return self._file.read(self._entries[name].offset + start, length).numpy().tobytes()
+
     def release(self, name: str) -> None:
         tensor = self._entries[name]
         release_pages(self._file.read(tensor.offset, tensor.size))

@@ -58,6 +58,9 @@ class RandomCheckpoint(Checkpoint):
         drawn = torch.empty(shape, device=self._device)
         return drawn.normal_(0.0, _STANDARD_DEVIATION, generator=generator).to(dtype)
 
+    def read_bytes(self, name: str, start: int, length: int) -> bytes:
+        return self.tensors[name].type.encode()
+
 
 def _checkpoint_shapes(architecture: ModelArchitecture) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor, in Hugging Face's layout, from a model without storage."""

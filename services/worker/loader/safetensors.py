@@ -51,6 +51,9 @@ class SafetensorsCheckpoint(Checkpoint):
     def read_part(self, name: str, dtype: torch.dtype, dim: int, start: int, length: int) -> Tensor:
         return self._convert(self._view(name).narrow(dim, start, length), dtype)
 
+    def read_bytes(self, name: str, start: int, length: int) -> bytes:
+        return self._view(name).reshape(-1).view(torch.uint8)[start : start + length].numpy().tobytes()
+
     def release(self, name: str) -> None:
         release_pages(self._view(name))
 

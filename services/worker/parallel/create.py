@@ -8,6 +8,7 @@ from services.worker.context.group_place import GroupPlace
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
 from triptych.config.loader import check_same_values, rank_config
+from triptych.types.identity import ModelIdentity
 
 
 def create_rank_group(config: ResolvedConfig, place: GroupPlace | None = None) -> RankGroup:
@@ -31,14 +32,16 @@ def create_rank_group(config: ResolvedConfig, place: GroupPlace | None = None) -
     return ProcessGroup(config, place)
 
 
-def check_agreement(config: ResolvedConfig, group: RankGroup, *, fingerprint: str, processor: str) -> None:
+def check_agreement(
+    config: ResolvedConfig, group: RankGroup, *, identity: ModelIdentity, processor: str
+) -> None:
     """Compare this rank's model, config and processor with those of the other ranks, before weights are loaded.
 
     Equal inputs give equal plans of the KV cache, and equal processors equal bits: every rank then draws the same
     tokens from the same logits, so that tokens need not be sent between ranks.
 
     Args:
-        fingerprint: Digest of the checkpoint, as `loader.fingerprint` computes it.
+        identity: Of the checkpoint.
         processor: Name of what the kernels run on.
 
     Raises:
@@ -51,7 +54,8 @@ def check_agreement(config: ResolvedConfig, group: RankGroup, *, fingerprint: st
         "quantization": config.quantization,
         "attention backend": config.attention_backend,
         "batch invariance": str(config.batch_invariant),
-        "checkpoint": fingerprint,
+        "checkpoint": identity.fingerprint,
+        "weights": identity.weights,
         "processor": processor,
     }
     rank_to_values = [json.loads(text) for text in group.exchange(json.dumps(own))]

@@ -25,6 +25,7 @@ from triptych.errors import (
 )
 from triptych.rpc.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S
 from triptych.types.facts import Phase, WorkerFacts
+from triptych.types.identity import Likeness, ModelIdentity, compare
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,11 @@ def _check_hello(hello: EngineHello, state: WorkerState, shared_config: Mapping[
         {"engine": hello.shared_config, "worker": shared_config},
         advice="give both processes the same file, environment and flags",
     )
-    if hello.fingerprint and hello.fingerprint != state.facts.model.fingerprint:
+    if not hello.fingerprint:
+        return
+    # Other weights are the engine's affair, which knows what it has begun with the ones before.
+    comparison = compare(ModelIdentity(hello.fingerprint), state.facts.model.identity)
+    if comparison.likeness < Likeness.FORM:
         raise HandshakeMismatch(
-            f"fingerprint: engine expects {hello.fingerprint}, worker has {state.facts.model.fingerprint}"
+            f"the engine expects another model than the worker has: {comparison.difference}"
         )

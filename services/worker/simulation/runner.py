@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -231,7 +231,8 @@ def create_simulated_runner(
         config,
         plan_kv_cache(config, free_bytes),
         boot_id=boot_id,
-        fingerprint=_fingerprint(config, word_ids),
+        fingerprint=_fingerprint(config),
+        weights=_digest_tokens(config, word_ids),
         device_name=DEVICE,
         kernels=DEVICE,
         processor=DEVICE,
@@ -279,13 +280,22 @@ def _check_eos(simulation: SimulationConfig, architecture: ModelArchitecture) ->
         )
 
 
-def _fingerprint(config: ResolvedConfig, word_ids: I64) -> str:
-    """Return a hash of all that decides the tokens, with a prefix that no real worker's fingerprint has."""
+def _fingerprint(config: ResolvedConfig) -> str:
+    """Return a hash of the model's form, with a prefix that no real worker's fingerprint has."""
     facts = {
         "architecture": asdict(config.architecture),
         "dtype": config.dtype,
         "kv_dtype": config.kv_dtype,
-        "words": hash_word_ids(word_ids),
-        "eos_probability": config.engine.simulation.eos_probability,
     }
-    return "simulated-" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return "simulated-" + _sha256(facts)
+
+
+def _digest_tokens(config: ResolvedConfig, word_ids: I64) -> str:
+    """Return a hash of what decides the tokens, as the weights of a real model do."""
+    return _sha256(
+        {"words": hash_word_ids(word_ids), "eos_probability": config.engine.simulation.eos_probability}
+    )
+
+
+def _sha256(facts: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

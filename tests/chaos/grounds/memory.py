@@ -43,7 +43,14 @@ from tests.chaos.recorder import Request
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.validators import Evidence, Home, Step, violations_of
 from tests.helpers.byte_tokenizer import byte_tokenizer
-from tests.helpers.scheduling import VOCAB_SIZE, NaiveWorker, WorkerRow, prefix_fingerprints, sample
+from tests.helpers.scheduling import (
+    NAIVE_IDENTITY,
+    VOCAB_SIZE,
+    NaiveWorker,
+    WorkerRow,
+    prefix_fingerprints,
+    sample,
+)
 from tests.helpers.stack import NaiveRunner
 from triptych import failpoints
 from triptych.client import dialer as client_dialer
@@ -344,7 +351,9 @@ class MemoryGround:
         config = self._config(0)
         runner = NaiveRunner(config)
         boot_id = f"{name}.{self._lives[name]}"
-        facts = replace(runner.facts, boot_id=boot_id, model=replace(runner.facts.model, numerics="naive"))
+        facts = replace(
+            runner.facts, boot_id=boot_id, model=replace(runner.facts.model, identity=NAIVE_IDENTITY)
+        )
         publisher = StatusPublisher()
 
         def note(epoch: int, step_id: int) -> None:

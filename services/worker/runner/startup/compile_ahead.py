@@ -124,7 +124,14 @@ def note_launches(
                 model=model,
                 kv_caches=allocate_kv_cache(kv.shape, device),
                 facts=worker_facts(
-                    config, kv, boot_id="", fingerprint="", device_name="", weight_bytes=0, load_s=0.0
+                    config,
+                    kv,
+                    boot_id="",
+                    fingerprint="",
+                    weights="",
+                    device_name="",
+                    weight_bytes=0,
+                    load_s=0.0,
                 ),
                 attention=attention,
                 enforce_eager=True,

@@ -29,7 +29,7 @@ from services.worker.context.machine import describe_rates
 from services.worker.context.rank_group import RankGroup
 from services.worker.context.resolved_config import ResolvedConfig
 from services.worker.layers.weights import weight_bytes
-from services.worker.loader.base import Checkpoint, fingerprint
+from services.worker.loader.base import Checkpoint, digest_weights, fingerprint
 from services.worker.loader.load import DuringLoad, load_model, open_checkpoint
 from services.worker.models.base import CausalLM
 from services.worker.parallel.create import check_agreement, create_rank_group
@@ -47,6 +47,7 @@ from services.worker.runner.startup.warm_up import warm_up
 from services.worker.sampling.grammars import GrammarCompiler
 from triptych.errors import ConfigError, ModelError
 from triptych.types.facts import Phase
+from triptych.types.identity import Likeness, ModelIdentity, compare
 from triptych_kernels.cpu.library import amx_refusal, isa
 from triptych_kernels.cpu.machine import rates
 
@@ -92,8 +93,9 @@ def create_runner(
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
     checkpoint, identity = _open(config, directory)
+    log.info("weights: samples of their bytes have sha256 %s", identity.weights)
     processor = isa() if device.type == "cpu" else device_name(device)
-    check_agreement(config, group, fingerprint=identity, processor=processor)
+    check_agreement(config, group, identity=identity, processor=processor)
 
     def load(checkpoint: Checkpoint, during: DuringLoad = nullcontext) -> CausalLM:
         return load_model(
@@ -115,7 +117,8 @@ def create_runner(
         config,
         kv,
         boot_id=boot_id,
-        fingerprint=identity,
+        fingerprint=identity.fingerprint,
+        weights=identity.weights,
         device_name=device_name(device),
         processor=processor or f"torch on {device_name(device)}",
         num_threads=num_threads if device.type == "cpu" and not config.batch_invariant else 0,
@@ -130,10 +133,10 @@ def create_runner(
 
     def load_again() -> CausalLM:
         checkpoint, found = _open(config, directory)  # the files may be new ones
-        if found != identity:
+        if (comparison := compare(identity, found)).likeness < Likeness.WEIGHTS:
             raise ModelError(
-                f"{directory} holds another model now, of fingerprint {found} instead of {identity}; put the weights "
-                "back, or start the worker again"
+                f"{directory} holds another model now ({comparison.difference}); put the weights back, or start the "
+                "worker again"
             )
         return load(checkpoint)
 
@@ -169,11 +172,11 @@ def create_runner(
     )
 
 
-def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, str]:
-    """Open the checkpoint and compute its fingerprint."""
+def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, ModelIdentity]:
+    """Open the checkpoint, and return its identity, without numerics."""
     engine, device = config.engine, torch.device(config.rank.device)
     checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed, device=device)
-    return checkpoint, fingerprint(
+    form = fingerprint(
         checkpoint,
         config.architecture,
         dtype=config.dtype,
@@ -182,6 +185,7 @@ def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, str]:
         activation_bits=config.activation_bits,
         kv_dtype=config.kv_dtype,
     )
+    return checkpoint, ModelIdentity(form, digest_weights(checkpoint))
 
 
 def _compiled_ahead(

@@ -9,6 +9,7 @@ from services.worker.runner.base import max_steps_in_flight
 from services.worker.runner.startup.kv_plan import KvPlan
 from services.worker.runner.startup.numerics import numerics_of
 from triptych.types.facts import ModelFacts, WorkerFacts
+from triptych.types.identity import ModelIdentity
 
 
 def worker_facts(
@@ -17,6 +18,7 @@ def worker_facts(
     *,
     boot_id: str,
     fingerprint: str,
+    weights: str,
     device_name: str,
     weight_bytes: int,
     load_s: float,
@@ -27,7 +29,7 @@ def worker_facts(
     num_threads: int = 0,
     is_batch_invariant: bool | None = None,
 ) -> WorkerFacts:
-    """Return a worker's facts; arguments as the fields of `WorkerFacts` and `ModelFacts`.
+    """Return a worker's facts; arguments as the fields of `WorkerFacts`, `ModelFacts` and `ModelIdentity`.
 
     Args:
         num_stages: 0: as many as the ranks are divided into.
@@ -39,17 +41,22 @@ def worker_facts(
         boot_id=boot_id,
         model=ModelFacts(
             name=engine.model.served_name or PurePosixPath(engine.model.model).name,
-            fingerprint=fingerprint,
+            identity=ModelIdentity(
+                fingerprint=fingerprint,
+                weights=weights,
+                numerics=numerics_of(
+                    config, processor=processor, block_size=kv.shape.block_size, num_threads=num_threads
+                ),
+                is_batch_invariant=config.batch_invariant
+                if is_batch_invariant is None
+                else is_batch_invariant,
+            ),
             vocab_size=architecture.vocab_size,
             max_model_len=kv.max_model_len,
             eos_token_ids=architecture.eos_token_ids,
             dtype=config.dtype,
             kv_dtype=config.kv_dtype,
             quantization=config.quantization,
-            numerics=numerics_of(
-                config, processor=processor, block_size=kv.shape.block_size, num_threads=num_threads
-            ),
-            is_batch_invariant=config.batch_invariant if is_batch_invariant is None else is_batch_invariant,
         ),
         kv=kv.shape,
         max_num_seqs=engine.scheduler.max_num_seqs,
