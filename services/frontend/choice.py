@@ -7,10 +7,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from services.frontend.answer_text import AnswerSplitter, visible_tokens
 from services.frontend.logprobs import BatchLogprobs, PromptReport
+from services.frontend.pacing import Pace
 from services.frontend.requests.tools import AnswerSplit
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.stop import StopChecker
@@ -20,13 +21,72 @@ from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings, 
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import U32, PromptLogprobs
 
-if TYPE_CHECKING:
-    from services.frontend.outputs import RequestOutputs
-
 # After a stop string the engine is asked to end the request. It answers within a turn of its loop, with the counts
 # that only it knows. The text is complete by then, so an engine that does not answer delays the end of the stream
 # by no more than this; the usage then lacks the cached tokens, and the timings are 0.
 ACCOUNT_WAIT_S = 0.25
+
+
+class ChoiceListener(Protocol):
+    """The request that a choice belongs to."""
+
+    pace: Pace | None
+    """The pace of all streams; None: output leaves as it comes."""
+
+    def note_admitted(self) -> None:
+        """Note that an engine has a choice."""
+
+    def note_moved(self) -> None:
+        """Note that a choice has moved to another engine."""
+
+    def note_prompt(self) -> None:
+        """Note that there is more of the prompt to report, or all of it."""
+
+    def note_ready(self, choice: Choice) -> None:
+        """Note that a choice has something to take."""
+
+    def note_settled(self) -> None:
+        """Note that no engine will account for a choice any more."""
+
+    def fail(self, error: Exception) -> None:
+        """End the request."""
+
+    def fail_by_loss(self, why: str) -> None:
+        """End the request because its engine is gone."""
+
+
+class _Nobody:
+    """The listener of choices that are closed."""
+
+    pace: Pace | None = None
+
+    def note_admitted(self) -> None:
+        pass
+
+    def note_moved(self) -> None:
+        pass
+
+    def note_prompt(self) -> None:
+        pass
+
+    def note_ready(self, choice: Choice) -> None:
+        pass
+
+    def note_settled(self) -> None:
+        pass
+
+    def fail(self, error: Exception) -> None:
+        pass
+
+    def fail_by_loss(self, why: str) -> None:
+        pass
+
+
+_NOBODY: ChoiceListener = _Nobody()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class Choice:
@@ -34,7 +94,7 @@ class Choice:
 
     def __init__(
         self,
-        outputs: RequestOutputs,
+        listener: ChoiceListener,
         index: int,
         sampling: SamplingParams,
         tokenizer: Tokenizer,
@@ -58,11 +118,11 @@ class Choice:
         """Times that it has moved to another engine."""
         self.is_exact = True
         """It goes on as if it had not moved: the engines that it has come to compute the same bits."""
-        self.stop_upstream: Callable[[], None] = lambda: None
+        self.stop_upstream: Callable[[], None] = _do_nothing
         """End it at the engine, which then reports its end. Set at submission, like the next."""
-        self.abort_upstream: Callable[[], None] = lambda: None
+        self.abort_upstream: Callable[[], None] = _do_nothing
         """End it at the engine, unless it has ended there, and hear no more of it."""
-        self._outputs = outputs
+        self._listener = listener
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._detokenizer = (
@@ -112,7 +172,7 @@ class Choice:
         """Note that another engine goes on with it. `is_exact`: With the same bits."""
         self.num_moves += 1
         self.is_exact &= is_exact
-        self._outputs.note_moved()
+        self._listener.note_moved()
         if self._report is not None:
             self._report.may_repeat = True
 
@@ -139,7 +199,7 @@ class Choice:
     def on_admitted(self) -> None:
         if not self._is_admitted:
             self._is_admitted = True
-            self._outputs.note_admitted()
+            self._listener.note_admitted()
 
     def on_tokens(
         self,
@@ -152,7 +212,7 @@ class Choice:
         if self._report is not None:
             self._report.close(is_computed=bool(token_ids))
             self._report = None
-            self._outputs.note_prompt()
+            self._listener.note_prompt()
         if self.finish_reason is None:
             self._add(token_ids, logprobs, first_row, finish)
         if finish is not None:
@@ -167,14 +227,14 @@ class Choice:
                 "the engine sent log-probabilities of a prompt that were not asked for, or not any more"
             )
         self._report.add(part)
-        self._outputs.note_prompt()
+        self._listener.note_prompt()
 
     def on_error(self, error: Exception) -> None:
-        self._outputs.fail(error)
+        self._listener.fail(error)
         self.settle()
 
     def on_engine_lost(self, why: str) -> None:
-        self._outputs.fail_by_loss(why)
+        self._listener.fail_by_loss(why)
         self.settle()
 
     def end_by_abort(self) -> None:
@@ -191,7 +251,7 @@ class Choice:
         self.is_held = False
         if not self.has_pending and (self._token_ids or self.finish_reason is not None):
             self.has_pending = True
-            self._outputs.note_ready(self)
+            self._listener.note_ready(self)
 
     def take(self) -> DeltaEvent:
         """The pending delta; called by the one client."""
@@ -240,7 +300,7 @@ class Choice:
             self.finish_reason, self._stop_reason = finish.reason, finish.stop_token_id
         is_due = self.finish_reason is not None or len(self._token_ids) >= self._min_new_tokens
         if is_due and not self.has_pending:
-            pace = self._outputs.pace
+            pace = self._listener.pace
             if pace is None or self.finish_reason is not None or not pace.holds(self):
                 self.release()
 
@@ -272,6 +332,17 @@ class Choice:
             self._text.append(self._stop_checker.flush())
         return len(token_ids)
 
+    def close(self) -> None:
+        """Abort it upstream if it still runs, and report no more. Safe at any time, and more than once.
+
+        From then on it refers neither to its request nor to its journey, so all of them are freed when the request
+        ends. As circles they would wait for the collector, whose pauses stop all streams.
+        """
+        abort = self.abort_upstream
+        self.stop_upstream = self.abort_upstream = _do_nothing
+        abort()
+        self._listener = _NOBODY
+
     def stop_early(self) -> None:
         """End it at the engine, and wait a moment for the engine's counts."""
         self.stop_upstream()
@@ -281,4 +352,4 @@ class Choice:
         """Note that no engine will account for it any more."""
         if not self._is_settled:
             self._is_settled = True
-            self._outputs.note_settled()
+            self._listener.note_settled()

@@ -39,7 +39,9 @@ class RequestOutputs:
         self._num_admitted = 0
         self._num_open = 0
         self._is_aborted = False
+        self._is_failed = False
         self._error: Exception | None = None
+        """The error that has ended it, until it is raised."""
         self._report: PromptReport | None = None
         self._ready: deque[Choice] = deque()  # choices with something to take, in order of arrival
         self._news = asyncio.Event()
@@ -77,7 +79,7 @@ class RequestOutputs:
         self.choices.clear()
         self._ready.clear()
         self._num_admitted = self._num_open = 0
-        self._error = None
+        self._is_failed, self._error = False, None
 
     async def wait_admitted(self) -> None:
         """Until the engine has every choice; raises what has ended the request instead.
@@ -85,8 +87,7 @@ class RequestOutputs:
         An engine need not hear of a request that is aborted.
         """
         while self._num_admitted < len(self.choices) and not self._is_aborted:
-            if self._error is not None:
-                raise self._error
+            self._raise_error()
             await self._wait()
         if self._is_aborted:
             self.abort()
@@ -123,13 +124,12 @@ class RequestOutputs:
             report = self._report
             if report is not None and (part := report.take()) is not None:
                 return part
-            if self._has_moved:
+            if self._has_moved and self.find_token is not None:
                 self._has_moved = False
                 return ResumableEvent(self.resume_token)
             if self._ready and (report is None or report.is_complete):
                 return self._ready.popleft().take()
-            if self._error is not None:
-                raise self._error
+            self._raise_error()
             if self._num_open == 0:
                 return None
             await self._wait()
@@ -139,17 +139,17 @@ class RequestOutputs:
 
         What the pace has held back leaves before it: an error counts those tokens, and clients go on behind them.
         """
-        if self._error is None and any(choice.finish_reason is None for choice in self.choices):
+        if not self._is_failed and any(choice.finish_reason is None for choice in self.choices):
             for choice in self.choices:
                 if choice.is_held:
                     choice.release()
-            self._error = error
+            self._is_failed, self._error = True, error
             self.close()
             self._news.set()
 
     def fail_by_loss(self, why: str) -> None:
         """End the request because its engine is gone. Called for each choice; only the first call matters."""
-        if self._error is not None:
+        if self._is_failed:
             return
         is_admitted = self._num_admitted == len(self.choices)  # before, the client has seen nothing
         if not is_admitted or not self.num_tokens:
@@ -167,9 +167,10 @@ class RequestOutputs:
         )
 
     def close(self) -> None:
-        """Abort upstream the choices that still run. Safe at any time, and more than once."""
+        """Abort upstream the choices that still run, and hear no more of any. Safe at any time, and more than once."""
+        self.find_token = None
         for choice in self.choices:
-            choice.abort_upstream()
+            choice.close()
 
     @property
     def num_moves(self) -> int:
@@ -228,6 +229,15 @@ class RequestOutputs:
     def note_settled(self) -> None:
         self._num_open -= 1
         self._news.set()
+
+    def _raise_error(self) -> None:
+        """Raise what has ended the request, if anything has. It is not kept, because it refers to its raisers."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error
 
     async def _wait(self) -> None:
         self._news.clear()
