@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 import uuid
@@ -19,6 +18,7 @@ from triptych.config.loader import shared_config
 from triptych.errors import ConfigError, StaleEpoch
 from triptych.internal.v1 import engine_core_pb2_grpc
 from triptych.observe.metrics import EngineMetrics
+from triptych.rpc import collector
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import ServiceApp
@@ -64,8 +64,11 @@ class EngineCoreApp(ServiceApp):
 
     async def start(self) -> Mapping[str, int]:
         log.info("dialing worker %s", self.config.engine.worker_address)
-        gc.freeze()  # modules and wiring live as long as the process: no collection need look at them again
+        collector.freeze()
         self.start_background("engine-loop", self._loop.run())
+        self.start_background(
+            "garbage collector", collector.collect_when_idle(lambda: not self._loop.num_requests)
+        )
         self.start_background("follow-readiness", self._follow_readiness())
         self.start_background("export-metrics", self._export_metrics())
         return {}

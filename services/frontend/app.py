@@ -36,6 +36,7 @@ from triptych.config import EngineConfig, FrontendConfig
 from triptych.errors import ConfigError, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineGauges, FrontendMetrics, VllmNames
+from triptych.rpc import collector
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
@@ -181,10 +182,9 @@ class FrontendApp(ServiceApp):
         if text.formats:
             log.info("answers to conversations are split", extra=with_fields(**text.formats))
         self._generator.set_text_model(text)
-        # What is loaded now stays. Without this every full garbage collection walks it: 20 ms, with all streams idle.
-        gc.collect()
-        gc.freeze()
-        await asyncio.Event().wait()
+        gc.collect()  # loading leaves garbage that would be kept
+        collector.freeze()
+        await collector.collect_when_idle(lambda: not self._generator.num_active)
 
 
 def _load(config: EngineConfig) -> TextModel:

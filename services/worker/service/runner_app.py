@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import functools
-import gc
 import logging
 import sys
 import time
@@ -17,11 +16,12 @@ from services.worker.runner.base import PhaseChange, Runner
 from services.worker.service.runner_thread import RunnerThread
 from services.worker.service.servicer import SERVICE
 from services.worker.service.status import StatusPublisher
-from services.worker.service.watchdog import StepHung, Watchdog
+from services.worker.service.watchdog import StepClock, StepHung, Watchdog
 from triptych.config import EngineConfig
 from triptych.errors import RankUnavailable, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import WorkerMetrics
+from triptych.rpc import collector
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
@@ -69,6 +69,7 @@ class RunnerApp(ServiceApp):
         self.background["the runner thread"] = thread.ended
         watchdog = Watchdog(thread.steps, hang_timeout_s=self.config.worker.hang_timeout_s)
         self.start_background("the watchdog", _watch(watchdog))
+        self.start_background("the garbage collector", collector.collect_when_idle(_idle_check(thread.steps)))
 
     def loader(self, place: Future[GroupPlace] | None) -> Callable[[PhaseChange], Runner]:
         """Return the function that loads the runner on its thread.
@@ -84,7 +85,7 @@ class RunnerApp(ServiceApp):
 
     def on_loaded(self, runner: Runner) -> None:
         """Note that the runner has loaded."""
-        gc.freeze()  # a full collection over torch's modules takes 0.1 s, in which no step is computed
+        collector.freeze()
         self.runner = runner
         self.ready.set_result(runner.facts)
 
@@ -120,6 +121,18 @@ class RunnerApp(ServiceApp):
     async def stop(self) -> None:
         if not self.background["the watchdog"].done():  # else nothing can interrupt the step that hangs
             await super().stop()
+
+
+def _idle_check(steps: StepClock) -> Callable[[], bool]:
+    """Return the function that returns whether no step has begun since it was last called."""
+    num_before = -1
+
+    def is_idle() -> bool:
+        nonlocal num_before
+        last, num_before = num_before, steps.num_started
+        return steps.serial == 0 and steps.num_started == last
+
+    return is_idle
 
 
 async def _watch(watchdog: Watchdog) -> None:

@@ -36,17 +36,18 @@ class StepClock:
         """Tokens of that step."""
         self.allowed_s = 0.0
         """Seconds that a step of so many tokens may take, by those measured."""
-        self._num_started = 0
+        self.num_started = 0
+        """Steps that have begun, over all sessions."""
         self._started_at = 0.0
         self._classes: dict[int, tuple[float, float]] = {}
         """Bit length of a step's number of tokens to the moving averages of that number and of seconds."""
 
     def start(self, step_id: int, num_tokens: int) -> None:
-        self._num_started += 1
+        self.num_started += 1
         self._started_at = self._clock()
         self.step_id, self.num_tokens = step_id, num_tokens
         self.allowed_s = self._allowance_s(num_tokens)
-        self.serial = self._num_started
+        self.serial = self.num_started
 
     def stop(self) -> None:
         """The step in hand is done."""
