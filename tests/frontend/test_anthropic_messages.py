@@ -136,8 +136,8 @@ async def test_text_between_calls_is_a_block_of_its_own() -> None:
     assert shapes == ["One.", "now", "Two.", "now", "now", "Three."]
 
 
-@pytest.mark.parametrize("arguments", ["[1]", '{"a": 1e999}', "{a: 1}", '{"a": NaN}'])
-async def test_arguments_that_are_no_json_object_are_not_lost(arguments: str) -> None:
+async def test_arguments_that_cannot_be_sent_as_json_are_not_lost() -> None:
+    arguments = '{"a": 1e999}'
     said = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
     async with http_api(said) as (_, client, _):
         message = await create(client, tools=[ADD])

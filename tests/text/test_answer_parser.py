@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from triptych.text.answer_parser import AnswerParser
 from triptych.text.tool_formats import (
+    JSON_LIST,
     REASONING_FORMATS,
     TOOL_FORMATS,
     find_reasoning_format,
@@ -30,6 +31,8 @@ TOOLS = {
     "add": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
 }
 
+FORMATS = {**TOOL_FORMATS, JSON_LIST.name: JSON_LIST}
+
 Call = tuple[str, Any]
 
 
@@ -43,7 +46,7 @@ def parse(
     numbers = count()
     parser = AnswerParser(
         reasoning=REASONING_FORMATS[reasoning] if reasoning else None,
-        tool_format=TOOL_FORMATS[format] if format else None,
+        tool_format=FORMATS[format] if format else None,
         tools=TOOLS,
         new_id=lambda: f"id-{next(numbers)}",
         **options,
@@ -76,7 +79,14 @@ def parse(
 
 
 def decoded(calls: list[Call]) -> list[Call]:
-    return [(name, json.loads(arguments)) for name, arguments in calls]
+    """Return calls with their arguments decoded, each of which must be a JSON object."""
+    decoded = [(name, json.loads(arguments, parse_constant=refuse)) for name, arguments in calls]
+    assert all(isinstance(arguments, dict) for _, arguments in decoded), decoded
+    return decoded
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
 
 
 PARIS = ("get_weather", {"city": "Paris", "days": 3})
@@ -97,6 +107,90 @@ WHOLE_CALLS = {
     '{"name": "add", "parameters": {"a": 1, "b": -2.5}}',
     "pythonic": "[get_weather(city='Paris', days=3), add(a=1, b=-2.5)]",
 }
+
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+NOW = '{"name": "now", "arguments": {}}'
+ONE, EMPTY = ("add", {"a": 1}), ("now", {})
+LIST_AS_ARGUMENTS = '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>'
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+
+# Calls as small models and long answers write them: (format, text, content, calls)
+MALFORMED: list[tuple[str, str, str, list[Call]]] = [
+    # closings that are missing, or too many
+    ("hermes", f"<tool_call>\n{ADD}\n<tool_call>\n{NOW}\n</tool_call>", "", [ONE, EMPTY]),
+    ("hermes", f"<tool_call>\n{ADD}\n{NOW}\n</tool_call>", "", [ONE, EMPTY]),
+    ("hermes", f"<tool_call>\n{ADD},\n{NOW}\n</tool_call>\nDone.", "Done.", [ONE, EMPTY]),
+    ("hermes", f"<tool_call>\n[{ADD}, {NOW}]\n</tool_call>", "", [ONE, EMPTY]),
+    ("hermes", f"<tool_call>\n{ADD}\nI have called it.", "I have called it.", [ONE]),
+    ("hermes", f"<tool_call>{ADD}", "", [ONE]),
+    ("hermes", f"<tool_call>{ADD}</tool_", "", [ONE]),
+    ("hermes", f"<tool_call>\n{ADD}}}\n</tool_call>", "", [ONE]),
+    ("hermes", f"<tool_call>\n{ADD}}}", "", [ONE]),
+    ("hermes", f"<tool_call>{ADD}}} is it</tool_call>", "} is it</tool_call>", [ONE]),
+    ("hermes", f"<tool_call>\n{ADD[:-1]}\n</tool_call>\nDone.", "Done.", [ONE]),
+    ("hermes", f"<tool_call>\n{ADD[:-2]}\n</tool_call>\nDone.", "Done.", [ONE]),
+    ("hermes", f"<tool_call>{ADD}</tool_call><tool_call>{ADD[:20]}", f"<tool_call>{ADD[:20]}", [ONE]),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</tool_call>", "", [ONE]),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>", "", [ONE]),
+    ("qwen3_coder", "<function=add>\n<parameter=a>\n1\n</function>\nDone.", "Done.", [ONE]),
+    ("qwen3_coder", "<function=add><parameter=a>1<parameter=b>2</function>", "", [("add", {"a": 1, "b": 2})]),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>1</tool_call>Done.", "Done.", [ONE]),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>\n1\n</para", "", [ONE]),
+    ("qwen3_coder", "<tool_call><function=add>", "", [("add", {})]),
+    ("qwen3_coder", "<tool_call><function=add><param", "", [("add", {})]),
+    ("qwen3_coder", '<tool_call><function=add>\n{"a": 1}\n</function></tool_call>', "", [ONE]),
+    ("qwen3_coder", "<tool_call><function=add></function><function=now></function></tool_call>.", ".",
+     [("add", {}), EMPTY]),
+    ("qwen3_coder", "<function=get_weather><parameter=city></function></parameter></function>", "",
+     [("get_weather", {"city": "</function>"})]),
+    ("deepseek", DEEPSEEK + '{"a": 1}', "", [ONE]),
+    ("deepseek", DEEPSEEK + '{"a": 1}<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁calls▁end｜>', "", [ONE, EMPTY]),
+    ("deepseek", DEEPSEEK + '{"a": 1}\nDone.', "Done.", [ONE]),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, ]ok', "ok", [ONE]),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}} so', "so", [ONE]),
+    ("mistral", "[TOOL_CALLS]now[ARGS]null", "[TOOL_CALLS]now[ARGS]null", []),
+    ("mistral", "[TOOL_CALLS]now[ARGS]null\n", "", [EMPTY]),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}; {"name": "add", "parameters": {}}', "",
+     [ONE, ("add", {})]),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}} so', "so", [ONE]),
+    # JSON that is none
+    ("hermes", "<tool_call>\n{'name': 'add', 'arguments': {'a': 1}}\n</tool_call>", "", [ONE]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "x\ny\t"}}</tool_call>', "", [("add", {"a": "x\ny\t"})]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": True, "b": None}}</tool_call>', "",
+     [("add", {"a": True, "b": None})]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1,}}</tool_call>', "", [ONE]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1 "b": [2,, 3,]}}</tool_call>', "",
+     [("add", {"a": 1, "b": [2, 3]})]),
+    ("hermes", '<tool_call>{"name": "add" "arguments": {a: 1}}</tool_call>', "", [ONE]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "it\\\'s \\d"}}</tool_call>', "",
+     [("add", {"a": "it's \\d"})]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN, "b": .5}}</tool_call>', "",
+     [("add", {"a": "NaN", "b": ".5"})]),
+    # arguments that are no object
+    ("hermes", '<tool_call>\n{"name": "now", "arguments": null}\n</tool_call>', "", [EMPTY]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', "", [EMPTY]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\'a\': 1"}</tool_call>', "", [ONE]),
+    ("hermes", '<tool_call>{"arguments": None, "name": "now"}</tool_call>', "", [EMPTY]),
+    ("hermes", LIST_AS_ARGUMENTS, LIST_AS_ARGUMENTS, []),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "soon"}</tool_call>',
+     '<tool_call>{"name": "add", "arguments": "soon"}</tool_call>', []),
+    # a call in the shape of another API
+    ("llama3_json", '{"type": "function", "name": "add", "parameters": {"a": 1}}', "", [ONE]),
+    ("llama3_json", '{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}', "", [ONE]),
+    # cut anywhere
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "x', "", [("add", {"a": "x"})]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "x\\u00', "", [("add", {"a": "x"})]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, "b', "", [ONE]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [{"c": -', "", [("add", {"a": 1, "b": [{}]})]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, "b": tru', "", [ONE]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {', "", [("add", {})]),
+    # no calls
+    ("hermes", 'You write `<tool_call>` to call. Then {"name"...} follows.',
+     'You write `<tool_call>` to call. Then {"name"...} follows.', []),
+    ("hermes", f"```json\n{ADD}\n```", f"```json\n{ADD}\n```", []),
+    ("llama3_json", f"Sure! {ADD}", f"Sure! {ADD}", []),
+    ("llama3_json", '{"name": "Bob", "parameters": {"a": 1}}', '{"name": "Bob", "parameters": {"a": 1}}', []),
+]  # fmt: skip
 
 # Answers of which every part is known: (format, reasoning, text, what is thought, content, names of the calls)
 ANSWERS = [
@@ -139,6 +233,7 @@ ANSWERS = [
     ("pythonic", None, "[add(1, 2)]", "", "[add(1, 2)]", []),
     ("mistral", None, "[TOOL_CALLS] nothing", "", "[TOOL_CALLS] nothing", []),
     ("deepseek", None, "<｜tool▁calls▁begin｜>x", "", "<｜tool▁calls▁begin｜>x", []),
+    *((format, None, text, "", content, calls) for format, text, content, calls in MALFORMED),
     (None, "think", "<think>all of it ", "all of it ", "", []),
     (None, "think", "<thin>", "", "<thin>", []),
     (None, "mistral", "[THINK]a[/THINK]b</think>", "a", "b</think>", []),
@@ -184,17 +279,20 @@ def test_nonsense_is_split_the_same_way(format: str, words: list[str]) -> None:
     whole = parse([text], format=format, reasoning="think")
     assert parse(words, format=format, reasoning="think") == whole
     assert parse(list(text), format=format, reasoning="think") == whole
+    decoded(whole[2])
     if not whole[2] and not text.lstrip().startswith("<think>"):
         assert whole[1] == text, "what holds no call is content as it was written"
 
 
 def test_calls_begin_as_soon_as_they_are_known() -> None:
     parser = AnswerParser(tool_format=TOOL_FORMATS["hermes"], tools=TOOLS, new_id=lambda: "id")
-    parser.push('<tool_call>{"name": "add", "arguments": {"a"')
-    first, second = parser.take().tool_calls
-    assert (first.name, second.arguments) == ("add", '{"a"')
-    parser.push(": 12")
-    assert [each.arguments for each in parser.take().tool_calls] == [": 12"]
+    parser.push('<tool_call>{"name": "add", "arguments": {"a": "x')
+    first, *rest = parser.take().tool_calls
+    assert (first.name, "".join(each.arguments for each in rest)) == ("add", '{"a": "x')
+    parser.push('yz", "b": 1')
+    assert [each.arguments for each in parser.take().tool_calls] == ['yz"'], "a number may go on"
+    parser.push("}")
+    assert [each.arguments for each in parser.take().tool_calls] == [', "b": 1}']
 
 
 def test_content_is_passed_on_at_once() -> None:
@@ -237,3 +335,32 @@ def test_formats_are_found_by_their_templates(name: str) -> None:
 def test_reasoning_is_found_by_the_template() -> None:
     assert find_reasoning_format("… </think> …") is REASONING_FORMATS["think"]
     assert find_reasoning_format("{{ messages }}") is None
+
+
+EITHER: list[tuple[str, str, str, list[Call]]] = [
+    *((name, text, "", [PARIS, SUM]) for name, text in WHOLE_CALLS.items()),
+    *((name, '{"a": "<tool_call>{}"}', '{"a": "<tool_call>{}"}', []) for name in TOOL_FORMATS),
+    ("hermes", f"{ADD}<tool_call>{ADD}</tool_call>", f"{ADD}<tool_call>{ADD}</tool_call>", []),
+    ("hermes", f"<tool_call>{ADD}</tool_call><tool_call>{ADD[:9]}", "", [ONE]),
+    ("hermes", "<tool_call>{", "", []),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[AR', "", [ONE]),
+    ("qwen3_coder", "<tool_call>\n<func", "", []),
+    ("llama3_json", '{"name": "Bob", "par', '{"name": "Bob", "par', []),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}; {"na', "", [ONE]),
+    ("pythonic", "[1, 2]", "[1, 2]", []),
+    ("pythonic", "[add(a=1), no", "", [ONE]),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "content", "calls"), EITHER)
+def test_an_answer_is_either_calls_or_a_form(format: str, text: str, content: str, calls: list[Call]) -> None:
+    parts = parse([text], format=format, is_either=True)
+    assert (parts[1], decoded(parts[2])) == (content, calls)
+    assert parse(list(text), format=format, is_either=True) == parts
+
+
+def test_demanded_calls_that_are_cut_leave_no_content() -> None:
+    text = '[{"name": "add", "parameters": {"a": "x"}}, {"name": "add", "parameters": {"b": 2}}]'
+    for end in range(len(text)):
+        _, content, calls, _ = parse([text[:end]], format="json_list")
+        assert (content, len(decoded(calls))) == ("", text[:end].count('"parameters": {')), text[:end]

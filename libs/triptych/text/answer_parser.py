@@ -7,6 +7,7 @@ parts are the same once neighbours of one kind are joined:
            reasoning            content                  call of add             arguments
 
 White space next to a border between parts belongs to none of them. What begins like a call and is none stays content.
+The arguments of a call are a JSON object, whatever the model has written and wherever the answer ends: docs/adr/0043.
 
 `tool_formats` declares how models write calls.
 """
@@ -20,11 +21,11 @@ from typing import Any, NamedTuple
 from triptych.text.answer_text import (
     AnswerEndedError,
     AnswerText,
-    MalformedCallError,
     Reading,
     find_first,
     longest_beginning,
 )
+from triptych.text.json_mending import MalformedCallError
 from triptych.types.outputs import ToolCallDelta
 
 
@@ -53,6 +54,8 @@ class ToolCallFormat:
     """Openings are special tokens, which text leaves out unless it is told to keep them."""
     template_marks: tuple[str, ...] = ()
     """Chat templates that hold one of these texts are of models that write calls so."""
+    is_all: bool = False
+    """The answer holds nothing but calls: what is none, since the answer was cut, is left out."""
     short_ids: bool = False
     """Ids of calls are nine letters and digits: the model's template takes no others."""
 
@@ -137,6 +140,7 @@ class AnswerParser:
         tool_format: ToolCallFormat | None = None,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         max_calls: int | None = None,
+        is_either: bool = False,
         new_id: Callable[[], str] = str,
     ) -> None:
         """
@@ -146,11 +150,15 @@ class AnswerParser:
             tool_format: How the model writes calls. None: they stay content.
             tools: Name of each tool -> JSON schema of its parameters.
             max_calls: Calls after so many are left out. None: all are reported.
+            is_either: The answer is either calls or content, by its beginning. In calls, what is none is left out.
             new_id: Returns the id of the next call.
         """
         self._reasoning = reasoning
         self._is_reasoning = is_reasoning
         self._tool_format = tool_format
+        self._is_either = is_either
+        self._is_tagged = False
+        """The answer has begun with a tag of calls."""
         self._text = AnswerText()
         self._parts = AnswerParts()
         self._calls = CallWriter(
@@ -216,23 +224,30 @@ class AnswerParser:
         return True
 
     def _read_answer(self, skips_space: bool) -> Reading[None]:
-        text, tools = self._text, self._tool_format
-        if tools is not None and tools.openings_at_start:
-            yield from text.skip_space()
-            for opening in tools.openings_at_start:
-                if (yield from text.take_if(opening)):
-                    skips_space = yield from self._read_calls(tools, opening)
-                    break
-            else:
-                text.rewind()
+        tools = self._tool_format
         openings = () if tools is None else tools.openings
+        if tools is not None and (self._is_either or tools.openings_at_start):
+            has_calls = yield from self._read_calls_at_start(tools)
+            skips_space = skips_space or has_calls
+            if self._is_either and not has_calls:
+                openings = ()
         while True:
             if skips_space:
-                yield from text.skip_space()
+                yield from self._text.skip_space()
             opening = yield from self._pass(openings, self._add_content)
             if not opening or tools is None:
                 return
             skips_space = yield from self._read_calls(tools, opening)
+
+    def _read_calls_at_start(self, tools: ToolCallFormat) -> Reading[bool]:
+        """Read calls that begin the answer; return whether there were any."""
+        yield from self._text.skip_space()
+        for opening in (*tools.openings_at_start, *(tools.openings if self._is_either else ())):
+            if (yield from self._text.take_if(opening)):
+                self._is_tagged = opening in tools.openings
+                return (yield from self._read_calls(tools, opening))
+        self._text.rewind()
+        return False
 
     def _read_calls(self, tools: ToolCallFormat, opening: str) -> Reading[bool]:
         """Read calls behind an opening, which has been read; return whether there were any."""
@@ -277,7 +292,15 @@ class AnswerParser:
         self._parts.reasoning += text
 
     def _add_content(self, text: str) -> None:
-        self._parts.content += text
+        if not self._holds_only_calls:
+            self._parts.content += text
+
+    @property
+    def _holds_only_calls(self) -> bool:
+        """Whether what is no call has come about because the answer was cut."""
+        if self._is_either:
+            return self._is_tagged or self.num_calls > 0
+        return self._tool_format is not None and self._tool_format.is_all
 
 
 _DONE = object()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Generator
-from typing import TypeVar
+import re
+from collections.abc import Callable, Collection, Generator, Sequence
+from typing import Any, TypeVar
+
+from triptych.text.json_mending import JsonMender, MalformedCallError
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 """Reads text; yields when it needs more than has come."""
-
-
-class MalformedCallError(Exception):
-    """The text began like a call and is none."""
+_SPACE = re.compile(r"\s")
 
 
 class AnswerEndedError(Exception):
@@ -58,6 +58,16 @@ class AnswerText:
     def unread(self) -> str:
         return self._text[self._at :]
 
+    def unread_last(self, count: int) -> None:
+        """Read the last characters again, which have been read since `forget`."""
+        assert count <= self.num_held
+        self._at -= count
+
+    @property
+    def is_exhausted(self) -> bool:
+        """The answer has ended, and everything of it has been read."""
+        return self.is_ended and self._at == len(self._text)
+
     @property
     def num_held(self) -> int:
         """Characters that have been read since `forget`."""
@@ -83,6 +93,15 @@ class AnswerText:
                 return False
             yield from self.wait()
 
+    def take_begun(self, text: str) -> Reading[bool]:
+        """Read this text if it comes next, or as much of it as comes before the end of the answer."""
+        if (yield from self.take_if(text)):
+            return True
+        is_cut = self.is_ended and not self.is_exhausted and text.startswith(self.unread)
+        if is_cut:
+            self.take_all()
+        return is_cut
+
     def take_if(self, text: str) -> Reading[bool]:
         """Read this text if it comes next."""
         is_next = yield from self.starts_with(text)
@@ -103,9 +122,13 @@ class AnswerText:
 
     def skip_space(self) -> Reading[None]:
         """Read white space up to something else or the end of the answer."""
+        yield from self.skip(_SPACE)
+
+    def skip(self, pattern: re.Pattern[str]) -> Reading[None]:
+        """Read the characters that fit, up to another one or the end of the answer."""
         while True:
             while self._at < len(self._text):
-                if not self._text[self._at].isspace():
+                if not pattern.match(self._text, self._at):
                     return
                 self._at += 1
             if self.is_ended:
@@ -120,12 +143,20 @@ class AnswerText:
 
     def take_until(self, *ends: str) -> Reading[str]:
         """Read up to the first of these texts and past it; return what is before it."""
+        taken, _ = yield from self.take_until_any(ends)
+        return taken
+
+    def take_until_any(self, ends: Sequence[str]) -> Reading[tuple[str, str]]:
+        """Read up to the first of these texts and past it; return what is before it, and which it is."""
+        longest = max(map(len, ends))
+        num_searched = 0  # of the characters that have not been read
         while True:
-            place, end = find_first(self._text, ends, self._at)
+            place, end = find_first(self._text, ends, self._at + num_searched)
             if end:
                 taken = self._text[self._at : place]
                 self._at = place + len(end)
-                return taken
+                return taken, end
+            num_searched = max(0, len(self._text) - self._at - longest + 1)
             yield from self.wait()
 
     def take_while(self, accepts: Callable[[str], bool]) -> Reading[str]:
@@ -137,31 +168,33 @@ class AnswerText:
 
     def take_string(self) -> Reading[str]:
         """Read a JSON string and return its value."""
-        raw = yield from self.take_value()
-        try:
-            value = json.loads(raw, strict=False)
-        except (ValueError, RecursionError):
-            raise MalformedCallError from None
+        value = decoded((yield from self.take_value()))
         if not isinstance(value, str):
             raise MalformedCallError
         return value
 
     def take_value(self, on_piece: Callable[[str], None] | None = None) -> Reading[str]:
-        """Read one JSON value without checking it. Return its text, or nothing if `on_piece` takes its pieces."""
-        scan = _ValueScan()
+        """Read one value; return it as JSON, or nothing if `on_piece` takes its pieces.
+
+        What is no JSON is mended (`json_mending`). A value in which the answer ends is closed for `on_piece`.
+
+        Raises:
+            MalformedCallError: No value begins here.
+        """
+        mender = JsonMender()
         pieces: list[str] = []
-        while True:
-            if self._at == len(self._text):
+        add = pieces.append if on_piece is None else on_piece
+        while not mender.is_complete:
+            if self._at < len(self._text):
+                piece, count = mender.feed(self._text, self._at)
+                self._at += count
+                if piece:
+                    add(piece)
+            elif self.is_ended and on_piece is not None and mender.has_begun:
+                add(mender.close())
+            else:
                 yield from self.wait()
-                continue
-            count = scan.find_end(self._text, self._at)
-            piece = self.take(count)
-            if on_piece is None:
-                pieces.append(piece)
-            elif piece:
-                on_piece(piece)
-            if scan.is_complete:
-                return "".join(pieces)
+        return "".join(pieces)
 
     def take_balanced(self) -> Reading[str]:
         """Read up to the bracket that closes one read before, and past it; return what is before it.
@@ -189,51 +222,16 @@ class AnswerText:
             taken += character
 
 
-class _ValueScan:
-    """Finds the end of a JSON value in pieces of text."""
+def decoded(text: str) -> Any:
+    """Return the value of JSON text.
 
-    def __init__(self) -> None:
-        self.is_complete = False
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
-        self._is_scalar = False
-
-    def find_end(self, text: str, start: int) -> int:
-        """Return how many characters from `start` on belong to the value; sets `is_complete`."""
-        for place in range(start, len(text)):
-            character = text[place]
-            if self._in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif character == "\\":
-                    self._is_escaped = True
-                elif character == '"':
-                    self._in_string = False
-                    if self._depth == 0:
-                        return self._complete(place + 1 - start)
-            elif self._is_scalar:
-                if character in ",]}" or character.isspace():
-                    return self._complete(place - start)
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return self._complete(place + 1 - start)
-                if self._depth < 0:
-                    raise MalformedCallError
-            elif self._depth == 0:
-                if not (character.isalnum() or character == "-"):
-                    raise MalformedCallError
-                self._is_scalar = True
-        return len(text) - start
-
-    def _complete(self, count: int) -> int:
-        self.is_complete = True
-        return count
+    Raises:
+        MalformedCallError: It is none, or nested too deep to be read.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise MalformedCallError from None
 
 
 def find_first(text: str, ends: Collection[str], start: int) -> tuple[int, str]:

@@ -7,17 +7,38 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from triptych.text.answer_parser import CallWriter, ReasoningFormat, ToolCallFormat
-from triptych.text.answer_text import AnswerText, MalformedCallError, Reading
+from triptych.text.answer_text import (
+    AnswerEndedError,
+    AnswerText,
+    Reading,
+    decoded,
+    longest_beginning,
+)
+from triptych.text.json_mending import MalformedCallError, mended_object
 
+_TOO_MANY = re.compile(r"[\s\]},;]")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
-def _read_object(text: AnswerText, calls: CallWriter) -> Reading[None]:
-    """Read `{"name": "add", "arguments": {"a": 1}}`, from behind the brace; the keys in any order."""
+def _read_object(text: AnswerText, calls: CallWriter, *, is_nested: bool = False) -> Reading[None]:
+    """Read `{"name": "add", "arguments": {"a": 1}}`, from behind the brace; the keys in any order.
+
+    Behind the arguments, whatever is no JSON ends the object: small models forget braces.
+    """
+    try:
+        yield from _read_members(text, calls, is_nested=is_nested)
+    except MalformedCallError:
+        if not calls.is_open:
+            raise
+        text.rewind()
+
+
+def _read_members(text: AnswerText, calls: CallWriter, *, is_nested: bool) -> Reading[None]:
     name = arguments = None
     while True:
         yield from text.skip_space()
@@ -27,20 +48,22 @@ def _read_object(text: AnswerText, calls: CallWriter) -> Reading[None]:
         yield from text.skip_space()
         yield from text.expect(":")
         yield from text.skip_space()
+        opens = (yield from text.peek()) == "{"
         if key == "name" and name is None:
             name = yield from text.take_string()
+        elif key == "function" and opens and not is_nested and name is None:
+            text.take(1)
+            yield from _read_object(text, calls, is_nested=True)
         elif key in ("arguments", "parameters") and arguments is None:
-            if (yield from text.peek()) == '"':  # JSON text as a string
-                arguments = yield from text.take_string()
-            elif name is None:
-                arguments = yield from text.take_value()
-            else:
+            if opens and name is not None and not calls.is_open:
                 calls.begin(name)
                 arguments = yield from text.take_value(calls.add)
+            else:
+                arguments = _arguments_of((yield from text.take_value()))
         else:
             yield from text.take_value()
         yield from text.skip_space()
-        if not (yield from text.take_if(",")):
+        if not (yield from text.take_if(",")) and (yield from text.peek()) not in "\"'":
             yield from text.expect("}")
             break
     if calls.is_open:
@@ -51,16 +74,43 @@ def _read_object(text: AnswerText, calls: CallWriter) -> Reading[None]:
     calls.add("{}" if arguments is None else arguments)
 
 
+def _arguments_of(value: str) -> str:
+    """Return the JSON object that arguments mean: themselves, that in a text of JSON, or an empty one."""
+    if value.lstrip().startswith("{"):
+        return value
+    content = decoded(value)
+    if content is None or (isinstance(content, str) and content.strip() in ("", "null")):
+        return "{}"
+    if not isinstance(content, str):
+        raise MalformedCallError
+    return mended_object(content)
+
+
+def _read_objects(text: AnswerText, calls: CallWriter, opening: str, closing: str) -> Reading[None]:
+    """Read calls from behind an opening up to its closing, which a model may forget.
+
+    Another object or another opening is the next call. Brackets and commas too many are passed over. Anything else is
+    content.
+    """
+    yield from text.skip_space()
+    if (yield from text.take_if("[")):
+        yield from text.skip_space()
+    yield from text.expect("{")
+    while True:
+        yield from _read_object(text, calls)
+        calls.end()
+        yield from text.skip(_TOO_MANY)
+        if text.is_exhausted or (yield from text.take_begun(closing)):
+            return
+        if (yield from text.take_if(opening)):
+            yield from text.skip_space()
+        if not (yield from text.take_if("{")):
+            return text.rewind()
+
+
 def _read_hermes(text: AnswerText, calls: CallWriter, opening: str) -> Reading[None]:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`"""
-    yield from text.skip_space()
-    yield from text.expect("{")
-    try:
-        yield from _read_object(text, calls)
-    except MalformedCallError:
-        if not calls.is_open:
-            raise
-    yield from text.take_until("</tool_call>")
+    yield from _read_objects(text, calls, opening, "</tool_call>")
 
 
 def _read_llama3_json(text: AnswerText, calls: CallWriter, opening: str) -> Reading[None]:
@@ -73,10 +123,9 @@ def _read_llama3_json(text: AnswerText, calls: CallWriter, opening: str) -> Read
         calls.end()
         yield from text.skip_space()
         has_separator = (yield from text.take_if(";")) or (yield from text.take_if(","))
-        if not has_separator and not (yield from text.starts_with("{")):
-            return
         yield from text.skip_space()
-        yield from text.expect("{")
+        if not (yield from text.take_if("{")):
+            return None if has_separator and text.is_exhausted else text.rewind()
 
 
 def _read_list(text: AnswerText, calls: CallWriter, opening: str) -> Reading[None]:
@@ -89,6 +138,9 @@ def _read_list(text: AnswerText, calls: CallWriter, opening: str) -> Reading[Non
         yield from text.skip_space()
         if not (yield from text.take_if(",")):
             yield from text.expect("]")
+            return
+        yield from text.skip_space()
+        if (yield from text.take_if("]")):
             return
 
 
@@ -105,10 +157,18 @@ def _read_mistral(text: AnswerText, calls: CallWriter, opening: str) -> Reading[
     else:
         yield from text.take_if("[ARGS]")
     yield from text.skip_space()
-    if not (yield from text.starts_with("{")):
-        raise MalformedCallError
-    calls.begin(name)
-    yield from text.take_value(calls.add)
+    yield from _read_arguments(text, calls, name)
+
+
+def _read_arguments(text: AnswerText, calls: CallWriter, name: str) -> Reading[None]:
+    """Read the arguments of a call that is known by its name."""
+    if (yield from text.peek()) == "{":
+        calls.begin(name)
+        yield from text.take_value(calls.add)
+    else:
+        arguments = _arguments_of((yield from text.take_value()))
+        calls.begin(name)
+        calls.add(arguments)
 
 
 def _read_deepseek(text: AnswerText, calls: CallWriter, opening: str) -> Reading[None]:
@@ -119,14 +179,20 @@ def _read_deepseek(text: AnswerText, calls: CallWriter, opening: str) -> Reading
             return
         yield from text.expect("<｜tool▁call▁begin｜>")
         name = (yield from text.take_until("<｜tool▁sep｜>")).strip()
-        if not (yield from text.starts_with("{")):
+        yield from text.skip_space()
+        if not (yield from text.starts_with("{")) and name == "function":
             name = (yield from text.take_until("\n")).strip()
-            yield from text.take_until("```json\n")
+            yield from text.skip_space()
+            yield from text.take_if("```json")
+            yield from text.skip_space()
         if not name:
             raise MalformedCallError
-        calls.begin(name)
-        yield from text.take_value(calls.add)
-        yield from text.take_until("<｜tool▁call▁end｜>")
+        yield from _read_arguments(text, calls, name)
+        calls.end()
+        yield from text.skip(_TOO_MANY)
+        yield from text.take_if("```")
+        yield from text.skip_space()
+        yield from text.take_begun("<｜tool▁call▁end｜>")
         calls.end()
 
 
@@ -136,27 +202,56 @@ def _read_qwen3_coder(text: AnswerText, calls: CallWriter, opening: str) -> Read
         yield from text.skip_space()
         yield from text.expect("<function=")
     name = (yield from text.take_until(">")).strip()
-    if not name:
+    if not name or "<" in name:
         raise MalformedCallError
     calls.begin(name)
-    separator = "{"
-    while True:
-        yield from text.skip_space()
-        if not (yield from text.take_if("<parameter=")):
-            break
-        key = (yield from text.take_until(">")).strip()
-        value = yield from text.take_until("</parameter>")
-        value = value.removeprefix("\n").removesuffix("\n")
-        typed = _value_of(value, calls.parameter(name, key))
-        calls.add(
-            f"{separator}{json.dumps(key, ensure_ascii=False)}: {json.dumps(typed, ensure_ascii=False)}"
-        )
-        separator = ", "
-    calls.add("{}" if separator == "{" else "}")
-    yield from text.expect("</function>")
+    yield from text.skip_space()
+    if (yield from text.starts_with("{")):  # the model has mixed up the formats
+        yield from text.take_value(calls.add)
+    else:
+        yield from _read_parameters(text, calls, name)
     calls.end()
     yield from text.skip_space()
-    yield from text.take_if("</tool_call>")
+    yield from text.take_begun("</function>")
+    text.forget()
+    yield from text.skip_space()
+    if not (yield from text.take_begun("</tool_call>")):
+        text.rewind()
+
+
+def _read_parameters(text: AnswerText, calls: CallWriter, name: str) -> Reading[None]:
+    """Read the parameters of a call, and add them as one JSON object; it is closed if the answer ends."""
+    separator = "{"
+    try:
+        while True:
+            yield from text.skip_space()
+            if not (yield from text.take_begun("<parameter=")):
+                break
+            key = (yield from text.take_until(">")).strip()
+            value = yield from _take_parameter(text)
+            typed = _value_of(value, calls.parameter(name, key))
+            calls.add(
+                f"{separator}{json.dumps(key, ensure_ascii=False)}: {json.dumps(typed, ensure_ascii=False)}"
+            )
+            separator = ", "
+    except AnswerEndedError:
+        pass
+    calls.add("{}" if separator == "{" else "}")
+
+
+def _take_parameter(text: AnswerText) -> Reading[str]:
+    """Read a value and its closing, which a model may forget; return the value."""
+    ends = ("</parameter>", "<parameter=", "</tool_call>")
+    try:
+        value, end = yield from text.take_until_any(ends)
+    except AnswerEndedError:
+        value, end = text.take_all(), ""
+        value = value[: len(value) - longest_beginning(value, (*ends, "</function>"))]
+    if end != "</parameter>":
+        whole, closing, rest = value.partition("</function>")
+        text.unread_last(len(end) + len(closing) + len(rest))
+        value = whole
+    return value.removeprefix("\n").removesuffix("\n")
 
 
 def _value_of(text: str, schema: Mapping[str, Any]) -> Any:
@@ -217,7 +312,7 @@ def _literal(node: ast.expr) -> Any:
     return value
 
 
-JSON_LIST = ToolCallFormat("json_list", _read_list, openings_at_start=("[",))
+JSON_LIST = ToolCallFormat("json_list", _read_list, openings_at_start=("[",), is_all=True)
 """The format of calls that a request demands: the grammar sees to it, not the model."""
 
 TOOL_FORMATS: Mapping[str, ToolCallFormat] = {
