@@ -100,6 +100,21 @@ def test_a_moved_request_enters_a_full_queue_and_goes_before_new_ones() -> None:
     assert len(engine.outcomes) == 6
 
 
+@pytest.mark.parametrize("emitted", [(), (7,)])
+def test_output_that_a_client_sends_along_gives_no_right(emitted: tuple[int, ...]) -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_num_waiting=2)
+    flood = {"tenant": "flood", "priority": 9, "emitted": emitted, "max_tokens": 9}
+    for number in range(4):
+        scheduler.add(make_request(number, [1, 2, 3], **flood))
+    with pytest.raises(QueueFull):
+        scheduler.add(make_request(4, [1, 2, 3], **flood))
+    (displaced,) = scheduler.add(make_request(5, [1], tenant="other", priority=9))
+    assert displaced.request.number == 3
+    (displaced,) = scheduler.add(make_request(6, [1], tenant="urgent", priority=-5))
+    assert displaced.request.number == 2
+    scheduler.check_integrity()
+
+
 def test_choices_that_move_one_after_the_other_share_their_name() -> None:
     scheduler = make_scheduler()
     for number in range(3):

@@ -83,11 +83,10 @@ class NaiveOrder:
             return request.priority, False, 0, request.arrival
         return request.priority, True, self.tokens_served[request.priority, request.tenant], request.arrival
 
-    def leavers_for(self, request: Request) -> list[Request | None]:
+    def leavers_for(self, request: Request) -> list[Request]:
         """Return the requests that may be displaced from a full queue.
 
-        Of each tenant that waits most on the least urgent level it is the last one
-        that has emitted nothing elsewhere; None: a tenant without such a request.
+        Of each tenant that waits most on the least urgent level it is the last one.
         """
         waiting = [other for other in self.alive if other not in self.admitted]
         level = max((other.priority for other in waiting), default=-1)
@@ -97,8 +96,8 @@ class NaiveOrder:
         most = max(counts.values())
         if level == request.priority and most - 1 < counts[request.tenant] + 1:
             return []
-        last = {other.tenant: other for other in waiting if other.priority == level and not other.has_emitted}
-        return [last.get(tenant) for tenant, count in counts.items() if count == most]
+        last = {other.tenant: other for other in waiting if other.priority == level}
+        return [last[tenant] for tenant, count in counts.items() if count == most]
 
     def admit(self, request: Request, num_computed_tokens: int) -> None:
         if request not in self.admitted:
@@ -233,8 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_moved=is_moved,
             **sampling,
         )
-        has_reserve = num_emitted or is_moved
-        num_places = self.config["max_num_seqs"] * (2 if has_reserve else 1) + self.config["max_num_waiting"]
+        num_places = self.config["max_num_seqs"] * (2 if is_moved else 1) + self.config["max_num_waiting"]
         is_full = len(self.order.alive) >= num_places
         leavers = self.order.leavers_for(request) if is_full else []
         try:
@@ -245,7 +243,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         except QueueFull:
             assert is_full
-            assert not leavers or None in leavers
+            assert not leavers
             return
         assert len(displaced) == bool(leavers)
         assert all(outcome.request in leavers for outcome in displaced)

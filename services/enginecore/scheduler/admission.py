@@ -142,7 +142,7 @@ class Admission:
         """
         first, config = choices[0], self._config
         num_places = self.limits.max_choices
-        if first.is_moved or first.has_emitted:
+        if first.is_moved:  # set by frontends; the output that a client sends along gives it no right
             num_places += config.max_num_seqs  # a reserve for requests that other engines had to give up
         num_missing = min(len(states) + len(choices) - num_places, len(choices))
         has_bytes = states.num_content_bytes + first.content.num_bytes <= config.max_waiting_bytes

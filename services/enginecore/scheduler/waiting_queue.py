@@ -96,8 +96,7 @@ class WaitingQueue:
             self._count_returning(request, 1, len(request.token_ids))
         else:
             self._shares.enqueue(request)
-            if not request.has_emitted:
-                self._displaceable.setdefault(request.tenant_index, {})[request] = None
+            self._displaceable.setdefault(request.tenant_index, {})[request] = None
         if self._allowed is not None and request not in self._allowed:
             waits_for = WaitsFor.RESTRICTION if waits_for is None else waits_for | WaitsFor.RESTRICTION
         if waits_for is None:
@@ -112,11 +111,10 @@ class WaitingQueue:
             self._count_returning(request, -1, -len(request.token_ids))
         else:
             self._shares.dequeue(request)
-            if not request.has_emitted:
-                displaceable = self._displaceable[request.tenant_index]
-                del displaceable[request]
-                if not displaceable:
-                    del self._displaceable[request.tenant_index]
+            displaceable = self._displaceable[request.tenant_index]
+            del displaceable[request]
+            if not displaceable:
+                del self._displaceable[request.tenant_index]
         if self._held.pop(request, None) is None:
             self._step_out(request)
 
@@ -205,9 +203,7 @@ class WaitingQueue:
         assert self._held.keys() <= self._members, "a request is held and does not wait"
         ready = self._members - self._held.keys()
         displaceable = {request for queue in self._displaceable.values() for request in queue}
-        never_ran = {
-            request for request in self._members if not (request.is_returning or request.has_emitted)
-        }
+        never_ran = {request for request in self._members if not request.is_returning}
         assert displaceable == never_ran, "a request that never ran is lost, or runs"
         if self._allowed is not None:
             restricted = {request for request, why in self._held.items() if WaitsFor.RESTRICTION in why}
