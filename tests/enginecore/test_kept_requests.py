@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -310,3 +312,45 @@ def test_others_of_both_sessions_are_not_disturbed() -> None:
     whole = unbroken()[0]
     assert bench.tokens(OLD, 2) == bench.tokens(NEW, 1) == bench.tokens(NEW, 11) == whole
     bench.check_all_back()
+
+
+def num_lines(call: Callable[..., None], *arguments: Any) -> int:
+    """Return how many lines of Python a call executes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call(*arguments)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def cost_of_a_loss(num_streams: int) -> tuple[int, int]:
+    """Return the work of losing a frontend, and of going on with all its streams elsewhere."""
+    bench = Bench()
+    for number in range(1, num_streams + 1):
+        bench.submit([number], secret=number.to_bytes(16, "little"))
+    lost = num_lines(bench.engine.detach_session, OLD)
+    attached = 0
+    for number in range(1, num_streams + 1):
+        columns = np.array([number], np.uint32), np.zeros(1, np.uint32)
+        attached += num_lines(
+            bench.engine.attach, NEW, AttachRequest(number.to_bytes(16, "little"), *columns)
+        )
+    assert bench.engine.num_requests == num_streams
+    bench.take()
+    assert len(bench.heard[NEW][0].attached) == num_streams
+    return lost, attached
+
+
+def test_the_loss_of_a_frontend_takes_work_in_proportion_to_its_streams() -> None:
+    few, many = cost_of_a_loss(50), cost_of_a_loss(400)
+    assert many[0] < 10 * few[0]
+    assert many[1] < 10 * few[1]

@@ -124,7 +124,7 @@ class Handover:
             seen.append(output[:num_seen])
             unseen.append(output[num_seen:])
             needs_logprobs = kept.submit.sampling.logprobs is not None
-            logprobs.append(self._kept.last_logprobs(key, len(unseen[-1])) if needs_logprobs else [])
+            logprobs.append(self._kept.logprobs.last_of(key, len(unseen[-1])) if needs_logprobs else [])
         deadline = kept.deadline
         remaining_ms = None if deadline is None else max(1, round((deadline - self._clock()) * 1000))
         attached = replace(

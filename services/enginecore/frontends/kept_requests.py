@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -13,15 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.enginecore.frontends.kept_logprobs import KeptLogprobs
 from services.enginecore.request import Request
 from services.enginecore.scheduler.running_rows import Ints
 from triptych.errors import NotKept
 from triptych.types.outputs import FinishedRequest, RequestFailure
-from triptych.types.step import U32, LogprobColumns
+from triptych.types.step import U32
 from triptych.types.submit import AttachRequest, SubmitRequest
 
-MAX_LOGPROB_BYTES = 64 << 20
-"""Limit of the log-probabilities that are remembered for streams that may move, over all requests."""
 _END_BYTES = 256  # of one choice's end, with its objects
 
 
@@ -101,14 +100,15 @@ class KeptRequests:
         nowhere."""
         self._readers: dict[ChoiceKey, ChoiceKey] = {}
         """The same for those that are read, the other way round."""
+        self._session_to_num_moved: Counter[int] = Counter()
+        """Session -> number of its choices in `_moved`. No entry is 0."""
         self._moved_sessions: Ints = np.empty(0, np.int64)
-        """Sessions that occur in `_moved`, ascending."""
+        """The same sessions."""
         self._expiries: list[tuple[float, int, KeptRequest]] = []
         """A heap of all that expire, with some that have been attached meanwhile."""
         self._order = itertools.count()
-        self._logprobs: deque[_StepLogprobs] = deque()
-        self._logprob_bytes = 0
-        self._num_with_logprobs = 0
+        self.logprobs = KeptLogprobs()
+        """The log-probabilities of all that are kept and have asked for them."""
 
     def __len__(self) -> int:
         """Return how many requests are kept or may be."""
@@ -132,7 +132,8 @@ class KeptRequests:
         kept = KeptRequest(submit, session, deadline, session, submit.numbers.tolist())
         self._digest_to_request[digest] = kept
         self._key_to_request.update(dict.fromkeys(kept.keys, kept))
-        self._num_with_logprobs += _has_logprobs(kept)
+        if _has_logprobs(kept):
+            self.logprobs.add(kept.keys)
 
     def of(self, key: ChoiceKey) -> KeptRequest | None:
         """Return the request that a choice was submitted with; None if it is not kept."""
@@ -218,10 +219,7 @@ class KeptRequests:
                 self._unmove(key)
         self._held_bytes -= kept.held_bytes
         kept.expires_at = math.inf
-        self._num_with_logprobs -= _has_logprobs(kept)
-        if not self._num_with_logprobs:
-            self._logprobs.clear()
-            self._logprob_bytes = 0
+        self.logprobs.forget(kept.keys)
 
     def forget_all_of(self, key: ChoiceKey) -> None:
         """Forget the request that a choice was submitted with, if it is kept."""
@@ -245,62 +243,32 @@ class KeptRequests:
             if is_current:
                 yield kept
 
-    @property
-    def remembers_logprobs(self) -> bool:
-        """Whether log-probabilities are remembered now."""
-        return self._num_with_logprobs > 0
-
-    def note_logprobs(
-        self, sessions: Ints, numbers: U32, token_counts: U32, logprobs: LogprobColumns
-    ) -> None:
-        """Remember the log-probabilities of a step.
-
-        Args:
-            sessions: [r] sessions of submission.
-            numbers: [r] numbers of submission.
-            token_counts: [r] tokens of each; empty means one each.
-            logprobs: Rows are indices of these tokens.
-        """
-        self._logprobs.append(_StepLogprobs(sessions, numbers, token_counts, logprobs))
-        self._logprob_bytes += logprobs.nbytes
-        while self._logprob_bytes > MAX_LOGPROB_BYTES:
-            self._logprob_bytes -= self._logprobs.popleft().logprobs.nbytes
-
-    def last_logprobs(self, key: ChoiceKey, count: int) -> list[LogprobColumns]:
-        """Return the log-probabilities of a choice's last tokens, one entry for each token.
-
-        Raises:
-            NotKept: They were too many to be remembered.
-        """
-        entries: list[LogprobColumns] = []
-        for step in reversed(self._logprobs):
-            if len(entries) >= count:
-                break
-            entries += step.entries_of(key)
-        if len(entries) < count:
-            raise NotKept("the log-probabilities of this stream were too many to be kept")
-        return entries[:count][::-1]
-
     def _set_reader(self, kept: KeptRequest, session: int, numbers: Sequence[int]) -> None:
         kept.reader, kept.numbers = session, list(numbers)
         for key, number in zip(kept.keys, kept.numbers, strict=True):
-            self._readers.pop(self._moved.pop(key, None) or key, None)
+            self._unmove(key)
             reader = ChoiceKey(session, number) if session else None
             if reader != key:
                 self._moved[key] = reader
+                self._count_moved(key.session, 1)
                 if reader is not None:
                     self._readers[reader] = key
-        self._note_moved_sessions()
 
     def _unmove(self, key: ChoiceKey) -> None:
         if key in self._moved:
             reader = self._moved.pop(key)
+            self._count_moved(key.session, -1)
             if reader is not None:
-                self._readers.pop(reader, None)
-            self._note_moved_sessions()
+                del self._readers[reader]
 
-    def _note_moved_sessions(self) -> None:
-        self._moved_sessions = np.array(sorted({key.session for key in self._moved}), np.int64)
+    def _count_moved(self, session: int, change: int) -> None:
+        """Count the moved choices of a session, and note when there is the first or no more."""
+        before = self._session_to_num_moved[session]
+        self._session_to_num_moved[session] += change
+        if before + change == 0:
+            del self._session_to_num_moved[session]
+        if before == 0 or before + change == 0:
+            self._moved_sessions = np.array(list(self._session_to_num_moved), np.int64)
 
     def _settle(self, kept: KeptRequest, lost_for_s: float = 0.0) -> None:
         """Let a request expire if nobody reads it or it has ended, and count its bytes then."""
@@ -312,37 +280,6 @@ class KeptRequests:
         if is_held and expires_at < kept.expires_at:  # its end does not prolong the wait for a reader
             kept.expires_at = expires_at
             heappush(self._expiries, (expires_at, next(self._order), kept))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _StepLogprobs:
-    """The log-probabilities of one step."""
-
-    sessions: Ints
-    numbers: U32
-    token_counts: U32
-    logprobs: LogprobColumns
-
-    def entries_of(self, key: ChoiceKey) -> Iterator[LogprobColumns]:
-        """Yield the entries of one choice, the last token's first."""
-        for place in np.flatnonzero((self.numbers == key.number) & (self.sessions == key.session)).tolist():
-            first, count = place, 1
-            if len(self.token_counts):
-                first, count = int(self.token_counts[:place].sum()), int(self.token_counts[place])
-            for row in range(first + count - 1, first - 1, -1):
-                for index in np.flatnonzero(self.logprobs.rows == row).tolist():
-                    yield _entry(self.logprobs, index)
-
-
-def _entry(logprobs: LogprobColumns, index: int) -> LogprobColumns:
-    start, end = int(logprobs.offsets[index]), int(logprobs.offsets[index + 1])
-    return LogprobColumns(
-        rows=np.zeros(1, np.uint32),
-        offsets=np.array([0, end - start], np.uint32),
-        token_ids=logprobs.token_ids[start:end],
-        logprobs=logprobs.logprobs[start:end],
-        ranks=logprobs.ranks[index : index + 1],
-    )
 
 
 def _has_logprobs(kept: KeptRequest) -> bool:

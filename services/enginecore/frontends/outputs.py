@@ -174,10 +174,11 @@ class SessionOutputs:
                 gathered.prompt_logprobs.append(RequestPromptLogprobs(request.number, part))
         if not len(output.sessions):
             return
-        if result.logprobs is not None and self._kept.remembers_logprobs:
+        if result.logprobs is not None and self._kept.logprobs:
             chosen = _select_logprobs(result.logprobs, output.rows, 0)
             if chosen is not None:
-                self._kept.note_logprobs(output.sessions, output.numbers, output.token_counts, chosen)
+                logs = self._kept.logprobs
+                logs.note_step(output.sessions, output.numbers, output.token_counts, chosen)
         sessions, numbers = self._kept.to_readers(output.sessions, output.numbers)
         if numbers is not output.numbers:
             output = replace(output, sessions=sessions, numbers=numbers)
