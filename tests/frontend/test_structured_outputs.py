@@ -12,7 +12,9 @@ import psutil
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from services.frontend.requests.grammars import GrammarChecker
+from services.frontend.access.caller import set_tenant
+from services.frontend.limited_process import LimitedProcess
+from services.frontend.requests.grammars import MAX_WAITING_FORMS, GrammarChecker
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
 from tests.helpers.fake_engine import MODEL, FakeEngine, eventually
 from tests.helpers.frontend import frontend_core
@@ -20,7 +22,7 @@ from tests.helpers.grpc_api import alphabet, ask, error_of
 from tests.helpers.grpc_api import open_api as open_grpc
 from tests.helpers.http_api import open_api as open_http
 from triptych.client.request import RequestOptions, build_generation
-from triptych.errors import FeatureDisabled, InvalidRequest
+from triptych.errors import FeatureDisabled, InvalidRequest, QueueFull
 from triptych.types.sampling import SamplingParams
 from triptych.types.structured import MAX_FORM_BYTES, GrammarSyntax, StructuredOutputs
 
@@ -179,9 +181,59 @@ async def test_tokenizer_without_the_end_token_serves_no_forms() -> None:
 
 async def test_form_that_compiles_too_long_is_refused() -> None:
     checker = GrammarChecker(byte_tokenizer(), limit_s=1.0)
-    with pytest.raises(InvalidRequest, match=r"^form: takes longer to compile than the limit of 1 s"):
+    with pytest.raises(
+        InvalidRequest, match=r"^form: takes longer to compile than the limit of 1 s of CPU time"
+    ):
         await checker.compile(StructuredOutputs(grammar=SLOW), FACTS, "form")
     assert is_good(await checker.compile(FORMS["regex"], FACTS, "form"))
+
+
+async def test_refused_forms_are_remembered() -> None:
+    checker = GrammarChecker(byte_tokenizer(), limit_s=1.0)
+    await checker.compile(FORMS["regex"], FACTS, "form")
+    bad = {
+        r"takes longer to compile": StructuredOutputs(grammar=SLOW),
+        r"cannot be enforced": StructuredOutputs(regex="("),
+    }
+    for why, form in bad.items():
+        with pytest.raises(InvalidRequest, match=rf"^form: {why}"):
+            await checker.compile(form, FACTS, "form")
+    known = set(psutil.Process().children())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LimitedProcess, "ask", lambda *args: pytest.fail("it was asked again"))
+        for why, form in bad.items():
+            with pytest.raises(InvalidRequest, match=rf"^other\.path: {why}"):
+                await checker.compile(form, FACTS, "other.path")
+    assert set(psutil.Process().children()) == known
+
+
+async def test_slow_forms_of_one_tenant_do_not_hold_those_of_another() -> None:
+    checker = GrammarChecker(byte_tokenizer(), limit_s=60.0)
+
+    async def compile_slowly(number: int) -> None:
+        set_tenant("slow")
+        await checker.compile(StructuredOutputs(grammar=f"{SLOW}\n// {number}"), FACTS, "form")
+
+    known = set(psutil.Process().children())
+    slow = [asyncio.create_task(compile_slowly(number)) for number in range(3)]
+    (process,) = await eventually(lambda: set(psutil.Process().children()) - known)
+    set_tenant("other")
+    for name in ("regex", "json", "choice"):
+        assert is_good(await checker.compile(FORMS[name], FACTS, "form"))
+    assert not any(task.done() for task in slow)
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    process.kill()
+
+
+async def test_one_tenant_s_forms_wait_within_a_bound() -> None:
+    checker = GrammarChecker(byte_tokenizer())
+    forms = [StructuredOutputs(regex=f"a{{{number}}}") for number in range(MAX_WAITING_FORMS + 2)]
+    tasks = [asyncio.create_task(checker.compile(form, FACTS, "form")) for form in forms]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results].count(QueueFull) == 1
+    assert isinstance(results[-1], QueueFull)
 
 
 async def test_crash_of_the_compiler_refuses_one_form() -> None:

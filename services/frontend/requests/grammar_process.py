@@ -1,7 +1,7 @@
-"""A process that compiles grammars, so that one on which the compiler hangs or crashes ends nothing else.
+"""Compiles grammars in a process of its own, so that one on which the compiler hangs or crashes ends nothing else.
 
-Run as a script by `GrammarChecker`. It needs only llguidance and the standard library. Each line of its input is a JSON
-object, and is answered by one line:
+`limited_child.py` runs it for `GrammarChecker`. It needs only llguidance and the standard library. The messages and
+their answers:
 
     {"tokenizer": JSON, "vocab_size": n, "eos_token_ids": [...],
      "max_mask_items": n}                                            {} or {"error": why}    first, once
@@ -12,23 +12,16 @@ object, and is answered by one line:
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import random
 import re
-import resource
-import signal
-import sys
-import threading
+from collections.abc import Callable
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-# The compiler recurses along chains of rules; the worker gives it as much.
-_STACK_BYTES = 512 << 20
-_MAX_BYTES = 4 << 30
-"""The most address space of the process, of which the stack is a part. Beyond it the library aborts."""
 _MAX_ERROR_CHARS = 500
 _NUM_TRIALS, _TRIAL_TOKENS = 2, 8  # outputs that are tried, and their tokens
 
@@ -124,37 +117,15 @@ def _shortened(error: str) -> str:
     return line if len(line) <= _MAX_ERROR_CHARS else line[:_MAX_ERROR_CHARS] + "…"
 
 
-def read_tokenizer(message: dict[str, Any]) -> tuple[LLTokenizer | None, dict[str, str]]:
-    """Return the tokenizer of the first message, or None, and the answer."""
+def begin(
+    message: dict[str, Any],
+) -> tuple[dict[str, str], Callable[[dict[str, Any]], dict[str, str]] | None]:
+    """Read the tokenizer of the first message. Return its answer, and the function that compiles forms or None."""
     try:
         tokenizer = LLTokenizer(
             message["tokenizer"], n_vocab=message["vocab_size"], eos_token=message["eos_token_ids"]
         )
     except Exception as error:
-        return None, {"error": _shortened(str(error))}
-    return tokenizer, {}
-
-
-def serve() -> None:
-    """Answer line by line until the input ends."""
-    tokenizer = None
-    limits = LLParserLimits()
-    for line in sys.stdin.buffer:
-        form = json.loads(line)
-        if tokenizer is None:
-            limits = LLParserLimits(step_max_items=form["max_mask_items"])
-            tokenizer, result = read_tokenizer(form)
-        else:
-            result = answer(form, tokenizer, limits)
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the frontend's, whose end closes our input
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
-    threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=serve)
-    thread.start()
-    thread.join()
-    os._exit(0)
+        return {"error": _shortened(str(error))}, None
+    limits = LLParserLimits(step_max_items=message["max_mask_items"])
+    return {}, functools.partial(answer, tokenizer=tokenizer, limits=limits)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import sys
+import hashlib
 import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 from services.frontend.fair_threads import FairThreads
+from services.frontend.limited_process import LimitedProcess, ProcessEnded
 from services.frontend.requests.structural_tags import read_structural_tags
 from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
@@ -19,26 +17,39 @@ from triptych.types.facts import ModelFacts
 from triptych.types.structured import MAX_MASK_ITEMS, StructuredOutputs, compiled
 
 COMPILE_LIMIT_S = 5.0
-"""The longest that a form may take to compile."""
+"""CPU time that a form may take to compile."""
 MAX_KNOWN = 64
 """Forms that are remembered as good."""
-_START_LIMIT_S = 60.0  # to import the library and to build the tokenizer, on a machine that is busy
+MAX_REFUSED = 512
+"""Forms that are remembered as bad, by their digests."""
+MAX_WAITING_FORMS = 64
+"""Forms of one tenant that wait."""
+_NUM_PROCESSES = 2
+_START_LIMIT_S = 15.0  # to import the library and to build the tokenizer takes about 1
 _SCRIPT = Path(__file__).with_name("grammar_process.py")
 _ANY_OBJECT = '{"type": "object"}'
 
 
 class GrammarChecker:
-    """Owned by the `TextModel`. Its process starts with the first form, and again after one that it did not survive."""
+    """Owned by the `TextModel`. Its processes start with the first forms, and again where one ended one."""
 
     def __init__(self, tokenizer: Tokenizer, *, limit_s: float = COMPILE_LIMIT_S) -> None:
         self._tokenizer = tokenizer
         self._limit_s = limit_s
-        # One at a time: they go through one process, and a second one would take a core from the models.
-        self._threads = FairThreads(1, inline_size=-1, what="structured outputs to be compiled")
-        self._known: OrderedDict[tuple[StructuredOutputs, ModelFacts], StructuredOutputs] = OrderedDict()
-        """Form and model -> the compiled form; the latest used is last."""
-        self._process: _Process | None = None
-        """Only the thread uses it."""
+        # Each thread has a process. One payer has one of them, and the other starts when two have forms at once.
+        self._threads = FairThreads(
+            _NUM_PROCESSES,
+            inline_size=-1,
+            what="structured outputs to be compiled",
+            max_waiting=MAX_WAITING_FORMS,
+        )
+        self._lock = threading.Lock()
+        """Guards what follows, which threads use."""
+        self._idle: list[tuple[ModelFacts, LimitedProcess]] = []
+        self._good: OrderedDict[bytes, StructuredOutputs] = OrderedDict()
+        """Digest of a form and a model -> the compiled form; the latest used is last, as in the next."""
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        """Digest of a form and a model -> why it was refused."""
 
     async def compile(self, form: StructuredOutputs, model: ModelFacts, path: str) -> StructuredOutputs:
         """Return a form, whose fields have been checked, as engines take it.
@@ -51,111 +62,103 @@ class GrammarChecker:
             FeatureDisabled: The model's tokenizer does not serve for it.
             QueueFull: Too many forms wait to be compiled.
         """
-        key = form, model
-        result = self._known.pop(key, None)
+        key = hashlib.sha256(repr((form, model)).encode(errors="surrogatepass")).digest()
+        result = self._find(key, path)
         if result is None:
             size = sum(map(len, form.texts))
-            result = await self._threads.run(size, self._compile, form, model, path)
-        self._known[key] = result
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+            result = await self._threads.run(size, self._compile, form, model, path, key)
         return result
 
-    def _compile(self, form: StructuredOutputs, model: ModelFacts, path: str) -> StructuredOutputs:
+    def _find(self, key: bytes, path: str) -> StructuredOutputs | None:
+        """Return a form that was compiled before, or None. Raises InvalidRequest if it was refused before."""
+        with self._lock:
+            if (why := self._refused.get(key)) is not None:
+                self._refused.move_to_end(key)
+                raise InvalidRequest(path, why)
+            if (result := self._good.get(key)) is not None:
+                self._good.move_to_end(key)
+            return result
+
+    def _compile(
+        self, form: StructuredOutputs, model: ModelFacts, path: str, key: bytes
+    ) -> StructuredOutputs:
+        """Compile a form on this thread, unless another call has done so meanwhile."""
+        if (found := self._find(key, path)) is not None:
+            return found
         try:
-            message = _to_message(form, self._tokenizer)
+            result = compiled(self._ask(form, model, path))
         except ValueError as error:
+            with self._lock:
+                self._refused[key] = str(error)
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
             raise InvalidRequest(path, str(error)) from None
-        had_process = self._process is not None and self._process.serves(model)
-        if not had_process:
-            self._process = None  # ends the one of another model
-            self._process = _Process(self._tokenizer, model, path)
-        assert self._process is not None
-        try:
-            answer = self._process.ask(message, self._limit_s)
-        except _ProcessEnded as error:
-            self._process = None
-            if had_process and not error.was_late:  # it may have ended before it saw this form
-                return self._compile(form, model, path)
-            why = f"takes longer to compile than the limit of {self._limit_s:g} s; make it smaller"
-            raise InvalidRequest(path, why if error.was_late else "is too complex to compile") from None
-        if "grammar" not in answer:
-            raise InvalidRequest(path, f"cannot be enforced: {answer['error']}")
-        return compiled(answer["grammar"])
+        with self._lock:
+            self._good[key] = result
+            if len(self._good) > MAX_KNOWN:
+                self._good.popitem(last=False)
+        return result
 
-
-class _ProcessEnded(Exception):
-    def __init__(self, was_late: bool) -> None:
-        self.was_late = was_late
-
-
-class _Process:
-    """One run of `grammar_process.py`. It ends with this object, or with the frontend."""
-
-    def __init__(self, tokenizer: Tokenizer, model: ModelFacts, path: str) -> None:
-        """
-        Args:
-            path: Path of the form for which it starts.
+    def _ask(self, form: StructuredOutputs, model: ModelFacts, path: str) -> str:
+        """Return the grammar of a form.
 
         Raises:
-            FeatureDisabled: It cannot use the tokenizer.
-            RuntimeError: It does not start: a bug, or an installation without llguidance.
+            ValueError: It is refused; says why.
+            FeatureDisabled: The model's tokenizer does not serve for it.
         """
-        self._model = model
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        message = {
-            "tokenizer": tokenizer.to_json(),
-            "vocab_size": model.vocab_size,
-            "eos_token_ids": model.eos_token_ids,
-            "max_mask_items": MAX_MASK_ITEMS,
-        }
+        message = _to_message(form, self._tokenizer)
+        process, is_new = self._take_process(model, path)
         try:
-            answer = self.ask(message, _START_LIMIT_S)
-        except _ProcessEnded:
-            raise RuntimeError(f"{_SCRIPT} does not start; its log says why") from None
-        if answer:
-            raise FeatureDisabled(
-                path, f"the tokenizer of this model does not serve for it: {answer['error']}"
+            answer = process.ask(message, self._limit_s)
+        except ProcessEnded as error:
+            del process
+            if not is_new and not error.was_late:  # it may have ended before it saw this form
+                return self._ask(form, model, path)
+            why = (
+                f"takes longer to compile than the limit of {self._limit_s:g} s of CPU time; make it smaller"
             )
+            raise ValueError(why if error.was_late else "is too complex to compile") from None
+        with self._lock:
+            self._idle.append((model, process))
+        if "grammar" not in answer:
+            raise ValueError(f"cannot be enforced: {answer['error']}")
+        grammar: str = answer["grammar"]
+        return grammar
 
-    def __del__(self) -> None:
-        process = self._process
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None, "asked for"
-            with contextlib.suppress(OSError):  # what it did not read
-                pipe.close()
-        process.wait()
+    def _take_process(self, model: ModelFacts, path: str) -> tuple[LimitedProcess, bool]:
+        """Return a process for this model that nobody uses, and whether it is new. Those of other models end."""
+        with self._lock:
+            idle = [process for facts, process in self._idle if facts == model and process.is_alive]
+            self._idle = [(model, process) for process in idle[:-1]]
+        if idle:
+            return idle[-1], False
+        return _start_process(self._tokenizer, model, path), True
 
-    def serves(self, model: ModelFacts) -> bool:
-        """Return whether the process is alive and was started for this model."""
-        return self._model == model and self._process.poll() is None
 
-    def ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Return the answer to a message. Raises _ProcessEnded after the limit, or if the process has crashed."""
-        process = self._process
-        assert process.stdin is not None, "asked for"
-        assert process.stdout is not None, "asked for"
-        is_late = threading.Event()
+def _start_process(tokenizer: Tokenizer, model: ModelFacts, path: str) -> LimitedProcess:
+    """Start a process that compiles forms.
 
-        def kill() -> None:
-            is_late.set()
-            process.kill()
+    Args:
+        path: Path of the form for which it starts.
 
-        timer = threading.Timer(limit_s, kill)
-        timer.start()
-        line = b""
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(message).encode() + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        timer.cancel()
-        if not line:
-            raise _ProcessEnded(is_late.is_set())
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    Raises:
+        FeatureDisabled: It cannot use the tokenizer.
+        RuntimeError: It does not start: a bug, or an installation without llguidance.
+    """
+    process = LimitedProcess(_SCRIPT)
+    message = {
+        "tokenizer": tokenizer.to_json(),
+        "vocab_size": model.vocab_size,
+        "eos_token_ids": model.eos_token_ids,
+        "max_mask_items": MAX_MASK_ITEMS,
+    }
+    try:
+        answer = process.ask(message, _START_LIMIT_S)
+    except ProcessEnded:
+        raise RuntimeError(f"{_SCRIPT} does not start; its log says why") from None
+    if answer:
+        raise FeatureDisabled(path, f"the tokenizer of this model does not serve for it: {answer['error']}")
+    return process
 
 
 def _to_message(form: StructuredOutputs, tokenizer: Tokenizer) -> dict[str, Any]:

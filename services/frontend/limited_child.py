@@ -1,0 +1,65 @@
+"""The main program of a `LimitedProcess`: answers lines, and ends where one takes too much CPU time or memory.
+
+    python -P limited_child.py SCRIPT
+
+The file SCRIPT has a function `begin(message)`, which is given the first message. It returns its answer, and the
+function that answers all others, or None if there is none. This file needs the standard library only, so that it starts
+quickly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+# Compilers and templates recurse along what they are given; a worker gives the compiler of grammars as much.
+_STACK_BYTES = 512 << 20
+_MAX_BYTES = 4 << 30
+"""The most address space of the process, of which the stack is a part. Beyond it an allocation fails."""
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def serve(begin: Callable[[dict[str, Any]], tuple[dict[str, Any], Answer | None]]) -> None:
+    """Answer until the input ends."""
+    answer: Answer | None = None
+    for line in sys.stdin.buffer:
+        started = time.process_time() if answer is not None else 0.0  # the first one pays for the start, too
+        message = json.loads(line)
+        # Its default action ends the process, inside a library as well.
+        signal.setitimer(signal.ITIMER_PROF, message.pop("limit_s"))
+        if answer is None:
+            result, answer = begin(message)
+        else:
+            result = answer(message)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        result = {**result, "cpu_s": time.process_time() - started}
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
+
+
+def _load(script: str) -> Any:
+    spec = importlib.util.spec_from_file_location("limited_work", script)
+    assert spec is not None, script
+    assert spec.loader is not None, script
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the frontend's, whose end closes our input
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=serve, args=(_load(sys.argv[1]).begin,))
+    thread.start()
+    thread.join()
+    os._exit(0)

@@ -1,0 +1,93 @@
+"""A child process that works on what clients send, under a limit of CPU time, so that it can hang or crash alone.
+
+It answers each line of its input by one line, both JSON objects. A message is limited by the timer that the child sets
+on its own CPU time (`ITIMER_PROF`), which ends it: a busy machine makes it slower and refuses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from services.frontend.fair_threads import add_cpu_time
+
+_CHILD = Path(__file__).with_name("limited_child.py")
+_WALL_FACTOR = 12
+"""So many times the CPU time may pass by the clock: it is ended then even if it does not compute."""
+
+
+class ProcessEnded(Exception):
+    """The process ended before it answered."""
+
+    def __init__(self, was_late: bool) -> None:
+        """`was_late`: whether it had used up its time; otherwise it crashed, or was killed."""
+        self.was_late = was_late
+
+
+class LimitedProcess:
+    """One run of a script of `limited_child.py`. It ends with this object, or with the frontend.
+
+    It takes one message at a time, from any thread.
+
+    The CPU time of the child is charged to the work of `FairThreads` that asks.
+    """
+
+    def __init__(self, script: Path) -> None:
+        command = [sys.executable, "-P", str(_CHILD), str(script)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __del__(self) -> None:
+        process = self._process
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None, "asked for"
+            with contextlib.suppress(OSError):  # what it did not read
+                pipe.close()
+        process.wait()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """Return the answer to a message.
+
+        Args:
+            limit_s: CPU time that the answer may take, in seconds.
+
+        Raises:
+            ProcessEnded: It has used up its time, or crashed. It cannot be used any more.
+        """
+        process = self._process
+        assert process.stdin is not None, "asked for"
+        assert process.stdout is not None, "asked for"
+        is_late = threading.Event()
+
+        def kill() -> None:
+            is_late.set()
+            process.kill()
+
+        timer = threading.Timer(_WALL_FACTOR * limit_s, kill)
+        timer.daemon = True
+        timer.start()
+        line = b""
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps({**message, "limit_s": limit_s}).encode() + b"\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+        finally:
+            timer.cancel()
+        if not line:
+            was_late = process.wait() == -signal.SIGPROF or is_late.is_set()
+            add_cpu_time(limit_s if was_late else 0.0)
+            raise ProcessEnded(was_late)
+        answer: dict[str, Any] = json.loads(line)
+        add_cpu_time(answer.pop("cpu_s"))
+        return answer
