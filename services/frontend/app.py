@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 # A thread that tokenizes or decodes would keep the GIL from the loop for 5 ms at a time: beside a long decode
 # the median delay of the loop measured 3.1 ms at the default and 0.9 ms at this.
 _SWITCH_INTERVAL_S = 0.0005
+_MAX_ADMIN_CONNECTIONS = 256
 
 
 class FrontendApp(ServiceApp):
@@ -118,6 +119,7 @@ class FrontendApp(ServiceApp):
         """Start the HTTP server and return its port."""
         # Slow to import; the engines are dialed in the meantime.
         from services.frontend.openai.app import create_app
+        from services.frontend.openai.connections import ConnectionLimits
         from services.frontend.openai.server import HttpServer
 
         config = self.config.frontend
@@ -132,14 +134,14 @@ class FrontendApp(ServiceApp):
             app,
             config.host,
             config.http_port,
-            client_timeout_s=config.client_timeout_s,
-            max_connections=config.max_connections,
+            limits=ConnectionLimits(config.client_timeout_s, config.max_connections),
             tls=self.server_tls,
         )
         return await self._serve("http", server)
 
     async def _start_admin_http(self) -> int:
         """Start the HTTP server of the operators' calls and return its port."""
+        from services.frontend.openai.connections import ConnectionLimits
         from services.frontend.openai.server import HttpServer
         from services.frontend.operators.app import create_operators_app
 
@@ -150,7 +152,7 @@ class FrontendApp(ServiceApp):
             config.admin_host,
             config.admin_http_port,
             option="frontend.admin_http_port",
-            client_timeout_s=config.client_timeout_s,
+            limits=ConnectionLimits(config.client_timeout_s, _MAX_ADMIN_CONNECTIONS),
             tls=self.server_tls,
         )
         return await self._serve("admin-http", server)

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from services.frontend.openai.app import create_app
+from services.frontend.openai.connections import ConnectionLimits
 from services.frontend.openai.server import HttpServer
 from services.frontend.requests.raw import RawRequest
 from tests.helpers.fake_generator import MODEL, FakeGenerator
@@ -214,14 +215,14 @@ async def test_a_reader_that_stalls_is_waited_for_and_slows_nobody() -> None:
 
 async def test_a_reader_that_stalls_for_too_long_is_dropped() -> None:
     generator = Torrent()
-    async with open_api(generator, client_timeout_s=0.2) as api:
+    async with open_api(generator, limits=ConnectionLimits(client_timeout_s=0.2)) as api:
         with contextlib.closing(await connect_without_reading(api)):
             await api.until(lambda: generator.num_deltas > 0 and generator.num_running == 0)
 
 
 async def test_a_reader_that_is_slow_is_not_dropped() -> None:
     generator = Torrent()
-    async with open_api(generator, client_timeout_s=0.2) as api:
+    async with open_api(generator, limits=ConnectionLimits(client_timeout_s=0.2)) as api:
         with contextlib.closing(await connect_without_reading(api)) as client:
             client.setblocking(False)
             loop = asyncio.get_running_loop()
@@ -242,7 +243,7 @@ async def test_a_reader_that_is_slow_is_not_dropped() -> None:
     ids=["nothing", "half a head", "half a body", "half a second request"],
 )
 async def test_a_request_that_does_not_arrive_whole_costs_its_connection(sent: bytes) -> None:
-    async with open_api(client_timeout_s=0.2) as api:
+    async with open_api(limits=ConnectionLimits(client_timeout_s=0.2)) as api:
         reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
         writer.write(sent)
         async with asyncio.timeout(DEADLINE_S):
@@ -253,7 +254,7 @@ async def test_a_request_that_does_not_arrive_whole_costs_its_connection(sent: b
 
 
 async def test_a_long_answer_is_no_late_request() -> None:
-    async with open_api(client_timeout_s=0.1) as api:
+    async with open_api(limits=ConnectionLimits(client_timeout_s=0.1)) as api:
         api.generator.hold_after_words = 1
         answer = asyncio.create_task(api.http.post("/v1/completions", json={"prompt": "a"}))
         await api.generator.holding.wait()

@@ -15,6 +15,7 @@ import openai
 from services.frontend.access.keys import ApiKeys
 from services.frontend.generate import Generator
 from services.frontend.openai.app import create_app
+from services.frontend.openai.connections import ConnectionLimits
 from services.frontend.openai.server import HttpServer
 from tests.helpers.fake_generator import FakeGenerator
 from triptych.rpc.tls import ServerTls
@@ -66,13 +67,12 @@ class HttpApi:
 async def open_api(
     generator: Generator | None = None,
     *,
-    client_timeout_s: float = 60.0,
+    limits: ConnectionLimits | None = None,
     keys: ApiKeys | None = None,
     tls: ServerTls | None = None,
     cors_origins: Sequence[str] = (),
     refuses_unknown: bool = True,
     ping_interval_s: float = 15.0,
-    max_connections: int = 8192,
 ) -> AsyncIterator[HttpApi]:
     """Over a new fake generator, or over the given one, of any kind.
 
@@ -82,9 +82,7 @@ async def open_api(
     app = create_app(
         generator, keys, cors_origins, refuses_unknown=refuses_unknown, ping_interval_s=ping_interval_s
     )
-    server = HttpServer(
-        app, "127.0.0.1", 0, client_timeout_s=client_timeout_s, max_connections=max_connections, tls=tls
-    )
+    server = HttpServer(app, "127.0.0.1", 0, limits=limits, tls=tls)
     port = await server.start()
     address = f"http://127.0.0.1:{port}"
     client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)

@@ -34,7 +34,7 @@ from triptych.rpc.status import UNAVAILABLE_RETRY_S, row_of
 
 log = logging.getLogger(__name__)
 
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 431: "headers_too_large"}
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; never seen by the client, which has left
 
 

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
-import fcntl
 import functools
 import logging
 import socket
-import termios
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.frontend.openai.errors import json_response, to_http_error
-from triptych.errors import ConfigError, EngineUnavailable
+from services.frontend.openai.connections import GOODBYE_S, BoundedConnection, ConnectionLimits, Connections
+from triptych.errors import ConfigError
 from triptych.rpc.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep an idle connection, so that they close it, not we
-_GOODBYE_S = 1.0  # for the errors that end what outlasted its grace to reach their clients
 # A host that vanished without a word is noticed after 30 + 3 * 10 s, for its request holds KV blocks.
 _TCP_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
@@ -40,8 +35,7 @@ class HttpServer:
         port: int,
         *,
         option: str = "frontend.http_port",
-        client_timeout_s: float = 60.0,
-        max_connections: int = 8192,
+        limits: ConnectionLimits | None = None,
         tls: ServerTls | None = None,
     ) -> None:
         """
@@ -49,9 +43,9 @@ class HttpServer:
             app: Has the requests that run in `state.in_flight`.
             port: 0: any free one.
             option: The option that the port comes from, for errors.
-            client_timeout_s, max_connections: See `BoundedConnection`.
             tls: None: plain HTTP.
         """
+        limits = limits or ConnectionLimits()
         self._app = app
         self._host = host
         self._port = port
@@ -60,9 +54,7 @@ class HttpServer:
             self._app,
             http=cast(
                 type[asyncio.Protocol],
-                functools.partial(
-                    BoundedConnection, client_timeout_s=client_timeout_s, max_connections=max_connections
-                ),
+                functools.partial(BoundedConnection, limits=limits, connections=Connections(limits)),
             ),
             ws="none",
             loop="none",  # it runs on the loop that is there
@@ -114,7 +106,7 @@ class HttpServer:
         if not await self._has_ended_within(grace_s):
             if num_ended := self._app.state.in_flight.end_all():
                 log.warning("ended %d HTTP requests that still ran after %g s", num_ended, grace_s)
-            if not await self._has_ended_within(_GOODBYE_S):
+            if not await self._has_ended_within(GOODBYE_S):
                 self._server.drop_connections()  # clients that do not read
         await asyncio.wait((self._task,))
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
@@ -169,105 +161,3 @@ def _listen(host: str, port: int, option: str) -> socket.socket:
             "is not ours"
         ) from None
     return listener
-
-
-def _answer_when_full() -> bytes:
-    error = EngineUnavailable("this server has as many connections as it may have; try again")
-    refusal = to_http_error(error, "")
-    answer = json_response(refusal.body, headers=refusal.headers)
-    headers = {**answer.headers, "connection": "close"}
-    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"HTTP/1.1 {refusal.status} Service Unavailable\r\n{head}\r\n".encode() + bytes(answer.body)
-
-
-_FULL = _answer_when_full()
-
-
-class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's connection with two deadlines, which uvicorn does not have, and a bound on how many there are.
-
-    A request must have arrived whole `client_timeout_s` after the connection was made or its first byte came. A
-    client that reads nothing of an answer for so long is dropped; the coroutine that answers it is cancelled. A
-    connection above `max_connections` is told to come back, whatever it sends.
-    """
-
-    def __init__(
-        self, *arguments: Any, client_timeout_s: float, max_connections: int, **options: Any
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._client_timeout_s = client_timeout_s
-        self._max_connections = max_connections
-        self._is_refused = False
-        self._arrival: asyncio.TimerHandle | None = None
-        self._stall: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_request()
-        if len(self.connections) > self._max_connections:
-            self._is_refused = True
-            transport.write(_FULL)
-            # A close with unread bytes would be a reset, which can overtake the answer.
-            self.loop.call_later(_GOODBYE_S, transport.close)
-
-    def data_received(self, data: bytes) -> None:
-        if not self._is_refused:
-            super().data_received(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._cancel(self._arrival)
-        self._cancel(self._stall)
-        super().connection_lost(error)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._expect_request()
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._cancel(self._arrival)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._expect_reading()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._cancel(self._stall)
-
-    def _expect_request(self) -> None:
-        self._cancel(self._arrival)
-        self._arrival = self.loop.call_later(self._client_timeout_s, self._on_late_request)
-
-    def _on_late_request(self) -> None:
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete and not cycle.more_body:
-            self._expect_request()  # it waits behind one that is being answered: the client is not late
-            return
-        self._drop("did not send a whole request")
-
-    def _expect_reading(self) -> None:
-        self._stall = self.loop.call_later(self._client_timeout_s, self._on_stall, self._num_unread())
-
-    def _on_stall(self, num_unread_before: int) -> None:
-        if self._num_unread() < num_unread_before:
-            self._expect_reading()  # it reads slowly
-        else:
-            self._drop("did not read its answer")
-
-    def _num_unread(self) -> int:
-        """Bytes that wait here, and in the kernel for the client's machine to take them."""
-        in_kernel = array.array("i", [0])
-        fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
-        return self.transport.get_write_buffer_size() + in_kernel[0]
-
-    def _drop(self, what: str) -> None:
-        log.warning(
-            "closed the connection of %s, which %s for %g s", self.client, what, self._client_timeout_s
-        )
-        self.transport.abort()
-
-    @staticmethod
-    def _cancel(timer: asyncio.TimerHandle | None) -> None:
-        if timer is not None:
-            timer.cancel()
