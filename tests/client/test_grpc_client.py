@@ -179,3 +179,18 @@ async def test_wait_ready_gives_up_at_its_deadline_and_says_why(client, frontend
         if "no engine is ready" in str(refusal.value):
             return
     raise refusal.value
+
+
+@pytest.mark.parametrize(
+    ("code", "is_broken"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, True),
+        (grpc.StatusCode.UNKNOWN, True),  # a proxy in front of a frontend that died: "Stream removed"
+        (grpc.StatusCode.INVALID_ARGUMENT, False),
+    ],
+)
+async def test_a_stream_that_ends_without_a_word_of_the_server_is_broken(client, code, is_broken):
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Stream removed")
+    assert client._dialer.is_broken(error) == is_broken
+    lost = client._dialer.to_typed_error(error, has_output=True)
+    assert isinstance(lost, GenerationLost) == is_broken

@@ -18,7 +18,9 @@ from triptych.rpc.tls import create_client_tls
 
 _T = TypeVar("_T")
 _Stub = TypeVar("_Stub")
-_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+"""Statuses of calls that ended without a word of the server. UNKNOWN, which servers of ours never send, is what gRPC
+makes of a stream that a proxy ends in the middle, because the server behind it has gone."""
 
 
 class Dialer:
@@ -106,7 +108,7 @@ class Dialer:
         if is_broken_write(error):
             kind = GenerationLost if has_output else EngineUnavailable
             return kind(f"{address} ended the call for a reason that was lost")
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN):
             if has_output:
                 return GenerationLost(f"the connection to {address} broke in mid-answer: {reason_of(error)}")
             return EngineUnavailable(f"no server answers at {address}: {reason_of(error)}")
