@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from triptych.errors import ConfigError
-from triptych.launcher.launch import config_from_overrides, request_model, stack_config
+from triptych.launcher.launch import OWN, config_from_overrides, request_model, stack_config
+from triptych.launcher.vllm_arguments import HINTS, NEUTRAL
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +43,80 @@ def test_a_name_of_several_sections_means_the_model_or_is_refused():
 def test_what_is_unknown_or_bad_is_named(overrides, told):
     with pytest.raises(ConfigError, match=told):
         config_from_overrides(overrides)
+
+
+# The arguments of vLLM's LLM (0.33, and some that older scripts have), with what asks for nothing.
+OF_VLLM: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ["tokenizer", "allowed_media_domains", "quantization", "revision", "tokenizer_revision", "chat_template",
+         "offload_params", "hf_token", "hf_overrides", "mm_processor_kwargs", "pooler_config", "attention_config",
+         "structured_outputs_config", "profiler_config", "kv_cache_memory_bytes", "compilation_config",
+         "quantization_config", "logits_processors", "spec_method", "spec_model", "spec_tokens", "max_num_seqs",
+         "max_num_batched_tokens", "block_size", "enable_prefix_caching", "enable_chunked_prefill",
+         "num_gpu_blocks_override", "speculative_config", "kv_transfer_config", "attention_backend", "max_model_len",
+         "override_generation_config", "served_model_name", "download_dir", "async_scheduling", "dtype", "seed",
+         "load_format", "tensor_parallel_size", "gpu_memory_utilization"],
+        (),
+    ),
+    "runner": ("auto", "generate"), "convert": ("auto", "none"), "task": ("auto", "generate"),
+    "tokenizer_mode": ("auto", "hf"), "skip_tokenizer_init": (False,), "trust_remote_code": (False, True),
+    "allowed_local_media_path": ("",), "dtype": ("auto",), "seed": (0,), "cpu_offload_gb": (0, 0.0),
+    "offload_group_size": (0,), "offload_num_in_group": (1,), "offload_prefetch_step": (1,),
+    "enforce_eager": (False, True), "enable_return_routed_experts": (False,), "return_sampling_mask": (False,),
+    "disable_custom_all_reduce": (False, True), "hf_overrides": ({},), "enable_lora": (False,), "max_loras": (1,),
+    "max_lora_rank": (16,), "data_parallel_size": (1,), "revision": ("main",), "tokenizer_revision": ("main",),
+    "swap_space": (4,), "max_seq_len_to_capture": (8192,), "max_logprobs": (5, 20), "disable_log_stats": (True, False),
+    "distributed_executor_backend": ("mp", "ray", None), "compilation_config": ({}, 3), "limit_mm_per_prompt": ({},),
+    "generation_config": ("auto",), "guided_decoding_backend": ("auto", "xgrammar"), "logits_processors": ([],),
+    "structured_outputs_config": ({}, {"backend": "xgrammar"}), "config_format": ("auto",), "max_model_len": (-1,),
+    "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "load_format": ("auto", "safetensors"),
+    "enable_sleep_mode": (True,), "override_generation_config": ({},), "tokenizer": ("embedded",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_VLLM)
+def test_vllms_arguments_that_ask_for_nothing_are_taken(name):
+    plain = config_from_overrides({}, preferred=OWN)
+    for value in (None, *OF_VLLM[name]):
+        changed = stack_config("embedded", None, {name: value})
+        assert changed == plain or (name, value) == ("enforce_eager", True)  # which is an option here, too
+
+
+def test_a_stack_that_runs_takes_what_asks_for_nothing():
+    for name, values in OF_VLLM.items():
+        for value in (None, *(values if name in HINTS or name in NEUTRAL else ())):
+            assert stack_config("embedded", "127.0.0.1:1", {name: value}) is None
+    with pytest.raises(ConfigError, match="max_num_seqs: options of a stack that is started here"):
+        stack_config("embedded", "127.0.0.1:1", {"max_num_seqs": 16, "swap_space": 4})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"tokenizer": "another"}, "tokenizer='another' is not served; the model's own is used"),
+        ({"enable_lora": True}, "enable_lora=True is not served"),
+        ({"max_logprobs": 50}, "max_logprobs=50 is not served; a request may ask for 20"),
+        ({"task": "embed", "revision": "v2"}, "task='embed' is not served; revision='v2' is not served"),
+        ({"download_dir": "x"}, r"set \$TRIPTYCH_HOME"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config=.* is not served"),
+        ({"structured_outputs_config": {"disable_any_whitespace": True}}, "is not served"),
+        ({"served_model_name": ["a", "b"]}, "served_model_name: .* are several names"),
+        ({"quantization": "awq"}, "model.quantization: 'awq'"),
+        ({"max_num_seq": None}, "max_num_seq: no such option; did you mean max_num_seqs"),
+    ],
+)
+def test_vllms_arguments_that_would_change_an_answer_are_refused(arguments, told):
+    with pytest.raises(ConfigError, match=told):
+        stack_config("embedded", None, arguments)
+
+
+def test_vllms_values_have_their_names_here():
+    import torch
+
+    given = {"dtype": torch.float32, "served_model_name": ["m"], "load_format": "dummy"}
+    config = config_from_overrides(given)
+    assert (config.model.dtype, config.model.served_name, config.load.format) == ("float32", "m", "random")
+    assert config_from_overrides({"dtype": "half"}).model.dtype == "float16"
 
 
 def test_a_programs_own_stack_takes_free_ports_and_is_quiet(monkeypatch):

@@ -19,6 +19,7 @@ from triptych.hub import resolve_model
 from triptych.hub.progress import ProgressLine
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.launcher.readiness import Progress
+from triptych.launcher.vllm_arguments import ALIASES, to_overrides
 from triptych.rpc.channel import ADDRESS_ENV
 from triptych.rpc.tls import create_client_tls, create_server_tls
 from triptych.types.facts import Phase
@@ -27,16 +28,6 @@ READY_TIMEOUT_S = 600.0
 """For a stack of our own: a large model may come from a slow disk."""
 CONNECT_TIMEOUT_S = 30.0
 """For a stack that is already running or starting."""
-
-_ALIASES = {
-    "gpu_memory_utilization": "cache.memory_fraction",
-    "kv_cache_dtype": "cache.dtype",
-    "load_format": "load.format",
-    "num_gpu_blocks_override": "cache.num_blocks",
-    "scheduling_policy": "scheduler.policy",
-    "served_model_name": "model.served_name",
-}
-"""vLLM's name of an option -> its key, where the bare name differs."""
 
 _write_lock = threading.Lock()
 
@@ -53,16 +44,17 @@ def config_from_overrides(
     """The config of a stack that a program starts for itself.
 
     Args:
-        overrides: keys (`scheduler.max_num_seqs`), bare names (`max_num_seqs`) or vLLM's names
-            (`gpu_memory_utilization`) to values. Where several sections have a name, the one of `model` is meant:
-            `dtype` is `model.dtype`.
+        overrides: keys (`scheduler.max_num_seqs`), bare names (`max_num_seqs`) or vLLM's arguments
+            (`gpu_memory_utilization`, `swap_space`) to values. Where several sections have a name, the one of `model`
+            is meant: `dtype` is `model.dtype`. None is the default.
         file: yaml, as in `load_config`; environment variables count too, below the overrides.
         preferred: key to value, for options that have their default.
 
     Raises:
         ConfigError: an unknown or ambiguous name, or a bad value; names it.
     """
-    flags = {_find_option(name).key: value for name, value in overrides.items()}
+    given = {_find_option(name).key: value for name, value in to_overrides(overrides).items()}
+    flags = {key: value for key, value in given.items() if value is not None}
     config = load_config(file=file, flags=flags)
     for key, value in preferred.items():
         option = _find_option(key)
@@ -79,9 +71,10 @@ def stack_config(model: str | None, address: str | None, overrides: dict[str, An
         if model is not None:
             overrides = {"model.model": model, **overrides}
         return config_from_overrides(overrides, preferred=OWN)
-    if overrides:
+    said = to_overrides({"model.model": model, **overrides})
+    if names := [name for name, value in said.items() if value is not None and name != "model.model"]:
         raise ConfigError(
-            f"{', '.join(overrides)}: options of a stack that is started here; "
+            f"{', '.join(names)}: options of a stack that is started here; "
             f"the one at address={address!r} (or ${ADDRESS_ENV}) has its own"
         )
     return None
@@ -163,7 +156,7 @@ def write_log_line(line: str) -> None:
 
 def _find_option(name: str) -> Option:
     options = {option.key: option for option in iter_options()}
-    name = _ALIASES.get(name, name)
+    name = ALIASES.get(name, name)
     if name in options:
         return options[name]
     found = [option for option in options.values() if option.name == name]
@@ -175,6 +168,6 @@ def _find_option(name: str) -> Option:
             return of_model[0]
         keys = " or ".join(repr(option.key) for option in found)
         raise ConfigError(f"{name}: ambiguous, several sections have it; say {keys}")
-    names = [*options, *(option.name for option in options.values()), *_ALIASES]
+    names = [*options, *(option.name for option in options.values()), *ALIASES]
     close = difflib.get_close_matches(name, names, n=1)
     raise ConfigError(f"{name}: no such option" + (f"; did you mean {close[0]}?" if close else ""))
