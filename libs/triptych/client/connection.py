@@ -103,11 +103,16 @@ class Connection:
 
     async def disconnect(self) -> LocalCluster | None:
         """Abort what runs and hang up; returns the stack if it is ours, for the caller to stop."""
-        for client in (self._client, self._admin):
-            if client is not None:
-                await client.close()
-        cluster, self._client, self._admin, self._cluster = self._cluster, None, None, None
+        clients, cluster = self.detach()
+        for client in clients:
+            await client.close()
         return cluster
+
+    def detach(self) -> tuple[list[GenerationClient | AdminClient], LocalCluster | None]:
+        """Forget clients and stack, and return them for the caller to close and to stop."""
+        clients = [client for client in (self._client, self._admin) if client is not None]
+        cluster, self._client, self._admin, self._cluster = self._cluster, None, None, None
+        return clients, cluster
 
 
 async def _launch_on_thread(config: EngineConfig, ready_timeout_s: float | None) -> LocalCluster:

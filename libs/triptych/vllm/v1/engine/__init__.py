@@ -1,0 +1,1 @@
+"""Modules that vLLM has in `vllm.v1.engine`."""
