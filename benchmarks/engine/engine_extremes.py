@@ -24,10 +24,12 @@ from services.frontend.engines.router import Router
 from services.frontend.engines.session import EngineLoss, EngineSession
 from services.frontend.outputs import RequestOutputs
 from triptych.observe.metrics import FrontendMetrics
+from triptych.types.facts import ModelFacts
+from triptych.types.identity import ModelIdentity
 from triptych.types.outputs import OutputBatch
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import EngineLimits, ModelTerms, SubmitRequest
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
 
 NUM_ROWS = 4096
@@ -82,7 +84,9 @@ def loss_s() -> float:
             outputs.add_choice(sampling, None, [1, 2, 3], "")  # type: ignore[arg-type] # needs no tokenizer
         request = _group(NUM_ROWS, 3, sampling, first=1)
         mover = Mover(Router(), FrontendMetrics.create(CollectorRegistry()), MoveTerms())
-        submission = Submission("r", EngineWelcome("e", ready=True), request.prompt_token_ids, sampling)
+        model = ModelFacts("m", ModelIdentity("f"), 1000, 1 << 20, (), "float32", "float32", "none")
+        terms = ModelTerms(model, EngineLimits(), model.max_model_len)
+        submission = Submission("r", terms, request.prompt_token_ids, sampling)
         journeys = [Journey(submission, choice, mover, seed=choice.index) for choice in outputs.choices]
         session.submit(request, journeys)
         token_ids = np.full(NUM_ROWS, 5, np.uint32)

@@ -12,6 +12,7 @@ import numpy as np
 from services.frontend.engines.attachment import Attachment
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.journey import Journey, Submission
+from services.frontend.engines.kinds import terms_of
 from services.frontend.engines.mover import Mover
 from services.frontend.engines.router import Router
 from services.frontend.outputs import RequestOutputs
@@ -78,7 +79,7 @@ class AttachedStream:
         keep = Keep(request.keep_ms, request.frontend_state, state.num_choices, request.resume_secret)
         submission = Submission(
             request_id=request.request_id,
-            wanted=self.welcome,
+            wanted=terms_of(self.welcome),
             prompt_token_ids=request.prompt_token_ids,
             sampling=request.sampling,
             priority=request.priority,

@@ -120,9 +120,7 @@ class Generator:
         Raises:
             ModelNotFound, EngineUnavailable, InvalidRequest: as `Router.find`.
         """
-        found = self._router.find(name).model
-        assert found is not None, "a ready engine has reported its model"
-        return self._served(found)
+        return self._served(self._router.find(name).model)
 
     @property
     def num_ready_engines(self) -> int:
@@ -340,10 +338,9 @@ class Generator:
 
     async def prepare(self, raw: RawRequest, request_id: str, record: RequestRecord) -> PreparedRequest:
         text = self.text_model
-        engine = self._router.find(raw.model, raw.path("model"))
-        assert engine.model is not None, "a ready engine has reported its model"
-        record.note_model(engine.model.name)
-        return await prepare(raw, request_id, engine, text)
+        terms = self._router.find(raw.model, raw.path("model"))
+        record.note_model(terms.model.name)
+        return await prepare(raw, request_id, terms, text)
 
     def _set_alarm(
         self, raw: RawRequest, record: RequestRecord, outputs: RequestOutputs

@@ -23,6 +23,7 @@ from services.frontend.resumption import Keep, find_token
 from services.frontend.text_model import TextModel
 from triptych.errors import InvalidRequest, QueueFull
 from triptych.types.sampling import OutputKind
+from triptych.types.submit import RequestNeeds
 
 CHOICES_PER_TURN = 256  # of one request made in one go, before the loop serves others
 
@@ -46,10 +47,14 @@ async def place(
     """
     tried: list[EngineClient] = []
     token_ids, cache_salt = request.prompt_token_ids, request.raw.cache_salt
-    routed = await text.run(len(token_ids), router.read_prompt, request.engine, token_ids, cache_salt)
-    num_choices = len(request.raw.emitted) or request.sampling.n
+    routed = await text.run(len(token_ids), router.read_prompt, request.terms, token_ids, cache_salt)
+    needs = RequestNeeds(
+        len(token_ids) + max(request.sampling.max_tokens or 0, 1),
+        len(request.raw.emitted) or request.sampling.n,
+        request.raw.priority != 0,
+    )
     while True:
-        engine = router.choose(request.engine, tried=tried, prompt=routed, num_choices=num_choices)
+        engine = router.choose(request.terms, needs, tried=tried, prompt=routed)
         prefill = await _prefill_elsewhere(request, engine, record, router, routed)
         if prefill is not None and not engine.is_ready:  # it was lost meanwhile
             prefill.abort()
@@ -60,7 +65,7 @@ async def place(
             return
         except QueueFull:
             tried.append(engine)
-            if not router.has_others(request.engine, tried):
+            if not router.alike(request.terms, needs, tried):
                 raise
             outputs.start_over()
 
@@ -83,7 +88,7 @@ async def _submit(
         outputs.expect_prompt(PromptReport(prompt, sampling.prompt_logprobs, text.tokenizer.token_bytes))
     submission = Submission(
         request_id=request.request_id,
-        wanted=request.engine,
+        wanted=request.terms,
         prompt_token_ids=request.prompt_token_ids,
         routed=routed,
         kv_source=None if prefill is None else prefill.source,

@@ -113,11 +113,10 @@ class StreamState:
         """Return what is to be known of a request that an engine is about to get."""
         raw, chat = request.raw, request.raw.prompt
         assert raw.answer is not None, "it is to be kept"
-        assert request.engine.model is not None, "a ready engine has told its model"
         return cls(
             api=raw.api,
             answer=raw.answer,
-            model=request.engine.model.name,
+            model=request.terms.model.name,
             fingerprint=request.fingerprint,
             seed=request.seed,
             num_choices=len(raw.emitted) or request.sampling.n,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from services.frontend.engines.mover import MAX_UNANSWERED, MoveTerms
+from services.frontend.engines.mover import MAX_UNANSWERED, Mover, MoveTerms
 from tests.helpers.fake_engine import MODEL, FakeEngine, SubmittedChoice, eventually, u32
 from tests.helpers.frontend import FrontendCore, answer, raw_request
 from tests.helpers.frontend import frontend_core as open_core
-from triptych.errors import InvalidRequest
+from triptych.errors import GenerationLost, InvalidRequest
 from triptych.types.outputs import FinishReason, OutputBatch
 
 TERMS = MoveTerms()
@@ -189,3 +189,64 @@ async def test_new_requests_go_to_any_numerics() -> None:
         for engine in (first, second):
             engine.emit(await engine.next_submit(), [70], finish=FinishReason.STOP)
         assert [got.token_ids() for got in await asyncio.gather(*tasks)] == [[70]] * 2
+
+
+@pytest.mark.parametrize(
+    "of_second",
+    [
+        {"max_choices": 11},
+        {"model": replace(MODEL, max_model_len=14)},
+        {"model": replace(MODEL, max_model_len=8192)},
+    ],
+)
+async def test_a_request_moves_where_the_rest_of_it_fits(of_second: dict[str, Any]) -> None:
+    """Engines of other limits compute the same tokens."""
+    async with two_engines(**of_second) as (first, second, core):
+        task, choice = await submitted_to(first, second, core)  # 3 tokens of prompt, 10 of output
+        first.emit(choice, [70])
+        await eventually(lambda: core.metric("generation_tokens_total") == 1)
+        await first.die()
+        second.emit(await second.next_submit(), [71], finish=FinishReason.STOP)
+        got = await task
+        assert got.token_ids() == [70, 71]
+        assert got.finished.is_exact
+
+
+async def test_a_request_that_fits_nowhere_says_why() -> None:
+    short = replace(MODEL, max_model_len=12)
+    async with two_engines(replace(TERMS, timeout_s=0.2), model=short) as (first, second, core):
+        task, choice = await submitted_to(first, second, core)
+        first.emit(choice, [70])
+        await eventually(lambda: core.metric("generation_tokens_total") == 1)
+        await first.die()
+        why = "engine-1: max_model_len: 12 is below the 13 tokens that the request may have"
+        with pytest.raises(GenerationLost, match=why):
+            await task
+        assert not second.submitted
+
+
+async def test_those_who_wait_for_one_thing_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand streams that no engine may take now cost as much as one."""
+    num_looks = 0
+    look = Mover._find_candidates
+
+    def counting(self: Mover, *args: Any) -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        return look(self, *args)
+
+    other = replace(MODEL, identity=replace(MODEL.identity, numerics="other"))
+    async with two_engines(model=other) as (first, second, core):
+        task, _ = await submitted_to(first, second, core, sampling={"n": 40, "temperature": 1.0})
+        for choice in first.submitted:
+            first.emit(choice, [70])
+        await eventually(lambda: core.metric("generation_tokens_total") == 40)
+        await first.die()
+        core.router.engines[0].give_up("it is gone")
+        await eventually(lambda: core.mover.num_waiting == 40)
+        monkeypatch.setattr(Mover, "_find_candidates", counting)
+        for journey in core.mover._waiting:
+            journey.not_before = 0.0
+        assert core.mover._next_groups() == []
+        assert num_looks == 1
+        task.cancel()

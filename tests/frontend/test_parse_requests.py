@@ -14,28 +14,28 @@ from triptych.errors import ContextLengthExceeded, FeatureDisabled, InvalidReque
 from triptych.types.facts import ModelFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, OutputKind, SamplingParams
-from triptych.types.submit import EngineLimits, EngineWelcome
+from triptych.types.submit import EngineLimits, ModelTerms
 from triptych.v1 import sampling_pb2
 
 VOCAB_SIZE, MAX_MODEL_LEN = 300, 64
 FACTS = ModelFacts(
     "tiny", ModelIdentity("f"), VOCAB_SIZE, MAX_MODEL_LEN, (299,), "float32", "float32", "none"
 )
-ENGINE = EngineWelcome("engine-0", 1, True, model=FACTS)
-FCFS = EngineWelcome("engine-0", 1, True, model=FACTS, limits=EngineLimits(has_priorities=False))
+TERMS = ModelTerms(FACTS, EngineLimits(), MAX_MODEL_LEN)
+FCFS = ModelTerms(FACTS, EngineLimits(has_priorities=False), MAX_MODEL_LEN)
 
 
-def raw_request(prompt: Any = "Hello", engine: EngineWelcome = ENGINE, **fields: Any) -> RawRequest:
+def raw_request(prompt: Any = "Hello", terms: ModelTerms = TERMS, **fields: Any) -> RawRequest:
     return RawRequest(api="test", prompt=prompt, **fields)
 
 
 def sampling_of(given: dict[str, Any], defaults: dict[str, float] | None = None) -> SamplingParams:
-    return parse(raw_request(sampling=given), ENGINE, defaults or {}).sampling
+    return parse(raw_request(sampling=given), TERMS, defaults or {}).sampling
 
 
-def violations_of(raw: RawRequest, engine: EngineWelcome = ENGINE) -> dict[str, str]:
+def violations_of(raw: RawRequest, terms: ModelTerms = TERMS) -> dict[str, str]:
     with pytest.raises(InvalidRequest) as caught:
-        parse(raw, engine, {})
+        parse(raw, terms, {})
     return {violation.field: violation.description for violation in caught.value.violations}
 
 
@@ -169,13 +169,13 @@ def test_no_output_is_asked_for_only_with_the_prompt() -> None:
         {"sampling": {"max_tokens": 0, "prompt_logprobs": 0}},
         {"sampling": {"max_tokens": 0}, "echo": True},
     ):
-        valid = parse(raw_request(**given), ENGINE, {})
+        valid = parse(raw_request(**given), TERMS, {})
         assert fit_to_context(valid, 3, MAX_MODEL_LEN).max_tokens == 0
 
 
 def test_priority_is_refused_only_where_the_engine_has_none() -> None:
     assert "has no priorities" in violations_of(raw_request(priority=1), FCFS)["priority"]
-    assert parse(raw_request(priority=1), ENGINE, {}).raw.priority == 1
+    assert parse(raw_request(priority=1), TERMS, {}).raw.priority == 1
 
 
 @pytest.mark.parametrize(
@@ -188,14 +188,14 @@ def test_priority_is_refused_only_where_the_engine_has_none() -> None:
 def test_unsupported_sampling_is_refused_by_name(sampling: dict[str, Any]) -> None:
     (name,) = sampling
     with pytest.raises(FeatureDisabled, match=f"^sampling.{name}: ") as caught:
-        parse(raw_request(sampling=sampling, paths={name: f"sampling.{name}"}), ENGINE, {})
+        parse(raw_request(sampling=sampling, paths={name: f"sampling.{name}"}), TERMS, {})
     assert caught.value.features == (f"sampling.{name}",)
 
 
 def test_every_unsupported_field_is_named() -> None:
     raw = raw_request(adapter="lora", unsupported=("chat.tools",), sampling={"logprobs": -1})
     with pytest.raises(FeatureDisabled, match=r"^chat\.tools, logprobs, adapter: "):
-        parse(raw, ENGINE, {})
+        parse(raw, TERMS, {})
 
 
 def test_violations_come_before_unsupported_features() -> None:
@@ -234,7 +234,7 @@ def test_good_fields_arrive_as_given() -> None:
         "output_kind": OutputKind.FINAL_ONLY,
     }
     raw = raw_request(sampling=given, output_kind=OutputKind.FINAL_ONLY)
-    assert parse(raw, ENGINE, {}).sampling == SamplingParams(**expected)
+    assert parse(raw, TERMS, {}).sampling == SamplingParams(**expected)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_the_limits_of_repetition_penalty_are_accepted() -> None:
 
 def test_long_prompt_error_has_machine_readable_numbers() -> None:
     with pytest.raises(ContextLengthExceeded) as caught:
-        parse(raw_request([1] * 70), ENGINE, {})
+        parse(raw_request([1] * 70), TERMS, {})
     assert caught.value.metadata == {
         "field": "prompt",
         "value": "71",
@@ -320,7 +320,7 @@ def test_checkpoint_defaults_out_of_range_stop_the_boot() -> None:
 def test_max_tokens_fill_the_context_as_the_prompt_leaves_it(
     prompt: Any, num_prompt_tokens: int, given: dict[str, Any], expected: int
 ) -> None:
-    valid = parse(raw_request(prompt, sampling=given), ENGINE, {})
+    valid = parse(raw_request(prompt, sampling=given), TERMS, {})
     assert fit_to_context(valid, num_prompt_tokens, MAX_MODEL_LEN).max_tokens == expected
 
 
@@ -346,7 +346,7 @@ def test_max_tokens_fill_the_context_as_the_prompt_leaves_it(
 def test_context_overflow_names_both_numbers(
     num_prompt_tokens: int, given: dict[str, Any], message: str
 ) -> None:
-    valid = parse(raw_request(sampling=given), ENGINE, {})
+    valid = parse(raw_request(sampling=given), TERMS, {})
     with pytest.raises(InvalidRequest) as caught:
         fit_to_context(valid, num_prompt_tokens, MAX_MODEL_LEN)
     assert str(caught.value).startswith(message)

@@ -181,7 +181,9 @@ def test_an_engine_that_prefills_serves_only_where_there_is_no_other() -> None:
     other.num_in_flight, own.num_in_flight = 0, 9
     router.engines = [other, own]  # type: ignore[list-item]
     wanted = router.find("")
-    assert wanted is own.welcome
+    assert wanted.model is own.welcome.model
     assert router.choose(wanted) is own
+    assert router.choose(wanted, tried=[own]) is other
     own.is_ready = False
+    router.on_change()
     assert router.choose(router.find("")) is other

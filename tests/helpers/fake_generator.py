@@ -24,14 +24,14 @@ from triptych.types.facts import ModelFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
 from triptych.types.step import PromptLogprobs
-from triptych.types.submit import EngineWelcome
+from triptych.types.submit import EngineLimits, ModelTerms
 
 MODEL = "tiny/fake"
 VOCAB_SIZE = 256
 MAX_MODEL_LEN = 64
 WORDS = (" Once", " upon", " a", " time", " ü", ".")
 _FACTS = ModelFacts(MODEL, ModelIdentity("0"), VOCAB_SIZE, MAX_MODEL_LEN, (0,), "float32", "float32", "none")
-_WELCOME = EngineWelcome("engine-0", 1, True, model=_FACTS)
+_TERMS = ModelTerms(_FACTS, EngineLimits(), MAX_MODEL_LEN)
 
 
 class FakeGenerator(Generator):
@@ -102,7 +102,7 @@ class FakeGenerator(Generator):
         if self.admission_errors:
             raise self.admission_errors.pop(0)
         self.find_model(raw.model)
-        valid = parse(raw, _WELCOME, {})
+        valid = parse(raw, _TERMS, {})
         prompt = _token_ids(valid.prompt)
         sampling = fit_to_context(valid, len(prompt), MAX_MODEL_LEN)
         assert sampling.max_tokens is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -127,6 +127,35 @@ class EngineLimits:
     """Choices that can run and wait together: a request with more can never be admitted."""
     keeps_requests: bool = False
     """Whether it keeps requests for other frontends to go on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTerms:
+    """Facts and limits that requests for a model are checked against, which one engine or several serve."""
+
+    model: ModelFacts
+    """The facts of the engine with the longest max_model_len."""
+    limits: EngineLimits
+    """The widest limits of the engines."""
+    default_len: int
+    """Tokens of prompt and output of a request that leaves `max_tokens` open. All engines of about the longest
+    max_model_len can serve it, which differ a little where memory is the limit."""
+
+    def context_for(self, num_prompt_tokens: int) -> int:
+        """Return the tokens that such a request may fill; more than `default_len` if that leaves it little."""
+        longest = self.model.max_model_len
+        is_enough = 2 * (self.default_len - num_prompt_tokens) >= longest - num_prompt_tokens
+        return self.default_len if is_enough else longest
+
+
+class RequestNeeds(NamedTuple):
+    """The demands of a request that engines of one kind may differ in."""
+
+    num_tokens: int = 0
+    """Tokens of the prompt and of the longest output."""
+    num_choices: int = 1
+    has_priority: bool = False
+    """Its priority is not 0."""
 
 
 @dataclass(frozen=True, slots=True)

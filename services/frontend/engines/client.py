@@ -339,6 +339,7 @@ class EngineClient:
     def _lose(self, why: str) -> None:
         """End every request of a session that is given up."""
         session, self._session = self._session, None
+        self._on_change()
         if session is not None:
             self._abandoned = session.name
             session.end(EngineLoss(f"engine {self.name} was lost ({why})", is_death=self.life.has_died))

@@ -19,7 +19,7 @@ from triptych.types.kv_transfer import KvSource
 from triptych.types.outputs import FinishedRequest, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32, PromptLogprobs
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import ModelTerms, RequestNeeds, SubmitRequest
 
 if TYPE_CHECKING:
     from services.frontend.choice import Choice
@@ -36,7 +36,7 @@ class Submission:
     """One client's request, with all that an engine must know to compute its choices."""
 
     request_id: str
-    wanted: EngineWelcome
+    wanted: ModelTerms
     """The facts that the request was checked against."""
     prompt_token_ids: U32
     sampling: SamplingParams
@@ -168,6 +168,15 @@ class Journey:
         return (
             Likeness.NOTHING if self.facts is None else compare(self.facts.identity, facts.identity).likeness
         )
+
+    @property
+    def needs(self) -> RequestNeeds:
+        """The demands on an engine that it goes on at. The choices of a new request go to one engine together."""
+        submission = self.submission
+        assert submission.sampling.max_tokens is not None, "it is filled in before a submission"
+        num_tokens = len(submission.prompt_token_ids) + submission.sampling.max_tokens
+        num_choices = 1 if self.is_admitted else submission.sampling.n
+        return RequestNeeds(num_tokens, num_choices, submission.priority != 0)
 
     def begin(self, engine: EngineClient, number: int, *, is_moved: bool = False) -> None:
         """Note that it was submitted to an engine, under this number."""

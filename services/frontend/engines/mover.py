@@ -7,12 +7,13 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.journey import Journey, Submission
+from services.frontend.engines.kinds import facts_of, key_of, terms_of
 from services.frontend.engines.liveness import BEAT_S
 from services.frontend.engines.router import Router
 from services.frontend.engines.session import EngineLoss
@@ -177,10 +178,11 @@ class Mover:
         """Return whether another engine could go on with the requests of this one."""
         if engine.welcome is None or engine.welcome.model is None:
             return False
-        facts, engines = engine.welcome.model, self._router.engines
-        others = [e for e in engines if e is engine or (among is not None and e not in among)]
-        tried = [*others, *(e for e in engines if not self._may_follow(facts, e))]
-        return self._router.has_others(engine.welcome, tried)
+        peers = self._router.alike(terms_of(engine.welcome), tried=(engine,))
+        return any(
+            (among is None or peer in among) and not self._why_not_after(engine.welcome.model, peer)
+            for peer in peers
+        )
 
     async def _move(self) -> None:
         """Submit what may be submitted now, in turns."""
@@ -201,50 +203,91 @@ class Mover:
         groups: dict[tuple[object, ...], list[Journey]] = {}
         chosen: dict[tuple[object, ...], EngineClient] = {}
         num_chosen: Counter[EngineClient] = Counter()
+        candidates: dict[tuple[object, ...], Sequence[EngineClient]] = {}
         for journey in ready:
             if num_chosen.total() >= CHOICES_PER_TURN:
                 break
             key = _group_key(journey)
             if key not in groups:
-                engine = self._choose(journey, num_chosen)
+                wish = self._wish_of(journey)
+                if wish not in candidates:
+                    candidates[wish] = self._find_candidates(journey, num_chosen)
+                engine = self._choose_among(candidates[wish], journey)
                 if engine is None:
                     self._note_no_engine(journey)
                     continue
                 groups[key], chosen[key] = [], engine
             groups[key].append(journey)
-            num_chosen[chosen[key]] += 1
+            engine = chosen[key]
+            num_chosen[engine] += 1
+            if self._unanswered[engine] + num_chosen[engine] >= MAX_UNANSWERED:
+                candidates.clear()  # it is full
         return [
             (group[0].submission, sorted(group, key=lambda journey: journey.choice.index), chosen[key])
             for key, group in groups.items()
         ]
 
-    def _choose(
-        self, journey: Journey, num_chosen: Counter[EngineClient] | None = None
-    ) -> EngineClient | None:
+    def _choose(self, journey: Journey) -> EngineClient | None:
         """Return the engine that a choice moves to; None if there is none now."""
-        now = self._clock()
-        coming = self._unanswered if num_chosen is None else self._unanswered + num_chosen
-        tried = [
-            engine
-            for engine in self._router.engines
-            if engine in journey.refused_by
-            or coming[engine] >= MAX_UNANSWERED
-            or engine.silent_for(now) > _FRESH_S
-            or (journey.emitted and not self._may_follow(journey.facts, engine))
-        ]
-        submission = journey.submission
-        try:
-            return self._router.choose(submission.wanted, tried=tried, prompt=submission.routed)
-        except EngineUnavailable:
-            return None
+        return self._choose_among(self._find_candidates(journey, Counter()), journey)
 
-    def _may_follow(self, facts: ModelFacts | None, engine: EngineClient) -> bool:
-        """Return whether the policy lets a choice with output move to an engine from one with these facts."""
-        model = None if engine.welcome is None else engine.welcome.model
-        if facts is None or model is None:
-            return False
+    def _choose_among(self, engines: Sequence[EngineClient], journey: Journey) -> EngineClient | None:
+        if not engines:
+            return None
+        return self._router.choose_among(engines, journey.submission.routed, journey.needs.num_choices)
+
+    def _wish_of(self, journey: Journey) -> tuple[object, ...]:
+        """Return all that decides which engines a choice may go to now. Many choices have one in common."""
+        wanted, needs = journey.submission.wanted, journey.needs
+        return (
+            key_of(wanted.model),
+            journey.facts.identity if journey.emitted and journey.facts is not None else None,
+            bool(journey.emitted),
+            frozenset(journey.refused_by),
+            None if self._router.takes_everywhere(wanted, needs) else needs,
+        )
+
+    def _find_candidates(self, journey: Journey, num_chosen: Counter[EngineClient]) -> Sequence[EngineClient]:
+        """Return the engines that a choice may go to now, of those with output the most alike.
+
+        Args:
+            num_chosen: Choices that go to each engine in this turn.
+        """
+        excluded = self._excluded(journey, num_chosen)
+        engines = self._router.alike(journey.submission.wanted, journey.needs, excluded)
+        if not journey.emitted or len(engines) < 2:
+            return engines
+        likeness = {engine: journey.likeness_of(facts_of(engine)) for engine in engines}
+        best = max(likeness.values())
+        return [engine for engine in engines if likeness[engine] is best]
+
+    def _excluded(self, journey: Journey, num_chosen: Counter[EngineClient]) -> dict[EngineClient, str]:
+        """Return the ready engines that a choice may not go to now, though they could serve it, and why."""
+        now, excluded = self._clock(), {}
+        for engine in self._router.engines:
+            if not engine.is_ready:
+                continue
+            if engine in journey.refused_by:
+                excluded[engine] = "it has refused the request"
+            elif self._unanswered[engine] + num_chosen[engine] >= MAX_UNANSWERED:
+                excluded[engine] = f"{MAX_UNANSWERED} moved choices wait for its answer"
+            elif (silent_s := engine.silent_for(now)) > _FRESH_S:
+                excluded[engine] = f"it has been silent for {silent_s:.1f} s"
+            elif journey.emitted and (why := self._why_not_after(journey.facts, engine)):
+                excluded[engine] = why
+        return excluded
+
+    def _why_not_after(self, facts: ModelFacts | None, engine: EngineClient) -> str:
+        """Return why the policy does not let a choice with output move to a ready engine; empty if it does.
+
+        Args:
+            facts: Of the engine that the output is from; None: not known.
+        """
+        if facts is None:
+            return "it is not known what has computed the output so far"
+        comparison = compare(facts.identity, facts_of(engine).identity)
         needed = Likeness.WEIGHTS if self._terms.policy == "any" else Likeness.NUMERICS
-        return compare(facts.identity, model.identity).likeness >= needed
+        return "" if comparison.likeness >= needed else comparison.difference
 
     def _submit(self, submission: Submission, journeys: list[Journey], engine: EngineClient) -> None:
         try:
@@ -287,7 +330,7 @@ class Mover:
     def _note_no_engine(self, journey: Journey) -> None:
         """Let a choice wait for an engine, if its client was told that it runs; else it may ask elsewhere."""
         if not journey.is_admitted:
-            if not self._router.has_others(journey.submission.wanted, tuple(journey.refused_by)):
+            if not self._router.alike(journey.submission.wanted, journey.needs, journey.refused_by):
                 self._fail(journey, journey.loss.why)
         elif journey.refused_by:
             self._put_off(journey)
@@ -298,11 +341,9 @@ class Mover:
         """Fail the choices that have waited for too long."""
         timeout_s = self._terms.timeout_s
         for journey in [j for j in self._waiting if now - j.lost_at >= timeout_s]:
-            self._fail(journey, f"{journey.loss.why}; no engine{self._wish} was there within {timeout_s:g} s")
-
-    @property
-    def _wish(self) -> str:
-        return " of the same numerics" if self._terms.policy == "same_numerics" else ""
+            reasons = self._excluded(journey, Counter())
+            why = self._router.why_none(journey.submission.wanted, journey.needs, reasons)
+            self._fail(journey, f"{journey.loss.why}; no engine could go on within {timeout_s:g} s ({why})")
 
     def _fail(self, journey: Journey, why: str) -> None:
         self.forget(journey)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from services.frontend.engines.client import EngineClient
+from services.frontend.engines.kinds import (
+    EngineKind,
+    KindKey,
+    group_by_kind,
+    key_of,
+    least_loaded,
+    leave_out_prefilling,
+    welcome_of,
+    why_of_another_kind,
+    why_unfit,
+)
 from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.routing_policy import RoutingPolicy, create_policy
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
 from triptych.types.facts import ModelFacts
-from triptych.types.identity import ModelIdentity
-from triptych.types.kv_transfer import EngineRole
 from triptych.types.step import U32
-from triptych.types.submit import EngineWelcome
+from triptych.types.submit import ModelTerms, RequestNeeds
+
+_ENGINES_NAMED = 8  # in an error's message
 
 
 class Router:
@@ -33,13 +42,26 @@ class Router:
         """
         self._aliases = aliases
         self._policy = policy or create_policy("prefix")
-        self.engines: Sequence[EngineClient] = ()
-        """All that are known now; the discovery replaces them."""
+        self._engines: Sequence[EngineClient] = ()
+        self._num_changes = 0
+        self._kinds: tuple[int, Mapping[KindKey, EngineKind]] = (0, {})
+        """The kinds of the ready engines, and the number of changes that they take in."""
         self.changed = asyncio.Event()
         """Set by `on_change`; whoever waits for it clears it."""
 
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """All that are known now; the discovery replaces them."""
+        return self._engines
+
+    @engines.setter
+    def engines(self, engines: Sequence[EngineClient]) -> None:
+        self._engines = engines
+        self.on_change()
+
     def on_change(self) -> None:
         """An engine's readiness or facts may have changed."""
+        self._num_changes += 1
         self.changed.set()
 
     @property
@@ -49,19 +71,20 @@ class Router:
     @property
     def why_not_ready(self) -> str:
         """Each engine with its reason."""
-        reasons = [f"{engine.name}: {engine.why_not_ready}" for engine in self.engines if not engine.is_ready]
-        return "no engine is ready (" + ("; ".join(reasons) or "none is known yet") + ")"
+        if not self.engines:
+            return "no engine is ready (none is known yet)"
+        reasons = {engine: engine.why_not_ready for engine in self.engines if not engine.is_ready}
+        return f"no engine is ready ({_listed(reasons)})"
 
     @property
     def models(self) -> list[ModelFacts]:
         """The models of the ready engines, each name once."""
         by_name: dict[str, ModelFacts] = {}
-        for engine in self.engines:
-            if engine.is_ready and engine.welcome is not None and engine.welcome.model is not None:
-                by_name.setdefault(engine.welcome.model.name, engine.welcome.model)
+        for kind in self._known_kinds().values():
+            by_name.setdefault(kind.terms.model.name, kind.terms.model)
         return list(by_name.values())
 
-    def find(self, model: str, path: str = "model") -> EngineWelcome:
+    def find(self, model: str, path: str = "model") -> ModelTerms:
         """The facts to check a request for `model` against, which may be an alias; empty: the only model.
 
         Args:
@@ -72,16 +95,19 @@ class Router:
             ModelNotFound: none of the ready engines serves it; names those served.
             InvalidRequest: no name is given although there are several.
         """
-        models = self.models
-        if not models:
-            raise EngineUnavailable(self.why_not_ready)
-        names = ", ".join(sorted(facts.name for facts in models))
-        if not model and len(models) > 1:
-            raise InvalidRequest(path, f"none is given, and there are several; name one of {names}")
         serving = self._serving(model)
+        if len(serving) == 1:
+            return serving[0].terms
+        names = ", ".join(sorted(facts.name for facts in self.models))
+        if not names:
+            raise EngineUnavailable(self.why_not_ready)
         if not serving:
             raise ModelNotFound(f"{path}: no engine serves {model!r}; served: {names}")
-        return self._welcome_of(self.least_loaded(self._preferred(serving)))
+        if not model and len(self.models) > 1:
+            raise InvalidRequest(path, f"none is given, and there are several; name one of {names}")
+        engines = leave_out_prefilling([engine for kind in serving for engine in kind.engines])
+        chosen = least_loaded(engines)
+        return next(kind.terms for kind in serving if chosen in kind.engines)
 
     def aliases_of(self, model: str) -> tuple[str, ...]:
         """Return the other names of a model, as `engines` name it."""
@@ -96,60 +122,111 @@ class Router:
         Raises:
             QueueFull: The queues are full; says when to come back.
         """
-        engines = self._serving(model)
         retry_after_s = None
-        for engine in engines:
-            refusal_s = engine.refuses(priority, tenant)
-            if refusal_s is None:
-                return
-            retry_after_s = refusal_s if retry_after_s is None else min(retry_after_s, refusal_s)
+        refusing: list[EngineClient] = []
+        for kind in self._serving(model):
+            for engine in kind.engines:
+                refusal_s = engine.refuses(priority, tenant)
+                if refusal_s is None:
+                    return
+                refusing.append(engine)
+                retry_after_s = refusal_s if retry_after_s is None else min(retry_after_s, refusal_s)
         if retry_after_s is not None:
-            names = ", ".join(engine.name for engine in engines)
+            names = ", ".join(engine.name for engine in refusing)
             raise QueueFull(f"the queue of {names} is full", retry_after_s)
 
     def max_choices(self, model: str) -> int:
         """Return how many choices may be running and waiting for a model together, on all its ready engines."""
-        return sum(self._welcome_of(engine).limits.max_choices for engine in self._serving(model))
+        return sum(kind.max_choices for kind in self._serving(model))
 
     def choose(
         self,
-        wanted: EngineWelcome,
+        wanted: ModelTerms,
+        needs: RequestNeeds = RequestNeeds(),  # noqa: B008 # it is immutable
         *,
         tried: Collection[EngineClient] = (),
         prompt: RoutedPrompt | None = None,
-        num_choices: int = 1,
     ) -> EngineClient:
-        """Return a ready engine with the facts that a request was checked against: the one that the policy prefers.
+        """Return a ready engine that can serve a request: the one that the policy prefers.
 
         Args:
+            wanted: The facts that the request was checked against.
+            needs: The demands of the request.
             tried: Engines that have refused the request.
             prompt: None: it plays no part.
-            num_choices: Choices of the request.
 
         Raises:
-            EngineUnavailable: There is none.
+            EngineUnavailable: There is none; says why of each.
         """
-        alike = self._alike(wanted, tried)
-        if not alike:
-            raise EngineUnavailable(self.why_not_ready)
-        return alike[0] if len(alike) == 1 else alike[self._policy.choose(alike, prompt, num_choices)]
+        engines = self.alike(wanted, needs, tried)
+        if not engines:
+            refusing = dict.fromkeys(tried, "it has refused the request")
+            raise EngineUnavailable(
+                f"no engine can take the request ({self.why_none(wanted, needs, refusing)}); try again"
+            )
+        return self.choose_among(engines, prompt, needs.num_choices)
 
-    def read_prompt(self, wanted: EngineWelcome, token_ids: U32, cache_salt: str) -> RoutedPrompt | None:
+    def choose_among(
+        self, engines: Sequence[EngineClient], prompt: RoutedPrompt | None, num_choices: int
+    ) -> EngineClient:
+        """Return the one of these engines, at least one, that the policy prefers."""
+        return engines[0] if len(engines) == 1 else engines[self._policy.choose(engines, prompt, num_choices)]
+
+    def alike(
+        self,
+        wanted: ModelTerms,
+        needs: RequestNeeds = RequestNeeds(),  # noqa: B008 # it is immutable
+        tried: Collection[EngineClient] = (),
+    ) -> Sequence[EngineClient]:
+        """Return the ready engines that can serve a request, as `choose` does."""
+        kind = self._known_kinds().get(key_of(wanted.model))
+        if kind is None:
+            return ()
+        fits_all = kind.takes_everywhere(needs)
+        if fits_all and not tried:
+            return kind.engines
+
+        def is_fit(engine: EngineClient) -> bool:
+            return engine not in tried and (fits_all or not why_unfit(welcome_of(engine), needs))
+
+        return list(filter(is_fit, kind.engines)) or list(filter(is_fit, kind.prefilling))
+
+    def takes_everywhere(self, wanted: ModelTerms, needs: RequestNeeds) -> bool:
+        """Return whether a request fits all ready engines that serve its model."""
+        kind = self._known_kinds().get(key_of(wanted.model))
+        return kind is not None and kind.takes_everywhere(needs)
+
+    def why_none(self, wanted: ModelTerms, needs: RequestNeeds, own: Mapping[EngineClient, str]) -> str:
+        """Return why no engine can take a request: the first fact of each that differs.
+
+        Args:
+            own: Reasons that the caller has for engines which could take it otherwise.
+        """
+        if not self.engines:
+            return "none is known yet"
+        reasons = {}
+        for engine in self.engines:
+            if not engine.is_ready:
+                reasons[engine] = engine.why_not_ready
+                continue
+            welcome = welcome_of(engine)
+            differs = why_of_another_kind(welcome, key_of(wanted.model)) or why_unfit(welcome, needs)
+            reasons[engine] = differs or own.get(engine, "it has no room now")
+        return _listed(reasons)
+
+    def read_prompt(self, wanted: ModelTerms, token_ids: U32, cache_salt: str) -> RoutedPrompt | None:
         """Return a prompt as `choose` looks at it, with the keys that it looks up; None if it would look at none.
 
         Takes 0.3 ms for 8,192 tokens, which a thread may do as well.
         """
-        block_sizes = {engine.outlook.block_size for engine in self._alike(wanted)}
-        if not self._policy.looks_at_prompts or not any(block_sizes) or len(self.engines) == 1:
+        kind = self._known_kinds().get(key_of(wanted.model))
+        block_sizes = set() if kind is None else kind.block_sizes - {0}
+        if not self._policy.looks_at_prompts or not block_sizes or len(self.engines) == 1:
             return None
         prompt = RoutedPrompt(token_ids, cache_salt)
-        for block_size in block_sizes - {0}:
+        for block_size in block_sizes:
             prompt.keys(block_size)
         return prompt
-
-    def has_others(self, wanted: EngineWelcome, tried: Collection[EngineClient]) -> bool:
-        """Return whether `choose` would find another engine."""
-        return bool(self._alike(wanted, tried))
 
     def by_id(self, engine_id: str) -> EngineClient:
         """The engine of this name, ready or not; empty: the only one.
@@ -165,49 +242,29 @@ class Router:
                 return engine
         raise InvalidRequest("engine_id", f"{engine_id!r} is none of the engines here: {names}")
 
-    def _alike(self, wanted: EngineWelcome, tried: Collection[EngineClient] = ()) -> list[EngineClient]:
-        """Return the ready engines with these facts."""
-        alike = [e for e in self.engines if e.is_ready and e not in tried and _has_facts(e, wanted)]
-        return self._preferred(alike)
+    def _known_kinds(self) -> Mapping[KindKey, EngineKind]:
+        """Return the kinds of the ready engines. Made once per change, since every request asks for them."""
+        num_changes, kinds = self._kinds
+        if num_changes != self._num_changes:
+            num_changes = self._num_changes  # a change meanwhile, where a thread asks, makes them anew
+            kinds = group_by_kind(self._engines)
+            self._kinds = num_changes, kinds
+        return kinds
 
-    def _preferred(self, engines: list[EngineClient]) -> list[EngineClient]:
-        """Leave out the engines that prefill for others, unless there are no others."""
-        return [e for e in engines if self._welcome_of(e).role is not EngineRole.PREFILL] or engines
-
-    def _serving(self, model: str) -> list[EngineClient]:
-        """Return the ready engines that serve a model; empty: any."""
-        ready = [engine for engine in self.engines if engine.is_ready]
+    def _serving(self, model: str) -> Sequence[EngineKind]:
+        """Return the kinds that serve a model; empty: all."""
+        kinds = self._known_kinds().values()
         if not model:
-            return ready
-        serving = [engine for engine in ready if _serves(engine, model)]
+            return list(kinds)
+        serving = [kind for kind in kinds if kind.terms.model.name == model]
         if not serving and model in self._aliases:
-            return [engine for engine in ready if _serves(engine, self._aliases[model])]
+            return [kind for kind in kinds if kind.terms.model.name == self._aliases[model]]
         return serving
 
-    @staticmethod
-    def least_loaded(engines: Sequence[EngineClient]) -> EngineClient:
-        return min(engines, key=lambda engine: (engine.num_in_flight, random.random()))
 
-    @staticmethod
-    def _welcome_of(engine: EngineClient) -> EngineWelcome:
-        assert engine.welcome is not None, "a ready engine has been welcomed"
-        return engine.welcome
-
-
-def _serves(engine: EngineClient, model: str) -> bool:
-    if not engine.is_ready or engine.welcome is None or engine.welcome.model is None:
-        return False
-    return engine.welcome.model.name == model
-
-
-def _has_facts(engine: EngineClient, wanted: EngineWelcome) -> bool:
-    welcome = engine.welcome
-    if welcome is None:
-        return False
-    return (_facts_of(welcome), welcome.limits) == (_facts_of(wanted), wanted.limits)
-
-
-def _facts_of(welcome: EngineWelcome) -> ModelFacts | None:
-    """Return what a request is checked against. Any weights and numerics will do for it."""
-    model = welcome.model
-    return None if model is None else replace(model, identity=ModelIdentity(model.identity.fingerprint))
+def _listed(reasons: Mapping[EngineClient, str]) -> str:
+    """Return each engine with its reason, the first of many."""
+    shown = [f"{engine.name}: {why}" for engine, why in list(reasons.items())[:_ENGINES_NAMED]]
+    if len(reasons) > len(shown):
+        shown.append(f"and {len(reasons) - len(shown)} more")
+    return "; ".join(shown)

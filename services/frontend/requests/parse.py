@@ -11,7 +11,7 @@ from services.frontend.requests.tools import check_tools
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32
-from triptych.types.submit import EngineWelcome
+from triptych.types.submit import ModelTerms
 
 COMPLETION_MAX_TOKENS = 16  # where a text or token prompt leaves max_tokens out; a chat gets all that is left
 MAX_DEADLINE_S = 1e9
@@ -40,19 +40,18 @@ class ValidRequest:
         return None if takes_rest else COMPLETION_MAX_TOKENS
 
 
-def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float]) -> ValidRequest:
+def parse(raw: RawRequest, terms: ModelTerms, defaults: Mapping[str, float]) -> ValidRequest:
     """Check everything that can be checked without the tokenizer.
 
     Args:
-        engine: Welcome of a ready engine, whose model gives the limits.
+        terms: Facts and limits of the engines that serve the model.
         defaults: Checked sampling fields from the checkpoint, for those that the client left out.
 
     Raises:
         InvalidRequest: Fields are wrong; has every violation found.
         FeatureDisabled: Nothing is wrong, but fields are set that this version does not support; names them all.
     """
-    assert engine.model is not None, "an engine that was never ready is never chosen"
-    vocab_size, max_model_len = engine.model.vocab_size, engine.model.max_model_len
+    vocab_size, max_model_len = terms.model.vocab_size, terms.model.max_model_len
     checked = check_sampling(raw.sampling, vocab_size=vocab_size, path=raw.path)
     values = {"max_tokens": None, **defaults, **checked.values}
     if values.get("logprob_token_ids"):
@@ -63,9 +62,9 @@ def parse(raw: RawRequest, engine: EngineWelcome, defaults: Mapping[str, float])
     violations = [
         *raw.violations,
         *_check_prompt(raw, vocab_size, max_model_len),
-        *_check_envelope(raw, engine),
+        *_check_envelope(raw, terms),
         *checked.violations,
-        *_check_together(raw, sampling, engine),
+        *_check_together(raw, sampling, terms),
         *_check_emitted(raw, sampling, vocab_size),
     ]
     overflow = _overflow_of_token_ids(raw, max_model_len)
@@ -230,7 +229,7 @@ def _overflow_of_token_ids(raw: RawRequest, max_model_len: int) -> ContextLength
     return _prompt_too_long(raw, num_kept, max_model_len) if num_kept >= max_model_len else None
 
 
-def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolation]:
+def _check_envelope(raw: RawRequest, terms: ModelTerms) -> list[FieldViolation]:
     """Check everything besides prompt and sampling."""
     found: list[tuple[str, ...]] = []  # what `FieldViolation` takes
     if raw.request_id and (why := why_not_request_id(raw.request_id)) is not None:
@@ -243,7 +242,7 @@ def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolati
             found.append((name, why, str(num_bytes), str(MAX_LABEL_BYTES)))
     if type(raw.priority) is not int or not _I32[0] <= raw.priority <= _I32[1]:
         found.append(("priority", f"{raw.priority!r} is not an integer of {_I32[0]}..{_I32[1]}"))
-    elif raw.priority and not engine.limits.has_priorities:
+    elif raw.priority and not terms.limits.has_priorities:
         found.append(
             ("priority", f"{raw.priority} is not 0, and the engine's scheduler.policy has no priorities")
         )
@@ -258,12 +257,11 @@ def _check_envelope(raw: RawRequest, engine: EngineWelcome) -> list[FieldViolati
     return [FieldViolation(raw.path(name), *rest) for name, *rest in found]
 
 
-def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWelcome) -> list[FieldViolation]:
+def _check_together(raw: RawRequest, sampling: SamplingParams, terms: ModelTerms) -> list[FieldViolation]:
     """Check fields that are valid by themselves against each other."""
     found: list[tuple[str, ...]] = []  # what `FieldViolation` takes
     if sampling.min_tokens and sampling.allowed_token_ids:
-        assert engine.model is not None, "an engine that was never ready is never chosen"
-        masked = {*engine.model.eos_token_ids, *sampling.stop_token_ids}
+        masked = {*terms.model.eos_token_ids, *sampling.stop_token_ids}
         if masked.issuperset(sampling.allowed_token_ids):
             why = (
                 "names only tokens that end the output, and min_tokens "
@@ -277,17 +275,16 @@ def _check_together(raw: RawRequest, sampling: SamplingParams, engine: EngineWel
     if forces_calls and sampling.ignore_eos:
         found.append(("ignore_eos", "goes on past the calls that tool_choice demands; leave it out"))
     if sampling.structured_outputs is not None:
-        assert engine.model is not None, "an engine that was never ready is never chosen"
         if sampling.ignore_eos:
             why = "goes on past the end of a form, where nothing may follow; leave it out"
             found.append(("ignore_eos", why))
-        if not engine.model.eos_token_ids:
+        if not terms.model.eos_token_ids:
             found.append(("structured_outputs", "cannot end: this model has no end-of-sequence token"))
     if sampling.max_tokens == 0 and not raw.echo and sampling.prompt_logprobs is None:
         why = "0 is below the limit 1; without output there must be echo or prompt_logprobs"
         found.append(("max_tokens", why, "0", "1"))
-    if sampling.n > engine.limits.max_choices:
-        limit = engine.limits.max_choices
+    if sampling.n > terms.limits.max_choices:
+        limit = terms.limits.max_choices
         why = f"{sampling.n} choices are above the limit {limit}: so many run and wait together at most"
         found.append(("n", why, str(sampling.n), str(limit)))
     if sampling.n > 1 and sampling.is_greedy:

@@ -14,7 +14,7 @@ from services.frontend.text_model import TextModel
 from triptych.errors import InvalidRequest
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32
-from triptych.types.submit import EngineWelcome
+from triptych.types.submit import ModelTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class PreparedRequest:
 
     raw: RawRequest
     request_id: str
-    engine: EngineWelcome
+    terms: ModelTerms
     """The facts that it was checked against."""
     prompt_token_ids: U32
     sampling: SamplingParams
@@ -39,27 +39,23 @@ class PreparedRequest:
     @property
     def fingerprint(self) -> str:
         """Digest of the model's checkpoint."""
-        assert self.engine.model is not None, "a ready engine has told its model"
-        return self.engine.model.identity.fingerprint
+        return self.terms.model.identity.fingerprint
 
 
-async def prepare(
-    raw: RawRequest, request_id: str, engine: EngineWelcome, text: TextModel
-) -> PreparedRequest:
+async def prepare(raw: RawRequest, request_id: str, terms: ModelTerms, text: TextModel) -> PreparedRequest:
     """Do everything that comes before the engine.
 
     Args:
-        engine: A ready engine's welcome, whose facts the request is checked against.
+        terms: Facts and limits that the request is checked against.
 
     Raises:
         InvalidRequest, FeatureDisabled, QueueFull: As `parse`, `TextModel.encode`, `fit_to_context` and
             `GrammarChecker.compile`.
     """
-    assert engine.model is not None, "a ready engine has told its model"
-    valid = await text.run(raw.size, parse, raw, engine, text.defaults)
+    valid = await text.run(raw.size, parse, raw, terms, text.defaults)
     raw = valid.raw
     started_ns = time.perf_counter_ns()
-    max_kept, max_model_len = raw.truncate_prompt_tokens, engine.model.max_model_len
+    max_kept, max_model_len = raw.truncate_prompt_tokens, terms.model.max_model_len
     if isinstance(valid.prompt, (str, RawChat)):
         token_ids = await text.encode(
             valid.prompt,
@@ -71,21 +67,22 @@ async def prepare(
         )
     else:
         token_ids = valid.prompt
-    sampling = fit_to_context(valid, len(token_ids), max_model_len)
+    context = max_model_len if valid.sampling.max_tokens is not None else terms.context_for(len(token_ids))
+    sampling = fit_to_context(valid, len(token_ids), context)
     form, form_path = sampling.structured_outputs, raw.path("structured_outputs")
     is_content = form is not None  # from the first token on: the model neither thinks nor calls tools
     if isinstance(valid.prompt, RawChat) and (forced := forced_form(valid.prompt)) is not None:
         form, form_path = forced, raw.path("tools")
     if form is not None:
-        form = await text.grammars.compile(form, engine.model, form_path)
+        form = await text.grammars.compile(form, terms.model, form_path)
         sampling = replace(sampling, structured_outputs=form)
     if sampling.bad_words:
-        sampling = await _with_tokenized_words(sampling, engine.model.vocab_size, text)
+        sampling = await _with_tokenized_words(sampling, terms.model.vocab_size, text)
     largest = int(token_ids.max())
-    if largest >= engine.model.vocab_size:  # no prompt of ids gets here with one
+    if largest >= terms.model.vocab_size:  # no prompt of ids gets here with one
         raise InvalidRequest(
             raw.path("prompt"),
-            f"has the token {largest}, but the model's vocabulary ends at {engine.model.vocab_size - 1}",
+            f"has the token {largest}, but the model's vocabulary ends at {terms.model.vocab_size - 1}",
         )
     echo = ""
     if raw.echo and isinstance(valid.prompt, str) and max_kept is None:
@@ -108,10 +105,10 @@ async def prepare(
     return PreparedRequest(
         raw=raw,
         request_id=request_id,
-        engine=engine,
+        terms=terms,
         prompt_token_ids=token_ids,
         sampling=sampling,
-        is_limited_by_context=valid.sampling.max_tokens is None and num_tokens == max_model_len,
+        is_limited_by_context=valid.sampling.max_tokens is None and num_tokens == context,
         seed=draw_seed() if sampling.seed is None else sampling.seed,
         echo=echo,
         tokenize_ns=time.perf_counter_ns() - started_ns,

@@ -23,7 +23,6 @@ from services.enginecore.loop import EngineLoop
 from services.enginecore.workers import grpc_executor
 from services.enginecore.workers.grpc_executor import GrpcExecutor
 from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
-from services.frontend.engines import client as engine_client
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.mover import Mover, MoveTerms
 from services.frontend.engines.router import Router
@@ -64,6 +63,7 @@ from triptych.errors import (
 )
 from triptych.internal.v1 import engine_core_pb2_grpc, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics, FrontendMetrics, WorkerMetrics
+from triptych.rpc import channel as rpc_channel
 from triptych.types.events import Event
 from triptych.types.facts import Phase
 from triptych.types.step import StepPlan, StepResult
@@ -170,7 +170,7 @@ class MemoryGround:
         """Failpoints at which one was killed."""
         monkeypatch.setattr(failpoints, "ARMED", True)
         monkeypatch.setattr(failpoints, "reach", self._reach)
-        for module in (engine_client, grpc_executor, client_dialer):
+        for module in (rpc_channel, grpc_executor, client_dialer):
             monkeypatch.setattr(module, "open_channel", self._open_channel)
 
     @property
