@@ -34,9 +34,10 @@ class AliveRequests:
     """Owned by the generator. Bound to one event loop."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, AliveRequest] = {}
-        self._name_to_ids: dict[str, set[str]] = {}
-        """Any name that a client may abort by -> the ids of the requests that have it."""
+        self._requests: dict[tuple[str, str], AliveRequest] = {}
+        """Tenant and request id -> the request."""
+        self._name_to_keys: dict[str, set[tuple[str, str]]] = {}
+        """Any name that a client may abort by -> the requests that have it, by tenant and id."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -51,30 +52,36 @@ class AliveRequests:
         """Hold the id while the request is alive, which is yielded with the tenant of its caller.
 
         Raises:
-            DuplicateRequest: Another request has the id.
-            PermissionDenied: The caller does not speak for the tenant that the request names.
+            DuplicateRequest: Another request of its tenant has the id.
+            PermissionDenied: As `Caller.own`.
         """
-        request_id = outputs.request_id
         raw = current_caller().own(raw)
-        if request_id in self._requests:
+        with self._hold(outputs, raw):
+            yield raw
+
+    @contextmanager
+    def _hold(self, outputs: RequestOutputs, raw: RawRequest) -> Iterator[None]:
+        request_id = outputs.request_id
+        key = raw.tenant, request_id
+        if key in self._requests:
             raise DuplicateRequest(
                 f"request_id: a request {request_id!r} is alive; choose another id, or wait"
             )
-        self._requests[request_id] = AliveRequest(
+        self._requests[key] = AliveRequest(
             outputs, raw, raw.tenant, raw.model, raw.priority, time.monotonic()
         )
         names = {request_id, *raw.client_names}
         for name in names:
-            self._name_to_ids.setdefault(name, set()).add(request_id)
+            self._name_to_keys.setdefault(name, set()).add(key)
         self._idle.clear()
         try:
-            yield raw
+            yield
         finally:
-            del self._requests[request_id]
+            del self._requests[key]
             for name in names:
-                self._name_to_ids[name].remove(request_id)
-                if not self._name_to_ids[name]:
-                    del self._name_to_ids[name]
+                self._name_to_keys[name].remove(key)
+                if not self._name_to_keys[name]:
+                    del self._name_to_keys[name]
             if not self._requests:
                 self._idle.set()
 
@@ -84,10 +91,11 @@ class AliveRequests:
 
         Where it began here, its first call may not have heard yet that it is cut off; both are alive until then.
         """
-        name = unique_request_id(request_id) if request_id in self._requests else request_id
+        is_alive = (raw.tenant, request_id) in self._requests
+        name = unique_request_id(request_id) if is_alive else request_id
         raw = replace(raw, client_names=(*raw.client_names, request_id))
         outputs = RequestOutputs(name, pace)
-        with self.claim(outputs, raw):
+        with self._hold(outputs, raw):
             yield outputs
 
     def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
@@ -102,7 +110,7 @@ class AliveRequests:
         caller = current_caller()
         aborted = []
         for name in dict.fromkeys(names):
-            found = [self._requests[request_id] for request_id in self._name_to_ids.get(name, ())]
+            found = [self._requests[key] for key in self._name_to_keys.get(name, ())]
             own = [alive for alive in found if of_any_tenant or caller.may_speak_for(alive.tenant)]
             for alive in own:
                 alive.outputs.abort()
@@ -115,10 +123,13 @@ class AliveRequests:
 
         A client sends a request again, under its name, when it has lost the connection and cannot know what came of it.
         """
-        alive = self._requests.get(raw.request_id)
-        if alive is None or not raw.request_id:
+        if not raw.request_id:
             return ""
-        twin = replace(current_caller().own(raw), deadline_s=alive.raw.deadline_s)
+        raw = current_caller().own(raw)
+        alive = self._requests.get((raw.tenant, raw.request_id))
+        if alive is None:
+            return ""
+        twin = replace(raw, deadline_s=alive.raw.deadline_s)
         return alive.outputs.resume_token if twin == alive.raw else ""
 
     async def wait_idle(self) -> None:

@@ -25,9 +25,9 @@ def test_entries_are_read_with_their_defaults(tmp_path):
 
 def test_a_line_is_read_as_it_was_written(tmp_path):
     file, key = tmp_path / "keys.yaml", draw_key()
-    file.write_text(entry_line("a@b", key, tenant="*", admin=True) + "\n")
+    file.write_text(entry_line("a@b", key, tenant="*", admin=True, min_priority=-3) + "\n")
     sha256 = hashlib.sha256(key.encode()).hexdigest()
-    assert read_api_keys(file) == (ApiKey("a@b", sha256, "*", True),)
+    assert read_api_keys(file) == (ApiKey("a@b", sha256, "*", True, min_priority=-3),)
     assert key not in file.read_text()
     assert draw_key() != key
 
@@ -51,6 +51,11 @@ def test_a_line_is_read_as_it_was_written(tmp_path):
             "tokens_per_minute: expected a number from 1",
         ),
         (f"- {{name: one, sha256: {A}, requests_per_minute: '9'}}", "requests_per_minute: expected a number"),
+        (
+            f"- {{name: one, sha256: {A}, min_priority: 1}}",
+            "min_priority: expected an integer of -2147483648..0",
+        ),
+        (f"- {{name: one, sha256: {A}, min_priority: null}}", "min_priority: expected an integer"),
         ("- {name: one", "is not yaml"),
     ],
 )

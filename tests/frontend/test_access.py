@@ -28,12 +28,13 @@ from triptych.config.api_keys import entry_line
 from triptych.rpc.channel import with_api_key
 from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2
 
-ACME, ACME_TOO, OTHER, GATEWAY, OPERATOR = (
+ACME, ACME_TOO, OTHER, GATEWAY, OPERATOR, URGENT = (
     "key-acme",
     "key-acme-2",
     "key-other",
     "key-gateway",
     "key-operator",
+    "key-urgent",
 )
 LINES = (
     entry_line("acme-1", ACME, tenant="acme"),
@@ -41,6 +42,7 @@ LINES = (
     entry_line("other", OTHER),
     entry_line("gateway", GATEWAY, tenant="*"),
     entry_line("operator", OPERATOR, admin=True),
+    entry_line("urgent", URGENT, min_priority=-2),
 )
 BAD_KEYS: list[dict[str, str]] = [
     {},
@@ -225,6 +227,60 @@ async def test_items_of_a_batch_have_the_tenant_of_its_key(doors):
     failed = {r.tag: r.error.message async for r in doors.stub(ACME).BatchGenerate(items()) if r.error.code}
     assert list(failed) == [2]
     assert [submitted.tenant for submitted in doors.engine.submitted] == ["acme"]
+
+
+async def test_urgent_requests_need_a_key_with_the_right(doors):
+    async def items() -> AsyncIterator[Any]:
+        yield generation_pb2.BatchGenerateRequest(tag=1, request=request(priority=-1))
+        yield generation_pb2.BatchGenerateRequest(tag=2, request=request(priority=3))
+
+    why = "priority: -1 is more urgent than 0, the most urgent that API key 'acme-1' may ask for"
+    stub = doors.stub(ACME)
+    for call in (
+        stub.StreamGenerate(request(priority=-1)),
+        stub.Generate(generation_pb2.GenerateRequest(generation=request(priority=-1).generation)),
+    ):
+        error = await error_of(call)
+        assert (type(error), error.message) == (errors.PermissionDenied, why)
+    failed = {r.tag: r.error.message async for r in stub.BatchGenerate(items()) if r.error.code}
+    assert failed == {1: why}
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ):
+        body = {"model": "tiny", "max_tokens": 1, "priority": -1, **prompt}
+        response = await doors.http.http.post(path, json=body, headers={"authorization": f"Bearer {ACME}"})
+        assert (response.status_code, response.json()["error"]["message"]) == (403, why)
+    async for _ in doors.stub(GATEWAY).StreamGenerate(request(priority=-7)):
+        pass
+    async for _ in doors.stub(URGENT).StreamGenerate(request(priority=-2)):
+        pass
+    assert (
+        type(await error_of(doors.stub(URGENT).StreamGenerate(request(priority=-3))))
+        is errors.PermissionDenied
+    )
+    assert [submitted.priority for submitted in doors.engine.submitted] == [3, -7, -2]
+
+
+async def test_tenants_do_not_see_request_ids_of_each_other(tmp_path):
+    async with open_doors(tmp_path, None) as doors:
+        calls = [doors.stub(key).StreamGenerate(request("same")) for key in (ACME, OTHER)]
+        for call in calls:
+            await call.read()
+        for key in (ACME, ACME_TOO, OTHER):
+            assert (
+                type(await error_of(doors.stub(key).StreamGenerate(request("same", sampling={"seed": 5}))))
+                is errors.DuplicateRequest
+            )
+        abort = generation_pb2.AbortRequest(request_ids=["same"])
+        assert list((await doors.stub(OTHER).Abort(abort)).aborted_request_ids) == ["same"]
+        await eventually(lambda: doors.grpc.core.generator.num_active == 1)
+        assert not calls[0].done()
+        assert list((await doors.stub(OTHER).Abort(abort)).aborted_request_ids) == []
+        assert list((await doors.stub(ACME_TOO).Abort(abort)).aborted_request_ids) == ["same"]
+        await eventually(lambda: doors.grpc.core.generator.num_active == 0)
+        for call in calls:
+            call.cancel()
 
 
 async def test_a_request_is_aborted_by_its_own_tenant_only(tmp_path):

@@ -4,6 +4,7 @@ triptych keys new alice --file keys.yaml                     adds an entry to th
 triptych keys new search --tenant acme                       prints the key and the line for the file
 triptych keys new gateway --tenant '*' --file keys.yaml      may speak for any tenant
 triptych keys new operator --admin --file keys.yaml          opens the admin port, too
+triptych keys new alerts --min-priority=-10 --file keys.yaml   may send requests that go before others
 triptych keys new trial --requests-per-minute 60 --tokens-per-minute 100000 --file keys.yaml
 
 A key is shown once: the file holds its SHA-256 only. A frontend that runs notices the change within a second.
@@ -34,13 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"most {text} within a minute (default: any number)",
         )
+    new.add_argument(
+        "--min-priority",
+        type=int,
+        metavar="N",
+        help="most urgent priority of its requests, less being more urgent (default: 0, or any with --tenant '*')",
+    )
     new.add_argument("--file", type=Path, metavar="FILE", help="add the entry to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError: the entry or the file is no good."""
     key = draw_key()
-    names = ("tenant", "admin", "requests_per_minute", "tokens_per_minute")
+    names = ("tenant", "admin", "requests_per_minute", "tokens_per_minute", "min_priority")
     options = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     line = entry_line(arguments.name, key, **options)
     if arguments.file is None:

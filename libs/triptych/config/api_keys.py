@@ -2,6 +2,7 @@
 
 - {name: search, sha256: 9f86d0…, tenant: acme, requests_per_minute: 600}
 - {name: gateway, sha256: 60303a…, tenant: "*"}
+- {name: alerts, sha256: 1f3870…, min_priority: -10}
 - {name: operator, sha256: fd61a0…, admin: true}
 """
 
@@ -20,6 +21,7 @@ from triptych.errors import ConfigError
 
 ANY_TENANT = "*"
 """The `tenant` of a key whose requests may name any tenant: that of a gateway."""
+_MOST_URGENT = -(1 << 31)  # the least value of a request's priority, which is an int32
 _PREFIX = "tk-"  # makes a key that leaked recognizable
 _KEY_BYTES = 32  # of randomness: too many keys to try, so a fast hash is enough
 _MAX_TENANT_BYTES = 256  # as in requests
@@ -43,6 +45,8 @@ class ApiKey:
     """Requests to generate within a minute. 0: any number."""
     tokens_per_minute: int = 0
     """Tokens of prompts and outputs within a minute. 0: any number."""
+    min_priority: int | None = None
+    """The most urgent priority that its requests may have; less is more urgent. None: 0, or any for the tenant `*`."""
 
 
 def hash_key(key: str) -> str:
@@ -112,7 +116,14 @@ def _to_key(entry: Any, where: str) -> ApiKey:
         raise ConfigError(f"{where}: admin: expected true or false, found {admin!r}")
     requests = _count(entry, "requests_per_minute", where)
     tokens = _count(entry, "tokens_per_minute", where)
-    return ApiKey(name, sha256, tenant, admin, requests, tokens)
+    return ApiKey(name, sha256, tenant, admin, requests, tokens, _min_priority(entry, where))
+
+
+def _min_priority(entry: Mapping[str, Any], where: str) -> int | None:
+    value = entry.get("min_priority")
+    if "min_priority" in entry and (type(value) is not int or not _MOST_URGENT <= value <= 0):
+        raise ConfigError(f"{where}: min_priority: expected an integer of {_MOST_URGENT}..0, found {value!r}")
+    return value
 
 
 def _count(entry: Mapping[str, Any], field: str, where: str) -> int:

@@ -89,8 +89,8 @@ class Admission:
         Raises:
             InvalidRequest: It can never run: no prompt, no room for an output, more choices than ever fit, or a
                 priority under a policy that has none.
-            DuplicateRequest: Its request_id, or a number, is in use in its session. Choices that move here one after
-                the other share an id.
+            DuplicateRequest: Its request_id is in use by its tenant in its session, or a number by its session. Choices
+                that move here one after the other share an id.
             DeadlineUnreachable: Its first token is predicted for after its deadline, and it has not moved here.
         """
         config, first = self._config, choices[0]
@@ -117,7 +117,7 @@ class Admission:
                 "sampling",
                 f"prompt and sampling parameters take {num_bytes} bytes, above the limit {MAX_SUBMIT_BYTES}",
             )
-        if states.has_id(first.session, first.request_id) and not first.is_moved:
+        if states.has_id_of(first) and not first.is_moved:
             raise DuplicateRequest(f"request_id {first.request_id!r} is alive on this session")
         for request in choices:
             num_known, limit = len(request.token_ids), self.limit_of(request)

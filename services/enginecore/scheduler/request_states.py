@@ -57,8 +57,8 @@ class RequestStates:
         """Bytes of the prompts and sampling parameters of all requests. Choices of one request count once."""
         self._alive: dict[tuple[int, int], Request] = {}
         """Session and number -> request, in the order of arrival."""
-        self._id_to_num_alive: dict[tuple[int, str], int] = {}
-        """Session and request_id -> choices that have not ended."""
+        self._id_to_num_alive: dict[tuple[int, str, str], int] = {}
+        """Session, tenant and request_id -> choices that have not ended."""
         self._deadlines: LazyHeap[Request] = LazyHeap(_by_deadline)
         self._num_arrivals = 0
 
@@ -84,8 +84,9 @@ class RequestStates:
         """Number of entries in all heaps, those of requests that left included."""
         return self._deadlines.num_entries + self.waiting.num_entries + self.shares.num_entries
 
-    def has_id(self, session: int, request_id: str) -> bool:
-        return (session, request_id) in self._id_to_num_alive
+    def has_id_of(self, request: Request) -> bool:
+        """Return whether the session has a request of the same tenant and request_id."""
+        return _id_of(request) in self._id_to_num_alive
 
     def num_alive_of(self, request: Request) -> int:
         """Return how many choices of a client's request have not ended.
@@ -93,7 +94,7 @@ class RequestStates:
         Args:
             request: One of the choices.
         """
-        return self._id_to_num_alive[request.session, request.request_id]
+        return self._id_to_num_alive[_id_of(request)]
 
     def by_number(self, session: int, number: int) -> Request | None:
         return self._alive.get((session, number))
@@ -128,7 +129,7 @@ class RequestStates:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._alive[request.session, request.number] = request
-        key = request.session, request.request_id
+        key = _id_of(request)
         if key not in self._id_to_num_alive:
             self._id_to_num_alive[key] = 0
             self.num_content_bytes += request.content.num_bytes
@@ -296,7 +297,7 @@ class RequestStates:
         self.shares.close(request)
         self._deadlines.discard(request)
         del self._alive[request.session, request.number]
-        key = request.session, request.request_id
+        key = _id_of(request)
         self._id_to_num_alive[key] -= 1
         if not self._id_to_num_alive[key]:
             del self._id_to_num_alive[key]
@@ -316,9 +317,9 @@ class RequestStates:
         self.shares.check_integrity(list(self))
         self.waiting.check_integrity()
         self.shared_prompts.check_integrity()
-        num_alive = Counter((request.session, request.request_id) for request in self)
+        num_alive = Counter(_id_of(request) for request in self)
         assert num_alive == self._id_to_num_alive, "choices are counted wrongly"
-        num_bytes = sum({(r.session, r.request_id): r.content.num_bytes for r in self}.values())
+        num_bytes = sum({_id_of(request): request.content.num_bytes for request in self}.values())
         assert num_bytes == self.num_content_bytes, f"{num_bytes} bytes, {self.num_content_bytes} are noted"
         assert len(running) + len(self.waiting) == len(self._alive), "a request is lost"
         draining = {request for request in self if request.is_draining}
@@ -364,6 +365,10 @@ class RequestStates:
     def _wait(self, request: Request, *, waits_for: WaitsFor | None = None) -> None:
         request.state = RequestState.WAITING
         self.waiting.add(request, waits_for=waits_for)
+
+
+def _id_of(request: Request) -> tuple[int, str, str]:
+    return request.session, request.tenant, request.request_id
 
 
 def _by_deadline(request: Request) -> Key:

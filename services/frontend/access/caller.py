@@ -23,12 +23,15 @@ class Caller:
     """Requests that may be admitted within a minute. 0: any number."""
     tokens_per_minute: int = 0
     """Tokens, of prompts and of output, within a minute. 0: any number."""
+    min_priority: int | None = None
+    """The most urgent priority that its requests may have. None: any."""
 
     @classmethod
     def of(cls, key: ApiKey) -> Caller:
         """Return the caller that a key stands for."""
         tenant = None if key.tenant == ANY_TENANT else key.tenant
-        return cls(key.name, tenant, key.admin, key.requests_per_minute, key.tokens_per_minute)
+        min_priority = 0 if key.min_priority is None and tenant is not None else key.min_priority
+        return cls(key.name, tenant, key.admin, key.requests_per_minute, key.tokens_per_minute, min_priority)
 
     def may_speak_for(self, tenant: str) -> bool:
         """Return whether requests of a tenant are this caller's own."""
@@ -40,8 +43,14 @@ class Caller:
         OpenAI's `user` names an end user, whom a key of one tenant does not need: it is ignored then, not refused.
 
         Raises:
-            PermissionDenied: The request names a tenant that this caller does not speak for.
+            PermissionDenied: The request names a tenant that this caller does not speak for, or is more urgent than
+                its requests may be.
         """
+        if self.min_priority is not None and raw.priority < self.min_priority:
+            raise PermissionDenied(
+                f"{raw.path('priority')}: {raw.priority} is more urgent than {self.min_priority}, the most urgent that "
+                f"API key {self.name!r} may ask for"
+            )
         if self.tenant is None:
             return raw
         if raw.tenant and raw.tenant != self.tenant and raw.path("tenant") == "tenant":
