@@ -24,7 +24,7 @@ SHARED = {
     **{
         f"{section}.{name}": "libs/triptych/rpc/service_main.py"
         for section in ("frontend", "engine", "worker")
-        for name in ("host", "port", "metrics_port")
+        for name in ("host", "port", "metrics_host", "metrics_port")
     },
     **{f"tls.{name}": "libs/triptych/rpc/tls.py" for name in TlsConfig.__dataclass_fields__},
 }

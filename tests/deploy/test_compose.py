@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.resources
 import json
 import re
@@ -15,7 +16,6 @@ import yaml
 
 from tests.deploy.facts import (
     OPTION_BY_ENV,
-    READY_NAME,
     ROOT,
     SERVICES,
     assert_env_is_known,
@@ -24,6 +24,7 @@ from tests.deploy.facts import (
     ports,
 )
 from triptych.config.loader import load_config
+from triptych.observe.metrics_server import MetricsServer
 
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 CONTAINERS: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -99,9 +100,29 @@ def test_variables_are_options_with_values_in_range(name):
 @pytest.mark.parametrize(("name", "service"), TIER.items())
 def test_a_tier_is_healthy_when_its_service_is_ready(name, service):
     assert CONTAINERS[name]["build"]["dockerfile"] == f"services/{service}/Dockerfile"
-    assert CONTAINERS[name]["healthcheck"]["test"] == [
-        "CMD", "triptych", "health", f"127.0.0.1:{ports(service)['grpc']}", READY_NAME[service],
-    ]  # fmt: skip
+    probe = CONTAINERS[name]["healthcheck"]["test"]
+    assert probe[:3] == ["CMD", "bash", "-c"]
+    assert probe[4] == str(ports(service)["metrics"])
+
+
+async def test_the_probe_tells_ready_from_not_ready_and_from_nobody():
+    is_ready = False
+    server = MetricsServer(is_live=lambda: True, is_ready=lambda: is_ready)
+    port = server.bind("127.0.0.1", 0, option="x")
+    script = CONTAINERS["worker"]["healthcheck"]["test"][3].replace("$$", "$")
+
+    async def probe() -> int:
+        process = await asyncio.create_subprocess_exec(
+            "bash", "-c", script, str(port), stderr=asyncio.subprocess.DEVNULL
+        )
+        return await process.wait()
+
+    await server.start()
+    assert await probe() != 0
+    is_ready = True
+    assert await probe() == 0
+    await server.stop()
+    assert await probe() != 0
 
 
 @pytest.mark.parametrize("name", TIER)

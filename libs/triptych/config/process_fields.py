@@ -42,6 +42,11 @@ class FrontendConfig:
         FRONTEND,
     )
     http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", FRONTEND, ge=0, le=65535)
+    metrics_host: str = value(
+        "127.0.0.1",
+        "Address to bind the metrics port to. It serves /metrics, /livez and /readyz over plain HTTP, without keys.",
+        FRONTEND,
+    )
     metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", FRONTEND, ge=0, le=65535)
     max_messages_per_s: int = value(
         10_000,
@@ -180,6 +185,11 @@ class EngineCoreConfig:
 
     host: str = value("127.0.0.1", "Address to bind.", ENGINE)
     port: int = value(50052, "gRPC port; 0: any free one, written to --ready-file.", ENGINE, ge=0, le=65535)
+    metrics_host: str = value(
+        "127.0.0.1",
+        "Address to bind the metrics port to. It serves /metrics, /livez and /readyz over plain HTTP, without keys.",
+        ENGINE,
+    )
     metrics_port: int = value(9102, "Prometheus /metrics port; 0: any free one.", ENGINE, ge=0, le=65535)
     engine_id: str = value("engine-0", "This engine's name towards workers and in logs.", ENGINE)
     worker_address: str = value(
@@ -227,6 +237,12 @@ class WorkerConfig:
     host: str = value("127.0.0.1", "Address to bind.", WORKER, per_rank=True)
     port: int = value(
         50053, "gRPC port; 0: any free one, written to --ready-file.", WORKER, ge=0, le=65535, per_rank=True
+    )
+    metrics_host: str = value(
+        "127.0.0.1",
+        "Address to bind the metrics port to. It serves /metrics, /livez and /readyz over plain HTTP, without keys.",
+        WORKER,
+        per_rank=True,
     )
     metrics_port: int = value(
         9103, "Prometheus /metrics port; 0: any free one.", WORKER, ge=0, le=65535, per_rank=True

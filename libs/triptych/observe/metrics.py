@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from triptych.errors import ConfigError
 from triptych.types.facts import EngineStatus
 
 _FRONTEND = "triptych_frontend_"
@@ -290,16 +289,3 @@ class WorkerMetrics:
             Gauge("triptych_worker_load_seconds", "Process start to weights loaded.", registry=registry),
             Gauge("triptych_worker_kernels", "1 for what computes.", ["kernels"], registry=registry),
         )
-
-
-def serve_metrics(host: str, port: int, *, option: str) -> int:
-    """Serve `/metrics` on a daemon thread; returns the port.
-
-    Raises:
-        ConfigError: the port is taken; names it.
-    """
-    try:
-        server, _ = start_http_server(port, addr=host)
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot bind {host}:{port} ({error.strerror})") from None
-    return int(server.server_port)

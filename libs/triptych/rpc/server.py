@@ -78,6 +78,8 @@ class RpcServer:
         )
         reflection.enable_server_reflection(names, self.grpc)
         self.is_ready = False
+        self.is_dead = False
+        """The process cannot do its work any more."""
 
     def bind(self, host: str, port: int, *, option: str) -> int:
         """Bind and return the port.
@@ -115,6 +117,7 @@ class RpcServer:
 
     async def set_dead(self) -> None:
         """Tell that this process cannot do its work any more: `""` turns NOT_SERVING."""
+        self.is_dead = True
         await self.set_ready(False)
         for name in ("", *self._other_services):
             await self._set_health(name, False)

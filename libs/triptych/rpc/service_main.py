@@ -20,7 +20,7 @@ from triptych.config.loader import ServiceArguments, parse_service_arguments
 from triptych.errors import ConfigError
 from triptych.observe import logging as observe_logging
 from triptych.observe.logging import with_fields
-from triptych.observe.metrics import serve_metrics
+from triptych.observe.metrics_server import MetricsServer
 from triptych.rpc.server import RpcServer, is_loopback, stop_event, write_ready_file
 from triptych.rpc.tls import create_server_tls
 from triptych.types.exit_codes import ExitCode
@@ -110,13 +110,15 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
     stop = stop_event()
     app = create(config)
     section = getattr(config, app.section)
+    metrics = MetricsServer(is_live=lambda: not app.server.is_dead, is_ready=lambda: app.server.is_ready)
     ports = {
         "port": app.server.bind(section.host, section.port, option=f"{app.section}.port"),
-        "metrics_port": serve_metrics(
-            section.host, section.metrics_port, option=f"{app.section}.metrics_port"
+        "metrics_port": metrics.bind(
+            section.metrics_host, section.metrics_port, option=f"{app.section}.metrics_port"
         ),
     }
     _warn_if_open(app)
+    await metrics.start()
     await app.server.start()
     ports |= await app.start()
     write_ready_file(arguments.ready_file, ports)
@@ -131,6 +133,7 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
         code = _report(app, dead[0])
         await app.server.set_dead()
     await app.stop()
+    await metrics.stop()
     tasks = (stopping, *app.background.values())
     for task in tasks:
         task.cancel()
