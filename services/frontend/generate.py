@@ -58,6 +58,8 @@ class ServedModel(NamedTuple):
     """Other names that requests may use."""
     default_sampling: Mapping[str, float] = MappingProxyType({})
     """Sampling fields that the checkpoint sets for requests that leave them out."""
+    max_running: int = 0
+    """Choices that run at a time at most, on all engines together. 0: not known."""
 
 
 class Generator:
@@ -232,6 +234,10 @@ class Generator:
         """See `AliveRequests.abort`."""
         return self.alive.abort(names, of_any_tenant=of_any_tenant)
 
+    def max_running(self, model: str = "") -> int:
+        """See `Router.max_running`."""
+        return self._router.max_running(model)
+
     def max_choices(self, model: str) -> int:
         """See `Router.max_choices`."""
         return self._router.max_choices(model)
@@ -366,6 +372,7 @@ class Generator:
             self._text is not None and "tool_calls" in self._text.formats,
             self._router.aliases_of(facts.name),
             MappingProxyType({} if self._text is None else self._text.defaults),
+            self._router.max_running(facts.name),
         )
 
 

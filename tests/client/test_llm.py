@@ -114,6 +114,12 @@ def test_a_thousand_prompts_keep_within_the_window(llm, frontend):
     assert frontend.num_refused == 0
 
 
+def test_the_window_is_as_wide_as_the_engines(llm, frontend):
+    frontend.max_running_choices, frontend.waits_for_running = 600, 750
+    assert len(llm.generate(["a"] * 1000, use_tqdm=False)) == 1000
+    assert frontend.max_running == 750  # 600 and as many more as keep them busy
+
+
 def test_a_thousand_prompts_simply_work_on_a_server_that_refuses_beyond_eighty(llm, frontend):
     frontend.capacity, frontend.token_delay_s = 80, 0.1
     outputs = llm.generate([f"p{i}" for i in range(1000)], use_tqdm=False)

@@ -10,14 +10,14 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from services.frontend.grpc.batch import BatchRun
+from services.frontend.grpc.batch import BatchRun, items_in_flight
 from tests.helpers.fake_engine import FakeEngine, SubmittedChoice, eventually
 from tests.helpers.grpc_api import TOKENIZER, Api, alphabet, ask, error_of, open_api
 from triptych import errors
 from triptych.rpc.status import from_rich_status
 from triptych.types.outputs import FinishReason
 from triptych.types.step import LogprobColumns
-from triptych.v1 import embedding_pb2, embedding_pb2_grpc, generation_pb2, output_pb2
+from triptych.v1 import embedding_pb2, embedding_pb2_grpc, generation_pb2, model_pb2, output_pb2
 
 A = TOKENIZER.encode("a")[0]
 
@@ -227,7 +227,7 @@ async def test_a_batch_reads_no_more_items_than_may_run() -> None:
             num_read += 1
             yield generation_pb2.BatchGenerateRequest(tag=tag)
 
-    run = BatchRun(answer, max_in_flight=3)  # type: ignore[arg-type]
+    run = BatchRun(answer, max_in_flight=lambda: 3)  # type: ignore[arg-type]
     reading = asyncio.create_task(read_all(run.run(requests())))
     await eventually(lambda: running == 3)
     await asyncio.sleep(0.01)
@@ -235,6 +235,51 @@ async def test_a_batch_reads_no_more_items_than_may_run() -> None:
     may_end.set()
     assert len(await asyncio.wait_for(reading, 10)) == 10
     assert most == 3
+
+
+async def test_a_batch_reads_no_more_bytes_than_may_run() -> None:
+    sizes = [1000, 1000, 400, 9000, 10]
+    running: list[int] = []
+    most = 0
+    may_end = asyncio.Semaphore(0)
+
+    async def answer(item: Any) -> AsyncIterator[Any]:
+        nonlocal most
+        running.append(item.ByteSize())
+        most = max(most, len(running))
+        assert sum(running) <= 2500 or len(running) == 1
+        await may_end.acquire()
+        running.remove(item.ByteSize())
+        yield generation_pb2.StreamGenerateResponse(sequence=1)
+
+    async def requests() -> AsyncIterator[Any]:
+        for tag, size in enumerate(sizes):
+            request = generation_pb2.StreamGenerateRequest(request_id="x" * size)
+            yield generation_pb2.BatchGenerateRequest(tag=tag, request=request)
+
+    run = BatchRun(answer, lambda: 100, max_bytes_in_flight=2500)  # type: ignore[arg-type]
+    reading = asyncio.create_task(read_all(run.run(requests())))
+    for num_running in (3, 2, 1, 1):  # the one of 9,000 waits for all others, and the last one for it
+        await eventually(lambda expected=num_running: len(running) == expected)  # type: ignore[misc]
+        may_end.release()
+    may_end.release()
+    assert len(await asyncio.wait_for(reading, 10)) == 5
+    assert most == 3
+
+
+async def test_a_batch_runs_as_many_items_as_the_engines_take() -> None:
+    assert (items_in_flight(0), items_in_flight(64), items_in_flight(1024)) == (256, 256, 2048)
+    async with FakeEngine(max_running=300) as engine, open_api(engine) as api:
+        info = await api.models.GetServerInfo(model_pb2.GetServerInfoRequest())
+        assert info.limits.max_batch_in_flight == 600
+        assert info.limits.max_choices > 0
+        model = (await api.models.GetModel(model_pb2.GetModelRequest())).model
+        assert model.max_running_choices == 300
+        call = api.generation.BatchGenerate(items(*((tag, ask(text="x")) for tag in range(1, 700))))
+        await engine.next_submit(599)
+        await asyncio.sleep(0.05)
+        assert len(engine.submitted) == 600
+        call.cancel()
 
 
 # Aborts

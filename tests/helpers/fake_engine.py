@@ -132,6 +132,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         is_mute: bool = False,
         resume_ttl_s: float = 0.0,
         max_choices: int = MAX_CHOICES,
+        max_running: int = 0,
     ) -> None:
         self._reply = reply
         self._is_mute = is_mute
@@ -142,7 +143,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
             ready=is_ready,
             why_not_ready="" if is_ready else "loading",
             model=model,
-            limits=EngineLimits(has_priorities, max_choices),
+            limits=EngineLimits(has_priorities, max_choices, max_running=max_running),
         )
         self._server: RpcServer | None = None
         self.tls: ServerTls | None = None

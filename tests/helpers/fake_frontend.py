@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from services.frontend.grpc.batch import BatchRun
+from services.frontend.grpc.batch import BatchRun, items_in_flight
 from services.frontend.grpc.vllm_servicer import pack
 from tests.helpers.byte_tokenizer import write_model_directory
 from triptych.client.loop_thread import LoopThread
@@ -57,6 +57,8 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         """An event of a kind that no client knows follows every event."""
         self.on_call: Callable[[Any], None] = lambda context: None
         """Called with the context of each call that generates."""
+        self.max_running_choices = 0
+        """That its engines tell."""
         self.requests: list[generation_pb2.StreamGenerateRequest] = []
         self.tokenizer = FakeTokenizer()
         self.num_batches = 0
@@ -98,7 +100,9 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
     async def BatchGenerate(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         self.num_batches += 1
         self.on_call(context)
-        run = BatchRun(lambda item: self._within(item, context))
+        run = BatchRun(
+            lambda item: self._within(item, context), lambda: items_in_flight(self.max_running_choices)
+        )
         async with aclosing(run.run(request_iterator)) as responses:
             async for response in responses:
                 yield response
@@ -180,7 +184,9 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         return generation_pb2.AbortResponse(aborted_request_ids=request.request_ids[:1])
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Any) -> Any:
-        return model_pb2.GetModelResponse(model=_model("fake"))
+        model = _model("fake")
+        model.max_running_choices = self.max_running_choices
+        return model_pb2.GetModelResponse(model=model)
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:
         return model_pb2.GetServerInfoResponse(ready=self.is_ready, why_not_ready="it rests")

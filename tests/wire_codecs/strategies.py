@@ -371,7 +371,11 @@ welcomes = build(
     why_not_ready=words,
     model=st.none() | model_facts,
     limits=st.builds(
-        EngineLimits, has_priorities=st.booleans(), max_choices=u32, keeps_requests=st.booleans()
+        EngineLimits,
+        has_priorities=st.booleans(),
+        max_choices=u32,
+        keeps_requests=st.booleans(),
+        max_running=u32,
     ),
     prefix_hash=st.none() | st.builds(PrefixHash, words, u32, st.binary(max_size=16)),
     boot_id=words,

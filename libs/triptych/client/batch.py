@@ -29,8 +29,9 @@ from triptych.errors import (
 from triptych.types.outputs import RequestOutput
 
 MAX_IN_FLIGHT = 256
-"""Far below `scheduler.max_num_waiting`'s default of 1024, so that other clients find free places; above any
-`max_num_seqs` that one CPU or GPU uses, so that the engine never starves."""
+"""Prompts at a time where the engines run fewer. Far below `scheduler.max_num_waiting`'s default of 1024, so that other
+clients find free places."""
+_MIN_WAITING = 64
 STALL_LIMIT_S = 120.0
 """With nothing in flight and every attempt refused for so long, the batch gives up."""
 
@@ -38,6 +39,15 @@ _MIN_PAUSE_S = 0.05
 REDIAL_PAUSE_S = 1.0  # for a server that is away and names no time; a restart takes seconds
 _OF_ALL = (Unauthenticated, PermissionDenied, ModelNotFound)
 """Errors that every other prompt would meet as well."""
+
+
+def window_of(max_running: int) -> int:
+    """Return how many prompts to have in flight, so that engines never wait for the next one.
+
+    Args:
+        max_running: Choices that the engines run at a time, all together. 0: not known.
+    """
+    return max(MAX_IN_FLIGHT, max_running + max(_MIN_WAITING, max_running // 4))
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,8 @@ class ServedModel:
     """Tokens that end a sequence."""
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """Fields of `SamplingParams` that the model's generation_config.json sets for requests that leave them out."""
+    max_running: int = 0
+    """Choices that its engines run at a time at most, all together. 0: not known."""
 
 
 class GenerationClient:
@@ -283,4 +285,5 @@ def _served(model: model_pb2.Model) -> ServedModel:
         model.create_time.seconds,
         tuple(model.eos_token_ids),
         {descriptor.name: value for descriptor, value in model.default_sampling.ListFields()},
+        model.max_running_choices,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -9,7 +10,16 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from triptych.client.admin_client import AdminClient, EngineMetric, to_pause_mode, to_sleep_level
-from triptych.client.batch import Batch, Job, ProgressBar, UseTqdm, make_jobs, raise_failures
+from triptych.client.batch import (
+    MAX_IN_FLIGHT,
+    Batch,
+    Job,
+    ProgressBar,
+    UseTqdm,
+    make_jobs,
+    raise_failures,
+    window_of,
+)
 from triptych.client.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from triptych.client.connection import Connection
 from triptych.client.conversation import ChatOptions, Conversation, Tool
@@ -19,7 +29,7 @@ from triptych.client.prompts import AnyPrompts, parse_conversations, parse_promp
 from triptych.client.request import RequestOptions
 from triptych.client.served_tokenizer import ServedTokenizer, fetch_tokenizer
 from triptych.config import TlsConfig
-from triptych.errors import InvalidRequest
+from triptych.errors import EngineUnavailable, InvalidRequest
 from triptych.types.outputs import RequestOutput
 from triptych.types.sampling import SamplingParams
 
@@ -310,8 +320,17 @@ class LLM:
 async def _run(
     client: GenerationClient, jobs: list[Job], bar: ProgressBar, check_server: Callable[[], None]
 ) -> list[RequestOutput]:
+    max_in_flight = MAX_IN_FLIGHT
+    if len(jobs) > max_in_flight:
+        with contextlib.suppress(
+            EngineUnavailable
+        ):  # the batch waits for engines; none is known to be wider now
+            max_in_flight = window_of((await client.get_model(jobs[0].options.model)).max_running)
     async with client.open_batch() as stream:
-        return await Batch(stream, jobs, on_finished=bar.add, check_server=check_server).run()
+        batch = Batch(
+            stream, jobs, on_finished=bar.add, check_server=check_server, max_in_flight=max_in_flight
+        )
+        return await batch.run()
 
 
 def _close(loop: LoopThread, connection: Connection) -> None:

@@ -127,6 +127,8 @@ class EngineLimits:
     """Choices that can run and wait together: a request with more can never be admitted."""
     keeps_requests: bool = False
     """Whether it keeps requests for other frontends to go on with."""
+    max_running: int = 0
+    """Choices that run at a time at most. 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,8 +106,8 @@ class GenerationServiceServicer(object):
 
     def BatchGenerate(self, request_iterator, context):
         """Streams the answers to many prompts, each as StreamGenerate would, in any order. An error ends only its own item.
-        The server reads no further items while as many as GetServerInfo's max_batch_in_flight run. Leaving the stream
-        aborts all.
+        The server reads no further items while as many as GetServerInfo's max_batch_in_flight run, or while those that run
+        came in 64 MiB. Leaving the stream aborts all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -145,6 +145,7 @@ def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
             has_priorities=welcome.limits.has_priorities,
             max_choices=welcome.limits.max_choices,
             keeps_requests=welcome.limits.keeps_requests,
+            max_running=welcome.limits.max_running,
         ),
         prefix_hash=None if welcome.prefix_hash is None else _prefix_hash_to_proto(welcome.prefix_hash),
         boot_id=welcome.boot_id,
@@ -160,7 +161,10 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
         why_not_ready=message.why_not_ready,
         model=model_facts_from_proto(message.model) if message.HasField("model") else None,
         limits=EngineLimits(
-            message.limits.has_priorities, message.limits.max_choices, message.limits.keeps_requests
+            message.limits.has_priorities,
+            message.limits.max_choices,
+            message.limits.keeps_requests,
+            message.limits.max_running,
         ),
         prefix_hash=_prefix_hash_from_proto(message.prefix_hash) if message.HasField("prefix_hash") else None,
         boot_id=message.boot_id,

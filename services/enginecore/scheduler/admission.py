@@ -59,6 +59,7 @@ def limits_of(config: SchedulerConfig) -> EngineLimits:
     return EngineLimits(
         has_priorities=create_policy(config).has_priorities,
         max_choices=config.max_num_seqs + config.max_num_waiting,
+        max_running=config.max_num_seqs,
     )
 
 

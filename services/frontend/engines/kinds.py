@@ -50,6 +50,8 @@ class EngineKind:
         )
         self.max_choices = sum(welcome.limits.max_choices for welcome in welcomes)
         """Choices that may be running and waiting on all of them together."""
+        self.max_running = sum(welcome.limits.max_running for welcome in welcomes)
+        """Choices that may be running on all of them together, of those that tell."""
         self.block_sizes = {engine.outlook.block_size for engine in self.engines}
 
     def takes_everywhere(self, needs: RequestNeeds) -> bool:

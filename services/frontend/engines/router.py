@@ -139,6 +139,14 @@ class Router:
         """Return how many choices may be running and waiting for a model together, on all its ready engines."""
         return sum(kind.max_choices for kind in self._serving(model))
 
+    def max_running(self, model: str = "") -> int:
+        """Return how many choices may be running on all ready engines together.
+
+        Args:
+            model: Only on the engines that serve it. Empty: on all.
+        """
+        return sum(kind.max_running for kind in self._serving(model))
+
     def choose(
         self,
         wanted: ModelTerms,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -13,9 +14,19 @@ from triptych.v1 import generation_pb2
 
 log = logging.getLogger(__name__)
 
-MAX_IN_FLIGHT = 256
-"""Items of one call that run at a time. The next one is read when one of them has ended."""
+MAX_BYTES_IN_FLIGHT = 64 << 20
+"""Bytes of the items of one call that run at a time."""
+_MIN_IN_FLIGHT = 256
 _MAX_UNSENT = 32  # messages; a client that reads no faster finds its output merged
+
+
+def items_in_flight(max_running: int) -> int:
+    """Return how many items of one call run at a time: enough for the engines to have the next ones waiting.
+
+    Args:
+        max_running: Choices that all engines can run at a time. 0: not known.
+    """
+    return max(_MIN_IN_FLIGHT, 2 * max_running)
 
 
 class BatchRun:
@@ -26,14 +37,21 @@ class BatchRun:
         answer: Callable[
             [generation_pb2.BatchGenerateRequest], AsyncGenerator[generation_pb2.StreamGenerateResponse]
         ],
-        max_in_flight: int = MAX_IN_FLIGHT,
+        max_in_flight: Callable[[], int],
+        max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
     ) -> None:
         """
         Args:
             answer: Streams the answer to one item. Closing it aborts the item.
+            max_in_flight: Returns how many items may run at a time now. The next one is read when there is space.
+            max_bytes_in_flight: Bytes of all items that run, at most; a larger item runs alone.
         """
         self._answer = answer
-        self._places = asyncio.Semaphore(max_in_flight)
+        self._max_in_flight = max_in_flight
+        self._max_bytes_in_flight = max_bytes_in_flight
+        self._num_bytes = 0
+        self._has_ended = asyncio.Event()
+        """Set when an item ends."""
         self._items: set[asyncio.Task[None]] = set()
         # An exception is the reader's; None ends the call.
         self._responses: asyncio.Queue[generation_pb2.BatchGenerateResponse | Exception | None] = (
@@ -60,18 +78,31 @@ class BatchRun:
         end: Exception | None = None
         try:
             async for request in requests:
-                await self._places.acquire()
+                num_bytes = request.ByteSize()
+                while not self._has_space(num_bytes):
+                    self._has_ended.clear()
+                    await self._has_ended.wait()
                 item = asyncio.create_task(self._run_item(request), name=f"batch-item-{request.tag}")
                 self._items.add(item)
-                item.add_done_callback(self._forget)
+                self._num_bytes += num_bytes
+                item.add_done_callback(functools.partial(self._forget, num_bytes))
             await asyncio.gather(*self._items)
         except Exception as error:
             end = error
         await self._responses.put(end)
 
-    def _forget(self, item: asyncio.Task[None]) -> None:
+    def _has_space(self, num_bytes: int) -> bool:
+        if not self._items:
+            return True
+        return (
+            len(self._items) < self._max_in_flight()
+            and self._num_bytes + num_bytes <= self._max_bytes_in_flight
+        )
+
+    def _forget(self, num_bytes: int, item: asyncio.Task[None]) -> None:
         self._items.discard(item)
-        self._places.release()
+        self._num_bytes -= num_bytes
+        self._has_ended.set()
 
     async def _run_item(self, request: generation_pb2.BatchGenerateRequest) -> None:
         """Put the item's messages into the queue, at last the status of its error if it fails."""

@@ -12,7 +12,7 @@ import grpc.aio
 from services.frontend.attached import AttachedEvent
 from services.frontend.fair_threads import FairThreads
 from services.frontend.generate import Generator
-from services.frontend.grpc.batch import BatchRun
+from services.frontend.grpc.batch import BatchRun, items_in_flight
 from services.frontend.grpc.convert import (
     CHAT_PATHS,
     chat_size,
@@ -96,7 +96,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         watch = StallWatch(context, self._client_timeout_s)
         try:
-            async with aclosing(BatchRun(answer).run(request_iterator)) as responses:
+            run = BatchRun(answer, lambda: items_in_flight(self._generator.max_running()))
+            async with aclosing(run.run(request_iterator)) as responses:
                 async for response in responses:
                     watch.begin_write()
                     yield response

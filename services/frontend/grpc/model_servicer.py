@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 
 from services.frontend.generate import Generator, ServedModel
-from services.frontend.grpc.batch import MAX_IN_FLIGHT
+from services.frontend.grpc.batch import items_in_flight
 from services.frontend.grpc.pages import read_page_size
 from services.frontend.requests.raw import MAX_MESSAGES
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
@@ -23,7 +23,6 @@ _LIMITS = model_pb2.ServerLimits(
     max_logprobs=MAX_LOGPROBS,
     max_stop_strings=SAMPLING_FIELDS["stop"].max_items,
     max_chat_messages=MAX_MESSAGES,
-    max_batch_in_flight=MAX_IN_FLIGHT,
 )
 
 
@@ -52,11 +51,13 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def GetServerInfo(
         self, request: model_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> model_pb2.GetServerInfoResponse:
+        limits = model_pb2.ServerLimits(max_batch_in_flight=items_in_flight(self._generator.max_running()))
+        limits.MergeFrom(_LIMITS)
         return model_pb2.GetServerInfoResponse(
             version=importlib.metadata.version("triptych"),
             ready=self._generator.is_ready,
             why_not_ready=self._generator.why_not_ready,
-            limits=_LIMITS,
+            limits=limits,
             num_engines=self._generator.num_ready_engines,
         )
 
@@ -75,6 +76,7 @@ def _to_proto(served: ServedModel) -> model_pb2.Model:
         eos_token_ids=served.eos_token_ids,
         capabilities=capabilities,
         fingerprint=served.fingerprint,
+        max_running_choices=served.max_running,
         default_sampling=sampling_pb2.SamplingParams(**dict[str, Any](served.default_sampling)),
     )
     model.create_time.FromSeconds(served.created_unix_s)

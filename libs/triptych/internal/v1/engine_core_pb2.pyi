@@ -100,14 +100,16 @@ class PrefixHash(_message.Message):
     def __init__(self, name: _Optional[str] = ..., block_size: _Optional[int] = ..., test_vector: _Optional[bytes] = ...) -> None: ...
 
 class EngineLimits(_message.Message):
-    __slots__ = ("has_priorities", "max_choices", "keeps_requests")
+    __slots__ = ("has_priorities", "max_choices", "keeps_requests", "max_running")
     HAS_PRIORITIES_FIELD_NUMBER: _ClassVar[int]
     MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
     KEEPS_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     has_priorities: bool
     max_choices: int
     keeps_requests: bool
-    def __init__(self, has_priorities: bool = ..., max_choices: _Optional[int] = ..., keeps_requests: bool = ...) -> None: ...
+    max_running: int
+    def __init__(self, has_priorities: bool = ..., max_choices: _Optional[int] = ..., keeps_requests: bool = ..., max_running: _Optional[int] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("secret", "numbers", "num_tokens_seen", "tenant")
