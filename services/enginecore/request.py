@@ -75,6 +75,8 @@ class Request:
     """Results still to come while it drains."""
     num_cached_tokens: int = 0
     """Prompt tokens that its first admission found in the cache. Later admissions do not change it."""
+    first_pulled_block: int | None = None
+    """Index of the first block of its prompt that came from another worker for it. None: none did."""
     prompt_logprobs_start: int = 0
     """Log-probabilities of the prompt's positions below this have been reported; 0: none."""
     queued_at: float = 0.0

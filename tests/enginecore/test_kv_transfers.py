@@ -241,6 +241,119 @@ async def test_running_requests_take_the_blocks_of_a_pull() -> None:
     assert transfers.result_of(1)[0] == expected(1, 300)
 
 
+async def test_what_has_arrived_waits_for_its_row() -> None:
+    """Prompts that are pulled later, and outputs that grow, do not evict it."""
+    length, max_tokens, num_requests = 160, 24, 40
+    transfers = make_transfers(num_blocks=120, max_num_seqs=4)
+    requests = [submit(transfers, number, length, max_tokens=max_tokens) for number in range(num_requests)]
+    run(transfers)
+    for number, request in enumerate(requests):
+        assert transfers.result_of(number)[0] == expected(number, length, max_tokens)
+        assert request.num_cached_tokens == length - 1, "the last token's logits are computed here"
+    assert transfers.decode.worker.num_tokens_computed == num_requests * max_tokens
+    check_all_given_back(transfers)
+
+
+async def test_running_requests_take_what_has_arrived() -> None:
+    transfers = make_transfers(num_blocks=34, max_num_seqs=1)
+    transfers.decode.add(make_request(2, make_prompt(200, seed=2), max_tokens=300))
+    transfers.turn()
+    request = submit(transfers, 1, 250)
+    while transfers.decode.scheduler.transfers.pulls.num_pulled_blocks < 250 // BLOCK_SIZE:
+        assert transfers.turn()
+        assert transfers.carry_block(1) or not transfers.pulls or transfers.decode.plans
+        transfers.report()
+    run(transfers)
+    assert transfers.decode.scheduler.counters.num_preemptions == 0
+    assert transfers.result_of(2)[0] == expected(2, 200, 300)
+    assert transfers.result_of(1)[0] == expected(1, 250)
+    assert 0 < request.num_cached_tokens < 250 // BLOCK_SIZE * BLOCK_SIZE, (
+        "some of it was taken, from its end"
+    )
+    check_all_given_back(transfers)
+
+
+async def test_what_has_arrived_does_not_keep_the_first_in_line_out_for_ever() -> None:
+    """The one before it in line lacks the blocks that it holds, and nothing runs that would give back any."""
+    transfers = make_transfers(num_blocks=34, max_num_seqs=1)
+    transfers.decode.add(make_request(2, make_prompt(40, seed=2), max_tokens=100))
+    transfers.turn()
+    transfers.decode.add(make_request(3, make_prompt(300, seed=3), max_tokens=12))
+    submit(transfers, 1, 250)
+    run(transfers)
+    for number, length, max_tokens in ((2, 40, 100), (3, 300, 12), (1, 250, 12)):
+        assert transfers.result_of(number)[0] == expected(number, length, max_tokens)
+    assert transfers.decode.scheduler.counters.num_preemptions == 0
+    check_all_given_back(transfers)
+
+
+@pytest.mark.parametrize("end", ["abort", "loss", "deadline"])
+async def test_what_has_arrived_is_given_back(end: str) -> None:
+    clock = Clock()
+    transfers = make_transfers(clock=clock, max_num_seqs=1)
+    transfers.decode.add(make_request(2, make_prompt(20, seed=2), max_tokens=400))
+    transfers.turn()
+    submit(transfers, 1, 200)
+    late = give_source(make_request(3, make_prompt(200, seed=1), max_tokens=2, deadline=clock.now + 1), 1)
+    transfers.decode.add(late)
+    pulls = transfers.decode.scheduler.transfers.pulls
+    while pulls.num_pulled_blocks < 200 // BLOCK_SIZE:
+        transfers.turn()
+        for pull_id in list(transfers.pulls):
+            transfers.carry_block(pull_id)
+        transfers.report()
+    num_used = transfers.decode.scheduler.snapshot().num_used_blocks
+    assert num_used > 200 // BLOCK_SIZE
+    match end:
+        case "abort":
+            transfers.decode.scheduler.abort(0, 1)
+            transfers.decode.scheduler.abort(0, 3)
+        case "loss":
+            transfers.lose_decode_worker()
+        case "deadline":
+            transfers.decode.scheduler.abort(0, 1)
+            clock.now += 2
+            transfers.decode.scheduler.expired(clock.now)
+    transfers.decode.scheduler.check_integrity()
+    assert transfers.decode.scheduler.snapshot().num_used_blocks <= num_used - 200 // BLOCK_SIZE
+
+
+@pytest.mark.parametrize("length", [64 + 5, 64 + 20, 128 + 1])
+async def test_invalid_kv_is_not_pulled_whole(length: int) -> None:
+    """It is noticed with the first token, in a chunk after the one that has computed the last full block."""
+    transfers = make_transfers(at_once=True)
+    transfers.decode.worker.has_failed = True  # wrong KV would show in wrong tokens
+    request = submit(transfers, 1, length)
+    while transfers.prefill.scheduler.num_requests:
+        transfers.plan_prefill()
+        is_last = transfers.prefill.scheduler.snapshot().running[0].num_prompt_tokens <= (
+            transfers.prefill.worker.num_tokens_computed + 64
+        )
+        slots = {"failing_slots": [0]} if is_last else {"spoiled_slots": [0]}
+        transfers.finish_prefill(**slots)
+        transfers.plan_decode()
+        transfers.report()
+    while transfers.decode.scheduler.has_work:
+        transfers.turn()
+        transfers.report()
+    assert transfers.result_of(1)[0] == expected(1, length)
+    assert request.num_cached_tokens == 0
+
+
+async def test_a_request_that_fails_on_pulled_blocks_leaves_none_in_the_cache() -> None:
+    transfers = make_transfers()
+    submit(transfers, 1, 200)
+    while not transfers.pulls or not transfers.carry_block(1):
+        transfers.turn()
+    transfers.fail_pull(1, "cut")  # before anybody has noticed that the block is garbage
+    transfers.report()
+    while not transfers.decode.plans:
+        transfers.plan_decode()
+    transfers.decode.finish_step(failing_slots=[0])
+    again = make_request(5, make_prompt(200, seed=1), max_tokens=1)
+    assert transfers.decode.scheduler.find_cached_blocks(again) == []
+
+
 async def test_the_choices_of_one_prompt_pull_it_once() -> None:
     transfers = make_transfers()
     prompt = make_prompt(200, seed=1)
@@ -283,7 +396,8 @@ async def test_bytes_that_arrive_at_once_overwrite_nothing_in_use(seed: int) -> 
 async def test_random_transfers_and_faults_change_no_token(seed: int, at_once: bool) -> None:
     """Few blocks, many prompts, and transfers that fail, stop, are late or lose either worker."""
     random, clock = Random(seed), Clock()
-    transfers = make_transfers(num_blocks=random.choice((40, 60, 120)), clock=clock, at_once=at_once)
+    num_blocks, num_rows = random.choice((40, 60, 120)), random.choice((2, 8))
+    transfers = make_transfers(num_blocks, clock, at_once=at_once, max_num_seqs=num_rows)
     lengths: dict[int, int] = {}
     aborted = set[int]()
     for number in range(1, 25):

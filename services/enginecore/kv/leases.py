@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.enginecore.kv.block_table import BlockTable
+from services.enginecore.kv.holds import BlockHolds
 from services.enginecore.kv.manager import BlockManager
 from services.enginecore.request import Request, RequestState
 from triptych.types.kv_transfer import KvExport, LeaseProgress
@@ -21,7 +22,7 @@ class _Lease:
     name: bytes
     request: Request
     table: BlockTable = field(default_factory=BlockTable)
-    """The blocks that are exported, which are held beside the request."""
+    """The blocks that are exported."""
     num_pulled: int = 0
     expires_at: float | None = None
     """Seconds on the scheduler's clock; None while the request is alive."""
@@ -35,23 +36,22 @@ class KvLeases:
         self._blocks = blocks
         self._lease_s = lease_s
         self._leases: dict[bytes, _Lease] = {}
-        self.released: list[bytes] = []
-        """Leases whose end the worker has not been told."""
+        self.holds: BlockHolds[bytes, None] = BlockHolds(blocks)
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    @property
-    def tables(self) -> list[BlockTable]:
-        """The blocks that are held."""
-        return [lease.table for lease in self._leases.values()]
-
     def add(self, request: Request) -> None:
         """Hold the blocks of a new request's prompt as they are computed."""
-        self._leases.setdefault(request.kv_lease, _Lease(request.kv_lease, request))
+        if request.kv_lease not in self._leases:
+            self._leases[request.kv_lease] = lease = _Lease(request.kv_lease, request)
+            self.holds.begin(lease.name, lease.table)
 
     def exports(self, computed: NDArray[np.int64]) -> list[KvExport]:
         """Return the blocks that the steps planned so far fill, and hold them from now on. None comes twice.
+
+        The last block of a prompt waits for the step that samples the first token: invalid KV is noticed there at the
+        latest. So a pull is never complete before its blocks are known to be good.
 
         Args:
             computed: [max_num_seqs] computed count of each slot.
@@ -61,8 +61,11 @@ class KvLeases:
             request = lease.request
             if request.state is not RequestState.RUNNING:
                 continue
-            num_tokens = min(int(computed[request.slot]), request.num_prompt_tokens)
-            first, end = len(lease.table.block_ids), num_tokens // self._blocks.block_size
+            num_prompt, num_computed = request.num_prompt_tokens, int(computed[request.slot])
+            end = min(num_prompt, num_computed) // self._blocks.block_size
+            if num_computed < num_prompt and end == num_prompt // self._blocks.block_size:
+                end -= 1
+            first = len(lease.table.block_ids)
             if first < end:
                 ids = request.blocks.block_ids[first:end]
                 self._blocks.hold(lease.table, ids)
@@ -107,17 +110,13 @@ class KvLeases:
 
     def forget(self) -> None:
         """Give back all blocks: their worker is gone."""
-        for lease in self._leases.values():
-            self._blocks.free(lease.table)
+        self.holds.forget()
         self._leases.clear()
-        self.released.clear()
 
     def _release_if_pulled(self, lease: _Lease) -> None:
         if lease.num_pulled >= len(lease.table.block_ids):
             self._release(lease)
 
     def _release(self, lease: _Lease) -> None:
-        """Give back the blocks. The next step says so to the worker, before anything is written to them."""
         del self._leases[lease.name]
-        self._blocks.free(lease.table)
-        self.released.append(lease.name)
+        self.holds.end(lease.name)

@@ -1,7 +1,8 @@
-"""Prompts that another engine computes: their blocks are reserved here, pulled, and found in the prefix cache then.
+"""Prompts that another engine computes: their blocks are reserved here, pulled, and held until they are used.
 
-held, for blocks ──► pulling ──► complete: cached, and the request enters as after any prefix hit
-                        └─────── failed, or late: what has arrived is cached, and the rest is computed here
+held, for blocks ──► pulling ──► complete: cached ──────────────────────────┬─► arrived ──► admitted, as after
+                        └─────── failed, or late: what has come is cached, ─┘               any prefix hit
+                                 and the rest is computed here
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.enginecore.kv.block_table import BlockTable
+from services.enginecore.kv.holds import BlockHolds
 from services.enginecore.kv.manager import BlockManager
 from services.enginecore.request import Request
 from triptych.types.kv_transfer import KvPull, KvSource, PullProgress
@@ -25,21 +27,32 @@ _MAX_READY_S = 600.0
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """The blocks of one prompt."""
+    """The prompt of one request, until the request is admitted or ends."""
 
     request: Request
     source: KvSource
     added_at: float
     """Seconds on the scheduler's clock."""
-    table: BlockTable = field(default_factory=BlockTable)
-    """The hits, then the blocks that are written. Empty until there are enough free blocks."""
     pull_id: int = 0
-    """0: not begun."""
+    """0: not begun, for lack of blocks."""
+    table: BlockTable = field(default_factory=BlockTable)
+    """The hits, then the blocks that are written. Once it has ended: the blocks that the request will find in the
+    cache, or none if it has given way."""
     num_arrived: int = 0
+    has_ended: bool = False
+    """Nothing more is pulled, and the request may be admitted."""
+
+    @property
+    def is_active(self) -> bool:
+        return self.pull_id > 0 and not self.has_ended
 
 
 class KvPulls:
-    """Owned by `KvTransfers`."""
+    """Owned by `KvTransfers`.
+
+    What has arrived stays held until its request is admitted: else whatever is pulled or decoded next would evict it.
+    Running requests get it back if they need it, the last first.
+    """
 
     def __init__(self, blocks: BlockManager, release: Callable[[Request], None], lease_s: float) -> None:
         """
@@ -53,10 +66,8 @@ class KvPulls:
         self._pulls: dict[Request, _Pull] = {}
         """By arrival."""
         self._last_id = 0
-        self.begun: list[KvPull] = []
-        """Pulls that the worker has not been told of."""
-        self.stopped: list[int] = []
-        """Pulls whose end the worker has not been told."""
+        self.holds: BlockHolds[int, KvPull] = BlockHolds(blocks)
+        """The blocks that are written, by pull id."""
         self.num_pulled_blocks = 0
         """Blocks that have come from other workers since the start."""
 
@@ -64,14 +75,19 @@ class KvPulls:
         return len(self._pulls)
 
     @property
-    def tables(self) -> list[BlockTable]:
-        """The blocks that are held."""
-        return [pull.table for pull in self._pulls.values()]
+    def arrived_tables(self) -> list[BlockTable]:
+        """The blocks that have arrived for requests which wait to be admitted."""
+        return [pull.table for pull in self._pulls.values() if pull.has_ended]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompts that others compute."""
-        return sum(pull.request.num_prompt_tokens for pull in self._pulls.values())
+        """Tokens of waiting prompts that are not computed here."""
+        return sum(
+            len(pull.table.block_ids) * self._blocks.block_size
+            if pull.has_ended
+            else pull.request.num_prompt_tokens
+            for pull in self._pulls.values()
+        )
 
     def add(self, request: Request, source: KvSource, now: float) -> bool:
         """Pull the blocks of a new request's prompt. Return False if the cache has all of them already."""
@@ -85,46 +101,37 @@ class KvPulls:
     def begin(self, num_promised: int) -> None:
         """Begin the pulls that there are enough free blocks for, in order of arrival.
 
+        A prompt and its first token must fit beside everything that earlier prompts still need. Else prompts that have
+        arrived would evict each other, or hold all blocks and none could be admitted.
+
         Args:
             num_promised: Free blocks that running requests are to get.
         """
         if not self._pulls:
             return
-        num_active = sum(pull.pull_id > 0 for pull in self._pulls.values())
+        blocks = self._blocks
+        num_active = sum(pull.is_active for pull in self._pulls.values())
+        num_promised += sum(self._num_lacking(pull) for pull in self._pulls.values() if pull.pull_id)
         for pull in list(self._pulls.values()):
-            if pull.pull_id:
+            if pull.pull_id or pull.has_ended:
                 continue
-            request, blocks = pull.request, self._blocks
+            request = pull.request
             num_full = request.num_prompt_tokens // blocks.block_size
             hits = blocks.get_computed_blocks(request.blocks, request.token_ids)[:num_full]
             if len(hits) == num_full:
                 self._end(pull)
                 continue
-            num_tokens = num_full * blocks.block_size
-            if num_active >= MAX_PULLS or blocks.num_lacking(num_tokens, hits, num_promised) > 0:
+            num_needed = request.num_prompt_tokens + 1
+            if num_active >= MAX_PULLS or blocks.num_lacking(num_needed, hits, num_promised) > 0:
                 return
-            own = request.blocks
-            pull.table = BlockTable(own.root_hash, own.extras, hashes=own.hashes, shares_hashes=True)
-            added = blocks.allocate(pull.table, num_tokens, hits)
-            assert added is not None, "reserved without enough blocks"
-            self._last_id += 1
+            self._begin(pull, hits, num_full)
             num_active += 1
-            pull.pull_id = self._last_id
-            self.begun.append(
-                KvPull(
-                    pull.pull_id,
-                    pull.source.endpoint.address,
-                    pull.source.lease,
-                    len(hits),
-                    tuple(added[len(hits) :]),
-                    tuple(own.hashes[len(hits) : num_full]),
-                )
-            )
+            num_promised += self._num_lacking(pull)
 
     def note_progress(self, progress: PullProgress) -> None:
         """Take in how far a pull has come. One that has ended is no error."""
         pull = next((pull for pull in self._pulls.values() if pull.pull_id == progress.pull_id), None)
-        if pull is None:
+        if pull is None or pull.has_ended:
             return
         num_wanted = len(pull.table.block_ids) - pull.table.num_hits
         pull.num_arrived = 0 if progress.is_spoiled else min(progress.num_blocks, num_wanted)
@@ -142,7 +149,7 @@ class KvPulls:
             now: Seconds on the scheduler's clock.
             recompute_s: Returns the seconds to compute so many tokens of a prompt here; None: not known.
         """
-        for pull in list(self._pulls.values()):
+        for pull in [pull for pull in self._pulls.values() if not pull.has_ended]:
             due_at = pull.added_at + min(max(pull.source.ready_in_s, 0.0), _MAX_READY_S)
             if now <= due_at:
                 continue
@@ -151,30 +158,73 @@ class KvPulls:
             if now > due_at + (self._lease_s if rest_s is None else min(rest_s, self._lease_s)):
                 self._give_up(pull, f"late by {now - due_at:.2f} s")
 
-    def give_way(self) -> bool:
-        """Give up the latest pull that holds blocks, since running requests need some; False: there is none."""
+    def give_way(self, request: Request | None = None) -> bool:
+        """Give back the blocks of the latest prompt that has any, for those who need them more.
+
+        Args:
+            request: A waiting request that needs them, whose own prompt stays.
+
+        Returns:
+            Whether there was one.
+        """
         for pull in reversed(list(self._pulls.values())):
-            if pull.pull_id:
-                self._give_up(pull, "running requests need its blocks")
-                return True
+            if not pull.table.block_ids or pull.request is request:
+                continue
+            if pull.has_ended:
+                self._blocks.free(pull.table)
+            else:
+                self._give_up(pull, "running requests need its blocks", holds_arrived=False)
+            return True
         return False
+
+    def note_admitted(self, request: Request) -> None:
+        """Take in that a request has a row, and holds the blocks that have arrived for it."""
+        if (pull := self._pulls.pop(request, None)) is not None:
+            self._blocks.free(pull.table)
 
     def end(self, request: Request) -> None:
         """Take in that a request has ended."""
         pull = self._pulls.get(request)
-        if pull is not None:
+        if pull is None:
+            return
+        if not pull.has_ended:
             self._end(pull)
+        self.note_admitted(request)
 
     def forget(self) -> None:
         """Give back all blocks, and let all requests be admitted: the worker is gone."""
+        self.holds.forget()
         for pull in self._pulls.values():
-            self._blocks.free(pull.table)
-            self._release(pull.request)
+            if pull.has_ended:
+                self._blocks.free(pull.table)
+            else:
+                self._release(pull.request)
         self._pulls.clear()
-        self.begun.clear()
-        self.stopped.clear()
 
-    def _give_up(self, pull: _Pull, why: str) -> None:
+    def _num_lacking(self, pull: _Pull) -> int:
+        """Return how many more blocks a request needs for its prompt and its first token."""
+        num_needed = self._blocks.blocks_for(pull.request.num_prompt_tokens + 1)
+        return max(num_needed - len(pull.table.block_ids), 0)
+
+    def _begin(self, pull: _Pull, hits: list[int], num_full: int) -> None:
+        """Hold blocks for a prompt and have them pulled."""
+        own = pull.request.blocks
+        pull.table = BlockTable(own.root_hash, own.extras, hashes=own.hashes, shares_hashes=True)
+        added = self._blocks.allocate(pull.table, num_full * self._blocks.block_size, hits)
+        assert added is not None, "reserved without enough blocks"
+        self._last_id += 1
+        pull.pull_id = self._last_id
+        order = KvPull(
+            pull.pull_id,
+            pull.source.endpoint.address,
+            pull.source.lease,
+            len(hits),
+            tuple(added[len(hits) :]),
+            tuple(own.hashes[len(hits) : num_full]),
+        )
+        self.holds.begin(pull.pull_id, pull.table, order)
+
+    def _give_up(self, pull: _Pull, why: str, *, holds_arrived: bool = True) -> None:
         """End a pull that is not complete, and say why: many of these are a network or a forecast to be seen to."""
         log.warning(
             "request %s computes its prompt itself behind %d pulled blocks: %s",
@@ -182,21 +232,26 @@ class KvPulls:
             pull.num_arrived,
             why,
         )
-        self._end(pull)
+        self._end(pull, holds_arrived=holds_arrived)
 
-    def _end(self, pull: _Pull) -> None:
-        """Cache what has arrived, give back the blocks, and let the request be admitted.
+    def _end(self, pull: _Pull, *, holds_arrived: bool = True) -> None:
+        """Cache what has arrived, and let the request be admitted.
 
-        The next step says so to the worker, before anything else is written to the blocks.
+        Args:
+            holds_arrived: Whether the blocks that the request will find in the cache are held for it.
         """
-        del self._pulls[pull.request]
+        pull.has_ended = True
+        request, arrived = pull.request, BlockTable()
         if pull.pull_id:
-            self._blocks.cache_arrived(pull.table, pull.table.num_hits + pull.num_arrived)
+            table = pull.table
+            self._blocks.cache_arrived(table, table.num_hits + pull.num_arrived)
             self.num_pulled_blocks += pull.num_arrived
-            self._blocks.free(pull.table)
-            is_ordered = all(begun.pull_id != pull.pull_id for begun in self.begun)
-            if is_ordered:
-                self.stopped.append(pull.pull_id)
-            else:
-                self.begun = [begun for begun in self.begun if begun.pull_id != pull.pull_id]
-        self._release(pull.request)
+            if pull.num_arrived:
+                request.first_pulled_block = table.num_hits
+        if holds_arrived:
+            hits = self._blocks.get_computed_blocks(request.blocks, request.token_ids)
+            self._blocks.hold(arrived, hits)
+        if pull.pull_id:
+            self.holds.end(pull.pull_id)
+        pull.table = arrived
+        self._release(request)

@@ -45,13 +45,12 @@ class KvTransfers:
     @property
     def has_orders(self) -> bool:
         """Whether the worker is to be told something, if only by a step that computes nothing."""
-        leases, pulls = self.leases, self.pulls
-        return bool(leases.released or pulls.begun or pulls.stopped)
+        return self.leases.holds.has_orders or self.pulls.holds.has_orders
 
     @property
     def tables(self) -> list[BlockTable]:
         """The blocks that are held beside those of requests."""
-        return [*self.leases.tables, *self.pulls.tables]
+        return [*self.leases.holds.tables, *self.pulls.holds.tables, *self.pulls.arrived_tables]
 
     def take_orders(self, computed: NDArray[np.int64]) -> KvOrders | None:
         """Return what a step that is planned now says to the worker; None: nothing.
@@ -59,13 +58,15 @@ class KvTransfers:
         Args:
             computed: [max_num_seqs] computed count of each slot, this step included.
         """
-        leases, pulls = self.leases, self.pulls
-        exports = leases.exports(computed)
+        exports = self.leases.exports(computed)
         if not exports and not self.has_orders:
             return None
-        orders = KvOrders(tuple(exports), tuple(leases.released), tuple(pulls.begun), tuple(pulls.stopped))
-        leases.released, pulls.begun, pulls.stopped = [], [], []
-        return orders
+        return KvOrders(
+            tuple(exports),
+            self.leases.holds.take_ended(),
+            self.pulls.holds.take_begun(),
+            self.pulls.holds.take_ended(),
+        )
 
     def end(self, request: Request, now: float, *, is_trusted: bool) -> None:
         """Take in that a request has ended."""

@@ -189,7 +189,9 @@ class StepPlanner:
         if not build.num_preempted:
             self._plan_waiting(build)
             if not self._states.is_short_of_blocks:
-                self._states.transfers.pulls.begin(self._states.rows.num_promised_blocks())
+                rows = self._states.rows  # each of them may need a further block soon
+                num_promised = rows.num_promised_blocks() + len(rows.slot_to_request)
+                self._states.transfers.pulls.begin(num_promised)
             if build.num_reserved and build.budget:
                 self._extend_chunks(build)
         return build
@@ -353,6 +355,8 @@ class StepPlanner:
                 break
             arrival, min_free_blocks = self._blocked
             if arrival == request.arrival and blocks.room - num_promised < min_free_blocks:
+                if self._make_way(request):
+                    continue
                 states.is_short_of_blocks = True
                 break
             hits = states.cached_blocks(request)
@@ -367,6 +371,8 @@ class StepPlanner:
             # would evict each other.
             num_lacking = blocks.num_lacking(num_known, hits, num_promised)
             if num_lacking > 0:
+                if self._make_way(request):
+                    continue
                 self._blocked = request.arrival, blocks.room - num_promised + num_lacking
                 states.is_short_of_blocks = True
                 break
@@ -374,6 +380,15 @@ class StepPlanner:
             states.waiting.note_admitted(request, num_known - num_computed)
             build.add_row(request, states.admit(request, hits, num_computed, count), count)
             num_promised += blocks.blocks_for(num_known) - len(request.blocks.block_ids)
+
+    def _make_way(self, request: Request) -> bool:
+        """Take the blocks of a pull for the next request, if nothing runs that will give back some.
+
+        Returns:
+            Whether there was a pull.
+        """
+        states = self._states
+        return not states.rows.slot_to_request and states.transfers.pulls.give_way(request)
 
 
 def _column(values: Sequence[int] | Ints | Slots) -> U32:

@@ -188,6 +188,8 @@ class RequestStates:
         table, num_tokens = request.blocks, num_computed_tokens + count
         allocated = self.blocks.allocate(table, num_tokens, hits)
         assert allocated is not None, "admitted without enough blocks"
+        if request.kv_source is not None:
+            self.transfers.pulls.note_admitted(request)
         self.blocks.cache_full_blocks([(table, request.token_ids, num_tokens)])
         self.shared_prompts.note_planned(request, num_tokens)
         self.rows.place(request, num_computed_tokens)

@@ -262,6 +262,8 @@ class _SuspectBlocks:
         if request.is_draining:  # its blocks are given back, under their hashes
             return set(self._states.blocks.named_blocks(table))
         first = table.num_hits
+        if request.first_pulled_block is not None:  # another worker has written them for this request
+            first = min(first, request.first_pulled_block)
         if first:
             prefix = table.hashes[0]
             if prefix in self._prefixes:
