@@ -74,7 +74,7 @@ def prefix_s(submits: list[SubmitRequest], *, caching: bool) -> float:
         table = BlockTable()
         hits = blocks.get_computed_blocks(table, prompt) if caching else []
         blocks.allocate(table, len(prompt), hits)
-        blocks.cache_full_blocks(table, prompt, len(prompt))
+        blocks.cache_full_blocks([(table, prompt, len(prompt))])
     return time.perf_counter() - started_s
 
 

@@ -103,12 +103,12 @@ def serve(prompts: Prompts, num_requests: int, soft_num_blocks: int | None) -> t
         prompt, output = next(prompts)
         if len(running) == NUM_RUNNING:
             table, token_ids = running.popleft()
-            blocks.cache_full_blocks(table, token_ids, len(token_ids))
+            blocks.cache_full_blocks([(table, token_ids, len(token_ids))])
             blocks.free(table)
         table, token_ids = BlockTable(), prompt + output
         hits = blocks.get_computed_blocks(table, token_ids[: len(prompt) - 1])
         assert blocks.allocate(table, len(token_ids), hits) is not None, "all fit"
-        blocks.cache_full_blocks(table, token_ids, len(prompt))
+        blocks.cache_full_blocks([(table, token_ids, len(prompt))])
         num_tokens, num_hits = num_tokens + len(prompt), num_hits + len(hits) * BLOCK_SIZE
         running.append((table, token_ids))
     return blocks.num_touched * BLOCK_BYTES / 1e9, num_hits / num_tokens
