@@ -247,8 +247,8 @@ async def test_a_lone_worker_that_computes_otherwise(
         await follow(core, SHAPES["greedy"])
 
 
-async def test_a_request_that_sees_two_engines_die_ends() -> None:
-    async with running_units(3, step_ms=5) as (units, core):
+async def test_a_request_that_sees_three_engines_die_ends() -> None:
+    async with running_units(4, step_ms=5) as (units, core):
 
         async def kill_each() -> None:
             asyncio.create_task(keep_killing())  # noqa: RUF006 # it ends with the request
@@ -257,17 +257,86 @@ async def test_a_request_that_sees_two_engines_die_ends() -> None:
 
         async def keep_killing() -> None:
             nonlocal num_killed
-            for _ in range(2):
-                unit = await eventually(lambda: next((unit for unit in units if unit.num_requests), None))
-                await unit.die()
+            for _ in range(3):
+                num_tokens = core.metric("generation_tokens_total")
+                await eventually(lambda n=num_tokens: core.metric("generation_tokens_total") > n)
+                await busy(units).die()
                 num_killed += 1
 
-        with pytest.raises(EngineFailure, match="the second engine in a row to die"):
+        with pytest.raises(EngineFailure, match="it is engine number 3 in a row to die"):
             await follow(core, SHAPES["greedy"], at=3, then=kill_each)
-        assert num_killed == 2
+        assert num_killed == 3
         assert core.metric("moves_total", outcome="suspected") == 1
         assert sum(engine.is_ready for engine in core.router.engines) == 1
         await follow(core, SHAPES["greedy"])
+
+
+async def test_two_engines_that_die_together_take_nothing_along() -> None:
+    """Both of a rack die, one after the other, and are back at once."""
+
+    def numbered(number: int) -> dict[str, Any]:
+        return {
+            "sampling": SHAPES["greedy"]["sampling"] | {"temperature": 1.0, "seed": number, "max_tokens": 80}
+        }
+
+    async with running_units(2, step_ms=5, max_num_seqs=32) as (units, core):
+        expected = [await follow(core, numbered(number)) for number in range(5)]
+        num_killed = 0
+
+        async def kill_both() -> None:
+            nonlocal num_killed
+            for unit in units:
+                await eventually(lambda unit=unit: unit.num_requests)
+                await unit.die()
+                await unit.start_again()
+                num_killed += 1
+
+        killing: list[asyncio.Task[None]] = []
+
+        async def begin() -> None:
+            killing.append(asyncio.create_task(kill_both()))
+
+        seen = await asyncio.gather(
+            *(follow(core, numbered(n % 5), at=5, then=begin if n == 0 else None) for n in range(15))
+        )
+        await killing[0]
+        assert num_killed == 2
+        assert [each.output for each in seen] == [expected[n % 5].output for n in range(15)]
+        assert core.metric("moves_total", outcome="suspected") == 0
+
+
+async def test_a_request_that_kills_engines_is_found_among_others() -> None:
+    def numbered(number: int) -> dict[str, Any]:
+        return {
+            "sampling": SHAPES["greedy"]["sampling"] | {"temperature": 1.0, "seed": number, "max_tokens": 60}
+        }
+
+    async with running_units(2, step_ms=5, max_num_seqs=32) as (units, core):
+        expected = [await follow(core, numbered(number)) for number in range(3)]
+
+        def has_poison(unit: Unit) -> bool:
+            scheduler = None if unit.is_dead else unit.engine.loop._engine.scheduler
+            return scheduler is not None and any(
+                request.request_id == "poison" and len(scheduler.output_of(request))
+                for request in scheduler.snapshot().requests
+            )
+
+        async def die_of_it() -> None:
+            while True:
+                for unit in filter(has_poison, units):
+                    await unit.die()
+                    await unit.start_again()
+                await asyncio.sleep(0.001)
+
+        dying = asyncio.create_task(die_of_it())
+        others = [asyncio.create_task(follow(core, numbered(n % 3))) for n in range(8)]
+        await eventually(lambda: core.metric("generation_tokens_total") > 0)
+        with pytest.raises(EngineFailure, match="with no other suspect beside it"):
+            await follow(core, numbered(0) | {"request_id": "poison"})
+        assert [(await other).output for other in others] == [expected[n % 3].output for n in range(8)]
+        assert core.metric("moves_total", outcome="suspected") == 1
+        dying.cancel()
+        await asyncio.gather(dying, return_exceptions=True)
 
 
 async def test_an_engine_that_drains_hands_its_requests_over() -> None:

@@ -91,6 +91,9 @@ class Submission:
 class Travels(Protocol):
     """Owner of the choices that have lost their engine."""
 
+    def on_death(self, journey: Journey, loss: EngineLoss) -> None:
+        """Note that an engine has died while a choice, which may be the reason, was computed there."""
+
     def on_lost(self, journey: Journey, loss: EngineLoss) -> None:
         """Take a choice whose engine is gone."""
 
@@ -142,7 +145,9 @@ class Journey:
         self.num_losses = 0
         """Engines lost since it last went on for a while."""
         self.num_deaths = 0
-        """Those of them that died."""
+        """Those of them that died when they had computed something of it, or had not answered its submission."""
+        self.most_together = 0
+        """Suspected requests that may be at one engine, its own included. 0: it is no suspect (`DeathInquiry`)."""
         self.loss = EngineLoss("")
         """The last one."""
         self.lost_at = 0.0
@@ -153,6 +158,8 @@ class Journey:
         self.is_unanswered = False
         """It was moved, and its engine has not answered yet."""
         self._travels = travels
+        self._was_computed = False
+        """Its engine has sent something of it beside its admission."""
         self._number = 0
         self._cleared_at = 0
         self._started_ns = time.monotonic_ns()
@@ -187,6 +194,7 @@ class Journey:
             is_exact = facts is not None and self.likeness_of(facts) is Likeness.TOKENS
             self.choice.note_moved(is_exact=is_exact or not self.emitted)
         self.engine, self._number, self.facts = engine, number, facts
+        self._was_computed = False
 
     def stop(self) -> None:
         """End it early at its engine, which then accounts for it."""
@@ -211,7 +219,6 @@ class Journey:
         """Count a lost engine."""
         self.loss = loss
         self.num_losses += 1
-        self.num_deaths += loss.is_death
 
     def on_admitted(self) -> None:
         self._note_answer()
@@ -227,19 +234,20 @@ class Journey:
         first_row: int,
         finish: FinishedRequest | None,
     ) -> None:
-        self.is_admitted = True
+        self.is_admitted = self._was_computed = True
         if self.is_unanswered:
             self._note_answer()
         if self._first_token_ns is None:
             self._first_token_ns = time.monotonic_ns()
         self.emitted.extend(token_ids)
         if self.num_losses and len(self.emitted) >= self._cleared_at:
-            self.num_losses = self.num_deaths = 0
+            self.num_losses = self.num_deaths = self.most_together = 0
         if finish is not None and self.choice.num_moves:
             finish = self._whole_account(finish)
         self.choice.on_tokens(token_ids, logprobs, first_row, finish)
 
     def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        self._was_computed = True
         self.choice.on_prompt_logprobs(part)
 
     def on_released(self) -> None:
@@ -261,6 +269,10 @@ class Journey:
             self.choice.on_error(error)
 
     def on_engine_lost(self, loss: EngineLoss) -> None:
+        is_answered = self.is_admitted and not self.is_unanswered
+        if loss.is_death and (self._was_computed or not is_answered):
+            self.num_deaths += 1
+            self._travels.on_death(self, loss)
         self._note_answer()
         self.engine = None
         if self.choice.finish_reason is not None:

@@ -17,6 +17,7 @@ from services.frontend.engines.kinds import facts_of, key_of, terms_of
 from services.frontend.engines.liveness import BEAT_S
 from services.frontend.engines.router import Router
 from services.frontend.engines.session import EngineLoss
+from services.frontend.engines.suspects import SUSPECT_DEATHS, DeathInquiry
 from triptych.config import FrontendConfig
 from triptych.errors import EngineFailure, EngineUnavailable, QueueFull, TriptychError
 from triptych.observe.logging import with_fields
@@ -26,10 +27,8 @@ from triptych.types.identity import Likeness, compare
 
 log = logging.getLogger(__name__)
 
-MAX_DEATHS = 2
-"""A choice that was in flight when so many engines died in a row is not moved again: it may be the reason."""
 MAX_LOSSES = 5
-"""The same for engines that were lost in any way."""
+"""A choice that has lost so many engines in a row is not moved again, unless it is a suspect, which is tested."""
 CHOICES_PER_TURN = 64
 MAX_UNANSWERED = 128
 """Choices moved to one engine that it has not answered yet."""
@@ -78,6 +77,7 @@ class Mover:
         self._clock = clock
         self._waiting: dict[Journey, None] = {}
         """In the order in which they lost their engines."""
+        self._inquiry = DeathInquiry()
         self._unanswered: Counter[EngineClient] = Counter()
         """Engine -> choices moved to it that it has not answered."""
         self._news = asyncio.Event()
@@ -87,21 +87,17 @@ class Mover:
         """Number of choices that wait for an engine."""
         return len(self._waiting)
 
+    def on_death(self, journey: Journey, loss: EngineLoss) -> None:
+        """Note that an engine has died while a choice, which may be the reason, was computed there."""
+        self._inquiry.note_lost(journey, loss)
+
     def on_lost(self, journey: Journey, loss: EngineLoss) -> None:
         """Take a choice whose engine is gone."""
         if self._terms.policy == "never":
             journey.choice.on_engine_lost(loss.why)
             return
         journey.note_lost(loss)
-        if journey.num_deaths >= MAX_DEATHS:
-            self._count(journey, "suspected")
-            journey.choice.on_error(
-                EngineFailure(
-                    f"{loss.why}; it is the second engine in a row to die while this request was in flight, "
-                    "which is not moved again"
-                )
-            )
-        elif journey.num_losses >= MAX_LOSSES:
+        if journey.num_losses >= MAX_LOSSES and journey.num_deaths < SUSPECT_DEATHS:
             self._fail(journey, f"{loss.why}, the last of {journey.num_losses} in a row")
         else:
             self._wait(journey)
@@ -151,6 +147,8 @@ class Mover:
             now = self._clock()
             self._watch_engines(now, is_late=now - watched_at > tick_s + _STALL_S)
             watched_at = now
+            for journey in self._inquiry.review():
+                self._convict(journey)
             if self._waiting:
                 self._give_up_late(now)
                 await self._move()
@@ -198,6 +196,7 @@ class Mover:
         The choices of one request that go to one engine are together.
         """
         now = self._clock()
+        self._inquiry.begin_turn()
         ready = [journey for journey in self._waiting if journey.not_before <= now]
         ready.sort(key=lambda journey: not journey.emitted)
         groups: dict[tuple[object, ...], list[Journey]] = {}
@@ -212,13 +211,15 @@ class Mover:
                 wish = self._wish_of(journey)
                 if wish not in candidates:
                     candidates[wish] = self._find_candidates(journey, num_chosen)
-                engine = self._choose_among(candidates[wish], journey)
+                engines = self._inquiry.admissible(journey, candidates[wish])
+                engine = self._choose_among(engines, journey)
                 if engine is None:
                     self._note_no_engine(journey)
                     continue
                 groups[key], chosen[key] = [], engine
             groups[key].append(journey)
             engine = chosen[key]
+            self._inquiry.note_chosen(journey, engine)
             num_chosen[engine] += 1
             if self._unanswered[engine] + num_chosen[engine] >= MAX_UNANSWERED:
                 candidates.clear()  # it is full
@@ -344,6 +345,19 @@ class Mover:
             reasons = self._excluded(journey, Counter())
             why = self._router.why_none(journey.submission.wanted, journey.needs, reasons)
             self._fail(journey, f"{journey.loss.why}; no engine could go on within {timeout_s:g} s ({why})")
+
+    def _convict(self, journey: Journey) -> None:
+        """End a choice that engines die of."""
+        if journey not in self._waiting:
+            return  # it has ended
+        self.forget(journey)
+        self._count(journey, "suspected")
+        journey.choice.on_error(
+            EngineFailure(
+                f"{journey.loss.why}; it is engine number {journey.num_deaths} in a row to die while this request was "
+                "computed, the last time with no other suspect beside it: it is not moved again"
+            )
+        )
 
     def _fail(self, journey: Journey, why: str) -> None:
         self.forget(journey)
