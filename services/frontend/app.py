@@ -13,7 +13,8 @@ import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 
@@ -38,6 +39,7 @@ from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineGauges, FrontendMetrics, VllmNames
 from triptych.rpc import collector
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
+from triptych.rpc.open_files import fit_connections, raise_file_limit
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.rpc.tls import ServerTls, create_client_tls
@@ -53,7 +55,8 @@ log = logging.getLogger(__name__)
 # A thread that tokenizes or decodes would keep the GIL from the loop for 5 ms at a time: beside a long decode
 # the median delay of the loop measured 3.1 ms at the default and 0.9 ms at this.
 _SWITCH_INTERVAL_S = 0.0005
-_MAX_ADMIN_CONNECTIONS = 256
+_ADDRESSES = 8  # that take all connections at the default of frontend.max_connections_per_address
+_MAX_ADMIN_CONNECTIONS = 128  # on each of the two ports
 
 
 class FrontendApp(ServiceApp):
@@ -64,6 +67,7 @@ class FrontendApp(ServiceApp):
     exit_codes = ((TriptychError, ExitCode.MISCONFIGURED),)
 
     def __init__(self, config: EngineConfig) -> None:
+        config = _with_connections_that_fit(config)
         super().__init__(config)
         self._started_at = time.monotonic()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -134,7 +138,11 @@ class FrontendApp(ServiceApp):
             app,
             config.host,
             config.http_port,
-            limits=ConnectionLimits(config.client_timeout_s, config.max_connections),
+            limits=ConnectionLimits(
+                config.client_timeout_s,
+                config.max_connections,
+                config.max_connections_per_address or max(1, config.max_connections // _ADDRESSES),
+            ),
             tls=self.server_tls,
         )
         return await self._serve("http", server)
@@ -226,6 +234,19 @@ def _create_discovery(config: EngineConfig, router: Router, status_watch: Status
     return EngineDiscovery(config.frontend.engine_addresses, router, create, work=work)
 
 
+def _with_connections_that_fit(config: EngineConfig) -> EngineConfig:
+    """Return the config with as many connections as may be open files.
+
+    Raises:
+        ConfigError: Not even a few are.
+    """
+    names = ["max_grpc_connections", *(["max_connections"] if config.frontend.serve_http else [])]
+    wanted = {f"frontend.{name}": getattr(config.frontend, name) for name in names}
+    fitting = fit_connections(wanted, raise_file_limit())
+    changed: dict[str, Any] = {name: fitting[f"frontend.{name}"] for name in names}
+    return replace(config, frontend=replace(config.frontend, **changed))
+
+
 def _read_aliases(text: str) -> dict[str, str]:
     """Return other names of models, with the names that engines have for them."""
     aliases = {}
@@ -260,6 +281,9 @@ def create_server(
         other_services={MODEL_SERVICE: True},  # it answers without an engine
         limit_bytes=PUBLIC_MESSAGE_BYTES,
         max_connection_age_s=config.max_connection_age_s,
+        max_connections=config.max_grpc_connections,
+        max_calls_per_connection=config.max_calls_per_connection,
+        client_timeout_s=config.client_timeout_s,
         interceptors=() if keys is None else (KeyInterceptor(keys),),
         tls=tls,
     )
@@ -279,6 +303,7 @@ def create_admin_server(
     server = RpcServer(
         services=(ADMIN_SERVICE,),
         limit_bytes=PUBLIC_MESSAGE_BYTES,
+        max_connections=_MAX_ADMIN_CONNECTIONS,
         interceptors=(AuditInterceptor(), *asks_key),
         tls=tls,
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -56,7 +59,10 @@ class Process:
 
 
 @asynccontextmanager
-async def start(tmp_path: Path, model: str, **flags: str) -> AsyncIterator[Process]:
+async def start(
+    tmp_path: Path, model: str, *, num_files: tuple[int, int] | None = None, **flags: str
+) -> AsyncIterator[Process]:
+    """`num_files`: soft and hard limit of open files."""
     ready_file = tmp_path / "ready.json"
     options = (
         FREE_PORTS | {"model.model": model} | {name.replace("__", "."): text for name, text in flags.items()}
@@ -69,6 +75,9 @@ async def start(tmp_path: Path, model: str, **flags: str) -> AsyncIterator[Proce
         *(f"--{name.replace('_', '-')}={text}" for name, text in options.items()),
         stderr=asyncio.subprocess.PIPE,
         env={key: text for key, text in os.environ.items() if not key.startswith("TRIPTYCH_")},
+        preexec_fn=None
+        if num_files is None
+        else functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, num_files),
     )
     try:
         yield Process(process, ready_file)
@@ -187,3 +196,38 @@ async def test_a_model_that_cannot_be_had_ends_the_process_in_one_line(tmp_path:
     assert "cannot serve: model: " in stderr
     assert "nowhere.gguf" in stderr
     assert "Traceback" not in stderr
+
+
+async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
+    """Hundreds from several addresses to each port, where 700 files may be open and no more."""
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine())
+        frontend = await stack.enter_async_context(
+            start(
+                tmp_path,
+                str(write_model_directory(tmp_path)),
+                num_files=(256, 700),
+                frontend__engine_addresses=engine.address,
+            )
+        )
+        ports = await frontend.ports()
+        held = []
+        for number in range(300):
+            for port in ("http_port", "port"):
+                held.append(stack.enter_context(socket.socket()))
+                held[-1].bind((f"127.0.1.{number % 16 + 1}", 0))
+                held[-1].settimeout(5)
+                with contextlib.suppress(OSError):
+                    held[-1].connect(("127.0.0.1", ports[port]))
+        async with httpx.AsyncClient(timeout=START_S) as http:
+            base = f"http://127.0.0.1:{ports['http_port']}"
+            assert (await http.get(f"{base}/health")).status_code == 200
+        for connection in held[1::2]:
+            connection.close()
+        async with open_channel(f"127.0.0.1:{ports['port']}") as channel:
+            await until_ready(channel)
+        frontend.process.send_signal(signal.SIGTERM)
+        code, text = await frontend.end()
+    assert code == 0
+    assert "frontend.max_grpc_connections 4096, frontend.max_connections 8192 do not fit: 700 files" in text
+    assert "Too many open files" not in text

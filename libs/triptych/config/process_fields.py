@@ -149,7 +149,27 @@ class FrontendConfig:
         ge=0,
     )
     max_connections: int = value(
-        8192, "HTTP connections at once; one more is answered 503 and closed.", FRONTEND, ge=1
+        8192,
+        "HTTP connections at once. One more takes the place of the one that has waited longest for a request; if all "
+        "are being answered, it gets 503. Fewer, with a warning, where the limit of open files is lower.",
+        FRONTEND,
+        ge=1,
+    )
+    max_connections_per_address: int = value(
+        0,
+        "HTTP connections at once from one address (a /64 of IPv6); one more gets 429. 0: an eighth of "
+        "`frontend.max_connections`. Behind a proxy, which has one address for all clients: as many as of all.",
+        FRONTEND,
+        ge=0,
+    )
+    max_grpc_connections: int = value(
+        4096, "gRPC connections at once to the public port; one more is closed.", FRONTEND, ge=1
+    )
+    max_calls_per_connection: int = value(
+        4096,
+        "Calls at once on one gRPC connection to the public port; clients let more of them wait.",
+        FRONTEND,
+        ge=1,
     )
     api_keys_file: str = value(
         "",

@@ -26,6 +26,7 @@ from triptych.rpc.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
+_MAX_CALLS = 4096  # each costs its server some kilobytes, whatever it waits for
 _HEALTH_SET_TIMEOUT_S = 1.0  # a watcher that does not read holds health's lock
 
 
@@ -43,6 +44,9 @@ class RpcServer:
         limit_bytes: int,
         other_services: Mapping[str, bool] = MappingProxyType({}),
         max_connection_age_s: float = 0.0,
+        max_connections: int = 0,
+        max_calls_per_connection: int = _MAX_CALLS,
+        client_timeout_s: float = 0.0,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: ServerTls | None = None,
     ) -> None:
@@ -52,18 +56,26 @@ class RpcServer:
             services: Full names of the services that are healthy while `set_ready` says so.
             other_services: Full names of services with a health of their own, and whether that is SERVING.
             max_connection_age_s: Connections are asked to end after so long; their calls finish. 0: never.
+            max_connections: One more is closed. 0: any number.
+            max_calls_per_connection: Clients let more of them wait (HTTP/2's MAX_CONCURRENT_STREAMS).
+            client_timeout_s: Connections end that take longer to say hello. 0: gRPC's own limit.
             interceptors: In front of those that every server has, outermost first.
             tls: None: plain text.
         """
         self._tls = tls
-        age = (("grpc.max_connection_age_ms", round(max_connection_age_s * 1000)),)
+        optional = {
+            "grpc.max_connection_age_ms": round(max_connection_age_s * 1000),
+            "grpc.max_allowed_incoming_connections": max_connections,
+            "grpc.server_handshake_timeout_ms": round(client_timeout_s * 1000),
+        }
         self.grpc = grpc.aio.server(
             interceptors=(*interceptors, *SERVER_INTERCEPTORS),
             options=(
                 *message_limits(limit_bytes),
                 *KEEPALIVE,
                 ("grpc.so_reuseport", 0),
-                *(age if max_connection_age_s else ()),
+                ("grpc.max_concurrent_streams", max_calls_per_connection),
+                *((name, value) for name, value in optional.items() if value),
             ),
         )
         self._other_services = dict(other_services)

@@ -21,6 +21,7 @@ from triptych.errors import ConfigError
 from triptych.observe import logging as observe_logging
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics_server import MetricsServer
+from triptych.rpc.open_files import raise_file_limit
 from triptych.rpc.server import RpcServer, is_loopback, stop_event, write_ready_file
 from triptych.rpc.tls import create_server_tls
 from triptych.types.exit_codes import ExitCode
@@ -107,6 +108,7 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
     observe_logging.configure(config.log, create.log_name(config))
     if failpoints.ARMED:
         log.warning("%s is set: this process will fail on purpose", failpoints.ENV)
+    raise_file_limit()
     stop = stop_event()
     app = create(config)
     section = getattr(config, app.section)
