@@ -22,6 +22,7 @@ from services.worker.runner.cuda.graph_recorder import Cut, Replay
 from services.worker.runner.cuda.inputs import DeviceInputs
 from services.worker.runner.graph_sizes import decode_buckets
 from services.worker.runner.model_runner import ModelRunner
+from services.worker.service.runner_app import RunnerApp
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
@@ -219,9 +220,40 @@ def test_a_decode_graph_without_memory_is_logged_and_skipped(
     ]
 
 
-def test_an_unrecordable_model_names_enforce_eager(recorder: FakeRecorder) -> None:
-    recorder.failure = RuntimeError("operation not permitted when stream is capturing")
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RuntimeError("operation not permitted when stream is capturing"),
+        torch.AcceleratorError(
+            "CUDA error: operation not permitted when stream is capturing\nCompile with …"
+        ),
+        RuntimeError("CUDA error: dependency created on uncaptured work in another stream"),
+    ],
+    ids=["words", "torch", "older torch"],
+)
+def test_an_unrecordable_model_names_enforce_eager(recorder: FakeRecorder, failure: RuntimeError) -> None:
+    recorder.failure = failure
     runner, _ = echo_runner()
     runner.execute(step_plan(1, new=[new_row(0, [1, 2], [1])], chunks={0: 2}))
-    with pytest.raises(ConfigError, match=r"enforce_eager: .* not permitted when stream is capturing.* true"):
+    with pytest.raises(ConfigError, match=r"enforce_eager: .*captur.* true"):
         runner.execute(step_plan(2))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+        torch.AcceleratorError("CUDA error: unspecified launch failure\nwhile capturing, see …"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ],
+    ids=["memory", "launch", "triton"],
+)
+def test_a_device_lost_at_capture_is_no_mistake_of_the_config(
+    recorder: FakeRecorder, failure: RuntimeError
+) -> None:
+    recorder.failure = failure
+    runner, _ = echo_runner()
+    with pytest.raises(type(failure)) as raised:
+        runner.capture_graphs(lambda _: None)
+    assert raised.value is failure
+    assert not any(isinstance(failure, kind) for kind, _ in RunnerApp.exit_codes), "a restart may help"

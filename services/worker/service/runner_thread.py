@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from services.worker.runner.base import PendingStep, PhaseChange, Runner, do_nothing
+from services.worker.runner.device_loss import is_device_lost
 from services.worker.service.watchdog import StepClock
 from triptych.errors import EngineFailure, ProtocolViolation, RankUnavailable, TriptychError
 from triptych.types.facts import SleepLevel
@@ -40,8 +41,6 @@ log = logging.getLogger(__name__)
 
 Deliver = Callable[[StepResult | Exception], None]
 T = TypeVar("T")
-
-_LOST_DEVICE = ("CUDA error", "Triton Error [CUDA]")  # how torch, cuBLAS by way of torch, and Triton begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,7 @@ class RunnerThread:
             runner,
             self.steps,
             self._post,
-            is_fatal=_ends_a_group if self._is_one_of_several else _is_device_lost,
+            is_fatal=_ends_a_group if self._is_one_of_several else is_device_lost,
         )
         while True:
             item, idle_ns = self._next_item(steps)
@@ -383,20 +382,6 @@ def _ends_a_group(error: Exception) -> bool:
     """Whether other ranks may be in the middle of a step that has failed here. A plan is refused by all ranks, before
     any of them computes."""
     return not isinstance(error, ProtocolViolation)
-
-
-def _is_device_lost(error: BaseException | None) -> bool:
-    """Whether the device's context is unusable from now on, as after an illegal access or a failed launch.
-
-    This module must not import torch, which a simulation does without, so the class is known by its name.
-    """
-    while error is not None:
-        if isinstance(error, RuntimeError) and (
-            type(error).__name__ == "AcceleratorError" or str(error).startswith(_LOST_DEVICE)
-        ):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _is_done(pending: PendingStep) -> bool:

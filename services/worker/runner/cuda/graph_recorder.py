@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from services.worker.runner.device_loss import is_lost_at_capture
 from triptych.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ def record_if_it_fits(
         what: Name of the recorded steps, for messages.
 
     Raises:
-        ConfigError: An operation cannot be recorded.
+        ConfigError: An operation cannot be recorded, so a restart does not help.
+        RuntimeError: The device is lost.
     """
     started = time.perf_counter()
     try:
@@ -120,8 +122,11 @@ def record_if_it_fits(
         )
         return None
     except RuntimeError as error:
+        if is_lost_at_capture(error):
+            raise
+        reason = str(error).partition("\n")[0]  # below it is torch's advice for those who develop it
         raise ConfigError(
-            f"worker.enforce_eager: {what} of this model cannot be captured as CUDA graphs ({error}); set it to true"
+            f"worker.enforce_eager: {what} of this model cannot be captured as CUDA graphs ({reason}); set it to true"
         ) from error
     log.debug(
         "captured %s in %.0f ms; graphs hold %.0f MiB",
