@@ -77,9 +77,7 @@ class RequestRecord:
             self._num_counted += num_tokens
             metrics.generation_tokens.inc(num_tokens)
             if last is not None:
-                gap_s = (now - last) / num_tokens
-                for _ in range(num_tokens):
-                    metrics.inter_token_latency.observe(gap_s)
+                metrics.inter_token_latency.observe((now - last) / num_tokens, num_tokens)
 
     def note_first_token(self, ns_in_engine: int) -> None:
         """The engine had the first token of an answer that is not streamed so long after it took the request."""

@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from triptych.observe.counted_histogram import CountedHistogram, CountedSamples
 from triptych.types.facts import EngineStatus
 
 _FRONTEND = "triptych_frontend_"
@@ -35,7 +36,7 @@ class FrontendMetrics:
     request_success: Counter
     moves: Counter
     time_to_first_token: Histogram
-    inter_token_latency: Histogram
+    inter_token_latency: CountedHistogram
     time_per_output_token: Histogram
     e2e_latency: Histogram
     queue_time: Histogram
@@ -74,10 +75,12 @@ class FrontendMetrics:
                 "outcome",
             ),
             time_to_first_token=histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
-            inter_token_latency=histogram(
-                "inter_token_latency_seconds",
+            inter_token_latency=CountedHistogram(
+                f"{_FRONTEND}inter_token_latency_seconds",
                 "Between two tokens of a streamed choice; tokens that leave together share their time.",
-                _TOKEN_SECONDS,
+                "model_name",
+                buckets=_TOKEN_SECONDS,
+                registry=registry,
             ),
             time_per_output_token=histogram(
                 "request_time_per_output_token_seconds",
@@ -121,7 +124,7 @@ class ModelMetrics:
     prompt_tokens: Counter
     generation_tokens: Counter
     time_to_first_token: Histogram
-    inter_token_latency: Histogram
+    inter_token_latency: CountedSamples
     time_per_output_token: Histogram
     e2e_latency: Histogram
     queue_time: Histogram
