@@ -35,6 +35,8 @@ class Kernel:
     fields: tuple[str, ...]
     """In their order in the struct. The field of a struct inside is `inner_field`."""
     layout: struct.Struct
+    writable: frozenset[str]
+    """The fields with addresses of what the function may write. It only reads what is at the others."""
 
     def pack(
         self, operands: Mapping[str, Operand], address_of: Callable[[Tensor], int] = Tensor.data_ptr
@@ -115,8 +117,10 @@ def find_kernel(isa: str, name: str) -> Kernel:
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
     list_fields.argtypes, list_fields.restype = [], ctypes.POINTER(_Field)
     fields: list[str] = []
-    kinds = ""
+    kinds, writable = "", set[str]()
     for field in takewhile(lambda field: field.name, list_fields()):
         fields.append(field.name.decode().replace(".", "_"))
         kinds += chr(field.kind)
-    return Kernel(name, function, tuple(fields), struct.Struct(kinds))
+        if chr(field.kind) == "P":
+            writable.add(fields[-1])
+    return Kernel(name, function, tuple(fields), struct.Struct(kinds), frozenset(writable))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from triptych_kernels.cpu.launch import Operand, find_kernel, recorders
 from triptych_kernels.cpu.library import isa, load, raise_failure
@@ -92,14 +93,16 @@ class Recording:
         """Record one call. Storages not seen before are its results, with as many rows as `filled_like`.
 
         Raises:
-            NotRecordable: A number of rows comes from a tensor that no recorded call has filled.
+            NotRecordable: It reads a tensor, or takes a number of rows from one, that no recorded call has filled.
         """
         count, filled_count = self._count_of(kernel, rows), self._count_of(kernel, filled_like)
-        number = len(self._calls)
-        for operand in operands.values():
+        number, writable = len(self._calls), find_kernel(isa(), kernel).writable
+        for name, operand in operands.items():
             if not isinstance(operand, Tensor) or operand.device.type != "meta":
                 continue
             storage = operand.untyped_storage()
+            if storage._cdata not in self._buffers and name not in writable:
+                raise NotRecordable(f"{kernel}: no recorded call has filled its operand {name}")
             known = self._buffers.setdefault(
                 storage._cdata, _Buffer(storage, filled_count, storage.nbytes(), number, number)
             )
@@ -222,7 +225,10 @@ def _recording_into(recording: Recording) -> Iterator[None]:
 
 
 class _RefuseOthers(TorchDispatchMode):
-    """A mode in which torch makes only views and empty tensors."""
+    """A mode in which torch makes only views and empty tensors.
+
+    Some operations, `reshape` among them, are called views and copy where the strides do not allow a view.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -232,9 +238,19 @@ class _RefuseOthers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not func.is_view and func.name().partition(".")[0] not in _ALLOCATIONS:
-            raise NotRecordable(f"{func.name()} has no native kernel")
-        return func(*args, **(kwargs or {}))
+        name = func.name()
+        is_allocation = name.partition(".")[0] in _ALLOCATIONS
+        if not func.is_view and not is_allocation:
+            raise NotRecordable(f"{name} has no native kernel")
+        result = func(*args, **(kwargs or {}))
+        if not is_allocation and not _storages(result) <= _storages((args, kwargs)):
+            raise NotRecordable(f"{name} copies here, and a copy has no native kernel")
+        return result
+
+
+def _storages(value: Any) -> set[int]:
+    """Return the identities of the storages of all tensors in nested sequences and mappings."""
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
 
 
 def _place(buffers: Sequence[_Buffer]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -139,3 +140,43 @@ def test_operands_must_be_the_fields_of_the_struct() -> None:
             launch("gather_rows", rows, **wrong)
     with pytest.raises(struct.error):
         launch("gather_rows", rows, **operands | {"row_bytes": 16.0})
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_copy_that_is_called_a_view_is_refused(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    memory, weight = torch.rand(4, 6), torch.ones(6)
+
+    def forward(recording: Recording) -> tuple[Tensor, ...]:
+        x = recording.input(memory, count="tokens")
+        swapped = x.view(4, 2, 3).transpose(1, 2).reshape(4, 6)  # cannot be a view
+        return rms_norm(x, weight, 1e-6, swapped)
+
+    with mode(), pytest.raises(NotRecordable):
+        record(forward)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_views_of_every_kind_are_recorded(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    memory, weight = torch.rand(4, 12), torch.ones(6)
+
+    def forward(recording: Recording) -> tuple[Tensor, ...]:
+        x = recording.input(memory, count="tokens")
+        left, right = x.split(6, dim=-1)
+        return (rms_norm(left, weight, 1e-6), rms_norm(right.reshape(4, 6).unsqueeze(1), weight, 1e-6))
+
+    with mode():
+        program = record(forward)
+        program.run({"tokens": 4})
+        for output, part in zip(program.outputs, memory.split(6, dim=-1), strict=True):
+            torch.testing.assert_close(output.view(4, 6), rms_norm(part.contiguous(), weight, 1e-6))
+
+
+def test_an_operand_that_nothing_has_filled_is_refused_by_name() -> None:
+    memory, weight = torch.rand(4, 6), torch.ones(6)
+
+    def forward(recording: Recording) -> tuple[Tensor, ...]:
+        x = recording.input(memory, count="tokens")
+        return rms_norm(x, weight, 1e-6, torch.empty(4, 6, device="meta"))
+
+    with pytest.raises(NotRecordable, match="rms_norm: no recorded call has filled its operand residual"):
+        record(forward)

@@ -56,13 +56,13 @@ struct Refused {
 struct Field {
   const char* name;
   int64_t offset;
-  int64_t kind;  // a letter of Python's struct module
+  int64_t kind;  // a letter of Python's struct module; P is the address of what a kernel may write, Q of what it reads
 };
 
 template <typename T>
 constexpr char kind_of() {
   static_assert(sizeof(T) == 8, "fields have 8 bytes");
-  if (std::is_pointer_v<T>) return 'P';
+  if (std::is_pointer_v<T>) return std::is_const_v<std::remove_pointer_t<T>> ? 'Q' : 'P';
   return std::is_floating_point_v<T> ? 'd' : 'q';
 }
 
