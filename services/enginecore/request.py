@@ -71,6 +71,10 @@ class Request:
     """Slot of its row in the worker, while it runs or drains."""
     slot_version: int = 0
     """Version of that row."""
+    num_deferrals: int = 0
+    """Times that the worker was not ready to sample it."""
+    deferred_until: float = 0.0
+    """Seconds on the scheduler's clock at which a deferred request is tried again."""
     num_in_flight: int = 0
     """Results still to come while it drains."""
     num_cached_tokens: int = 0

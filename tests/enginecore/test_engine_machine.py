@@ -96,6 +96,8 @@ class EngineMachine(RuleBasedStateMachine):
         """Session to the hashes that it was told are cached."""
         self.num_sessions = self.num_submitted = 0
         self.is_paused = False
+        self.deferred_slots: tuple[int, ...] = ()
+        """Slots that the worker is not ready to sample in the next step."""
         self.poison: set[Key] = set()
         self.expected: dict[Key, tuple[list[int], FinishReason]] = {}
         self.tokens: dict[Key, list[int]] = {}
@@ -194,7 +196,12 @@ class EngineMachine(RuleBasedStateMachine):
         if any(row.token_ids[: len(POISON)].tolist() == POISON for row in plan.new_rows):
             self.lose_worker(boot_id=f"{self.facts.boot_id}1", is_crash=True)
             return
-        self.engine.apply(self.worker.execute(self.plans.popleft()))
+        self.engine.apply(self.worker.execute(self.plans.popleft(), deferred_slots=self.deferred_slots))
+        self.deferred_slots = ()
+
+    @rule(slots=st.lists(st.integers(0, 3), max_size=3, unique=True))
+    def defer_rows_of_the_next_step(self, slots: list[int]) -> None:
+        self.deferred_slots = tuple(slots)
 
     @rule(num_steps=st.integers(1, 50), steps_in_flight=st.integers(1, MOST_IN_FLIGHT))
     def run_for_a_while(self, num_steps: int, steps_in_flight: int) -> None:

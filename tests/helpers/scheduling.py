@@ -27,6 +27,7 @@ from triptych.types.step import (
     NewRow,
     PromptLogprobs,
     RowError,
+    RowErrorCode,
     RowKey,
     StepPlan,
     StepResult,
@@ -196,6 +197,7 @@ class NaiveWorker:
         failing_slots: Sequence[int] = (),
         refused_slots: Sequence[int] = (),
         spoiled_slots: Sequence[int] = (),
+        deferred_slots: Sequence[int] = (),
     ) -> StepResult:
         """Return the tokens of each slot that reaches the end of what is known.
 
@@ -203,6 +205,7 @@ class NaiveWorker:
             failing_slots: They err instead, and write garbage.
             refused_slots: They err instead, for their client's sake.
             spoiled_slots: They write garbage, and do not notice.
+            deferred_slots: They get no token where they sample, and go on from a wrong one until they are removed.
         """
         assert plan.step_id == self._last_step_id + 1, "step ids are dense"
         self._last_step_id = plan.step_id
@@ -234,8 +237,12 @@ class NaiveWorker:
             elif slot in refused_slots and span:
                 errors[row.new.key] = RowError.of_client("sampling: made to be refused")
             if span and row.num_computed == len(row.tokens):
-                is_failing = slot in (*failing_slots, *refused_slots)
-                drawn = self._draw(row, limits.get(slot, 1), is_misled=slot in misled)
+                is_deferred = slot in deferred_slots and row.new.key not in errors
+                is_failing = slot in (*failing_slots, *refused_slots) or is_deferred
+                if is_deferred:
+                    assert plan.may_defer_rows
+                    errors[row.new.key] = RowError("made to wait", RowErrorCode.NOT_READY, kv_is_valid=True)
+                drawn = self._draw(row, limits.get(slot, 1), is_misled=slot in misled or is_deferred)
                 token_ids += [] if is_failing else drawn
                 token_counts.append(0 if is_failing else len(drawn))
         return StepResult(

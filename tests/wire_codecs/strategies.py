@@ -243,6 +243,7 @@ def plans(draw: Any) -> StepPlan:
             sample_limits=u32_column(num_samples),
             num_tokens=u32,
             kv_orders=st.none() | kv_strategies.orders,
+            may_defer_rows=st.booleans(),
         )
     )
 
@@ -268,7 +269,13 @@ def results(draw: Any) -> StepResult:
                 max_size=2,
             ),
             timings=build(
-                StepTimings, prepare_ns=u64, forward_ns=u64, sample_ns=u64, idle_ns=u64, gap_ns=u64
+                StepTimings,
+                prepare_ns=u64,
+                forward_ns=u64,
+                sample_ns=u64,
+                idle_ns=u64,
+                gap_ns=u64,
+                mask_ns=u64,
             ),
         )
     )

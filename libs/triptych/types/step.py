@@ -151,6 +151,8 @@ class StepPlan:
     """Tokens computed in this step at most, for logs and metrics."""
     kv_orders: KvOrders | None = None
     """The changes of transfers of KV blocks; None: there are none. A step may hold nothing else."""
+    may_defer_rows: bool = False
+    """Whether rows that cannot be sampled yet are left out, with `RowErrorCode.NOT_READY`. False: the step waits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,6 +212,8 @@ class RowErrorCode(Enum):
     """The operator."""
     INVALID_REQUEST = auto()
     """The client, with other parameters. The message begins with the field and a colon."""
+    NOT_READY = auto()
+    """Nobody: its form is still being compiled. The row has not failed; the engine plans it again, a little later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,11 @@ class RowError:
         """Return the failure of a row for which no token can be chosen as its client asked; its KV is valid."""
         return cls(message, RowErrorCode.INVALID_REQUEST, kv_is_valid=True)
 
+    @property
+    def is_deferral(self) -> bool:
+        """Whether the row has not failed, but is to be planned again."""
+        return self.code is RowErrorCode.NOT_READY
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
@@ -241,6 +250,8 @@ class StepTimings:
     gap_ns: int = 0
     """Between the last kernel of the step before and the first of this one, by the device's clock; a wait for a plan
     is part of it. 0: the device does not measure it."""
+    mask_ns: int = 0
+    """Spent on the masks of forms. A part of `sample_ns`, or of `prepare_ns` on an asynchronous device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,6 +31,7 @@ _T = TypeVar("_T")
 _CODE_TO_PROTO = {
     RowErrorCode.ENGINE_FAILURE: step_pb2.ROW_ERROR_CODE_ENGINE_FAILURE,
     RowErrorCode.INVALID_REQUEST: step_pb2.ROW_ERROR_CODE_INVALID_REQUEST,
+    RowErrorCode.NOT_READY: step_pb2.ROW_ERROR_CODE_NOT_READY,
 }
 _PROTO_TO_CODE = {number: code for code, number in _CODE_TO_PROTO.items()}
 
@@ -56,6 +57,7 @@ def result_to_proto(result: StepResult) -> step_pb2.Result:
         sample_ns=timings.sample_ns,
         idle_ns=timings.idle_ns,
         gap_ns=timings.gap_ns,
+        mask_ns=timings.mask_ns,
         prompt_logprobs=[
             step_pb2.RowPromptLogprobs(row=_key_to_proto(key), logprobs=prompt_logprobs_to_proto(entries))
             for key, entries in result.prompt_logprobs.items()
@@ -77,7 +79,12 @@ def result_from_proto(message: step_pb2.Result) -> StepResult:
         logprobs=logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
         row_errors=_table_from_proto("row_errors", message.row_errors, _row_error_from_proto),
         timings=StepTimings(
-            message.prepare_ns, message.forward_ns, message.sample_ns, message.idle_ns, message.gap_ns
+            prepare_ns=message.prepare_ns,
+            forward_ns=message.forward_ns,
+            sample_ns=message.sample_ns,
+            idle_ns=message.idle_ns,
+            gap_ns=message.gap_ns,
+            mask_ns=message.mask_ns,
         ),
         prompt_logprobs=_table_from_proto(
             "prompt_logprobs",

@@ -61,6 +61,7 @@ class StepEncoder:
             sample_limits=u32_to_bytes(plan.sample_limits),
             num_tokens=plan.num_tokens,
             kv_orders=orders_to_proto(plan.kv_orders),
+            may_defer_rows=plan.may_defer_rows,
         )
 
 
@@ -97,6 +98,7 @@ class StepDecoder:
             sample_limits=u32_from_bytes(message.sample_limits),
             num_tokens=message.num_tokens,
             kv_orders=orders_from_proto(message.kv_orders) if message.HasField("kv_orders") else None,
+            may_defer_rows=message.may_defer_rows,
         )
         check_equal_lengths(chunk_slots=plan.chunk_slots, chunk_lengths=plan.chunk_lengths)
         check_equal_lengths(block_slots=plan.block_slots, block_ids=plan.block_ids)

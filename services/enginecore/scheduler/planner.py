@@ -149,6 +149,7 @@ class StepBuilder:
             sample_limits=sample_limits,
             num_tokens=self.num_tokens,
             kv_orders=kv_orders,
+            may_defer_rows=True,
         )
 
 

@@ -18,6 +18,12 @@ from services.enginecore.scheduler.shared_prompts import SharedPrompts
 from services.enginecore.scheduler.waiting_queue import WaitingQueue, WaitsFor
 from triptych.types.step import NewRow, RowKey, empty_u32
 
+# Between the attempts to sample a request whose form is not compiled. A usual form takes milliseconds, the slowest that
+# a frontend lets pass some seconds; each attempt computes the end of its tokens again.
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.5
+_MAX_DOUBLINGS = 10
+
 
 class RequestStates:
     """All requests that have not ended. The scheduler owns it and decides which of them move.
@@ -60,6 +66,8 @@ class RequestStates:
         self._id_to_num_alive: dict[tuple[int, str, str], int] = {}
         """Session, tenant and request_id -> choices that have not ended."""
         self._deadlines: LazyHeap[Request] = LazyHeap(_by_deadline)
+        self._deferred: LazyHeap[Request] = LazyHeap(_by_deferral)
+        """Requests that wait for the worker to compile their form."""
         self._num_arrivals = 0
 
     def __len__(self) -> int:
@@ -82,7 +90,8 @@ class RequestStates:
     @property
     def num_entries(self) -> int:
         """Number of entries in all heaps, those of requests that left included."""
-        return self._deadlines.num_entries + self.waiting.num_entries + self.shares.num_entries
+        queues = (self._deadlines, self._deferred, self.waiting, self.shares)
+        return sum(queue.num_entries for queue in queues)
 
     def has_id_of(self, request: Request) -> bool:
         """Return whether the session has a request of the same tenant and request_id."""
@@ -161,6 +170,7 @@ class RequestStates:
         self.shared_prompts = previous.shared_prompts
         self._alive, self._id_to_num_alive = previous._alive, previous._id_to_num_alive
         self._deadlines, self._num_arrivals = previous._deadlines, previous._num_arrivals
+        self._deferred = previous._deferred
         self.num_content_bytes = previous.num_content_bytes
 
     def settle(self) -> None:
@@ -279,6 +289,29 @@ class RequestStates:
         request.num_in_flight = 0
         self._wait(request)
 
+    def defer(self, request: Request, now: float) -> None:
+        """Take a started request off whose form the worker has not compiled yet, and try it again after a pause.
+
+        The KV of its known tokens is valid. Tokens in flight are lost: the worker had none to go on from.
+        """
+        if request.is_draining:
+            self.finish_draining(request)
+            self.waiting.hold(request, WaitsFor.FORM)
+        else:
+            self._take_off(request)
+            request.num_in_flight = 0
+            self._wait(request, waits_for=WaitsFor.FORM)
+        pause_s = min(_FIRST_PAUSE_S * 2**request.num_deferrals, _LONGEST_PAUSE_S)
+        request.num_deferrals = min(request.num_deferrals + 1, _MAX_DOUBLINGS)
+        request.deferred_until = now + pause_s
+        self._deferred.push(request)
+
+    def retry_deferred(self, now: float) -> None:
+        """Let deferred requests be admitted whose pause is over."""
+        while (request := self._deferred.peek()) is not None and request.deferred_until <= now:
+            self._deferred.discard(request)
+            self.waiting.release(request, WaitsFor.FORM)
+
     def end(self, request: Request, now: float, *, is_trusted: bool = True) -> None:
         """Remove a request, whatever its state.
 
@@ -298,6 +331,7 @@ class RequestStates:
         self.shared_prompts.end(request)
         self.shares.close(request)
         self._deadlines.discard(request)
+        self._deferred.discard(request)
         del self._alive[request.session, request.number]
         key = _id_of(request)
         self._id_to_num_alive[key] -= 1
@@ -324,6 +358,8 @@ class RequestStates:
         num_bytes = sum({_id_of(request): request.content.num_bytes for request in self}.values())
         assert num_bytes == self.num_content_bytes, f"{num_bytes} bytes, {self.num_content_bytes} are noted"
         assert len(running) + len(self.waiting) == len(self._alive), "a request is lost"
+        held = self.waiting.held_for(WaitsFor.FORM)
+        assert held == set(self._deferred), "deferred requests are never tried again"
         draining = {request for request in self if request.is_draining}
         assert draining == set(self.draining.values()), "draining requests are lost, or not draining"
         for request in self:
@@ -371,6 +407,10 @@ class RequestStates:
 
 def _id_of(request: Request) -> tuple[int, str, str]:
     return request.session, request.tenant, request.request_id
+
+
+def _by_deferral(request: Request) -> Key:
+    return request.deferred_until, request.arrival
 
 
 def _by_deadline(request: Request) -> Key:

@@ -227,11 +227,17 @@ class ResultReader:
         return output.with_late_tokens(late, tuple(finished))
 
     def _fail_rows(self, step: InFlightStep, errors: Mapping[RowKey, RowError]) -> list[Failed]:
-        """End the requests that failed in this step, and start over those that read a block which they spoiled."""
+        """End the requests that failed in this step, and start over those that read a block which they spoiled.
+
+        Those that the worker was not ready for wait a while.
+        """
         failed, suspect_blocks = [], set[int]()
         for row, error in errors.items():
             request = self._states.by_row(row)
             if request is None:
+                continue
+            if error.is_deferral:
+                self._states.defer(request, self._clock())
                 continue
             if not error.kv_is_valid:
                 suspect_blocks |= self._suspect_blocks.find(request)

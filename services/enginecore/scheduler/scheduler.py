@@ -336,6 +336,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None if there is nothing to compute until a result or a request comes in."""
+        self._states.retry_deferred(self._clock())
         build = self._planner.build()
         self.counters.num_preemptions += build.num_preempted
         return self._commit(build) if build.num_tokens or self.transfers.has_orders else None

@@ -24,6 +24,8 @@ class WaitsFor(Flag):
     """The end of a pause or of a crash investigation."""
     REMOTE_KV = auto()
     """Blocks of the prompt, which another worker computes."""
+    FORM = auto()
+    """The grammar of its output, which the worker compiles. It is tried again after a while."""
 
 
 class WaitingQueue:
@@ -138,6 +140,10 @@ class WaitingQueue:
             del self._held[request]
             self._line_up(request)
 
+    def held_for(self, reason: WaitsFor) -> set[Request]:
+        """Return the requests that are held for a reason, among others maybe."""
+        return {request for request, waits_for in self._held.items() if reason in waits_for}
+
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Hold all other requests, those still to come included. None lifts this."""
         allowed = None if requests is None else frozenset(requests)
@@ -206,7 +212,7 @@ class WaitingQueue:
         never_ran = {request for request in self._members if not request.is_returning}
         assert displaceable == never_ran, "a request that never ran is lost, or runs"
         if self._allowed is not None:
-            restricted = {request for request, why in self._held.items() if WaitsFor.RESTRICTION in why}
+            restricted = self.held_for(WaitsFor.RESTRICTION)
             assert restricted == self._members - self._allowed, "the wrong requests are held"
         lined_up: set[Request] = set()
         for groups, queue in self._queues.items():

@@ -19,14 +19,16 @@ class RowErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_ERROR_CODE_UNSPECIFIED: _ClassVar[RowErrorCode]
     ROW_ERROR_CODE_ENGINE_FAILURE: _ClassVar[RowErrorCode]
     ROW_ERROR_CODE_INVALID_REQUEST: _ClassVar[RowErrorCode]
+    ROW_ERROR_CODE_NOT_READY: _ClassVar[RowErrorCode]
 TASK_UNSPECIFIED: Task
 TASK_GENERATE: Task
 ROW_ERROR_CODE_UNSPECIFIED: RowErrorCode
 ROW_ERROR_CODE_ENGINE_FAILURE: RowErrorCode
 ROW_ERROR_CODE_INVALID_REQUEST: RowErrorCode
+ROW_ERROR_CODE_NOT_READY: RowErrorCode
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents", "sample_slots", "sample_limits", "kv_orders")
+    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents", "sample_slots", "sample_limits", "may_defer_rows", "kv_orders")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_RESULT_SEEN_FIELD_NUMBER: _ClassVar[int]
     REMOVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +42,7 @@ class Step(_message.Message):
     NEW_CONTENTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_LIMITS_FIELD_NUMBER: _ClassVar[int]
+    MAY_DEFER_ROWS_FIELD_NUMBER: _ClassVar[int]
     KV_ORDERS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     last_result_seen: int
@@ -54,8 +57,9 @@ class Step(_message.Message):
     new_contents: _containers.RepeatedCompositeFieldContainer[RowContent]
     sample_slots: bytes
     sample_limits: bytes
+    may_defer_rows: bool
     kv_orders: _kv_transfer_pb2.KvOrders
-    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ..., sample_slots: _Optional[bytes] = ..., sample_limits: _Optional[bytes] = ..., kv_orders: _Optional[_Union[_kv_transfer_pb2.KvOrders, _Mapping]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ..., sample_slots: _Optional[bytes] = ..., sample_limits: _Optional[bytes] = ..., may_defer_rows: bool = ..., kv_orders: _Optional[_Union[_kv_transfer_pb2.KvOrders, _Mapping]] = ...) -> None: ...
 
 class RowContent(_message.Message):
     __slots__ = ("id", "prompt_token_ids", "sampling", "task")
@@ -92,7 +96,7 @@ class NewRow(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., emitted_token_ids: _Optional[bytes] = ..., content_id: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs")
+    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs", "mask_ns")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +108,7 @@ class Result(_message.Message):
     IDLE_NS_FIELD_NUMBER: _ClassVar[int]
     GAP_NS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MASK_NS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     token_ids: bytes
     token_counts: bytes
@@ -115,7 +120,8 @@ class Result(_message.Message):
     idle_ns: int
     gap_ns: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowPromptLogprobs]
-    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ...) -> None: ...
+    mask_ns: int
+    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ..., mask_ns: _Optional[int] = ...) -> None: ...
 
 class RowKey(_message.Message):
     __slots__ = ("slot", "slot_version")
