@@ -9,6 +9,7 @@ import torch
 
 from services.worker.sampling.batch import SamplingBuffers
 from services.worker.sampling.logits_processors.create import create_logits_processors
+from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
 from services.worker.sampling.params import SamplingColumns, TokenHistory
 from services.worker.sampling.sampler import SampledTokens, Sampler
 from triptych.types.sampling import SamplingParams
@@ -38,8 +39,11 @@ class SamplerBench:
             np.zeros(_NUM_SLOTS, np.int64),
             np.zeros(_NUM_SLOTS, np.int64),
         )
+        self.forms = StructuredForms(
+            _NUM_SLOTS, compiler=grammars, eos_token_ids=(eos,), history=self.history
+        )
         processors = create_logits_processors(
-            max_num_seqs=_NUM_SLOTS, eos_token_ids=(eos,), history=self.history, grammars=grammars
+            max_num_seqs=_NUM_SLOTS, eos_token_ids=(eos,), history=self.history, forms=self.forms
         )
         self.sampler = Sampler(self.columns, self.history, [*processors, *create_more(self.history)])
         self.buffers = SamplingBuffers(_NUM_SLOTS)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-from concurrent.futures import Future
+import threading
+import time
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -15,8 +17,10 @@ from llguidance import LLMatcher
 
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
-from services.worker.sampling.grammars import MAX_COMPILED, GrammarCompiler, GrammarError
-from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
+from services.worker.sampling import grammars as grammars_module
+from services.worker.sampling.grammars import MAX_COMPILED, Compilation, GrammarCompiler, GrammarError
+from services.worker.sampling.logits_processors import structured_outputs
+from services.worker.sampling.logits_processors.structured_outputs import NOT_READY, StructuredForms
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampler_bench import SamplerBench
@@ -302,17 +306,161 @@ class ExhaustedMatcher:
         return "too many items\n<state>"
 
 
-class ExhaustedCompiler:
+class HeldCompiler:
+    """Compiles when a test says so."""
+
+    def __init__(self, matcher=None) -> None:
+        self.compilations: dict[str, Compilation] = {}
+        self._matcher = matcher
+
     def start(self, grammar):
-        prototype = Future()
-        prototype.set_result(ExhaustedMatcher())
-        return prototype
+        compilation = self.compilations.setdefault(grammar, Compilation())
+        if self._matcher is not None and not compilation.done():
+            compilation.set_result(self._matcher)
+        return compilation
+
+    def finish(self, grammars):
+        for grammar, compilation in self.compilations.items():
+            if not compilation.done():
+                compilation.set_result(grammars.start(grammar).result(30))
 
 
 def test_parser_at_its_limit_fails_and_does_not_end_the_output():
-    bench = SamplerBench(vocab_size=VOCAB_SIZE, eos=EOS_ID, grammars=ExhaustedCompiler())
+    bench = SamplerBench(vocab_size=VOCAB_SIZE, eos=EOS_ID, grammars=HeldCompiler(ExhaustedMatcher()))
     error = failure_of(bench, regex("a+"))
     assert error.message == "structured_outputs: too many items"
+
+
+# Rows that are not ready
+
+
+def held_bench() -> tuple[SamplerBench, HeldCompiler]:
+    compiler = HeldCompiler()
+    bench = SamplerBench(vocab_size=VOCAB_SIZE, eos=EOS_ID, grammars=compiler)
+    bench.forms.may_defer = True
+    return bench, compiler
+
+
+def test_row_without_its_grammar_leaves_the_step(bench, grammars):
+    alone = generate(bench, 3, SamplingParams(), seed=9, length=1)
+    expected = generate(bench, 0, regex("[a-f]{9}"), seed=4)
+    held, compiler = held_bench()
+    held.enter(1, regex("[a-f]{9}"), seed=4)
+    held.enter(3, SamplingParams(), seed=9)
+    for _ in range(2):  # and the steps that were on their way
+        sampled = held.sample(logits_at(0, 2), [1, 3])
+        assert sampled.failures == ((0, NOT_READY),)
+        assert sampled.token_ids[1] == alone[0]
+        compiler.finish(grammars)
+    assert generate(held, 1, regex("[a-f]{9}"), seed=4) == expected, "as it enters again"
+
+
+def test_step_waits_where_the_engine_takes_nothing_back(grammars):
+    held, compiler = held_bench()
+    held.forms.may_defer = False
+    held.enter(1, regex("[a-f]"))
+    timer = threading.Timer(0.2, compiler.finish, (grammars,))
+    timer.start()
+    assert held.sample(logits_at(0), [1]).failures == ()
+    timer.join()
+
+
+def test_grammar_that_is_never_compiled_fails_its_request():
+    held, compiler = held_bench()
+    params = regex("[a-f]")
+    held.enter(1, params)
+    compiler.compilations[params.structured_outputs.grammar].started_at -= 31
+    ((_, error),) = held.sample(logits_at(0), [1]).failures
+    assert "is not compiled after 30 s" in error.message
+    assert not error.is_deferral
+
+
+class OtherRank:
+    """A group of two ranks, of which the other has or lacks its matchers."""
+
+    tensor_parallel_size = 2
+
+    def __init__(self, *, other_misses: bool) -> None:
+        self.other_misses = other_misses
+
+    def all_reduce(self, tensor):
+        return tensor + float(self.other_misses)
+
+
+@pytest.mark.parametrize("own_misses", [False, True])
+@pytest.mark.parametrize("other_misses", [False, True])
+def test_ranks_leave_out_the_same_rows(grammars, own_misses, other_misses):
+    held, compiler = held_bench()
+    held.forms._group = OtherRank(other_misses=other_misses)
+    held.enter(1, regex("[a-f]"))
+    if not own_misses:
+        compiler.finish(grammars)
+    failures = held.sample(logits_at(0), [1]).failures
+    assert failures == (((0, NOT_READY),) if own_misses or other_misses else ())
+
+
+class SlowMatcher(ExhaustedMatcher):
+    """Its masks cost much CPU time, and allow everything."""
+
+    def unsafe_compute_mask_ptr(self, address, num_bytes):
+        end = time.thread_time() + 0.03
+        while time.thread_time() < end:
+            pass
+        ctypes.memset(address, 0xFF, num_bytes)
+
+    def is_accepting(self):
+        return False
+
+    def consume_token(self, token_id):
+        return True
+
+
+def test_request_whose_masks_take_too_long_fails_alone(monkeypatch):
+    monkeypatch.setattr(StructuredForms, "lets_pass", lambda self, slot, token_id: False)
+    bench = SamplerBench(vocab_size=VOCAB_SIZE, eos=EOS_ID, grammars=HeldCompiler(SlowMatcher()))
+    bench.enter(0, SamplingParams())
+    bench.enter(1, regex("a+"))
+    num_steps = 0
+    while not (failures := bench.sample(logits_at(0, 2), [0, 1]).failures):
+        num_steps += 1
+        assert bench.sampler.take_mask_ns() > 0
+    ((row, error),) = failures
+    assert (row, error.code) == (1, RowErrorCode.INVALID_REQUEST)
+    assert "make it less ambiguous" in error.message
+    burst_s, mask_s = structured_outputs.MASK_BURST_S, structured_outputs.MASK_S
+    assert num_steps == pytest.approx(burst_s / (0.03 - mask_s), abs=2)
+
+
+def test_short_grammars_do_not_wait_for_long_ones(tmp_path):
+    directory = write_model_directory(tmp_path)
+    grammars = GrammarCompiler(directory, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,))
+    release = threading.Event()
+    compile_one = grammars._prepare()
+
+    def hold_long(text):
+        if len(text) > grammars_module._SHORT_CHARS:
+            assert release.wait(30)
+        return compile_one(text)
+
+    grammars._compile = hold_long
+    long = grammars.start(LLMatcher.grammar_from_regex("a" * grammars_module._SHORT_CHARS))
+    assert not grammars.start(LLMatcher.grammar_from_regex("a")).result(30).is_error()
+    assert not long.done()
+    release.set()
+    assert not long.result(30).is_error()
+
+
+def test_waiting_grammars_are_not_forgotten_for_others():
+    directory = Path("unused")
+    grammars = GrammarCompiler(directory, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,))
+    release = threading.Event()
+    grammars._compile = lambda text: release.wait(30)
+    first = grammars.start("0")
+    for number in range(1, 2 * MAX_COMPILED):
+        grammars.start(str(number))
+    assert grammars.start("0") is first
+    release.set()
+    assert first.result(30)
 
 
 @pytest.mark.parametrize("text", ["{", "{}", LLMatcher.grammar_from_regex("(")])

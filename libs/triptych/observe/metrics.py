@@ -19,6 +19,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 _GAP_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.005, 0.02, 0.1)
+_MASK_SECONDS = (2e-5, 1e-4, 5e-4, 0.002, 0.005, 0.02, 0.1, 0.5)
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -264,6 +265,7 @@ class WorkerMetrics:
     tokens: Counter
     stage_seconds: Counter
     step_gap_seconds: Histogram
+    mask_seconds: Histogram
     kv_blocks: Gauge
     weight_bytes: Gauge
     load_seconds: Gauge
@@ -285,6 +287,12 @@ class WorkerMetrics:
                 "Between the last kernel of a step and the first of the next, waits for a plan included; "
                 "only of devices that measure it.",
                 buckets=_GAP_SECONDS,
+                registry=registry,
+            ),
+            Histogram(
+                "triptych_worker_mask_seconds",
+                "Time that a step spends on the masks of structured outputs; only of steps with some.",
+                buckets=_MASK_SECONDS,
                 registry=registry,
             ),
             Gauge("triptych_worker_kv_blocks", "KV blocks built.", registry=registry),

@@ -167,6 +167,7 @@ class ImmediateSteps:
             prepare_ns=prepared - started_ns,
             forward_ns=forwarded - prepared,
             sample_ns=time.perf_counter_ns() - forwarded,
+            mask_ns=self._sampler.take_mask_ns(),
         )
         return CompletedStep(publish(step_id, step, self._rows.slot_version, sampled, timings, scored))
 

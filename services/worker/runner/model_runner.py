@@ -34,6 +34,7 @@ from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.request_rows import RequestRows
 from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.sampling.logits_processors.create import create_logits_processors
+from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
 from services.worker.sampling.sampler import Sampler
 from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.types.facts import WorkerFacts
@@ -95,11 +96,18 @@ class ModelRunner(StepRunner):
             if stream is not None
             else None,
         )
+        self._forms = StructuredForms(
+            max_num_seqs,
+            compiler=grammars,
+            eos_token_ids=facts.model.eos_token_ids,
+            history=self._rows.history,
+            group=self._group,
+        )
         processors = create_logits_processors(
             max_num_seqs=max_num_seqs,
             eos_token_ids=facts.model.eos_token_ids,
             history=self._rows.history,
-            grammars=grammars,
+            forms=self._forms,
         )
         sampler = Sampler(self._rows.sampling, self._rows.history, processors)
         scorer = PromptScorer(self._rows, model.compute_logits)
@@ -196,6 +204,7 @@ class ModelRunner(StepRunner):
         started = time.perf_counter_ns()
         step = self._rows.apply(plan)
         self._last_step_id = plan.step_id
+        self._forms.may_defer = plan.may_defer_rows
         if not step.slots.size:
             timings = StepTimings(prepare_ns=time.perf_counter_ns() - started)
             return CompletedStep(

@@ -1,8 +1,9 @@
-"""Compiles grammars on a thread of its own, from the moment that a request enters: docs/adr/0023."""
+"""Compiles grammars on threads of their own, from the moment that a request enters: docs/adr/0023."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 MAX_COMPILED = 64
 """Compiled grammars that are kept."""
+MAX_WAITING = 1024
+"""Grammars that are kept while they wait to be compiled."""
+_SHORT_CHARS = 8192  # they compile in milliseconds, save those that are made to be slow
 # The compiler recurses along chains of rules: some thousand of them overflow 8 MiB. This is enough for the longest
 # chain in a form of MAX_FORM_BYTES. Only what is touched takes memory.
 _STACK_BYTES = 512 << 20
@@ -26,8 +30,22 @@ class GrammarError(Exception):
     """A grammar cannot be compiled here; says why."""
 
 
+class Compilation(Future["LLMatcher"]):
+    """A grammar's matcher before the first token, or the promise of it. Users make a copy.
+
+    It raises `GrammarError` if the grammar cannot be compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started_at = time.monotonic()
+
+
 class GrammarCompiler:
-    """Owned by the process; used by the runner's thread."""
+    """Owned by the process; used by the runner's thread.
+
+    Short grammars have a thread of their own, since a long one may take seconds.
+    """
 
     def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """The tokenizer is read with the first grammar, or by `prepare_after`.
@@ -39,64 +57,56 @@ class GrammarCompiler:
         self._tokenizer_file = directory / TOKENIZER_FILE
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._text_to_prototype: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        """Grammar -> its matcher before the first token; the latest used is last."""
+        self._text_to_compilation: OrderedDict[str, Compilation] = OrderedDict()
+        """Grammars that are compiled or wait for it; the latest used is last."""
         self._compile: Callable[[str], LLMatcher] | None = None
-        """Compiles one grammar; None until the tokenizer is read. Only the thread uses it."""
-        self._lock = threading.Lock()
-        """Guards what follows."""
-        self._waiting: deque[tuple[str, Future[LLMatcher]]] = deque()
-        self._has_thread = False
+        """Compiles one grammar; None until the tokenizer is read."""
+        self._preparing = threading.Lock()
+        """Held while the tokenizer is read."""
+        self._short, self._long = _Lane(self._compile_one), _Lane(self._compile_one)
 
     def prepare_after(self, delay_s: float) -> None:
         """Read the tokenizer later, so that the first grammar need not wait for it.
 
         It takes up to a second and holds the interpreter's lock: too long while a worker starts, or with rows running.
         """
-        timer = threading.Timer(delay_s, self._wake)
+        timer = threading.Timer(delay_s, self._prepare)
         timer.daemon = True
         timer.start()
 
-    def start(self, grammar: str) -> Future[LLMatcher]:
-        """Return the grammar's matcher before the first token, or the promise of it. Users make a copy.
+    def start(self, grammar: str) -> Compilation:
+        """Return the compilation of a grammar, which begins now if it is not known."""
+        compilation = self._text_to_compilation.pop(grammar, None)
+        if compilation is None:
+            compilation = Compilation()
+            self._make_room()
+            lane = self._short if len(grammar) <= _SHORT_CHARS else self._long
+            lane.add(grammar, compilation)
+        self._text_to_compilation[grammar] = compilation
+        return compilation
 
-        The future raises `GrammarError` if the grammar cannot be compiled.
-        """
-        prototype = self._text_to_prototype.pop(grammar, None)
-        if prototype is None:
-            prototype = Future()
-            with self._lock:
-                self._waiting.append((grammar, prototype))
-            self._wake()
-            if len(self._text_to_prototype) >= MAX_COMPILED:
-                self._text_to_prototype.popitem(last=False)
-        self._text_to_prototype[grammar] = prototype
-        return prototype
+    def _make_room(self) -> None:
+        """Forget the compiled grammar that was not used for longest, and one that waits only if too many do."""
+        known = self._text_to_compilation
+        if len(known) < MAX_COMPILED:
+            return
+        oldest = next((text for text, each in known.items() if each.done()), None)
+        if oldest is None and len(known) >= MAX_WAITING:
+            oldest = next(iter(known))
+        if oldest is not None:
+            known.pop(oldest).cancel()
 
-    def _wake(self) -> None:
-        """Start the thread, unless it runs."""
-        with self._lock:
-            needs_thread, self._has_thread = not self._has_thread, True
-        if needs_thread:
-            _start_deep_thread(self._run)
-
-    def _run(self) -> None:
-        """Compile what waits, and end."""
-        if self._compile is None:
-            self._compile = self._prepare()
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._has_thread = False
-                    return
-                grammar, prototype = self._waiting.popleft()
-            try:
-                prototype.set_result(self._compile(grammar))
-            except BaseException as error:  # a panic of the library is no Exception
-                is_known = isinstance(error, GrammarError)
-                prototype.set_exception(error if is_known else GrammarError(repr(error)))
+    def _compile_one(self, grammar: str) -> LLMatcher:
+        return self._prepare()(grammar)
 
     def _prepare(self) -> Callable[[str], LLMatcher]:
+        """Read the tokenizer, once, and return what compiles a grammar."""
+        with self._preparing:
+            if self._compile is None:
+                self._compile = self._create_compile()
+            return self._compile
+
+    def _create_compile(self) -> Callable[[str], LLMatcher]:
         try:
             from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -119,6 +129,39 @@ class GrammarCompiler:
             return matcher
 
         return compile_one
+
+
+class _Lane:
+    """Grammars that wait, and a thread that compiles them one by one while there are some."""
+
+    def __init__(self, compile_one: Callable[[str], LLMatcher]) -> None:
+        self._compile_one = compile_one
+        self._lock = threading.Lock()
+        """Guards what follows."""
+        self._waiting: deque[tuple[str, Compilation]] = deque()
+        self._has_thread = False
+
+    def add(self, grammar: str, compilation: Compilation) -> None:
+        with self._lock:
+            self._waiting.append((grammar, compilation))
+            needs_thread, self._has_thread = not self._has_thread, True
+        if needs_thread:
+            _start_deep_thread(self._run)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._has_thread = False
+                    return
+                grammar, compilation = self._waiting.popleft()
+            if not compilation.set_running_or_notify_cancel():
+                continue
+            try:
+                compilation.set_result(self._compile_one(grammar))
+            except BaseException as error:  # a panic of the library is no Exception
+                is_known = isinstance(error, GrammarError)
+                compilation.set_exception(error if is_known else GrammarError(repr(error)))
 
 
 def _start_deep_thread(run: Callable[[], None]) -> None:

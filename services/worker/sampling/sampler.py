@@ -19,6 +19,7 @@ from services.worker.sampling.logits_processors.base import (
     JudgingProcessor,
     LogitsProcessor,
     OwnRow,
+    SteppedProcessor,
 )
 from services.worker.sampling.params import (
     NO_LOGPROBS,
@@ -120,6 +121,10 @@ class Sampler:
         """Return whether `choose` reads the tokens of one of these rows, and not only their number."""
         return bool(self._columns.demanding) and self._processors.need_history(slots)
 
+    def take_mask_ns(self) -> int:
+        """Return the time spent on masks of forms since the last call."""
+        return self._processors.take_mask_ns()
+
     def finish(self, logits: Tensor, chosen: Tensor, slots: I64) -> SampledTokens:
         """Choose, wait for the device, and read. The arguments are those of `choose`."""
         if not self._columns.demanding:
@@ -141,6 +146,7 @@ class Sampler:
         """
         if not self._columns.demanding:
             return ChosenTokens(chosen, chosen)
+        self._processors.begin_step(slots, logits.device)
         changed = self._processors.change(logits, chosen, slots)
         if changed is None:
             return ChosenTokens(chosen, chosen, self._launch_logprobs(logits, chosen, slots))
@@ -212,6 +218,7 @@ class _Processors:
         self._all = tuple(processors)
         self._fused = tuple(each for each in processors if isinstance(each, FusedProcessor))
         self._direct = tuple(each for each in processors if not isinstance(each, FusedProcessor))
+        self._stepped = tuple(each for each in processors if isinstance(each, SteppedProcessor))
         self._with_history = tuple(each for each in processors if each.needs_history)
 
     def enter(self, slot: int, params: SamplingParams) -> LogitChange:
@@ -223,6 +230,13 @@ class _Processors:
     def leave(self, slot: int) -> None:
         for processor in self._all:
             processor.leave(slot)
+
+    def begin_step(self, slots: I64, device: torch.device) -> None:
+        for processor in self._stepped:
+            processor.begin_step(slots, device)
+
+    def take_mask_ns(self) -> int:
+        return sum(each.take_mask_ns() for each in self._stepped)
 
     def need_history(self, slots: I64) -> bool:
         return any(each.find_rows(slots) is not None for each in self._with_history)

@@ -22,5 +22,7 @@ class StepCounter:
         self._metrics.steps.inc()
         for stage, seconds in self._stage_to_seconds.items():
             seconds.inc(getattr(timings, f"{stage}_ns") / 1e9)
+        if timings.mask_ns:
+            self._metrics.mask_seconds.observe(timings.mask_ns / 1e9)
         if timings.gap_ns:
             self._metrics.step_gap_seconds.observe(timings.gap_ns / 1e9)

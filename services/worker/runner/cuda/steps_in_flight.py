@@ -118,6 +118,7 @@ class DeviceSteps:
             targets=targets,
             read_back=self._stream.read_back(choice.tensors + scores),
             launch_ns=time.perf_counter_ns() - started_ns,
+            mask_ns=self._sampler.take_mask_ns(),
         )
         self._in_flight.append(launched)
         return launched
@@ -190,6 +191,7 @@ class DeviceSteps:
             forward_ns=times.busy_ns,
             sample_ns=time.perf_counter_ns() - arrived,
             gap_ns=times.gap_ns,
+            mask_ns=launched.mask_ns,
         )
         launched.result = publish(
             launched.step_id, launched.step, launched.slot_version, sampled, timings, scored
@@ -211,6 +213,7 @@ class _LaunchedStep:
     targets: PromptTargets | None
     read_back: ReadBack
     launch_ns: int
+    mask_ns: int
     result: StepResult | None = field(default=None)
 
     @property

@@ -125,6 +125,22 @@ class JudgingProcessor(DirectProcessor, Protocol):
         """
 
 
+@runtime_checkable
+class SteppedProcessor(LogitsProcessor, Protocol):
+    """A processor that is told of each step that samples rows with parameters beyond the usual."""
+
+    def begin_step(self, slots: I64, device: torch.device) -> None:
+        """Prepare for a step. All ranks that sample its rows call this for the same steps.
+
+        Args:
+            slots: [num_rows] slot of each row.
+            device: Device of the logits.
+        """
+
+    def take_mask_ns(self) -> int:
+        """Return the time spent on masks since the last call."""
+
+
 class SlotValues(Generic[T]):
     """A value for each of a few slots, with one look-up for all rows of a step."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.sampling.logits_processors.allowed_ids import AllowedIds
 from services.worker.sampling.logits_processors.bad_words import BadWords
 from services.worker.sampling.logits_processors.base import DirectProcessor, FusedProcessor
@@ -21,14 +20,14 @@ def create_logits_processors(
     max_num_seqs: int,
     eos_token_ids: Sequence[int],
     history: TokenHistory,
-    grammars: GrammarCompiler | None,
+    forms: StructuredForms,
 ) -> list[FusedProcessor | DirectProcessor]:
     """Return the processors in the order in which they apply.
 
     If a request is left with no usable logit, the first of its processors that has a `fault` gives the reason.
 
     Args:
-        grammars: Compiler of structured outputs; None: they are refused.
+        forms: The processor of structured outputs, which the runner steers.
     """
     return [
         AllowedIds(max_num_seqs),
@@ -36,6 +35,6 @@ def create_logits_processors(
         LogitBias(max_num_seqs),
         Penalties(max_num_seqs, history=history),
         BadWords(max_num_seqs, history=history),
-        StructuredForms(max_num_seqs, compiler=grammars, eos_token_ids=eos_token_ids, history=history),
+        forms,
         ThinkingBudgets(max_num_seqs, history=history),
     ]

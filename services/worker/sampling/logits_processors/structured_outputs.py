@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, wait
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.sampling.batch import to_device
-from services.worker.sampling.grammars import GrammarCompiler, GrammarError
+from services.worker.sampling.grammars import Compilation, GrammarCompiler, GrammarError
 from services.worker.sampling.logits_processors.base import (
     I64,
     ChangedRows,
@@ -22,13 +24,21 @@ from services.worker.sampling.logits_processors.base import (
 )
 from services.worker.sampling.params import LogitChange, TokenHistory
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import RowError
+from triptych.types.step import RowError, RowErrorCode
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 COMPILE_TIMEOUT_S = 30.0
-"""The longest wait of a step for a grammar. The frontend has compiled it before, in a few seconds at most."""
+"""The longest wait of a request for its grammar. The frontend has compiled it before, in a few seconds at most."""
+GRACE_S = 0.005
+"""The longest wait of a step for grammars whose rows may be left out: most need no more, and come in one step then."""
+MASK_BURST_S, MASK_S = 0.25, 0.002
+"""CPU time that the masks of one request may take: at the beginning, as automata are built, and for each token more."""
+_SLOW_MASKS_S = 0.02  # for all masks of a step; beyond it those of the next steps are measured one by one
+NOT_READY = RowError(
+    "structured_outputs: the grammar is being compiled", RowErrorCode.NOT_READY, kv_is_valid=True
+)
 NO_COMPILER = RowError("structured_outputs: this worker was started without a tokenizer", kv_is_valid=True)
 MASKED_BY_OTHERS = RowError.of_client(
     "structured_outputs: allowed_token_ids, logit_bias or min_tokens mask every token that this form allows here; "
@@ -55,11 +65,21 @@ class StructuredForms:
         compiler: GrammarCompiler | None,
         eos_token_ids: Sequence[int],
         history: TokenHistory,
+        group: RankGroup | None = None,
     ) -> None:
         """
         Args:
             compiler: None: requests with a form fail.
+            group: The ranks that sample the same rows, which leave out the same ones; None: one rank.
         """
+        self.may_defer = False
+        """Whether rows whose grammar is not compiled are left out of a step, which waits for them otherwise. The runner
+        sets it for each step."""
+        self._mask_ns = 0
+        self._group = group or OneRank()
+        self._entered: set[int] = set()
+        """Slots of the requests that have no matcher yet."""
+        self._measures_each = False
         self._compiler = compiler
         self._eos_token_ids = eos_token_ids
         self._history = history
@@ -75,13 +95,42 @@ class StructuredForms:
         prototype = None if self._compiler is None else self._compiler.start(form.grammar)
         # Filters work on what the mask leaves, so that the first choice says nothing about the last.
         can_keep_first = params.is_greedy or not params.has_filters
+        self._entered.add(slot)
         self._outputs[slot] = _Output(
             prototype, (*self._eos_token_ids, *params.stop_token_ids), can_keep_first=can_keep_first
         )
         return LogitChange.SOMETIMES if can_keep_first else LogitChange.ALWAYS
 
     def leave(self, slot: int) -> None:
+        self._entered.discard(slot)
         self._outputs.discard(slot)
+
+    def begin_step(self, slots: I64, device: torch.device) -> None:
+        """Give the requests that are sampled for the first time their matchers, or leave them out.
+
+        Those left out get no token until the engine has removed them. All ranks leave out the same ones: where one has
+        no matcher yet, none samples.
+        """
+        if not self._entered:
+            return
+        outputs = [self._outputs[slot] for slot in slots.tolist() if slot in self._entered]
+        if not outputs:
+            return
+        self._entered.difference_update(slots.tolist())
+        compilations = [each.compilation for each in outputs if each.compilation is not None]
+        wait(compilations, GRACE_S if self.may_defer else COMPILE_TIMEOUT_S)
+        is_missing = np.array(
+            [each.compilation is not None and not each.compilation.done() for each in outputs]
+        )
+        if self._group.tensor_parallel_size > 1:
+            counts = torch.tensor(is_missing[None], dtype=torch.float32, device=device)
+            is_missing = self._group.all_reduce(counts)[0].numpy(force=True) > 0
+        for output, misses in zip(outputs, is_missing.tolist(), strict=True):
+            output.start(is_missing=misses, may_defer=self.may_defer)
+
+    def take_mask_ns(self) -> int:
+        mask_ns, self._mask_ns = self._mask_ns, 0
+        return mask_ns
 
     def find_rows(self, slots: I64) -> Flags | None:
         return self._outputs.find_rows(slots)
@@ -114,35 +163,42 @@ class StructuredForms:
 
     def _fill(self, bits: NDArray[np.uint32], outputs: Sequence[_Output]) -> None:
         """Write the mask of each output that has a matcher."""
-        matchers = [(each.matcher, index) for index, each in enumerate(outputs) if each.matcher is not None]
-        if len(matchers) > 1:
+        started = time.perf_counter_ns()
+        ready = [(each, index) for index, each in enumerate(outputs) if each.matcher is not None]
+        if len(ready) > 1 and not self._measures_each:
             if self._executor is None:
                 from llguidance import LLExecutor
 
                 self._executor = LLExecutor(torch.get_num_threads())
+            matchers = [(each.matcher, index) for each, index in ready if each.matcher is not None]
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
-            return
-        for matcher, index in matchers:
-            matcher.unsafe_compute_mask_ptr(bits[index].ctypes.data, bits.strides[0])
+        else:
+            for output, index in ready:
+                output.fill(bits[index])
+        elapsed_ns = time.perf_counter_ns() - started
+        self._mask_ns += elapsed_ns
+        self._measures_each = elapsed_ns > _SLOW_MASKS_S * 1e9
 
 
 class _Output:
     """The state of one request."""
 
     def __init__(
-        self, prototype: Future[LLMatcher] | None, end_ids: Sequence[int], *, can_keep_first: bool
+        self, compilation: Compilation | None, end_ids: Sequence[int], *, can_keep_first: bool
     ) -> None:
         """
         Args:
-            prototype: Matcher before the first token; None: there will be none.
+            compilation: Gives the matcher before the first token; None: there will be none.
             end_ids: Tokens that end the output: EOS and the request's stop ids.
             can_keep_first: Whether a token that may come is the choice if it is the best of all.
         """
         self.can_keep_first = can_keep_first
+        self.compilation = compilation
         self.matcher: LLMatcher | None = None
         """The request's own matcher; None before the first step and after an error."""
-        self.error = None if prototype is not None else NO_COMPILER
-        self._prototype = prototype
+        self.error = None if compilation is not None else NO_COMPILER
+        self._mask_s = 0.0
+        """CPU time of the masks that were measured, less what they may take."""
         self._end_ids = frozenset(end_ids)
         self._num_seen = 0
         """Tokens of the output that the matcher has taken."""
@@ -156,8 +212,6 @@ class _Output:
         """
         if self.error is not None:
             return
-        if self.matcher is None:
-            self._start()
         for token_id in output[self._num_seen :].tolist():
             # A step may be on its way behind the end; its token is dropped.
             self._has_ended = self._has_ended or token_id in self._end_ids
@@ -185,15 +239,33 @@ class _Output:
             for token_id in self._end_ids:
                 bits[token_id // 32] |= np.uint32(1 << token_id % 32)
 
-    def _start(self) -> None:
-        assert self._prototype is not None, "else there is an error"
+    def start(self, *, is_missing: bool, may_defer: bool) -> None:
+        """Take the matcher, or the error of a request that has none.
+
+        Args:
+            is_missing: Whether it is not compiled yet, on this rank or another.
+        """
+        if self.compilation is None:
+            return
+        if is_missing:
+            is_late = time.monotonic() - self.compilation.started_at > COMPILE_TIMEOUT_S
+            self._fail(NOT_READY if may_defer and not is_late else _NOT_COMPILED)
+            return
         try:
-            self.matcher = self._prototype.result(COMPILE_TIMEOUT_S).deep_copy()
-        except TimeoutError:
-            why = f"the grammar is not compiled after {COMPILE_TIMEOUT_S:g} s; try again"
-            self._fail(RowError(f"structured_outputs: {why}", kv_is_valid=True))
+            self.matcher = self.compilation.result().deep_copy()
+        except CancelledError:
+            self._fail(_NOT_COMPILED)
         except GrammarError as error:
             self._fail(RowError(f"structured_outputs: {_first_line(str(error))}", kv_is_valid=True))
+
+    def fill(self, bits: NDArray[np.uint32]) -> None:
+        """Write the mask, [words], and measure it. The request fails if its masks take too long altogether."""
+        assert self.matcher is not None, "nothing to fill it from"
+        started = time.thread_time()
+        self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._mask_s = max(self._mask_s + time.thread_time() - started - MASK_S, 0.0)
+        if self._mask_s > MASK_BURST_S:
+            self._fail(_SLOW_MASKS)
 
     def _fail(self, error: RowError) -> None:
         self.matcher, self.error = None, error
@@ -212,6 +284,16 @@ def _unpacked(words: Tensor, num_bits: int) -> Tensor:
         )
     places = torch.arange(32, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> places) & 1).flatten(1)[:, :num_bits].bool()
+
+
+_NOT_COMPILED = RowError(
+    f"structured_outputs: the grammar is not compiled after {COMPILE_TIMEOUT_S:g} s; try again",
+    kv_is_valid=True,
+)
+_SLOW_MASKS = RowError.of_client(
+    f"structured_outputs: the masks of this form took {MASK_BURST_S:g} s of CPU time more than the limit of "
+    f"{1e3 * MASK_S:g} ms each; make it less ambiguous"
+)
 
 
 def _why_not_consumed(matcher: LLMatcher) -> RowError:
