@@ -21,8 +21,8 @@ from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.stack.three_processes import connect, run_batch
 from triptych.config.loader import add_config_flags, config_from_arguments
-from triptych.launcher.launch import with_free_ports
 from triptych.launcher.local_cluster import LocalCluster
+from triptych.launcher.ports import with_free_ports
 
 READY_S = 300.0
 _METRICS = re.compile(r"worker(?:/(\d+))? .*listening on .* metrics_port=(\d+)")

@@ -33,8 +33,8 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import RequestOptions
 from triptych.config import EngineConfig
 from triptych.config.loader import add_config_flags, config_from_arguments, to_flags
-from triptych.launcher.launch import with_free_ports
 from triptych.launcher.local_cluster import LocalCluster
+from triptych.launcher.ports import with_free_ports
 from triptych.types.events import DeltaEvent
 
 WARM_UP_LEN = 4

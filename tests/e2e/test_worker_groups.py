@@ -19,8 +19,8 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.config.loader import load_config
 from triptych.errors import ConfigError
 from triptych.hub import resolve_model
-from triptych.launcher.launch import with_free_ports
 from triptych.launcher.local_cluster import LocalCluster
+from triptych.launcher.ports import with_free_ports
 from triptych.types.events import DeltaEvent
 
 pytestmark = pytest.mark.model

@@ -17,8 +17,8 @@ import pytest
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, EngineUnavailable
 from triptych.launcher import child
-from triptych.launcher.launch import with_free_ports
 from triptych.launcher.local_cluster import MAX_RESTARTS, LocalCluster, dial_address
+from triptych.launcher.ports import with_free_ports
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("worker", "enginecore", "frontend")
@@ -122,7 +122,7 @@ def test_a_service_that_does_not_leave_is_killed(monkeypatch):
     monkeypatch.setenv("FAKE_WORKER", "stay")
     with Cluster() as cluster:
         cluster.wait_bound(TIMEOUT_S)
-        cluster.stop(grace_s=0.3)
+        cluster.stop(grace_s=5.0)  # for the two that leave
         assert not any(is_alive(pid) for pid in cluster.pids.values())
     assert "worker leaves" not in cluster.lines
     assert "enginecore leaves" in cluster.lines
@@ -142,7 +142,7 @@ def test_kill_cuts_a_stop_short(monkeypatch):
 def test_the_children_of_a_killed_parent_leave():
     program = (
         "import sys, time\n"
-        "from triptych.launcher.launch import with_free_ports\n"
+        "from triptych.launcher.ports import with_free_ports\n"
         "from triptych.launcher.local_cluster import LocalCluster\n"
         "from triptych.config import EngineConfig\n"
         f"cluster = LocalCluster(with_free_ports(EngineConfig()), modules={FAKES!r})\n"

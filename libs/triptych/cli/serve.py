@@ -21,11 +21,12 @@ from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.cli.access import DEFAULT_ADDRESS
 from triptych.cli.stack import given_options
 from triptych.config import EngineConfig
-from triptych.config.loader import add_config_flags, load_config
+from triptych.config.loader import add_config_flags, given_values, load_config
 from triptych.errors import ConfigError
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.launcher.launch import launch
 from triptych.launcher.local_cluster import LocalCluster
+from triptych.launcher.ports import with_free_internal_ports
 from triptych.observe import logging as observe_logging
 from triptych.rpc.channel import credentials_of, open_blocking_channel
 from triptych.rpc.tls import ClientCredentials, create_client_tls
@@ -89,7 +90,9 @@ def _load(arguments: argparse.Namespace) -> EngineConfig:
         raise ConfigError(f"MODEL {arguments.model!r} and --model.model {flags['model.model']!r} disagree")
     if arguments.sim:
         flags.setdefault("simulation.enabled", "true")
-    config = load_config(file=arguments.config, flags=flags)
+    config = with_free_internal_ports(
+        load_config(file=arguments.config, flags=flags), given_values(file=arguments.config, flags=flags)
+    )
     if arguments.sim and not config.simulation.enabled:
         raise ConfigError(f"--sim and --simulation.enabled {flags['simulation.enabled']} disagree")
     return config

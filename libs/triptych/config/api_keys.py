@@ -85,7 +85,9 @@ def read_api_keys(path: Path) -> tuple[ApiKey, ...]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror or error}") from None
+        raise ConfigError(
+            f"{where}: {error.strerror or error}; `triptych keys new NAME` writes an entry"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} is not yaml: {error}") from None
     if not isinstance(document, list) or not document:

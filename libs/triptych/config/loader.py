@@ -70,6 +70,23 @@ def load_config(
         ConfigError: an unknown key or a bad value; names key, value, allowed range and source.
     """
     env = os.environ if env is None else env
+    values = given_values(file=file, env=env, flags=flags)
+    if is_worker:
+        values |= place_in_group(env, values)
+    leaves = {
+        leaf.name: _leaf_class(leaf)(
+            **{key.split(".")[1]: value for key, value in values.items() if key.split(".")[0] == leaf.name}
+        )
+        for leaf in fields(EngineConfig)
+    }
+    return EngineConfig(**leaves)
+
+
+def given_values(
+    *, file: Path | None = None, env: Mapping[str, str] | None = None, flags: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return key -> value of the options that file, environment or flags set; see `load_config`."""
+    env = os.environ if env is None else env
     options = {option.key: option for option in iter_options()}
     if file is None and env.get(CONFIG_FILE_ENV):
         file = Path(env[CONFIG_FILE_ENV])
@@ -80,15 +97,7 @@ def load_config(
     for key, text in (flags or {}).items():
         option = _find(key, options, f"flag --{key}")
         values[key] = _parse(option, text, f"flag {option.flag}")
-    if is_worker:
-        values |= place_in_group(env, values)
-    leaves = {
-        leaf.name: _leaf_class(leaf)(
-            **{key.split(".")[1]: value for key, value in values.items() if key.split(".")[0] == leaf.name}
-        )
-        for leaf in fields(EngineConfig)
-    }
-    return EngineConfig(**leaves)
+    return values
 
 
 def section_from_env(leaf: str) -> Mapping[str, str]:

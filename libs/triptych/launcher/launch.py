@@ -7,17 +7,19 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from triptych.config import EngineConfig, TlsConfig
+from triptych.config.api_keys import read_api_keys
 from triptych.config.loader import iter_options, load_config
 from triptych.config.option import Option
 from triptych.errors import ConfigError
 from triptych.hub import resolve_model
 from triptych.hub.progress import ProgressLine
 from triptych.launcher.local_cluster import LocalCluster
+from triptych.launcher.ports import check_ports, with_free_ports
 from triptych.launcher.readiness import Progress
 from triptych.launcher.vllm_arguments import ALIASES, to_overrides
 from triptych.rpc.channel import ADDRESS_ENV
@@ -85,18 +87,6 @@ def request_model(model: str | None, address: str | None) -> str:
     return model or "" if address is not None else ""
 
 
-def with_free_ports(config: EngineConfig) -> EngineConfig:
-    """The same, every port a free one, so that any number of stacks fit on a machine."""
-    leaves = {
-        leaf: replace(
-            getattr(config, leaf),
-            **{f.name: 0 for f in fields(getattr(config, leaf)) if f.name.endswith("port")},
-        )
-        for leaf in ("frontend", "engine", "worker")
-    }
-    return replace(config, **leaves)
-
-
 def launch(
     config: EngineConfig,
     *,
@@ -117,7 +107,10 @@ def launch(
     Raises:
         ConfigError, ModelError, ModelNotFound, EngineUnavailable: it cannot be had; says why.
     """
+    check_ports(config)
     _check_tls(config.tls)
+    if config.frontend.api_keys_file:
+        read_api_keys(Path(config.frontend.api_keys_file))
     # Here and not in the services: its progress needs the terminal, and its errors need no quoting.
     resolve_model(config.model.model, progress=show_progress)
     cluster = LocalCluster(config, on_log_line=on_log_line or write_log_line)
@@ -139,7 +132,7 @@ def launch(
 
 
 def _check_tls(tls: TlsConfig) -> None:
-    """Raise what is wrong with the files here, where it is said once, and not in each service."""
+    """Raise what is wrong with the files here, where it is said once and at once, and not by each service."""
     create_server_tls(tls)
     create_client_tls(tls)
     if tls.certificate and not tls.ca:
