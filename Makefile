@@ -129,7 +129,7 @@ sanitize-gpu: ## Launch every Triton kernel at a small size under compute-saniti
 ci: verify test ## Everything that must hold before a merge
 
 .PHONY: verify
-verify: verify-lint verify-docstrings verify-sizes verify-imports verify-config verify-types verify-protos verify-native ## All checks but the tests
+verify: verify-lint verify-docstrings verify-sizes verify-imports verify-config verify-types verify-protos verify-native verify-calls ## All checks but the tests
 
 .PHONY: verify-lint
 verify-lint: $(DEV) ## ruff: rules and format
@@ -163,6 +163,10 @@ verify-config: $(DEV) ## config/example.yaml says what the code says
 .PHONY: verify-native
 verify-native: $(DEV) ## The native kernels compile for every instruction set of this architecture
 	$(BIN)/python -m triptych_kernels.cpu.build --all
+
+.PHONY: verify-calls
+verify-calls: $(DEV) ## Python calls per engine step, streamed token and request stay below the marks in tests/calls/marks.toml
+	$(BIN)/python -m tests.calls.count
 
 ##@ Fix
 
