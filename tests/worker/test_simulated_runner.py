@@ -68,14 +68,19 @@ def tokens_of(row, num_steps, **runner):
     return [int(runner.execute(plan).token_ids[0]) for plan in plans]
 
 
+@pytest.mark.parametrize("has_blocks", [False, True])
 @pytest.mark.parametrize("tokens_per_step", [1, 4])
 @pytest.mark.parametrize(
     ("num_blocks", "budget", "prefix_caching"),
     [(200, 64, True), (20, 64, True), (17, 7, True), (17, 64, False), (20, 13, False)],
 )
-def test_batches_chunks_and_preemptions_change_no_token(num_blocks, budget, prefix_caching, tokens_per_step):
+def test_batches_chunks_and_preemptions_change_no_token(
+    num_blocks, budget, prefix_caching, tokens_per_step, has_blocks
+):
     engine = InProcessEngine(
-        simulated_runner(num_blocks=num_blocks, budget=budget, tokens_per_step=tokens_per_step),
+        simulated_runner(
+            num_blocks=num_blocks, budget=budget, tokens_per_step=tokens_per_step, has_blocks=has_blocks
+        ),
         max_model_len=64,
         max_num_batched_tokens=budget,
         enable_prefix_caching=prefix_caching,
@@ -83,6 +88,39 @@ def test_batches_chunks_and_preemptions_change_no_token(num_blocks, budget, pref
     generated = engine.generate(prompts(8), SAMPLED)
     assert generated == [alone(prompt, SAMPLED, seed) for seed, prompt in enumerate(prompts(8))]
     assert (engine.scheduler.counters.num_preemptions > 0) == (num_blocks <= 20)
+
+
+@pytest.mark.parametrize(
+    ("block", "is_noticed"),
+    [(1, True), (2, True), (4, True), (5, False)],
+    ids=["prompt", "prompt-and-output", "output", "not-its-own"],
+)
+def test_a_block_that_is_overwritten_fails_the_row_that_reads_it(block, is_noticed):
+    """A prompt of 6 and an output of 8 in blocks of 4: the fourth block holds two sampled tokens."""
+    runner = simulated_runner(has_blocks=True)
+    row = new_row(0, [5, 6, 7, 8, 9, 10], [1, 2, 3, 4])
+    assert not runner.execute(step_plan(1, new=[row], chunks={0: 6})).row_errors
+    for step_id in range(2, 10):
+        assert not runner.execute(step_plan(step_id)).row_errors
+    runner.block_store().write(block, 0, memoryview(bytes(runner.block_store().block_bytes)))
+    assert bool(runner.execute(step_plan(10)).row_errors) == is_noticed
+
+
+def test_a_row_that_finds_sampled_tokens_of_another_prefix_fails():
+    runner = simulated_runner(has_blocks=True)
+    prompt = [5, 6, 7]
+    step = step_plan(1, new=[new_row(0, prompt, [1, 2])], chunks={0: 3})
+    tokens = [int(runner.execute(step).token_ids[0])]
+    tokens += [int(runner.execute(step_plan(step_id)).token_ids[0]) for step_id in (2, 3)]
+    known = prompt + tokens
+    wrong = known[:3] + [known[3] ^ 1] + known[4:]
+    rows = [
+        new_row(slot, token_ids, [1, block], num_prompt=3, computed=4)
+        for slot, token_ids, block in ((1, known, 3), (2, wrong, 4))
+    ]
+    result = runner.execute(step_plan(4, new=rows, chunks={1: 2, 2: 2}))
+    assert [key.slot for key in result.row_errors] == [2]
+    assert "position 3 " in result.row_errors[rows[1].key].message
 
 
 def test_resubmitted_request_continues_its_output():

@@ -22,7 +22,7 @@ from services.worker.runner.startup.facts import worker_facts
 from services.worker.runner.startup.kv_plan import plan_kv_cache
 from services.worker.simulation.blocks import SimulatedBlocks
 from services.worker.simulation.device import SimulatedDevice, use_precise_sleep
-from services.worker.simulation.sampler import SimulatedSampler
+from services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
 from services.worker.simulation.stages import SimulatedStages
 from services.worker.simulation.vocabulary import I64, hash_word_ids, read_word_ids
 from triptych.checkpoint.architecture import ModelArchitecture
@@ -80,11 +80,7 @@ class SimulatedRunner:
         self._num_entered_with: I64 = np.zeros(facts.max_num_seqs, np.int64)
         """[max_num_seqs] tokens that each row knew when it entered. Computing them is prefill."""
         self._last_step_id = 0
-        self._blocks = (
-            SimulatedBlocks(facts.kv.num_blocks, facts.kv.block_size, facts.model.max_model_len)
-            if has_blocks
-            else None
-        )
+        self._blocks = SimulatedBlocks(self._rows, facts.kv.num_blocks) if has_blocks else None
 
     @property
     def facts(self) -> WorkerFacts:
@@ -123,9 +119,6 @@ class SimulatedRunner:
         arrived = self._clock()
         step = self._rows.apply(plan)
         row_errors = {**step.row_errors, **self._enter(plan, step.row_errors)}
-        if self._blocks is not None:
-            self._blocks.write_step(self._rows, step, self._num_entered_with)
-            row_errors.update(self._blocks.check(plan.new_rows))
         self._last_step_id = plan.step_id
         prepared = self._clock()
         if not step.slots.size:
@@ -139,9 +132,13 @@ class SimulatedRunner:
         slots = step.sampling_slots
         drawn = self._sampler.sample(slots, step.sample_limits)
         token_counts = drawn.token_counts
-        # Ids are not recorded: the hash holds all that the next ones need of them. A row that failed goes on until it
-        # is removed.
+        # Only blocks need the ids: the hash holds all that the next tokens need of them. A row that failed goes on until
+        # it is removed.
+        if self._blocks is not None:
+            self._record(step, drawn)
         self._rows.advance(step, np.maximum(token_counts, 1) if token_counts.size else None)
+        if self._blocks is not None:
+            row_errors.update(self._blocks.compute(step, plan.new_rows))
         for row, error in drawn.failures:
             row_errors.setdefault(self._rows.key_of(int(slots[row])), error)
         sampled = self._clock()
@@ -179,6 +176,14 @@ class SimulatedRunner:
             if error is not None:
                 errors[row.key] = error
         return errors
+
+    def _record(self, step: StepRows, drawn: DrawnTokens) -> None:
+        """Write the ids that the step has drawn behind the known tokens of their rows."""
+        slots = step.sampling_slots
+        counts = drawn.token_counts if drawn.token_counts.size else np.ones(slots.size, np.int64)
+        offsets = np.arange(drawn.token_ids.size) - np.repeat(counts.cumsum() - counts, counts)
+        positions = np.repeat(self._rows.num_known[slots], counts) + offsets
+        self._rows.token_ids[np.repeat(slots, counts), positions] = drawn.token_ids
 
     def _is_prefill(self, step: StepRows) -> Flags:
         is_prefill: Flags = step.starts < self._num_entered_with[step.slots]  # [num_rows]
