@@ -1,7 +1,7 @@
 """The bytes between two workers: one request, then frames until all blocks have been sent.
 
     puller   request: layout, lease, first index, number of blocks ──►
-    server   ◄── chunk chunk … waiting … chunk | refused
+    server   ◄── chunk chunk … waiting … chunk | refused | busy: ask again
 
 Everything is little-endian. The head of each message has a checksum over itself, and the content one of its own.
 """
@@ -41,10 +41,16 @@ class FrameKind(IntEnum):
     """No more will come; its content says why."""
     SPOILED = 4
     """The same, and what was sent is wrong as well."""
+    BUSY = 5
+    """There is no place for this pull now. The connection ends, and the puller may ask again."""
 
 
 class BrokenFrame(Exception):
     """Bytes that are no message, or not the one that was sent."""
+
+
+class ConnectionEnded(BrokenFrame):
+    """The other side has closed the connection, or is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +108,12 @@ class FrameHead:
 
 
 def receive_into(connection: socket.socket, buffer: memoryview) -> None:
-    """Fill a buffer. Raises BrokenFrame if the connection ends before, TimeoutError as its socket says."""
+    """Fill a buffer. Raises ConnectionEnded if the connection ends before, TimeoutError as its socket says."""
     received = 0
     while received < len(buffer):
         count = connection.recv_into(buffer[received:])
         if not count:
-            raise BrokenFrame("the connection has ended")
+            raise ConnectionEnded("the connection has ended")
         received += count
 
 

@@ -14,6 +14,7 @@ from services.worker.kv_transfer.frames import (
     HEAD_BYTES,
     SILENCE_S,
     BrokenFrame,
+    ConnectionEnded,
     FrameHead,
     FrameKind,
     PullRequest,
@@ -24,6 +25,10 @@ from services.worker.kv_transfer.frames import (
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 2.0
+_ASK_AGAIN_S = 0.25
+"""Seconds until a puller asks again that found no place. It does so until its engine stops it."""
+_MAX_UNANSWERED = 3
+"""Connections in a row that may end without an answer: a busy machine may be late with its request."""
 
 
 class SocketPulls:
@@ -47,11 +52,11 @@ class _SocketPull:
         self._layout = layout
         self._block_bytes = block_bytes
         self._connection: socket.socket | None = None
-        self._is_interrupted = False
+        self._interrupted = threading.Event()
 
     def interrupt(self) -> None:
         """Wake the thread from what it waits for. Any thread may call it."""
-        self._is_interrupted = True
+        self._interrupted.set()
         if (connection := self._connection) is not None:
             with suppress(OSError):  # it has ended already
                 connection.shutdown(socket.SHUT_RDWR)
@@ -68,41 +73,70 @@ class _SocketPull:
             self._sink.fail(repr(error))
 
     def _pull(self) -> None:
+        """Ask until the server has a place, and receive all blocks."""
+        num_unanswered = 0
+        while not self._interrupted.is_set():
+            head = self._ask()
+            if head is not None and head.kind is not FrameKind.BUSY:
+                return
+            num_unanswered = 0 if head is not None else num_unanswered + 1
+            if num_unanswered == _MAX_UNANSWERED:
+                raise ConnectionEnded("the connection has ended before an answer")
+            self._interrupted.wait(_ASK_AGAIN_S)
+
+    def _ask(self) -> FrameHead | None:
+        """Connect, ask for the blocks and receive what is sent.
+
+        Returns:
+            The head of the first frame; None: the connection has ended before it, or the pull was interrupted.
+        """
         pull = self._sink.pull
         host, _, port = pull.address.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection:
             self._connection = connection
-            if self._is_interrupted:
-                return
+            if self._interrupted.is_set():
+                return None
             connection.settimeout(SILENCE_S)
             request = PullRequest(self._layout, pull.lease, pull.first_index, len(pull.block_ids))
-            connection.sendall(request.to_bytes())
-            self._receive(connection)
+            try:
+                connection.sendall(request.to_bytes())
+                head = _receive_head(connection)
+            except (ConnectionEnded, ConnectionError):
+                return None
+            if head.kind is not FrameKind.BUSY:
+                self._receive(connection, head)
+            return head
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket, head: FrameHead) -> None:
+        """Receive all blocks.
+
+        Args:
+            head: Of the first frame, whose content is still to come.
+        """
         pull, sink = self._sink.pull, self._sink
-        head_bytes = memoryview(bytearray(HEAD_BYTES))
         buffer = memoryview(bytearray(CHUNK_BYTES))
-        for place in range(len(pull.block_ids)):
-            offset = 0
-            while offset < self._block_bytes:
-                receive_into(connection, head_bytes)
-                head = FrameHead.from_bytes(head_bytes)
-                content = buffer[: head.num_bytes]
-                receive_into(connection, content)
-                if checksum_of(content) != head.checksum and head.kind is not FrameKind.WAITING:
-                    raise BrokenFrame(f"the checksum of block {head.index} is wrong")
-                if head.kind is FrameKind.CHUNK:
-                    self._check(head, place, offset)
-                    sink.write(place, offset, content)
-                    offset += head.num_bytes
-                elif head.kind is not FrameKind.WAITING:
-                    sink.fail(
-                        f"{pull.address}: {content.tobytes().decode(errors='replace')}",
-                        is_spoiled=head.kind is FrameKind.SPOILED,
-                    )
+        place, offset = 0, 0
+        while True:
+            content = buffer[: head.num_bytes]
+            receive_into(connection, content)
+            if checksum_of(content) != head.checksum and head.kind is not FrameKind.WAITING:
+                raise BrokenFrame(f"the checksum of block {head.index} is wrong")
+            if head.kind is FrameKind.CHUNK:
+                self._check(head, place, offset)
+                sink.write(place, offset, content)
+                offset += head.num_bytes
+            elif head.kind is not FrameKind.WAITING:
+                sink.fail(
+                    f"{pull.address}: {content.tobytes().decode(errors='replace')}",
+                    is_spoiled=head.kind is FrameKind.SPOILED,
+                )
+                return
+            if offset == self._block_bytes:
+                place, offset = place + 1, 0
+                sink.note_blocks(place)
+                if place == len(pull.block_ids):
                     return
-            sink.note_blocks(place + 1)
+            head = _receive_head(connection)
 
     def _check(self, head: FrameHead, place: int, offset: int) -> None:
         """Raise BrokenFrame unless this is the chunk that is due."""
@@ -118,3 +152,10 @@ class _SocketPull:
             )
         if head.block_hash != pull.hashes[place]:
             raise BrokenFrame(f"block {index} is of another prompt")
+
+
+def _receive_head(connection: socket.socket) -> FrameHead:
+    """Receive the head of the next frame."""
+    head_bytes = memoryview(bytearray(HEAD_BYTES))
+    receive_into(connection, head_bytes)
+    return FrameHead.from_bytes(head_bytes)

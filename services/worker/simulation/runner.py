@@ -132,8 +132,8 @@ class SimulatedRunner:
         slots = step.sampling_slots
         drawn = self._sampler.sample(slots, step.sample_limits)
         token_counts = drawn.token_counts
-        # Only blocks need the ids: the hash holds all that the next tokens need of them. A row that failed goes on until
-        # it is removed.
+        # Only blocks need the ids: the hash holds all that the next tokens need of them. A row that failed goes on
+        # until it is removed.
         if self._blocks is not None:
             self._record(step, drawn)
         self._rows.advance(step, np.maximum(token_counts, 1) if token_counts.size else None)
