@@ -227,7 +227,8 @@ async def test_the_model_is_described(vllm: PublishedVllm, tmp_path: Path) -> No
     assert (info.served_model_name, info.is_generation) == ("tiny", True)
     assert (info.max_context_length, info.vocab_size, list(info.eos_token_ids)) == (64, 300, [299])
     assert (info.model_type, list(info.architectures)) == ("llama", ["LlamaForCausalLM"])
-    assert info.tokenizer_path == str(directory)
+    assert str(directory) not in str(info)
+    assert info.tokenizer_path == info.model_path == info.served_model_name
     assert info.bos_token_id == TOKENIZER.token_id("<|bos|>")
     archive = b"".join(chunk.data for chunk in chunks)
     assert chunks[-1].sha256 == again[-1].sha256 == hashlib.sha256(archive).hexdigest()

@@ -112,7 +112,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm_engine_pb2.GetModelInfoResponse(
             model_path=served.name,
             served_model_name=served.name,
-            tokenizer_path=str(text.directory),
+            tokenizer_path=served.name,  # where it lies is nothing that a tenant needs to know
             is_generation=True,
             max_context_length=served.max_model_len,
             max_req_input_len=served.max_model_len,

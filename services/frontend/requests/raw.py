@@ -8,10 +8,11 @@ from typing import Any
 
 from triptych.errors import FieldViolation
 from triptych.types.sampling import OutputKind
+from triptych.types.structured import StructuredOutputs
 
 MAX_MESSAGES = 16384  # of one conversation
 MAX_ABORTS = 4096  # ids in one call
-_MESSAGE_CHARS = 64  # an empty message costs as much as so many characters
+_MESSAGE_CHARS = 60  # an empty message costs as much as so many characters and those of its role
 _LONG_VARIABLE = 1 << 13  # counts as the size of a list or an object, which is not looked into
 
 
@@ -40,7 +41,7 @@ class RawChat:
     """The amount of work to check and to render it, in characters of a message."""
 
     def __post_init__(self) -> None:
-        num_chars = sum(len(message["content"]) for message in self.messages if _has_text(message))
+        num_chars = sum(map(_num_chars, self.messages))
         variables = sum(_size_of_variable(value) for value in self.template_kwargs.values())
         variables += _LONG_VARIABLE * (len(self.tools) + len(self.documents))
         object.__setattr__(self, "size", num_chars + variables + len(self.messages) * _MESSAGE_CHARS)
@@ -108,7 +109,7 @@ class RawRequest:
     @property
     def size(self) -> int:
         """The amount of work to check it: characters, token ids, entries of lists."""
-        size = sum(len(value) for value in self.sampling.values() if isinstance(value, Sized))
+        size = sum(map(_size_of_field, self.sampling.values()))
         size += sum(map(len, self.emitted.values()))
         if isinstance(self.prompt, RawChat):
             return size + self.prompt.size
@@ -126,8 +127,27 @@ def why_too_many_messages(num_messages: int) -> str | None:
     return f"{num_messages} messages are above the limit {MAX_MESSAGES}"
 
 
-def _has_text(message: Mapping[str, Any]) -> bool:
-    return isinstance(message.get("content"), str)
+def _num_chars(message: Mapping[str, Any]) -> int:
+    """Return the characters of all texts in a message: templates read its calls and its reasoning, too."""
+    num_chars, parts = 0, [*message.values()]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, str):
+            num_chars += len(part)
+        elif isinstance(part, Mapping):
+            parts += [*part, *part.values()]
+        elif isinstance(part, (list, tuple)):
+            num_chars += len(part)  # entries that are no text cost something, too
+            parts += part
+    return num_chars
+
+
+def _size_of_field(value: Any) -> int:
+    if isinstance(value, StructuredOutputs):
+        return sum(map(len, value.texts))
+    if isinstance(value, (list, tuple)):
+        return sum(len(entry) if isinstance(entry, str) else 1 for entry in value)
+    return len(value) if isinstance(value, Sized) else 0
 
 
 def _size_of_variable(value: Any) -> int:
