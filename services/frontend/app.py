@@ -82,6 +82,7 @@ class FrontendApp(ServiceApp):
             self._mover,
             config.frontend.max_messages_per_s,
             config.frontend.keep_s,
+            config.frontend.max_logit_bias,
         )
         self._status_watch = StatusWatch()
         self._discovery = _create_discovery(config, self._router, self._status_watch)

@@ -37,7 +37,7 @@ from triptych.rpc.interceptors import new_request_id
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import Usage
-from triptych.types.sampling import OutputKind
+from triptych.types.sampling import MAX_BIASES, OutputKind
 from triptych.types.step import U32
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions holds everybody up for tens of ms
@@ -72,13 +72,16 @@ class Generator:
         mover: Mover,
         max_messages_per_s: float = 0,
         keep_s: float = 0,
+        max_biases: int = MAX_BIASES,
     ) -> None:
         """
         Args:
             max_messages_per_s: See `Pace`.
             keep_s: Seconds for which engines keep streams without a frontend. 0: not at all.
+            max_biases: Most entries of `logit_bias` in a request.
         """
         self._keep_s = keep_s
+        self._max_biases = max_biases
         self._router = router
         self._metrics = metrics
         self._mover = mover
@@ -346,7 +349,7 @@ class Generator:
         text = self.text_model
         terms = self._router.find(raw.model, raw.path("model"))
         record.note_model(terms.model.name)
-        return await prepare(raw, request_id, terms, text)
+        return await prepare(raw, request_id, terms, text, self._max_biases)
 
     def _set_alarm(
         self, raw: RawRequest, record: RequestRecord, outputs: RequestOutputs

@@ -14,6 +14,7 @@ from triptych.errors import ContextLengthExceeded, FeatureDisabled, InvalidReque
 from triptych.types.facts import ModelFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, OutputKind, SamplingParams
+from triptych.types.structured import StructuredOutputs
 from triptych.types.submit import EngineLimits, ModelTerms
 from triptych.v1 import sampling_pb2
 
@@ -80,6 +81,9 @@ def violations_of(raw: RawRequest, terms: ModelTerms = TERMS) -> dict[str, str]:
         ("allowed_token_ids", [-1], "allowed_token_ids[0]", ["-1", "0..299"]),
         ("allowed_token_ids", [10**7], "allowed_token_ids[0]", ["10000000", "0..299"]),
         ("logit_bias", {"300": 1.0}, "logit_bias[300]", ["300", "0..299"]),
+        ("logit_bias", dict.fromkeys(range(301), 1.0), "logit_bias", ["301 is above the limit 300"]),
+        ("stop_token_ids", [1] * 129, "stop_token_ids", ["129 is above the limit 128"]),
+        ("allowed_token_ids", [1] * 8193, "allowed_token_ids", ["8193 is above the limit 8192"]),
         ("logit_bias", {"x": 1.0}, "logit_bias[x]", ["'x'", "not a token id"]),
         ("logit_bias", {7: math.nan}, "logit_bias[7]", ["nan", "finite"]),
         ("ignore_eos", 1, "ignore_eos", ["1", "true or false"]),
@@ -350,3 +354,50 @@ def test_context_overflow_names_both_numbers(
     with pytest.raises(InvalidRequest) as caught:
         fit_to_context(valid, num_prompt_tokens, MAX_MODEL_LEN)
     assert str(caught.value).startswith(message)
+
+
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": ["x" * 5000, {"b": "y"}]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "least"),
+    [
+        ({"content": "x" * 5000}, 5000),
+        ({"content": None, "reasoning_content": "x" * 5000}, 5000),
+        ({"content": "x", "name": "x" * 5000}, 5000),
+        ({"content": "x", "tool_calls": [CALL]}, 5000),
+        ({"role": "x" * 5000, "content": "x"}, 5000),
+        ({"content": "x", "tool_calls": [{"function": {"arguments": [1] * 5000}}]}, 5000),
+        ({"content": "x", "tool_calls": [{"function": {"arguments": {"x" * 5000: 1}}}]}, 5000),
+    ],
+)
+def test_all_texts_of_a_message_count_as_its_size(message: dict[str, Any], least: int) -> None:
+    plain = RawChat([{"role": "user", "content": "x"}]).size
+    size = RawChat([{"role": "user", **message}]).size
+    assert least < size < least + plain + 100
+    assert RawChat([{"role": "user", **message}] * 3).size == 3 * size
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"stop": ["x" * 5000]},
+        {"logit_bias": dict.fromkeys(range(5000), 1)},
+        {"allowed_token_ids": list(range(5000))},
+        {"structured_outputs": StructuredOutputs(grammar="x" * 5000)},
+    ],
+    ids=lambda sampling: next(iter(sampling)),
+)
+def test_all_texts_and_lists_of_sampling_count_as_its_size(sampling: dict[str, Any]) -> None:
+    assert raw_request("x", sampling=sampling).size == 5001
+
+
+def test_an_operator_may_allow_more_biases() -> None:
+    raw = raw_request(sampling={"logit_bias": dict.fromkeys(range(10), 1.0)})
+    assert len(parse(raw, TERMS, {}, max_biases=10).sampling.logit_bias) == 10
+    with pytest.raises(InvalidRequest, match="logit_bias: 10 is above the limit 9"):
+        parse(raw, TERMS, {}, max_biases=9)

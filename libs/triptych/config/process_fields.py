@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from triptych.config.option import ALL, ENGINE, FRONTEND, WORKER, value
+from triptych.types.sampling import MAX_BIASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,13 @@ class FrontendConfig:
         0,
         "HTTP connections at once from one address (a /64 of IPv6); one more gets 429. 0: an eighth of "
         "`frontend.max_connections`. Behind a proxy, which has one address for all clients: as many as of all.",
+        FRONTEND,
+        ge=0,
+    )
+    max_logit_bias: int = value(
+        MAX_BIASES,
+        "Tokens that the `logit_bias` of a request may name. Each costs some 0.7 us on the engine's loop and as much "
+        "in the worker, where others' tokens wait for it.",
         FRONTEND,
         ge=0,
     )

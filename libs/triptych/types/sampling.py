@@ -24,6 +24,11 @@ MAX_LOGPROB_TOKEN_IDS = 128  # the most named tokens per token
 MAX_LOGPROBS = 20  # the most alternatives per token that a request may ask for
 # Stop strings are looked for in every token's text, on the loop that serves everyone: with these bounds the
 # worst output that a client can provoke costs about 1 ms per token.
+MAX_BIASES = 300  # as OpenAI has it; an operator may allow more
+_MAX_STOP_TOKEN_IDS = 128
+_MAX_ALLOWED_TOKEN_IDS = (
+    8192  # such a list is sorted, sent and spread over a row of logits beside others' steps
+)
 _MAX_STOP_STRINGS = 32
 _MAX_STOP_CHARS = 256
 _MAX_BAD_WORDS = 128
@@ -217,7 +222,9 @@ class SamplingParams:
         max_items=_MAX_STOP_STRINGS,
         max_chars=_MAX_STOP_CHARS,
     )
-    stop_token_ids: Sequence[int] = _declare(FieldKind.TOKEN_IDS, (), "Token ids that end the output.")
+    stop_token_ids: Sequence[int] = _declare(
+        FieldKind.TOKEN_IDS, (), "Token ids that end the output.", max_items=_MAX_STOP_TOKEN_IDS
+    )
     include_stop_str_in_output: bool = _boolean(False, "Leave the stop string in the text.")
     thinking_token_budget: int | ThinkingBudget | None = field(
         default=None,
@@ -267,10 +274,16 @@ class SamplingParams:
         "Token id to a number that is added to its logit, clamped to [-100, 100].",
         low=-100.0,
         high=100.0,
+        max_items=MAX_BIASES,
         trial=((0, 1.0),),
     )
     allowed_token_ids: Sequence[int] = _declare(
-        FieldKind.TOKEN_IDS, (), "Only these tokens may be sampled.", min_items=1, trial=(0, 1, 2)
+        FieldKind.TOKEN_IDS,
+        (),
+        "Only these tokens may be sampled.",
+        min_items=1,
+        max_items=_MAX_ALLOWED_TOKEN_IDS,
+        trial=(0, 1, 2),
     )
     bad_words: Sequence[str] | Sequence[tuple[int, ...]] = _declare(
         FieldKind.WORDS,

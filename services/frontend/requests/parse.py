@@ -9,7 +9,7 @@ from services.frontend.requests.raw import RawChat, RawRequest, why_too_many_mes
 from services.frontend.requests.sampling import check_sampling, find_bad_token_id, to_array, why_not_text
 from services.frontend.requests.tools import check_tools
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolation, InvalidRequest
-from triptych.types.sampling import SamplingParams
+from triptych.types.sampling import MAX_BIASES, SamplingParams
 from triptych.types.step import U32
 from triptych.types.submit import ModelTerms
 
@@ -40,19 +40,22 @@ class ValidRequest:
         return None if takes_rest else COMPLETION_MAX_TOKENS
 
 
-def parse(raw: RawRequest, terms: ModelTerms, defaults: Mapping[str, float]) -> ValidRequest:
+def parse(
+    raw: RawRequest, terms: ModelTerms, defaults: Mapping[str, float], max_biases: int = MAX_BIASES
+) -> ValidRequest:
     """Check everything that can be checked without the tokenizer.
 
     Args:
         terms: Facts and limits of the engines that serve the model.
         defaults: Checked sampling fields from the checkpoint, for those that the client left out.
+        max_biases: Most entries of `logit_bias`.
 
     Raises:
         InvalidRequest: Fields are wrong; has every violation found.
         FeatureDisabled: Nothing is wrong, but fields are set that this version does not support; names them all.
     """
     vocab_size, max_model_len = terms.model.vocab_size, terms.model.max_model_len
-    checked = check_sampling(raw.sampling, vocab_size=vocab_size, path=raw.path)
+    checked = check_sampling(raw.sampling, vocab_size=vocab_size, path=raw.path, max_biases=max_biases)
     values = {"max_tokens": None, **defaults, **checked.values}
     if values.get("logprob_token_ids"):
         values.setdefault("logprobs", 0)

@@ -12,7 +12,7 @@ from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.tools import AnswerSplit
 from services.frontend.text_model import TextModel
 from triptych.errors import InvalidRequest
-from triptych.types.sampling import SamplingParams
+from triptych.types.sampling import MAX_BIASES, SamplingParams
 from triptych.types.step import U32
 from triptych.types.submit import ModelTerms
 
@@ -42,17 +42,20 @@ class PreparedRequest:
         return self.terms.model.identity.fingerprint
 
 
-async def prepare(raw: RawRequest, request_id: str, terms: ModelTerms, text: TextModel) -> PreparedRequest:
+async def prepare(
+    raw: RawRequest, request_id: str, terms: ModelTerms, text: TextModel, max_biases: int = MAX_BIASES
+) -> PreparedRequest:
     """Do everything that comes before the engine.
 
     Args:
         terms: Facts and limits that the request is checked against.
+        max_biases: Most entries of `logit_bias`.
 
     Raises:
         InvalidRequest, FeatureDisabled, QueueFull: As `parse`, `TextModel.encode`, `fit_to_context` and
             `GrammarChecker.compile`.
     """
-    valid = await text.run(raw.size, parse, raw, terms, text.defaults)
+    valid = await text.run(raw.size, parse, raw, terms, text.defaults, max_biases)
     raw = valid.raw
     started_ns = time.perf_counter_ns()
     max_kept, max_model_len = raw.truncate_prompt_tokens, terms.model.max_model_len

@@ -12,7 +12,7 @@ import numpy as np
 
 from triptych.errors import FieldViolation, ModelError
 from triptych.types.output_limits import MAX_REPETITION, RepetitionDetection
-from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField
+from triptych.types.sampling import MAX_BIASES, SAMPLING_FIELDS, FieldKind, SamplingField
 from triptych.types.step import U32
 from triptych.types.structured import FORM_NAMES, MAX_FORM_BYTES, GrammarSyntax, StructuredOutputs
 
@@ -32,7 +32,11 @@ class SamplingFields:
 
 
 def check_sampling(
-    given: Mapping[str, Any], *, vocab_size: int, path: Callable[[str], str]
+    given: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    path: Callable[[str], str],
+    max_biases: int = MAX_BIASES,
 ) -> SamplingFields:
     """Check each field by itself.
 
@@ -42,6 +46,7 @@ def check_sampling(
     Args:
         given: Field of `SamplingParams` -> raw value. None counts as not given.
         path: Name of a field -> its path as the client wrote it.
+        max_biases: Most entries of `logit_bias`.
     """
     result = SamplingFields()
     for name, value in given.items():
@@ -51,7 +56,7 @@ def check_sampling(
             result.unsupported.append(path(name))
             continue
         try:
-            result.values[name] = _parse_field(name, value, vocab_size)
+            result.values[name] = _parse_field(name, value, vocab_size, max_biases)
         except _BadValue as error:
             where = path(name) + error.where
             result.violations.append(FieldViolation(where, error.description, error.value, error.limit))
@@ -117,7 +122,7 @@ def _is_unsupported(name: str, value: Any) -> bool:
     return spec is not None and type(value) is int and value in spec.unsupported_values
 
 
-def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
+def _parse_field(name: str, value: Any, vocab_size: int, max_biases: int) -> Any:
     if (spec := SAMPLING_FIELDS.get(name)) is None:
         raise _BadValue("no such sampling field")
     match spec.kind:
@@ -132,7 +137,7 @@ def _parse_field(name: str, value: Any, vocab_size: int) -> Any:
         case FieldKind.TOKEN_IDS:
             return _token_ids(value, spec, vocab_size)
         case FieldKind.BIASES:
-            return _biases(value, spec, vocab_size)
+            return _biases(value, spec, vocab_size, max_biases)
         case FieldKind.THINKING:
             num_tokens = _integer(value, spec)
             return None if num_tokens == -1 else num_tokens
@@ -223,10 +228,14 @@ def _token_ids(value: Any, spec: SamplingField, vocab_size: int) -> tuple[int, .
     return tuple(sorted(set(value)))
 
 
-def _biases(value: Any, spec: SamplingField, vocab_size: int) -> tuple[tuple[int, float], ...]:
+def _biases(
+    value: Any, spec: SamplingField, vocab_size: int, max_biases: int
+) -> tuple[tuple[int, float], ...]:
     """Parse a map of token ids to numbers. Its keys may be text, since JSON knows no others."""
     if not isinstance(value, Mapping):
         raise _BadValue(f"{value!r} is not a map of token ids to biases")
+    if len(value) > max_biases:
+        raise _out_of_range(str(len(value)), "above", str(max_biases))
     biases: dict[int, float] = {}
     for key, raw_bias in value.items():
         where = f"[{key}]"
