@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 
 from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, AdminServicer, EngineCoreServicer
 from services.enginecore.loop import EngineLoop
@@ -39,6 +41,8 @@ class EngineCoreApp(ServiceApp):
     exit_codes = ((ConfigError, ExitCode.MISCONFIGURED), (StaleEpoch, ExitCode.FENCED))
 
     def __init__(self, config: EngineConfig) -> None:
+        engine_id = config.engine.engine_id or socket.gethostname()
+        config = replace(config, engine=replace(config.engine, engine_id=engine_id))
         super().__init__(config)
         self.server = RpcServer(
             services=(SERVICE, ADMIN_SERVICE), limit_bytes=INTERNAL_MESSAGE_BYTES, tls=self.server_tls

@@ -207,7 +207,11 @@ class EngineLoop:
             why_not_ready=self.welcome.why_not_ready,
             steps_in_flight=self._pipeline_depth.size,
         )
-        return replace(status, asleep=self.worker_sleep.is_asleep)
+        return replace(
+            status,
+            asleep=self.worker_sleep.is_asleep,
+            draining=self._is_stopping or self._is_draining,
+        )
 
     async def run(self) -> None:
         """Connect and serve for ever. When the stream breaks, resume it or go on with another worker.

@@ -86,7 +86,9 @@ class FrontendApp(ServiceApp):
         )
         self._status_watch = StatusWatch()
         self._discovery = _create_discovery(config, self._router, self._status_watch)
-        gauges = EngineGauges(self._status_watch.latest)
+        gauges = EngineGauges(
+            self._status_watch.latest, lambda: self._status_watch.states(self._router.engines)
+        )
         REGISTRY.register(gauges)
         if config.frontend.metrics_vllm_names:
             REGISTRY.register(VllmNames((gauges, *metrics.collectors)))
@@ -210,7 +212,8 @@ def _load(config: EngineConfig) -> TextModel:
 
 
 async def follow_readiness(server: RpcServer, generator: Generator, router: Router, started: float) -> None:
-    """Health says ready while an engine is and the tokenizer is loaded."""
+    """Health says ready while an engine is and the tokenizer is loaded. Warn of engines that share a name."""
+    told: set[str] = set()
     while True:
         router.changed.clear()
         if generator.is_ready != server.is_ready:
@@ -220,6 +223,15 @@ async def follow_readiness(server: RpcServer, generator: Generator, router: Rout
                 log.info("ready", extra=with_fields(models=models, after_s=time.monotonic() - started))
             else:
                 log.warning("not ready: %s", generator.why_not_ready)
+        namesakes = router.namesakes()
+        for name in namesakes.keys() - told:
+            log.warning(
+                "engine.engine_id: %s is the name of several engines (%s): metrics, logs and operators' calls cannot "
+                "tell them apart",
+                name,
+                ", ".join(namesakes[name]),
+            )
+        told = set(namesakes)
         await router.changed.wait()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -168,7 +169,7 @@ async def test_an_engine_whose_worker_was_taken_over_ends_with_code_3(tmp_path: 
         relay.is_refusing, relay.up = True, cut
         successor = GrpcExecutor(
             address=f"127.0.0.1:{await worker.port()}",
-            engine_id="engine-0",
+            engine_id=socket.gethostname(),  # as that of an engine that was given no name
             boot_id="its next process",
             shared_config=shared_config(EngineConfig()),
             max_steps_in_flight=2,
@@ -184,5 +185,5 @@ async def test_an_engine_whose_worker_was_taken_over_ends_with_code_3(tmp_path: 
         relay.is_refusing, relay.up = False, lambda message: [message]
         code, told = await engine.end()
         assert code == 3
-        assert "fenced: engine engine-0 (boot " in told
-        assert "is stale: engine engine-0 (boot its next proc)" in told
+        assert f"fenced: engine {socket.gethostname()} (boot " in told
+        assert f"is stale: engine {socket.gethostname()} (boot its next proc)" in told

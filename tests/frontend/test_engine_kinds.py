@@ -14,7 +14,7 @@ from services.frontend.engines.outlook import EngineOutlook
 from services.frontend.engines.router import Router
 from services.frontend.engines.routing_policy import RoundRobin
 from tests.helpers.fake_engine import MODEL
-from triptych.errors import EngineUnavailable
+from triptych.errors import EngineUnavailable, InvalidRequest
 from triptych.types.facts import ModelFacts
 from triptych.types.submit import EngineLimits, EngineWelcome, RequestNeeds
 
@@ -30,6 +30,8 @@ class Engine:
     limits: EngineLimits = LIMITS
     is_ready: bool = True
     why_not_ready: str = "it is loading"
+    is_connected: bool = True
+    address: str = "host:1"
     num_in_flight: int = 0
     outlook: EngineOutlook = field(default_factory=EngineOutlook)
 
@@ -130,6 +132,20 @@ def test_a_request_without_max_tokens_fits_engines_of_about_one_length() -> None
     assert terms.context_for(10) == 60
     assert terms.context_for(59) == 64, "almost nothing would be left"
     assert names(router.alike(terms, RequestNeeds(terms.context_for(10)))) == {"a", "b"}
+
+
+def test_engines_that_share_a_name_are_told_apart_by_address() -> None:
+    """Two that were started without a name on one host, say."""
+    first, second = Engine("host", address="host:1"), Engine("host", address="host:2")
+    router = routing(first, second, Engine("other", address="other:1"))
+    assert router.namesakes() == {"host": ["host:1", "host:2"]}
+    assert router.by_id("host:2") is second
+    with pytest.raises(
+        InvalidRequest, match="'host' is the name of several engines; give one of host:1, host:2"
+    ):
+        router.by_id("host")
+    second.is_connected = False
+    assert router.namesakes() == {}, "it was started again elsewhere, maybe under this name"
 
 
 def test_engines_are_grouped_once_per_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,15 +87,19 @@ async def test_a_refused_request_has_no_model_and_no_latency() -> None:
 async def test_the_engines_gauges_come_and_go_with_the_engine() -> None:
     async with FakeEngine() as engine, frontend_core(engine) as core:
         watch = StatusWatch()
-        core.registry.register(EngineGauges(watch.latest))
+        core.registry.register(EngineGauges(watch.latest, lambda: watch.states(core.router.engines)))
         task = asyncio.create_task(watch.follow(core.router.engines[0]))
         who = {"model_name": "tiny", "engine": "engine-0"}
         await eventually(lambda: core.metric("num_requests_running", **who) == 3)
         assert core.metric("kv_cache_usage_perc", **who) == 0.25
         assert core.metric("cache_config_info", **who, block_size="16", num_gpu_blocks="8") == 1
         assert core.metric("engine_ready", **who) == 1
+        assert core.metric("engines", state="ready") == 1
+        assert core.metric("engines", state="lost") == 0
         await engine.die()
         await eventually(lambda: not list(watch.latest()))
+        await eventually(lambda: core.metric("engines", state="lost") == 1)
+        assert core.metric("engine_ready", **who) == 0, "an alert needs a value, under the last name"
         await engine.start()
         await eventually(lambda: core.metric("num_requests_running", **who) == 3)
         task.cancel()
@@ -112,7 +116,7 @@ async def test_vllm_s_names_say_the_same_in_the_text_that_scrapers_read() -> Non
         metrics.of_model("tiny").generation_tokens.inc(4)
         metrics.of_model("tiny").time_to_first_token.observe(0.3)
         registry = CollectorRegistry()
-        registry.register(VllmNames((EngineGauges(watch.latest), *metrics.collectors)))
+        registry.register(VllmNames((EngineGauges(watch.latest, list), *metrics.collectors)))
         families = text_string_to_metric_families(generate_latest(registry).decode())
         values = {
             sample.name: sample.value

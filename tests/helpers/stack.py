@@ -320,7 +320,7 @@ def make_config(worker_port: int = 0, **scheduler: Any) -> EngineConfig:
     return replace(
         config,
         scheduler=replace(config.scheduler, **scheduler),
-        engine=replace(config.engine, worker_address=f"127.0.0.1:{worker_port}"),
+        engine=replace(config.engine, engine_id="engine-0", worker_address=f"127.0.0.1:{worker_port}"),
     )
 
 

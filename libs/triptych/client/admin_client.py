@@ -127,7 +127,7 @@ class AdminClient:
         from triptych.observe.metrics import EngineGauges, VllmNames
 
         statuses = await self.status()
-        samples = (s for m in VllmNames([EngineGauges(lambda: statuses)]).collect() for s in m.samples)
+        samples = (s for m in VllmNames([EngineGauges(lambda: statuses, list)]).collect() for s in m.samples)
         return [EngineMetric(sample.name, dict(sample.labels), sample.value) for sample in samples]
 
     async def is_asleep(self) -> bool:

@@ -219,7 +219,12 @@ class EngineCoreConfig:
         ENGINE,
     )
     metrics_port: int = value(9102, "Prometheus /metrics port; 0: any free one.", ENGINE, ge=0, le=65535)
-    engine_id: str = value("engine-0", "This engine's name towards workers and in logs.", ENGINE)
+    engine_id: str = value(
+        "",
+        "This engine's name towards workers, in logs and metrics; no two engines may share one. An engine that "
+        "replaces another under its name gets its worker at once. Empty: the host's name.",
+        ENGINE,
+    )
     worker_address: str = value(
         "127.0.0.1:50053",
         "The worker, or its group's leader, host:port. Several, comma-separated, or dns:name:port for all addresses of "

@@ -139,7 +139,9 @@ class LocalCluster:
         return replace(
             config,
             engine=replace(
-                config.engine, worker_address=dial_address(config.worker.host, config.worker.port)
+                config.engine,
+                engine_id=config.engine.engine_id or "engine-0",
+                worker_address=dial_address(config.worker.host, config.worker.port),
             ),
             frontend=replace(
                 config.frontend, engine_addresses=dial_address(config.engine.host, config.engine.port)

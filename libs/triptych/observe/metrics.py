@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from triptych.observe.counted_histogram import CountedHistogram, CountedSamples
 from triptych.types.facts import EngineStatus
 
+disable_created_metrics()  # a series with the time of creation beside each counter: twice as many, for nobody
+
 _FRONTEND = "triptych_frontend_"
-_NOT_VLLM = ("requests", "moves", "active_requests", "engine_ready")
+ENGINE_STATES = ("ready", "not_ready", "asleep", "draining", "lost")
+_NOT_VLLM = ("requests", "moves", "active_requests", "engine_ready", "engines")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
@@ -138,12 +142,32 @@ class ModelMetrics:
     params_max_tokens: Histogram
 
 
+class EngineState(NamedTuple):
+    """The state of one engine, as a frontend sees it."""
+
+    model: str
+    """Name of its model. Empty: not known yet."""
+    engine: str
+    """Its last name; its address if it was never reached."""
+    state: str
+    """One of `ENGINE_STATES`."""
+
+
 class EngineGauges(Collector):
     """The engines' counters as a frontend last heard of them, for gateways and dashboards that ask frontends."""
 
-    def __init__(self, latest: Callable[[], Iterable[tuple[str, EngineStatus]]]) -> None:
-        """`latest`: Return the model's name and the status of each engine that reports."""
+    def __init__(
+        self,
+        latest: Callable[[], Iterable[tuple[str, EngineStatus]]],
+        states: Callable[[], Iterable[EngineState]],
+    ) -> None:
+        """
+        Args:
+            latest: Returns the model's name and the status of each engine that reports.
+            states: Returns the state of each engine, lost ones included.
+        """
         self._latest = latest
+        self._states = states
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
@@ -158,7 +182,19 @@ class EngineGauges(Collector):
         waiting = gauge("num_requests_waiting", "Choices that wait for one.")
         usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests hold; 1 is all of them.")
         asleep = gauge("engine_sleep_state", "1 while the engine's worker sleeps.")
-        ready = gauge("engine_ready", "1 while the engine takes requests.")
+        ready = gauge(
+            "engine_ready",
+            "1 while the engine takes requests; 0 also while it is lost, under its last name or its address.",
+        )
+        engines = GaugeMetricFamily(
+            f"{_FRONTEND}engines", "Engines that are configured or were found, by state.", labels=["state"]
+        )
+        counts = dict.fromkeys(ENGINE_STATES, 0)
+        for each in self._states():
+            counts[each.state] += 1
+            ready.add_metric([each.model, each.engine], each.state == "ready")
+        for state, count in counts.items():
+            engines.add_metric([state], count)
         queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         hits = counter("prefix_cache_hits", "Prompt tokens found there.")
         preemptions = counter("num_preemptions", "Requests that lost their blocks to another.")
@@ -173,12 +209,11 @@ class EngineGauges(Collector):
             waiting.add_metric(who, status.num_waiting)
             usage.add_metric(who, status.num_used_blocks / max(status.num_blocks, 1))
             asleep.add_metric(who, status.asleep)
-            ready.add_metric(who, status.ready)
             queries.add_metric(who, status.prefix_queries)
             hits.add_metric(who, status.prefix_hits)
             preemptions.add_metric(who, status.num_preemptions)
             sizes.add_metric([*who, str(status.block_size), str(status.num_blocks)], 1)
-        yield from (running, waiting, usage, asleep, ready, queries, hits, preemptions, sizes)
+        yield from (running, waiting, usage, asleep, ready, engines, queries, hits, preemptions, sizes)
 
 
 class VllmNames(Collector):

@@ -149,6 +149,8 @@ class EngineStatus:
     """off, recording, full, failed, closed."""
     asleep: bool = False
     """The worker sleeps until an operator wakes it."""
+    draining: bool = False
+    """It takes no more requests, and goes on with those that it has."""
     num_touched_blocks: int = 0
     """Blocks that requests have held since the worker was ready. On a CPU only these take memory."""
     soft_num_blocks: int | None = None

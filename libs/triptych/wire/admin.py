@@ -71,6 +71,7 @@ def status_from_proto(message: admin_pb2.EngineStatus) -> tuple[str, EngineStatu
         ready=message.state == admin_pb2.ENGINE_STATE_READY and not message.why_not_ready,
         paused=message.state == admin_pb2.ENGINE_STATE_PAUSED,
         asleep=message.state == admin_pb2.ENGINE_STATE_ASLEEP,
+        draining=message.state == admin_pb2.ENGINE_STATE_DRAINING,
         steps_in_flight=message.max_steps_in_flight,
     )
     return message.model, status
@@ -81,6 +82,8 @@ def _state(status: EngineStatus) -> admin_pb2.EngineState:
         return admin_pb2.ENGINE_STATE_ASLEEP
     if status.paused:
         return admin_pb2.ENGINE_STATE_PAUSED
+    if status.draining:
+        return admin_pb2.ENGINE_STATE_DRAINING
     return admin_pb2.ENGINE_STATE_READY if status.ready else admin_pb2.ENGINE_STATE_NOT_READY
 
 

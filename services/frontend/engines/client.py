@@ -102,6 +102,11 @@ class EngineClient:
         return self.welcome.engine_id if self.welcome is not None else self.address
 
     @property
+    def is_connected(self) -> bool:
+        """Whether there is a stream, and the engine has welcomed it."""
+        return self._is_connected
+
+    @property
     def is_ready(self) -> bool:
         has_session = self._is_connected and self._session is not None
         return has_session and self.welcome is not None and self.welcome.ready

@@ -236,18 +236,33 @@ class Router:
             prompt.keys(block_size)
         return prompt
 
+    def namesakes(self) -> dict[str, list[str]]:
+        """Return the names that several connected engines have, with the addresses of these."""
+        found: dict[str, list[str]] = {}
+        for engine in self.engines:
+            if engine.is_connected:
+                found.setdefault(engine.name, []).append(engine.address)
+        return {name: addresses for name, addresses in found.items() if len(addresses) > 1}
+
     def by_id(self, engine_id: str) -> EngineClient:
-        """The engine of this name, ready or not; empty: the only one.
+        """The engine of this name or at this address, ready or not; empty: the only one.
 
         Raises:
-            InvalidRequest: no such engine, or several and no name; names them.
+            InvalidRequest: no such engine, or several of the name, or several and no name; names them.
         """
         names = ", ".join(engine.name for engine in self.engines)
         if not engine_id and len(self.engines) == 1:
             return self.engines[0]
-        for engine in self.engines:
-            if engine_id and engine.name == engine_id:
-                return engine
+        found = [
+            engine for engine in self.engines if engine_id and engine_id in (engine.name, engine.address)
+        ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            addresses = ", ".join(engine.address for engine in found)
+            raise InvalidRequest(
+                "engine_id", f"{engine_id!r} is the name of several engines; give one of {addresses}"
+            )
         raise InvalidRequest("engine_id", f"{engine_id!r} is none of the engines here: {names}")
 
     def _known_kinds(self) -> Mapping[KindKey, EngineKind]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import grpc.aio
 
 from services.frontend.engines.client import EngineClient
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych.observe.metrics import EngineState
 from triptych.types.facts import EngineStatus
 from triptych.wire.admin import status_from_proto
 
@@ -30,6 +31,25 @@ class StatusWatch:
     def latest(self) -> Iterator[tuple[str, EngineStatus]]:
         """Return the model's name and the counters of each engine that has told them within the last seconds."""
         return iter(list(self._latest.values()))
+
+    def states(self, engines: Iterable[EngineClient]) -> Iterator[EngineState]:
+        """Return the state of each engine, also of those that are lost or were never reached."""
+        for engine in engines:
+            model = (
+                "" if engine.welcome is None or engine.welcome.model is None else engine.welcome.model.name
+            )
+            _, status = self._latest.get(engine.address, ("", None))
+            if not engine.is_connected:
+                state = "lost"
+            elif engine.is_ready:
+                state = "ready"
+            elif status is not None and status.asleep:
+                state = "asleep"
+            elif status is not None and status.draining:
+                state = "draining"
+            else:
+                state = "not_ready"
+            yield EngineState(model, engine.name, state)
 
     async def follow(self, engine: EngineClient) -> None:
         """Follow an engine until cancelled."""

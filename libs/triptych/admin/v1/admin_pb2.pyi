@@ -14,6 +14,7 @@ class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_STATE_READY: _ClassVar[EngineState]
     ENGINE_STATE_PAUSED: _ClassVar[EngineState]
     ENGINE_STATE_ASLEEP: _ClassVar[EngineState]
+    ENGINE_STATE_DRAINING: _ClassVar[EngineState]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -58,6 +59,7 @@ ENGINE_STATE_NOT_READY: EngineState
 ENGINE_STATE_READY: EngineState
 ENGINE_STATE_PAUSED: EngineState
 ENGINE_STATE_ASLEEP: EngineState
+ENGINE_STATE_DRAINING: EngineState
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_STOP: Outcome
 OUTCOME_LENGTH: Outcome
