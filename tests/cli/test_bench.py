@@ -10,7 +10,8 @@ import pytest
 
 from tests.helpers.command import NOBODY, exit_code
 from tests.helpers.fake_generator import MODEL
-from triptych.errors import EngineFailure
+from triptych.cli import stack
+from triptych.errors import ConfigError, EngineFailure
 
 
 def serve(frontend, *words):
@@ -52,6 +53,40 @@ def test_bench_ends_at_the_first_error(frontend, capsys):
     words = ("--address", frontend.address, "--num-prompts", "4", "--input-len", "3", "--rounds", "1")
     assert exit_code("bench", "throughput", *words) == 1
     assert capsys.readouterr().err == "triptych bench: broken\n"
+
+
+# The server that is measured
+
+
+def test_the_server_that_is_up_is_measured(frontend, capsys, monkeypatch):
+    monkeypatch.delenv("TRIPTYCH_ADDRESS", raising=False)
+    monkeypatch.setattr(stack, "DEFAULT_ADDRESS", frontend.address)
+    lengths = ("--num-prompts", "3", "--input-len", "4", "--output-len", "4")
+    assert exit_code("bench", "serve", *lengths, "--json") == 0
+    shown = capsys.readouterr()
+    assert f"triptych bench: measures the server at {frontend.address}\n" in shown.err
+    assert json.loads(shown.out)["num_completed"] == 3
+    frontend.set_ready(False)  # it is there, though: nothing else is started beside it
+    assert exit_code("bench", "throughput", *lengths, "--rounds", "1") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), f"no server answers at {NOBODY}, so it measures a stack of its own"),
+        (("--model.dtype", "float32"), "measures a stack of its own, with the options given"),
+    ],
+)
+def test_a_stack_of_its_own_is_said(words, told, capsys, monkeypatch):
+    def refuse(config):
+        raise ConfigError("started")
+
+    monkeypatch.delenv("TRIPTYCH_ADDRESS", raising=False)
+    monkeypatch.setattr(stack, "DEFAULT_ADDRESS", NOBODY)
+    monkeypatch.setattr(stack, "launch", refuse)
+    for what in ("serve", "throughput", "latency"):
+        assert exit_code("bench", what, *words) == 2
+        assert capsys.readouterr().err == f"triptych bench: {told}\ntriptych bench: started\n"
 
 
 # serve

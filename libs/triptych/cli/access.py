@@ -35,11 +35,12 @@ class Frontend:
 
 def add_address_argument(parser: argparse.ArgumentParser, *, default: str | None = DEFAULT_ADDRESS) -> None:
     """Add `--address` and how to be let in there; see `frontend_of`."""
+    otherwise = default or f"{DEFAULT_ADDRESS} if a server answers there, else a stack of its own"
     parser.add_argument(
         "--address",
         default=os.environ.get(ADDRESS_ENV) or default,
         metavar="HOST:PORT",
-        help=f"gRPC address of the frontend (default: ${ADDRESS_ENV}, else {default or 'a stack of its own'})",
+        help=f"gRPC address of the frontend (default: ${ADDRESS_ENV}, else {otherwise})",
     )
     add_access_arguments(parser)
 

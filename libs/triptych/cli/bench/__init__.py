@@ -5,8 +5,9 @@ triptych bench serve --max-concurrency 16        16 users, each sends the next w
 triptych bench serve --backend openai --base-url http://HOST:8000 --model NAME   any OpenAI server
 triptych bench throughput                        64 prompts of 128 tokens, 128 new, all at once
 triptych bench latency --input-len 1024          one stream at a time
-triptych bench throughput --address HOST:PORT    a stack that runs; else one of its own is started
-triptych bench throughput --model.dtype float32  options of the stack of its own
+triptych bench throughput --address HOST:PORT    the server there (default: $TRIPTYCH_ADDRESS, else the one at
+                                                 127.0.0.1:50051 if one answers, else a stack of its own)
+triptych bench throughput --model.dtype float32  a stack of its own, with these options
 triptych bench routing                           ways to choose among several engines
 """
 

@@ -12,7 +12,7 @@ import json
 import sys
 
 from triptych.cli.access import Frontend, add_address_argument
-from triptych.cli.stack import stack_to_use
+from triptych.cli.stack import stack_to_measure
 from triptych.client.bench import Round, Summary, Workload, measure, summarize
 from triptych.config.loader import add_config_flags
 from triptych.errors import ConfigError
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments)
-    with stack_to_use(arguments) as frontend:
+    with stack_to_measure(arguments) as frontend:
         summary = asyncio.run(_measure(frontend, workload, arguments.rounds))
     if arguments.json:
         report = {"workload": dataclasses.asdict(workload), "rounds": arguments.rounds}

@@ -32,7 +32,7 @@ from triptych.cli.access import Frontend, add_address_argument
 from triptych.cli.bench.plot import check_plot, write_plot
 from triptych.cli.bench.requests import DATASETS, add_dataset_arguments, make_requests
 from triptych.cli.sampling_flags import add_sampling_arguments, sampling_of
-from triptych.cli.stack import stack_to_use
+from triptych.cli.stack import stack_to_measure
 from triptych.client.http_client import HttpClient
 from triptych.client.load.arrivals import draw_arrivals
 from triptych.client.load.backends import CHAT, COMPLETIONS, Backend, GrpcBackend, OpenAiBackend
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("grpc", "openai"), default="grpc", help="how it is called (default: grpc)"
     )
     where.add_argument(
-        "--base-url", metavar="URL", help="of an OpenAI server, for --backend openai; else a stack of its own"
+        "--base-url", metavar="URL", help="of an OpenAI server, for --backend openai (default: as --address)"
     )
     where.add_argument(
         "--endpoint",
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     percentiles, goals_ms = _check(arguments)
     if arguments.plot is not None:
         check_plot(arguments.plot)
-    with stack_to_use(arguments) as frontend:
+    with stack_to_measure(arguments) as frontend:
         result = asyncio.run(_measure(frontend, arguments))
     summary = summarize(result, percentiles, goals_ms)
     if arguments.plot is not None:
