@@ -18,9 +18,9 @@ from llguidance import LLMatcher
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.sampling import grammars as grammars_module
+from services.worker.sampling.form_output import MASK_BURST_S, MASK_S, NOT_READY
 from services.worker.sampling.grammars import MAX_COMPILED, Compilation, GrammarCompiler, GrammarError
-from services.worker.sampling.logits_processors import structured_outputs
-from services.worker.sampling.logits_processors.structured_outputs import NOT_READY, StructuredForms
+from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampler_bench import SamplerBench
@@ -427,8 +427,7 @@ def test_request_whose_masks_take_too_long_fails_alone(monkeypatch):
     ((row, error),) = failures
     assert (row, error.code) == (1, RowErrorCode.INVALID_REQUEST)
     assert "make it less ambiguous" in error.message
-    burst_s, mask_s = structured_outputs.MASK_BURST_S, structured_outputs.MASK_S
-    assert num_steps == pytest.approx(burst_s / (0.03 - mask_s), abs=2)
+    assert num_steps == pytest.approx(MASK_BURST_S / (0.03 - MASK_S), abs=2)
 
 
 def test_short_grammars_do_not_wait_for_long_ones(tmp_path):

@@ -1,0 +1,152 @@
+"""One output that has a form: its matcher, the tokens that may come next, and why it fails. Needs no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import CancelledError, wait
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.sampling.grammars import Compilation, GrammarError
+from triptych.types.step import RowError, RowErrorCode
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+COMPILE_TIMEOUT_S = 30.0
+"""The longest wait of a request for its grammar. The frontend has compiled it before, in a few seconds at most."""
+GRACE_S = 0.005
+"""The longest wait of a step for grammars whose rows may be left out: most need no more, and come in one step then."""
+MASK_BURST_S, MASK_S = 0.25, 0.002
+"""CPU time that the masks of one request may take: at the beginning, as automata are built, and for each token more."""
+NOT_READY = RowError(
+    "structured_outputs: the grammar is being compiled", RowErrorCode.NOT_READY, kv_is_valid=True
+)
+NO_COMPILER = RowError("structured_outputs: this worker was started without a tokenizer", kv_is_valid=True)
+MASKED_BY_OTHERS = RowError.of_client(
+    "structured_outputs: allowed_token_ids, logit_bias or min_tokens mask every token that this form allows here; "
+    "allow more, or leave them out"
+)
+_NO_MATCH = "doesn't satisfy the grammar"
+"""How llguidance says that a token does not continue the form, rather than that a limit was reached."""
+_NOT_COMPILED = RowError(
+    f"structured_outputs: the grammar is not compiled after {COMPILE_TIMEOUT_S:g} s; try again",
+    kv_is_valid=True,
+)
+_SLOW_MASKS = RowError.of_client(
+    f"structured_outputs: the masks of this form took {MASK_BURST_S:g} s of CPU time more than the limit of "
+    f"{1e3 * MASK_S:g} ms each; make it less ambiguous"
+)
+
+
+class FormOutput:
+    """The state of one request with a form."""
+
+    def __init__(
+        self, compilation: Compilation | None, end_ids: Sequence[int], *, can_keep_first: bool
+    ) -> None:
+        """
+        Args:
+            compilation: Gives the matcher before the first token; None: there will be none.
+            end_ids: Tokens that end the output: EOS and the request's stop ids.
+            can_keep_first: Whether a token that may come is the choice if it is the best of all.
+        """
+        self.can_keep_first = can_keep_first
+        self.compilation = compilation
+        self.matcher: LLMatcher | None = None
+        """The request's own matcher; None before the first step and after an error."""
+        self.error = None if compilation is not None else NO_COMPILER
+        self._mask_s = 0.0
+        """CPU time of the masks that were measured, less what they may take."""
+        self._end_ids = frozenset(end_ids)
+        self._num_seen = 0
+        """Tokens of the output that the matcher has taken."""
+        self._has_ended = False
+
+    def advance(self, output: NDArray[np.integer]) -> None:
+        """Take in what came since the last call.
+
+        Args:
+            output: [num_output] all tokens so far.
+        """
+        if self.error is not None:
+            return
+        for token_id in output[self._num_seen :].tolist():
+            # A step may be on its way behind the end; its token is dropped.
+            self._has_ended = self._has_ended or token_id in self._end_ids
+            if self.matcher is None or self._has_ended:
+                break
+            if not self.matcher.consume_token(token_id):
+                self._fail(_why_not_consumed(self.matcher))
+        self._num_seen = output.size
+
+    def may_come(self, token_id: int) -> bool:
+        """Return whether the mask surely has this token."""
+        if self.matcher is None or self._has_ended or self.matcher.is_error():
+            return False
+        if token_id in self._end_ids:
+            return self.matcher.is_accepting()
+        return self.matcher.validate_tokens([token_id]) == 1
+
+    def finish_mask(self, bits: NDArray[np.uint32]) -> None:
+        """Set what the matcher does not know of, [words], bit t % 32 of word t // 32 for token t."""
+        if self.matcher is not None and self.matcher.is_error():  # its mask would end the output
+            self._fail(RowError.of_client(f"structured_outputs: {_first_line(self.matcher.get_error())}"))
+        if self.matcher is None:
+            bits[:] = 0
+        elif self._has_ended or self.matcher.is_accepting():
+            for token_id in self._end_ids:
+                bits[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def start(self, *, is_missing: bool, may_defer: bool) -> None:
+        """Take the matcher, or the error of a request that has none.
+
+        Args:
+            is_missing: Whether it is not compiled yet, on this rank or another.
+        """
+        if self.compilation is None:
+            return
+        if is_missing:
+            is_late = time.monotonic() - self.compilation.started_at > COMPILE_TIMEOUT_S
+            self._fail(NOT_READY if may_defer and not is_late else _NOT_COMPILED)
+            return
+        try:
+            self.matcher = self.compilation.result().deep_copy()
+        except CancelledError:
+            self._fail(_NOT_COMPILED)
+        except GrammarError as error:
+            self._fail(RowError(f"structured_outputs: {_first_line(str(error))}", kv_is_valid=True))
+
+    def fill(self, bits: NDArray[np.uint32]) -> None:
+        """Write the mask, [words], and measure it. The request fails if its masks take too long altogether."""
+        assert self.matcher is not None, "nothing to fill it from"
+        started = time.thread_time()
+        self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._mask_s = max(self._mask_s + time.thread_time() - started - MASK_S, 0.0)
+        if self._mask_s > MASK_BURST_S:
+            self._fail(_SLOW_MASKS)
+
+    def _fail(self, error: RowError) -> None:
+        self.matcher, self.error = None, error
+
+
+def await_grammars(outputs: Collection[FormOutput], *, may_defer: bool) -> NDArray[np.bool_]:
+    """Wait for the grammars of outputs that begin, shortly where rows may be left out; return which are missing."""
+    compilations = [each.compilation for each in outputs if each.compilation is not None]
+    wait(compilations, GRACE_S if may_defer else COMPILE_TIMEOUT_S)
+    return np.array([each.compilation is not None and not each.compilation.done() for each in outputs])
+
+
+def _why_not_consumed(matcher: LLMatcher) -> RowError:
+    """Return the error of a row whose matcher has not taken a token."""
+    why = _first_line(matcher.get_error())
+    if _NO_MATCH in why:
+        why = f"the output so far does not have this form: {why}; go on with another request"
+    return RowError.of_client(f"structured_outputs: {why}")
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n", 1)[0][:300]
