@@ -72,10 +72,7 @@ def test_each_documented_command(
             {"custom_id": "1", "url": "/v1/completions", "body": {"model": "embedded", "prompt": "One"}}
         )
     )
-    # The simulated model has no logits, which forms need.
-    stack: LocalCluster = request.getfixturevalue(
-        "cluster" if "--choice" in command or "--json-" in command else "simulated"
-    )
+    stack: LocalCluster = request.getfixturevalue("simulated")
     monkeypatch.setenv("TRIPTYCH_ADDRESS", stack.address)
     program, *words = shlex.split(command.replace("127.0.0.1:8000", stack.http_address))
     assert program == "triptych"

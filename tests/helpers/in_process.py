@@ -71,6 +71,9 @@ class InProcessEngine:
         while self.scheduler.has_work or pending:
             while len(pending) < self._window and (plan := self.scheduler.schedule()) is not None:
                 pending.append(self._runner.launch(plan))
+            if not pending:  # all that is left waits for its form to be compiled
+                time.sleep(0.001)
+                continue
             output = self.scheduler.update(pending.popleft().wait())
             assert not output.failed, output.failed[0].error
             for request, part in output.prompt_logprobs:

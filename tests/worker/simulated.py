@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.simulation.device import SimulatedDevice
 from services.worker.simulation.runner import SimulatedRunner
 from services.worker.simulation.stages import SimulatedStages
@@ -61,6 +62,10 @@ def simulated_runner(
     num_stages: int = 1,
     numerics: str = "simulated",
     weights: str = "simulated",
+    closing_ids: np.ndarray | None = None,
+    compiler: GrammarCompiler | None = None,
+    vocab_size: int = VOCAB_SIZE,
+    eos: int = EOS,
 ) -> SimulatedRunner:
     """`num_stages`: what the facts say."""
     facts = WorkerFacts(
@@ -70,9 +75,9 @@ def simulated_runner(
             identity=ModelIdentity(
                 "simulated-f", weights=weights, numerics=numerics, is_batch_invariant=True
             ),
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             max_model_len=max_model_len,
-            eos_token_ids=(EOS,),
+            eos_token_ids=(eos,),
             dtype="bfloat16",
             kv_dtype="bfloat16",
             quantization="none",
@@ -88,6 +93,8 @@ def simulated_runner(
         facts=facts,
         device=device or simulated_device(),
         word_ids=word_ids,
+        closing_ids=closing_ids,
+        compiler=compiler,
         eos_probability=eos_probability,
         stages=stages,
         has_blocks=has_blocks,

@@ -23,7 +23,6 @@ from triptych.config.step_times import StepTimeModel
 from triptych.errors import ProtocolViolation
 from triptych.types.output_limits import ThinkingBudget
 from triptych.types.sampling import SamplingParams
-from triptych.types.structured import compiled
 
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8)
 
@@ -207,15 +206,11 @@ def test_row_without_allowed_token_fails_alone():
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (SamplingParams(logit_bias=((5, 1.0),)), "sampling.logit_bias: the simulated worker"),
-        (SamplingParams(structured_outputs=compiled("{}")), "structured_outputs: the simulated worker"),
-        (SamplingParams(bad_words=((5,),)), "sampling.bad_words: the simulated worker"),
         (
             SamplingParams(thinking_token_budget=ThinkingBudget(1, 2, 3, is_open=True)),
             "length.thinking_token_budget: the simulated worker",
         ),
         (SamplingParams(stop_token_ids=(VOCAB_SIZE,)), "sampling.stop_token_ids: token id 300"),
-        (SamplingParams(bad_words=((5,),), logit_bias=((5, 1.0),)), "sampling.bad_words"),
     ],
 )
 def test_unsupported_request_is_refused_once_by_name(sampling, message):

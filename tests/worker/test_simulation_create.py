@@ -11,7 +11,7 @@ import pytest
 
 from services.worker.service.startup import load_runner
 from services.worker.simulation.runner import create_simulated_runner
-from services.worker.simulation.vocabulary import read_word_ids
+from services.worker.simulation.vocabulary import read_closing_ids, read_word_ids
 from tests.worker.simulated import EOS, VOCAB_SIZE, write_model
 from tests.worker.tiny import new_row, step_plan
 from triptych.config import (
@@ -65,6 +65,11 @@ def test_an_end_of_sequence_that_is_spelled_like_a_word_is_no_word(model):
 def test_a_vocabulary_without_spaces_gives_its_letters(tmp_path):
     write_model(tmp_path, [["<s>", 0.0], ["b", -1.0], ["!", -1.0], ["ab", -2.0]])
     assert read_word_ids(tmp_path, VOCAB_SIZE, ()).tolist() == [1, 3]
+
+
+def test_closing_tokens_are_quotes_brackets_and_commas(tmp_path):
+    write_model(tmp_path, {'"': 3, '"},': 4, "a": 5, "{": 6, ")": EOS})
+    assert read_closing_ids(tmp_path, VOCAB_SIZE, (EOS,)).tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("vocab", [{"!": 1, "12": 2}, {"Ġend": EOS}, {"Ġfar": VOCAB_SIZE}])

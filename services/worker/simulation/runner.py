@@ -20,11 +20,13 @@ from services.worker.runner.prompt_targets import take_prompt_targets
 from services.worker.runner.request_rows import Flags, RequestRows, StepRows
 from services.worker.runner.startup.facts import worker_facts
 from services.worker.runner.startup.kv_plan import plan_kv_cache
+from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.simulation.blocks import SimulatedBlocks
+from services.worker.simulation.choices import ConstrainedChoices
 from services.worker.simulation.device import SimulatedDevice, use_precise_sleep
 from services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
 from services.worker.simulation.stages import SimulatedStages
-from services.worker.simulation.vocabulary import I64, hash_word_ids, read_word_ids
+from services.worker.simulation.vocabulary import I64, hash_ids, read_closing_ids, read_word_ids
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig, SimulationConfig
@@ -46,6 +48,8 @@ class SimulatedRunner:
         facts: WorkerFacts,
         device: SimulatedDevice,
         word_ids: I64,
+        closing_ids: I64 | None = None,
+        compiler: GrammarCompiler | None = None,
         eos_probability: float = 0.0,
         stages: SimulatedStages | None = None,
         has_blocks: bool = False,
@@ -54,6 +58,8 @@ class SimulatedRunner:
 
         Args:
             word_ids: [n] ascending, n >= 1, the tokens to draw from.
+            closing_ids: [n] ascending, the tokens by which forms end what they have opened; None: none.
+            compiler: Compiles the forms of outputs; None: requests with one fail.
             stages: They compute the steps; None: the device does.
             has_blocks: Whether blocks have content, which can be transferred; it costs time in each step.
         """
@@ -70,12 +76,21 @@ class SimulatedRunner:
             vocab_size=facts.model.vocab_size,
             max_samples_per_row=facts.max_samples_per_row,
         )
+        self._choices = ConstrainedChoices(
+            vocab_size=facts.model.vocab_size,
+            word_ids=word_ids,
+            closing_ids=np.empty(0, np.int64) if closing_ids is None else closing_ids,
+            eos_token_ids=facts.model.eos_token_ids,
+            history=self._rows.history,
+            compiler=compiler,
+        )
         self._sampler = SimulatedSampler(
             self._rows.sampling,
             self._rows.history,
             word_ids=word_ids,
             eos_token_ids=facts.model.eos_token_ids,
             eos_probability=eos_probability,
+            choices=self._choices,
         )
         self._num_entered_with: I64 = np.zeros(facts.max_num_seqs, np.int64)
         """[max_num_seqs] tokens that each row knew when it entered. Computing them is prefill."""
@@ -130,6 +145,7 @@ class SimulatedRunner:
         rows = () if targets is None else targets.rows
         scored = {row.key: self._sampler.score_prompt(row) for row in rows}
         slots = step.sampling_slots
+        self._choices.begin_step(slots, may_defer=plan.may_defer_rows)
         drawn = self._sampler.sample(slots, step.sample_limits)
         token_counts = drawn.token_counts
         # Only blocks need the ids: the hash holds all that the next tokens need of them. A row that failed goes on
@@ -148,7 +164,11 @@ class SimulatedRunner:
             token_counts.astype(np.uint32),
             drawn.logprobs,
             row_errors,
-            StepTimings(prepare_ns=prepared - arrived, sample_ns=sampled - prepared),
+            StepTimings(
+                prepare_ns=prepared - arrived,
+                sample_ns=sampled - prepared,
+                mask_ns=self._choices.take_mask_ns(),
+            ),
             scored,
         )
         if self._stages is not None:
@@ -229,7 +249,8 @@ def create_simulated_runner(
     config = replace(config, rank=replace(config.rank, stage=0))
     num_stages = simulation.num_stages or config.rank.num_stages
     _check_eos(simulation, architecture)
-    word_ids = read_word_ids(directory, architecture.vocab_size, architecture.eos_token_ids)
+    vocabulary = directory, architecture.vocab_size, architecture.eos_token_ids
+    word_ids, closing_ids = read_word_ids(*vocabulary), read_closing_ids(*vocabulary)
     # The blocks have no memory, so any number that the operator sets is accepted.
     free_bytes = sys.maxsize if engine.cache.num_blocks else int(simulation.free_memory_gib * _GIB)
     facts = worker_facts(
@@ -237,7 +258,7 @@ def create_simulated_runner(
         plan_kv_cache(config, free_bytes),
         boot_id=boot_id,
         fingerprint=_fingerprint(config),
-        weights=_digest_tokens(config, word_ids),
+        weights=_digest_tokens(config, word_ids, closing_ids),
         device_name=DEVICE,
         kernels=DEVICE,
         processor=DEVICE,
@@ -253,6 +274,10 @@ def create_simulated_runner(
         facts=facts,
         device=SimulatedDevice(step_time),
         word_ids=word_ids,
+        closing_ids=closing_ids,
+        compiler=GrammarCompiler(
+            directory, vocab_size=architecture.vocab_size, eos_token_ids=architecture.eos_token_ids
+        ),
         eos_probability=simulation.eos_probability,
         stages=SimulatedStages(
             step_time,
@@ -295,10 +320,13 @@ def _fingerprint(config: ResolvedConfig) -> str:
     return "simulated-" + _sha256(facts)
 
 
-def _digest_tokens(config: ResolvedConfig, word_ids: I64) -> str:
+def _digest_tokens(config: ResolvedConfig, word_ids: I64, closing_ids: I64) -> str:
     """Return a hash of what decides the tokens, as the weights of a real model do."""
     return _sha256(
-        {"words": hash_word_ids(word_ids), "eos_probability": config.engine.simulation.eos_probability}
+        {
+            "words": hash_ids(word_ids, closing_ids),
+            "eos_probability": config.engine.simulation.eos_probability,
+        }
     )
 
 

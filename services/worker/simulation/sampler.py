@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from services.worker.runner.prompt_targets import ScoredRow
 from services.worker.sampling.params import NO_LOGPROBS, NOTHING_ALLOWED, SamplingColumns, TokenHistory
+from services.worker.simulation.choices import ConstrainedChoices
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, RowError
 
@@ -29,13 +30,10 @@ _LOW_BITS = np.uint64(0xFFFFFFFF)
 _ONE_EACH: I64 = np.empty(0, np.int64)
 
 _NEED_LOGITS = {
-    "bad_words": "sampling.bad_words",
-    "logit_bias": "sampling.logit_bias",
     "logprob_token_ids": "response.logprobs.token_ids",
-    "structured_outputs": "structured_outputs",
     "thinking_token_budget": "length.thinking_token_budget",
 }
-"""Sampling fields that are refused, since there are no logits to change -> their paths in a request."""
+"""Sampling fields that are refused, since there are no logits to report or to change -> their paths in a request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +53,8 @@ class DrawnTokens:
 class SimulatedSampler:
     """Owned by the runner; reads the columns and the counters of its rows.
 
-    Temperature 0 ignores the seed; min_tokens, stop ids and allowed ids are honoured. Parameters that shape a
-    distribution change nothing: all words are equally likely.
+    Temperature 0 ignores the seed; min_tokens, stop ids and all that `ConstrainedChoices` takes are honoured. Other
+    parameters that shape a distribution change nothing: all words are equally likely.
     """
 
     def __init__(
@@ -67,10 +65,12 @@ class SimulatedSampler:
         word_ids: I64,
         eos_token_ids: tuple[int, ...],
         eos_probability: float,
+        choices: ConstrainedChoices,
     ) -> None:
         """
         Args:
             word_ids: [n] ascending, n >= 1: what is drawn from; no EOS among them.
+            choices: Chooses for the requests that may not have any word.
             eos_token_ids: the first is drawn with `eos_probability`; one at least unless that is 0.
         """
         assert not eos_probability or eos_token_ids, "checked at start-up"
@@ -84,10 +84,11 @@ class SimulatedSampler:
         """Over the `num_known` tokens of each slot."""
         self._min_tokens: I64 = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs]"""
-        self._has_allowed_ids: Flags = np.zeros(max_num_seqs, np.bool_)
+        self._choices = choices
+        self._is_constrained: Flags = np.zeros(max_num_seqs, np.bool_)
+        """[max_num_seqs] whether `choices` has the request."""
         self._masks_words: Flags = np.zeros(max_num_seqs, np.bool_)
         """[max_num_seqs] whether the request has min_tokens and stop ids, which may be words."""
-        self._slot_to_allowed_ids: dict[int, I64] = {}
         self._slot_to_stop_ids: dict[int, frozenset[int]] = {}
         """Slot of each request with min_tokens -> its stop ids."""
         self._powers = np.full(max_model_len, _BASE)
@@ -104,11 +105,8 @@ class SimulatedSampler:
         terms = (token_ids.astype(np.uint64) + np.uint64(1)) * self._powers[token_ids.size - 1 :: -1]
         self._prefix_hash[slot] = terms.sum(dtype=np.uint64)
         self._min_tokens[slot] = params.min_tokens
-        self._slot_to_allowed_ids.pop(slot, None)
         self._slot_to_stop_ids.pop(slot, None)
-        self._has_allowed_ids[slot] = bool(params.allowed_token_ids)
-        if params.allowed_token_ids:
-            self._slot_to_allowed_ids[slot] = np.unique(np.array(params.allowed_token_ids, np.int64))
+        self._is_constrained[slot] = self._choices.enter(slot, token_ids, params)
         self._masks_words[slot] = params.min_tokens > 0 and bool(params.stop_token_ids)
         if params.min_tokens:
             self._slot_to_stop_ids[slot] = frozenset(params.stop_token_ids)
@@ -121,13 +119,15 @@ class SimulatedSampler:
         """Draw the next tokens of each slot, and extend its prefix by them.
 
         A row with a limit gets a number of tokens that depends on its prefix only, as if so many guesses had been
-        right. The tokens themselves are the ones that it would get one by one.
+        right. The tokens themselves are the ones that it would get one by one. A constrained row gets one.
 
         Args:
             slots: [num_rows]
             limits: [num_rows] the most tokens of each, >= 1; None: one each.
         """
         positions = self._history.num_known[slots]
+        if limits is not None:
+            limits = np.where(self._is_constrained[slots], 1, limits)
         token_ids, bits, failures = self._draw(slots, positions)
         token_counts = _ONE_EACH
         if limits is not None or failures:
@@ -162,7 +162,7 @@ class SimulatedSampler:
         if self._eos_probability:
             chances = (_mix(bits) >> np.uint64(11)) * 2.0**-53  # of the 53 bits that a float64 holds
             token_ids[(chances < self._eos_probability) & ~below_min_tokens] = self._eos_token_ids[0]
-        failures = self._choose_among_allowed(token_ids, slots, bits, below_min_tokens)
+        failures = self._choose_anew(token_ids, slots, bits, below_min_tokens)
         self._prefix_hash[slots] = self._prefix_hash[slots] * _BASE + (token_ids + 1).view(np.uint64)
         return token_ids, bits, failures
 
@@ -183,24 +183,24 @@ class SimulatedSampler:
         ranks = np.ones(row.num_positions, np.uint32)
         return PromptLogprobs(first, token_ids, logprobs, ranks)
 
-    def _choose_among_allowed(
+    def _choose_anew(
         self, token_ids: I64, slots: I64, bits: U64, below_min_tokens: Flags
     ) -> tuple[tuple[int, RowError], ...]:
-        """Choose anew, in place, where there are allowed ids, or where the draw is a stop id below min_tokens."""
+        """Choose anew, in place, for constrained rows, and where the draw is a stop id below min_tokens."""
         failures = []
-        may_differ = self._has_allowed_ids[slots] | (below_min_tokens & self._masks_words[slots])
+        may_differ = self._is_constrained[slots] | (below_min_tokens & self._masks_words[slots])
         for row in np.flatnonzero(may_differ).tolist():
             slot = int(slots[row])
-            allowed, stop_ids = (
-                self._slot_to_allowed_ids.get(slot),
-                self._slot_to_stop_ids.get(slot, frozenset()),
-            )
-            if allowed is None and int(token_ids[row]) not in stop_ids:
+            if self._is_constrained[slot]:
+                chosen = self._choices.choose(slot, int(bits[row]), is_below_min=bool(below_min_tokens[row]))
+                token_ids[row] = 0 if isinstance(chosen, RowError) else chosen
+                if isinstance(chosen, RowError):
+                    failures.append((row, chosen))
                 continue
-            banned = np.array(
-                [*stop_ids.union(self._eos_token_ids)] if below_min_tokens[row] else [], np.int64
-            )
-            choices = np.setdiff1d(self._word_ids if allowed is None else allowed, banned, assume_unique=True)
+            stop_ids = self._slot_to_stop_ids.get(slot, frozenset())
+            if int(token_ids[row]) not in stop_ids:
+                continue
+            choices = np.setdiff1d(self._word_ids, [*stop_ids.union(self._eos_token_ids)], assume_unique=True)
             if choices.size:
                 token_ids[row] = choices[_below(bits[row : row + 1], choices.size)[0]]
             else:
