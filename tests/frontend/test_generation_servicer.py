@@ -545,6 +545,21 @@ async def test_a_message_that_cannot_be_parsed_is_the_client_s_error() -> None:
             assert "cannot be parsed" in error.message
 
 
+async def test_message_of_a_stream_that_cannot_be_parsed_is_the_client_s_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with FakeEngine() as engine, open_api(engine) as api:
+        call = api.channel.stream_stream("/triptych.v1.GenerationService/BatchGenerate")(
+            iter([b"", b"\xff\xff"])
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "cannot be parsed" in (caught.value.details() or "")
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_an_operator_lists_and_ends_requests_of_all_tenants() -> None:
     async with FakeEngine() as engine, open_api(engine) as api:
         calls = [

@@ -329,6 +329,8 @@ async def test_worker_drains_under_load() -> None:
         ({"emitted_token_ids": [bytes(16)]}, "INVALID_REQUEST"),  # all that max_tokens allows
         ({"adapter": "lora"}, "FEATURE_DISABLED"),
         ({"task": 0}, "FEATURE_DISABLED"),
+        ({"sampling": {"max_tokens": 4, "temperature": -1.0}}, "INVALID_REQUEST"),
+        ({"sampling": {"max_tokens": 4, "n": (1 << 31) - 1}}, "INVALID_REQUEST"),
         ({"deadline_remaining_ms": 0}, "DEADLINE_EXCEEDED"),
         ({"priority": -(2**31), "deadline_remaining_ms": 2**64 - 1, "seeds": b"\xff" * 8}, None),
     ],

@@ -29,7 +29,7 @@ from tests.wire_codecs.strategies import (
 )
 from triptych.admin.v1 import admin_pb2
 from triptych.config import LogConfig
-from triptych.errors import FeatureDisabled, ProtocolViolation
+from triptych.errors import FeatureDisabled, InvalidRequest, ProtocolViolation
 from triptych.internal.v1 import engine_core_pb2, sampling_pb2, step_pb2
 from triptych.rpc.session.handshake import SessionTerms
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
@@ -558,3 +558,16 @@ def test_a_task_that_is_not_served_is_refused_by_name(task):
         step.plan_from_proto(step_pb2.Step(new_contents=[content]))
     with pytest.raises(FeatureDisabled, match=f"task: {task} is not served"):
         engine_core.submit_from_proto(engine_core_pb2.Submit(task=task))
+
+
+def test_a_number_out_of_range_is_refused_where_it_arrives():
+    sampling = sampling_pb2.SamplingParams(temperature=-1.0)
+    with pytest.raises(InvalidRequest, match=r"^sampling: temperature: -1 is below the limit 0"):
+        engine_core.submit_from_proto(
+            engine_core_pb2.Submit(
+                numbers=u32(1).tobytes(), seeds=bytes(8), task=step_pb2.TASK_GENERATE, sampling=sampling
+            )
+        )
+    content = step_pb2.RowContent(id=3, task=step_pb2.TASK_GENERATE, sampling=sampling)
+    with pytest.raises(ProtocolViolation, match=r"^content 3: sampling: temperature: -1 "):
+        step.plan_from_proto(step_pb2.Step(new_contents=[content]))

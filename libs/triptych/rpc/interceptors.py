@@ -83,9 +83,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or method.startswith("/grpc."):  # health and reflection speak for themselves
             return handler
         sent_id = sent_request_id(handler_call_details.invocation_metadata)
-        codecs = (handler.request_deserializer, handler.response_serializer)
-        if not handler.request_streaming and handler.request_deserializer is not None:
-            codecs = (_Reader(handler.request_deserializer), handler.response_serializer)
+        deserialize = handler.request_deserializer
+        if deserialize is not None:
+            reader = _StreamReader if handler.request_streaming else _Reader
+            deserialize = reader(deserialize, method)
+        codecs = (deserialize, handler.response_serializer)
         if handler.response_streaming:
             inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
             wrap = (
@@ -126,26 +128,36 @@ CLIENT_INTERCEPTORS: tuple[grpc.aio.ClientInterceptor, ...] = (RequestIdIntercep
 """Interceptors of every asyncio channel. gRPC applies each to one kind of call, none to the long-lived streams."""
 
 
-class _Unreadable:
-    """Stands for a message that is not one of its type."""
+class _StreamReader:
+    """Reads the messages of a stream. gRPC itself would call one that cannot be read an error of the server."""
 
-
-class _Reader:
-    """Reads a request. gRPC itself would call a message that cannot be read an error of the server."""
-
-    def __init__(self, deserialize: Callable[[bytes], Any]) -> None:
+    def __init__(self, deserialize: Callable[[bytes], Any], method: str) -> None:
         self._deserialize = deserialize
+        self._method = method
 
     def __call__(self, data: bytes) -> Any:
+        """Return the message. Raise InvalidRequest, which the handler gets that asks for it, if it is none."""
         try:
             return self._deserialize(data)
         except DecodeError:
-            return _Unreadable()
+            raise InvalidRequest(
+                "", f"the message is no request of {self._method}: it cannot be parsed"
+            ) from None
 
 
-def _check_readable(request: Any, method: str) -> None:
-    if isinstance(request, _Unreadable):
-        raise InvalidRequest("", f"the message is no request of {method}: it cannot be parsed")
+class _Reader(_StreamReader):
+    """Reads the only message of a call, before there is a handler that could get an error."""
+
+    def __call__(self, data: bytes) -> Any:
+        try:
+            return super().__call__(data)
+        except InvalidRequest as error:
+            return error
+
+
+def _check_readable(request: Any) -> None:
+    if isinstance(request, InvalidRequest):
+        raise request
 
 
 def _guard_unary(inner: Any, method: str, sent_id: str) -> Any:
@@ -153,7 +165,7 @@ def _guard_unary(inner: Any, method: str, sent_id: str) -> Any:
         set_request_id(sent_id or new_request_id())
         set_trace(context.invocation_metadata())
         try:
-            _check_readable(request, method)
+            _check_readable(request)
             response = await inner(request, context)
             await context.send_initial_metadata(_answer(sent_id))
             return response
@@ -170,7 +182,7 @@ def _guard_stream(inner: Any, method: str, sent_id: str) -> Any:
         set_request_id(sent_id or new_request_id())
         set_trace(context.invocation_metadata())
         try:
-            _check_readable(request, method)
+            _check_readable(request)
             responses = inner(request, context)
             # Initial metadata goes out with the first message and no earlier: clients retry only a call without any.
             async for response in responses:

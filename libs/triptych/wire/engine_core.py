@@ -84,6 +84,7 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
     Raises:
         ProtocolViolation: the columns of the choices differ in length, or there is no choice.
         FeatureDisabled: the task is not served.
+        InvalidRequest: A sampling parameter is out of range.
     """
     check_task(message.task)
     has_deadline = message.HasField("deadline_remaining_ms")

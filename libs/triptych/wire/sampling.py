@@ -7,6 +7,7 @@ from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from typing import Any
 
+from triptych.errors import InvalidRequest
 from triptych.internal.v1 import sampling_pb2
 from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
 from triptych.types.sampling import FieldKind, SamplingParams, fields_of
@@ -62,9 +63,12 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
 
 
 def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """Return the parameters of a message; trusts the values, which the frontend has checked.
+    """Return the parameters of a message; trusts values that are no numbers, which the frontend has checked.
 
     An absent `max_tokens` means None, the rest of the context.
+
+    Raises:
+        InvalidRequest: A number is out of range.
     """
     values = dict(_ABSENT)
     for descriptor, value in message.ListFields():
@@ -81,4 +85,7 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         elif name in _STRUCTURED:
             value = compiled(value)
         values[name] = value
-    return SamplingParams(**values)
+    try:
+        return SamplingParams(**values)
+    except ValueError as error:
+        raise InvalidRequest("sampling", str(error)) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triptych.errors import FeatureDisabled, ProtocolViolation
+from triptych.errors import FeatureDisabled, InvalidRequest, ProtocolViolation
 from triptych.internal.v1 import step_pb2
 from triptych.types.step import U32, NewRow, RowContent, StepPlan
 from triptych.wire.columns import check_equal_lengths, u32_from_bytes, u32_to_bytes
@@ -171,7 +171,11 @@ def check_task(task: int) -> None:
 
 def _content_from_proto(message: step_pb2.RowContent) -> RowContent:
     check_task(message.task)
-    return RowContent(u32_from_bytes(message.prompt_token_ids), sampling_from_proto(message.sampling))
+    try:
+        sampling = sampling_from_proto(message.sampling)
+    except InvalidRequest as error:  # the engine has let it pass
+        raise ProtocolViolation(f"content {message.id}: {error}") from None
+    return RowContent(u32_from_bytes(message.prompt_token_ids), sampling)
 
 
 def _row_to_proto(row: NewRow, content_id: int) -> step_pb2.NewRow:

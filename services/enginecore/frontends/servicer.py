@@ -128,7 +128,7 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
                 for message in request.submit.requests:
                     try:
                         submit = submit_from_proto(message)
-                    except FeatureDisabled as error:  # of this request; anything else is a broken stream
+                    except (FeatureDisabled, InvalidRequest) as error:  # anything else is a broken stream
                         self._loop.refuse(session.number, u32_from_bytes(message.numbers).tolist(), error)
                     else:
                         self._loop.submit(session.number, submit)
