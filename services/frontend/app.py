@@ -76,6 +76,7 @@ class FrontendApp(ServiceApp):
         )
         metrics = FrontendMetrics.create()
         self._mover = Mover(self._router, metrics, MoveTerms.of(config.frontend))
+        self._status_watch = StatusWatch()
         self._generator = Generator(
             self._router,
             metrics,
@@ -83,8 +84,8 @@ class FrontendApp(ServiceApp):
             config.frontend.max_messages_per_s,
             config.frontend.keep_s,
             config.frontend.max_logit_bias,
+            self._status_watch.why_waiting,
         )
-        self._status_watch = StatusWatch()
         self._discovery = _create_discovery(config, self._router, self._status_watch)
         gauges = EngineGauges(
             self._status_watch.latest, lambda: self._status_watch.states(self._router.engines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import MappingProxyType
 from typing import NamedTuple
@@ -73,13 +73,17 @@ class Generator:
         max_messages_per_s: float = 0,
         keep_s: float = 0,
         max_biases: int = MAX_BIASES,
+        why_waiting: Callable[[], str] = str,
     ) -> None:
         """
         Args:
+            why_waiting: Returns why requests that are taken wait; empty if they do not.
             max_messages_per_s: See `Pace`.
             keep_s: Seconds for which engines keep streams without a frontend. 0: not at all.
             max_biases: Most entries of `logit_bias` in a request.
         """
+        self.why_waiting = why_waiting
+        """Returns why requests that are taken wait; empty if they do not."""
         self._keep_s = keep_s
         self._max_biases = max_biases
         self._router = router

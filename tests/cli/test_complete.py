@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
 
 from tests.helpers.command import NOBODY, exit_code
 from tests.helpers.fake_frontend import FakeFrontend
+from triptych.cli import wait_notice
+from triptych.client.grpc_client import GenerationClient
 from triptych.errors import EngineFailure
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind
 from triptych.wire.generation import SAMPLING_PATHS
@@ -164,3 +169,31 @@ def test_address_and_key_come_from_environment_and_file(frontend, monkeypatch, t
         assert exit_code("complete", "a", "--api-key-file", str(tmp_path / "key")) == 2
         assert exit_code("complete", "a", "--api-key", "x", "--api-key-file", "y") == 2
     assert keys == ["Bearer from-environment", "Bearer from-file", "Bearer given"]
+
+
+@pytest.mark.parametrize("words", [("hang",), ("hang", "hang", "--json")])
+def test_a_server_whose_engines_sleep_says_so_once(words, frontend):
+    frontend.why_waiting = "requests for fake wait: engine-0 is asleep (`triptych admin wake`)"
+    command = [sys.executable, "-m", "triptych.cli", "complete", *words, "--address", frontend.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        assert child.stderr.readline() == f"[{frontend.why_waiting}]\n"
+        child.send_signal(signal.SIGINT)
+        assert "asleep" not in child.communicate(timeout=30)[1]
+
+
+async def test_an_answer_that_begins_late_for_no_known_reason_says_nothing(frontend, capsys, monkeypatch):
+    monkeypatch.setattr(wait_notice, "AFTER_S", 0.0)
+    frontend.token_delay_s = 0.2
+    async with GenerationClient(frontend.address) as client:
+        notice = wait_notice.WaitNotice(client)
+        events = [event async for event in notice.watch(client.generate("a b"))]
+        assert len(events) > 2
+        assert capsys.readouterr().err == ""
+        frontend.why_waiting = "it sleeps"
+        await asyncio.gather(*(read_all(notice.watch(client.generate("c d"))) for _ in range(3)))
+    assert capsys.readouterr().err == "[it sleeps]\n"
+
+
+async def read_all(events):
+    return [event async for event in events]

@@ -46,6 +46,19 @@ def test_a_program_puts_its_stack_to_sleep_and_wakes_it(llm: LLM) -> None:
     assert llm.reset_prefix_cache()
 
 
+async def test_a_stack_that_sleeps_says_that_requests_wait(async_llm: AsyncLLM) -> None:
+    client = await async_llm.start()
+    await async_llm.sleep()
+    async with asyncio.timeout(30):
+        while not await client.why_waiting():
+            await asyncio.sleep(0.05)
+    assert "is asleep (`triptych admin wake`)" in await client.why_waiting()
+    await async_llm.wake_up()
+    async with asyncio.timeout(30):
+        while await client.why_waiting():
+            await asyncio.sleep(0.05)
+
+
 def test_the_tokenizer_of_a_stack_agrees_with_its_prompts(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     text = "The capital of größer 🙂"

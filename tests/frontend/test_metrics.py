@@ -12,11 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.frontend.engines.status_watch import StatusWatch
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import answer, collect, frontend_core, raw_request
+from tests.helpers.grpc_api import open_api
+from triptych.admin.v1 import admin_pb2
 from triptych.errors import ModelNotFound
 from triptych.observe.metrics import EngineGauges, FrontendMetrics, VllmNames
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import OutputKind
+from triptych.v1 import model_pb2
 
 PER_REQUEST = (
     "time_to_first_token_seconds",
@@ -133,3 +136,25 @@ async def test_vllm_s_names_say_the_same_in_the_text_that_scrapers_read() -> Non
         assert not [name for name in values if "triptych" in name]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_engines_that_all_rest_are_a_reason_to_wait() -> None:
+    async with (
+        FakeEngine() as first,
+        FakeEngine(engine_id="engine-1") as second,
+        open_api(first, second) as api,
+    ):
+        why_waiting = api.core.generator.why_waiting
+        assert why_waiting() == ""
+        await api.admin.Pause(admin_pb2.PauseRequest(engine_id="engine-1"))
+        await api.admin.Sleep(admin_pb2.SleepRequest(engine_id="engine-0"))
+        await eventually(lambda: why_waiting() != "")
+        told = (
+            "requests for tiny wait: engine-0 is asleep (`triptych admin wake`), "
+            "engine-1 is paused (`triptych admin resume`)"
+        )
+        assert why_waiting() == told
+        info = await api.models.GetServerInfo(model_pb2.GetServerInfoRequest())
+        assert (info.ready, info.why_waiting) == (True, told)
+        await api.admin.Wake(admin_pb2.WakeRequest(engine_id="engine-0"))
+        await eventually(lambda: why_waiting() == "")  # the other one still rests, and this one serves

@@ -304,6 +304,8 @@ async def test_a_body_of_unknown_length_is_counted(api: HttpApi) -> None:
 
 async def test_health_tells_why_it_is_not_ready(api: HttpApi) -> None:
     assert (await api.http.get("/health")).json() == {"status": "ready"}
+    api.generator.why_waiting = lambda: "engine-0 is asleep"
+    assert (await api.http.get("/health")).json() == {"status": "ready", "why_waiting": "engine-0 is asleep"}
     api.generator.unready_because = "engine-0: loading weights, 40%"
     response = await api.http.get("/health")
     assert response.status_code == 503

@@ -52,6 +52,7 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         self.waits_for_running = 0
         """Nothing is answered until so many requests have run at once."""
         self.is_ready = True
+        self.why_waiting = ""
         self.breaks_mid_answer = False
         self.adds_unknown = False
         """An event of a kind that no client knows follows every event."""
@@ -189,7 +190,9 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         return model_pb2.GetModelResponse(model=model)
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:
-        return model_pb2.GetServerInfoResponse(ready=self.is_ready, why_not_ready="it rests")
+        return model_pb2.GetServerInfoResponse(
+            ready=self.is_ready, why_not_ready="it rests", why_waiting=self.why_waiting
+        )
 
     async def ListModels(self, request: model_pb2.ListModelsRequest, context: Any) -> Any:
         """Two models, on a page of their own each."""

@@ -51,6 +51,7 @@ class FakeGenerator(Generator):
     def reset(self) -> None:
         """As new; for tests that share a server."""
         self.unready_because = ""
+        self.why_waiting = str
         self.most_choices = 16384
         self.admission_errors: list[Exception] = []
         """Raised before admission, one for each of the next requests."""

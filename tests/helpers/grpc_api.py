@@ -77,6 +77,7 @@ async def open_api(
     async with frontend_core(*engines, waits=waits, tokenizer=tokenizer, directory=directory) as core:
         keys = create_api_keys(config)
         watch = StatusWatch()
+        core.generator.why_waiting = watch.why_waiting
         server = app_module.create_server(config, core.generator, watch, keys)
         port = server.bind("127.0.0.1", 0, option="frontend.port")
         await server.start()

@@ -21,6 +21,7 @@ from triptych.cli.access import add_address_argument, frontend_of, read_text
 from triptych.cli.chat_options import add_chat_arguments, chat_options_of, opening_of
 from triptych.cli.sampling_flags import add_form_arguments, add_sampling_arguments, sampling_of
 from triptych.cli.streaming import AnswerPrinter, visible, write_now
+from triptych.cli.wait_notice import WaitNotice
 from triptych.client.collect import OutputCollector
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.prompts import Prompt
@@ -70,14 +71,15 @@ async def _complete(arguments: argparse.Namespace) -> int:
     if arguments.stats and not streams:
         raise ConfigError("--stats: times a single answer that streams, without --json and --logprobs")
     async with frontend_of(arguments).open_client() as client:
+        notice = WaitNotice(client)
         if streams:
             printer = AnswerPrinter()
-            await printer.print(client.generate(prompts[0], sampling, options))
+            await printer.print(notice.watch(client.generate(prompts[0], sampling, options)))
             write_now("\n")
             if arguments.stats:
                 print(printer.stats, file=sys.stderr)
             return 0
-        results = await _answer_all(client, prompts, sampling, options)
+        results = await _answer_all(client, notice, prompts, sampling, options)
     failures = [result for result in results if isinstance(result, TriptychError)]
     if len(failures) == len(results):
         raise failures[0]
@@ -92,7 +94,11 @@ async def _complete(arguments: argparse.Namespace) -> int:
 
 
 async def _answer_all(
-    client: GenerationClient, prompts: list[Prompt], sampling: Sampling, options: RequestOptions
+    client: GenerationClient,
+    notice: WaitNotice,
+    prompts: list[Prompt],
+    sampling: Sampling,
+    options: RequestOptions,
 ) -> list[RequestOutput | TriptychError]:
     """Return the answer to each prompt, or why there is none."""
     places = asyncio.Semaphore(_MAX_IN_FLIGHT)
@@ -101,7 +107,7 @@ async def _answer_all(
         collector = OutputCollector(prompt if isinstance(prompt, str) else None)
         try:
             async with places:
-                async for event in client.generate(prompt, sampling, options):
+                async for event in notice.watch(client.generate(prompt, sampling, options)):
                     collector.add(event)
         except TriptychError as error:
             return error

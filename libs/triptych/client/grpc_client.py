@@ -219,6 +219,12 @@ class GenerationClient:
         if not info.ready:
             raise EngineUnavailable(f"{self.address} is not ready: {info.why_not_ready}")
 
+    async def why_waiting(self) -> str:
+        """Return why requests that the frontend takes wait, as behind engines that sleep. Empty: it knows no reason."""
+        request = model_pb2.GetServerInfoRequest()
+        info = await self._ask(lambda: self._models.GetServerInfo(request, timeout=_UNARY_TIMEOUT_S))
+        return str(info.why_waiting)
+
     async def list_models(self) -> list[ServedModel]:
         """The models that requests may name."""
         models: list[ServedModel] = []

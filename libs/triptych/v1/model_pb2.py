@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from triptych.v1 import sampling_pb2 as triptych_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triptych/v1/model.proto\x12\x0btriptych.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1atriptych/v1/sampling.proto\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.triptych.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.triptych.v1.Model\"\xc5\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12-\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0e\x32\x17.triptych.v1.Capability\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x1b\n\x13max_running_choices\x18\x0b \x01(\r\"\x16\n\x14GetServerInfoRequest\"\x8e\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x03 \x01(\t\x12)\n\x06limits\x18\x04 \x01(\x0b\x32\x19.triptych.v1.ServerLimits\x12\x13\n\x0bnum_engines\x18\x05 \x01(\r\"\xa6\x01\n\x0cServerLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bmax_choices\x18\x02 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x03 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x04 \x01(\r\x12\x19\n\x11max_chat_messages\x18\x05 \x01(\r\x12\x1b\n\x13max_batch_in_flight\x18\x06 \x01(\r*\xd5\x01\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41PABILITY_GENERATE\x10\x01\x12\x13\n\x0f\x43\x41PABILITY_CHAT\x10\x02\x12\x14\n\x10\x43\x41PABILITY_EMBED\x10\x03\x12\x14\n\x10\x43\x41PABILITY_TOOLS\x10\x04\x12!\n\x1d\x43\x41PABILITY_STRUCTURED_OUTPUTS\x10\x05\x12\x15\n\x11\x43\x41PABILITY_IMAGES\x10\x06\x12\x17\n\x13\x43\x41PABILITY_ADAPTERS\x10\x07\x32\xfe\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.triptych.v1.ListModelsRequest\x1a\x1f.triptych.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.triptych.v1.GetModelRequest\x1a\x1d.triptych.v1.GetModelResponse\x12V\n\rGetServerInfo\x12!.triptych.v1.GetServerInfoRequest\x1a\".triptych.v1.GetServerInfoResponseBJ\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triptych/v1/model.proto\x12\x0btriptych.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1atriptych/v1/sampling.proto\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.triptych.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.triptych.v1.Model\"\xc5\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12-\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0e\x32\x17.triptych.v1.Capability\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x1b\n\x13max_running_choices\x18\x0b \x01(\r\"\x16\n\x14GetServerInfoRequest\"\xa3\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x03 \x01(\t\x12)\n\x06limits\x18\x04 \x01(\x0b\x32\x19.triptych.v1.ServerLimits\x12\x13\n\x0bnum_engines\x18\x05 \x01(\r\x12\x13\n\x0bwhy_waiting\x18\x06 \x01(\t\"\xa6\x01\n\x0cServerLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bmax_choices\x18\x02 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x03 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x04 \x01(\r\x12\x19\n\x11max_chat_messages\x18\x05 \x01(\r\x12\x1b\n\x13max_batch_in_flight\x18\x06 \x01(\r*\xd5\x01\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41PABILITY_GENERATE\x10\x01\x12\x13\n\x0f\x43\x41PABILITY_CHAT\x10\x02\x12\x14\n\x10\x43\x41PABILITY_EMBED\x10\x03\x12\x14\n\x10\x43\x41PABILITY_TOOLS\x10\x04\x12!\n\x1d\x43\x41PABILITY_STRUCTURED_OUTPUTS\x10\x05\x12\x15\n\x11\x43\x41PABILITY_IMAGES\x10\x06\x12\x17\n\x13\x43\x41PABILITY_ADAPTERS\x10\x07\x32\xfe\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.triptych.v1.ListModelsRequest\x1a\x1f.triptych.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.triptych.v1.GetModelRequest\x1a\x1d.triptych.v1.GetModelResponse\x12V\n\rGetServerInfo\x12!.triptych.v1.GetServerInfoRequest\x1a\".triptych.v1.GetServerInfoResponseBJ\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.model_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.triptych.v1P\001Z\'triptych.dev/api/triptych/v1;triptychv1\252\002\013Triptych.V1'
-  _globals['_CAPABILITY']._serialized_start=999
-  _globals['_CAPABILITY']._serialized_end=1212
+  _globals['_CAPABILITY']._serialized_start=1020
+  _globals['_CAPABILITY']._serialized_end=1233
   _globals['_LISTMODELSREQUEST']._serialized_start=101
   _globals['_LISTMODELSREQUEST']._serialized_end=159
   _globals['_LISTMODELSRESPONSE']._serialized_start=161
@@ -49,9 +49,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERINFOREQUEST']._serialized_start=660
   _globals['_GETSERVERINFOREQUEST']._serialized_end=682
   _globals['_GETSERVERINFORESPONSE']._serialized_start=685
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=827
-  _globals['_SERVERLIMITS']._serialized_start=830
-  _globals['_SERVERLIMITS']._serialized_end=996
-  _globals['_MODELSERVICE']._serialized_start=1215
-  _globals['_MODELSERVICE']._serialized_end=1469
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=848
+  _globals['_SERVERLIMITS']._serialized_start=851
+  _globals['_SERVERLIMITS']._serialized_end=1017
+  _globals['_MODELSERVICE']._serialized_start=1236
+  _globals['_MODELSERVICE']._serialized_end=1490
 # @@protoc_insertion_point(module_scope)

@@ -87,18 +87,20 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "ready", "why_not_ready", "limits", "num_engines")
+    __slots__ = ("version", "ready", "why_not_ready", "limits", "num_engines", "why_waiting")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     NUM_ENGINES_FIELD_NUMBER: _ClassVar[int]
+    WHY_WAITING_FIELD_NUMBER: _ClassVar[int]
     version: str
     ready: bool
     why_not_ready: str
     limits: ServerLimits
     num_engines: int
-    def __init__(self, version: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., num_engines: _Optional[int] = ...) -> None: ...
+    why_waiting: str
+    def __init__(self, version: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., num_engines: _Optional[int] = ..., why_waiting: _Optional[str] = ...) -> None: ...
 
 class ServerLimits(_message.Message):
     __slots__ = ("max_message_bytes", "max_choices", "max_logprobs", "max_stop_strings", "max_chat_messages", "max_batch_in_flight")

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 _INTERVAL_MS = 1000
 _SILENCE_S = 5.0  # after which the counters are too old to be shown
 _RETRY_S = 1.0
+_ENGINES_NAMED = 4
 
 
 class StatusWatch:
@@ -31,6 +32,21 @@ class StatusWatch:
     def latest(self) -> Iterator[tuple[str, EngineStatus]]:
         """Return the model's name and the counters of each engine that has told them within the last seconds."""
         return iter(list(self._latest.values()))
+
+    def why_waiting(self) -> str:
+        """Return why requests that are taken wait: all engines of a model sleep or are paused. Empty: they do not."""
+        model_to_statuses: dict[str, list[EngineStatus]] = {}
+        for model, status in self.latest():
+            model_to_statuses.setdefault(model, []).append(status)
+        reasons = []
+        for model, statuses in sorted(model_to_statuses.items()):
+            if not all(status.asleep or status.paused for status in statuses):
+                continue
+            sleeping = [status.engine_id for status in statuses if status.asleep]
+            paused = [status.engine_id for status in statuses if not status.asleep]
+            resting = [_told(sleeping, "asleep", "wake"), _told(paused, "paused", "resume")]
+            reasons.append(f"requests for {model} wait: {', '.join(filter(None, resting))}")
+        return "; ".join(reasons)
 
     def states(self, engines: Iterable[EngineClient]) -> Iterator[EngineState]:
         """Return the state of each engine, also of those that are lost or were never reached."""
@@ -86,3 +102,12 @@ class StatusWatch:
                 self._latest[engine.address] = status_from_proto(response.status)
         finally:
             call.cancel()
+
+
+def _told(names: list[str], state: str, remedy: str) -> str:
+    """Say which engines rest, and the command that ends it; empty without engines."""
+    if not names:
+        return ""
+    more = f" and {len(names) - _ENGINES_NAMED} more" if len(names) > _ENGINES_NAMED else ""
+    verb = "is" if len(names) == 1 else "are"
+    return f"{', '.join(names[:_ENGINES_NAMED])}{more} {verb} {state} (`triptych admin {remedy}`)"

@@ -59,6 +59,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             why_not_ready=self._generator.why_not_ready,
             limits=limits,
             num_engines=self._generator.num_ready_engines,
+            why_waiting=self._generator.why_waiting(),
         )
 
 

@@ -100,7 +100,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.HealthCheckResponse:
         why_not = self._generator.why_not_ready
         return vllm_engine_pb2.HealthCheckResponse(
-            healthy=self._generator.is_ready, message=why_not or "ready"
+            healthy=self._generator.is_ready, message=why_not or self._generator.why_waiting() or "ready"
         )
 
     async def GetModelInfo(

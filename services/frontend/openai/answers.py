@@ -303,6 +303,8 @@ class LoadAnswer(Answer):
 
 class HealthAnswer(Answer):
     status: Literal["ready"]
+    why_waiting: str = ""
+    """Why requests wait that are taken: all engines of a model sleep or are paused. Absent: they do not."""
 
 
 class PingAnswer(Answer):

@@ -20,11 +20,12 @@ router = APIRouter(responses=answers.error_answers(), tags=["operate"])
 
 @router.get("/health", responses={200: {"model": answers.HealthAnswer}, **answers.error_answers(503)})
 async def health(request: Request) -> Response:
-    """200 when requests can be served, 503 with the reason when not."""
+    """200 when requests are taken, 503 with the reason when not. Says if those that are taken wait, and why."""
     generator = generator_of(request)
     if not generator.is_ready:
         raise EngineUnavailable(generator.why_not_ready)
-    return json_response({"status": "ready"})
+    why_waiting = generator.why_waiting()
+    return json_response({"status": "ready", **({"why_waiting": why_waiting} if why_waiting else {})})
 
 
 @router.get("/ping", responses={200: {"model": answers.PingAnswer}})

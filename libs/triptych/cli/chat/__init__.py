@@ -20,6 +20,7 @@ from triptych.cli.chat.line_reader import create_line_reader
 from triptych.cli.chat_options import add_chat_arguments, chat_options_of
 from triptych.cli.sampling_flags import add_form_arguments, add_sampling_arguments, sampling_of
 from triptych.cli.streaming import AnswerPrinter, visible
+from triptych.cli.wait_notice import WaitNotice
 from triptych.client.conversation import Message
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import RequestOptions
@@ -76,7 +77,8 @@ class _Turns:
 
         async def stream() -> None:
             messages: list[Message] = conversation.to_send
-            await printer.print(self._client.generate(messages, conversation.sampling, self._options))
+            events = self._client.generate(messages, conversation.sampling, self._options)
+            await printer.print(WaitNotice(self._client).watch(events))
 
         try:
             self._runner.run(stream())
