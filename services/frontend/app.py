@@ -206,7 +206,7 @@ def _load(config: EngineConfig) -> TextModel:
     from triptych.hub import resolve_model
 
     return TextModel.from_directory(
-        resolve_model(config.model.model),
+        resolve_model(config.model.model, revision=config.model.revision),
         tool_call_parser=config.frontend.tool_call_parser,
         reasoning_parser=config.frontend.reasoning_parser,
     )

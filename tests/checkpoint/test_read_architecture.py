@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,12 @@ def test_the_end_of_text_ids_of_both_files_count(tmp_path: Path) -> None:
         ("vocab_size", "97", "vocab_size: '97' must be an integer >= 1"),
         ("num_hidden_layers", 0, "num_hidden_layers: 0 must be an integer >= 1"),
         ("num_hidden_layers", True, "num_hidden_layers: True must be"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers: 1000000000 is above the limit 4096"),
+        ("vocab_size", 10**12, "vocab_size: 1000000000000 is above the limit 16777216"),
+        ("max_position_embeddings", 10**15, "max_position_embeddings: 10{15} is above the limit 2147483647"),
+        ("eos_token_id", 10**30, "eos_token_id: 10{30} must be a token id"),
+        ("rope_theta", math.nan, "rope_theta: nan must be a number that 32 bits can hold"),
+        ("rms_norm_eps", math.inf, "rms_norm_eps: inf must be a number"),
         ("num_key_value_heads", 2, "num_key_value_heads: 2 must divide num_attention_heads 3"),
         ("hidden_size", 25, "hidden_size: 25 must be a multiple of num_attention_heads 3"),
         ("architectures", ["A", "B"], "architectures: .* must be a list of one name"),

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.gguf_files import write_gguf
+from triptych.checkpoint.gguf.index import GgufIndex
 from triptych.errors import ModelError, ModelNotFound
 from triptych.hub import embedded, resolve_model
 
@@ -55,6 +56,36 @@ def test_a_directory_without_a_config_is_refused_and_a_gguf_in_it_pointed_at(tmp
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
         resolve_model(str(make_directory(tmp_path / "model", "config.json")))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_inside"), [("model.gguf", True), ("../model.gguf", False), ("/m.gguf", False)]
+)
+def test_a_model_may_name_files_of_its_own_only(tmp_path: Path, name: str, is_inside: bool) -> None:
+    directory = make_directory(tmp_path / "model", "config.json", "tokenizer.json")
+    GgufIndex(name, 1, None, ()).write(directory)
+    if is_inside:
+        assert resolve_model(str(directory)) == directory
+        return
+    with pytest.raises(
+        ModelError, match=r"gguf_index\.json: names '.*', which is outside of the model's directory"
+    ):
+        resolve_model(str(directory))
+
+
+def test_a_conversion_in_the_cache_may_name_the_file_that_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    directory = resolve_model(str(write_gguf(tmp_path / "model.gguf")), progress=False)
+    assert resolve_model(str(directory)) == directory
+
+
+def test_a_revision_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    directory = make_directory(tmp_path / "model", "config.json", "tokenizer.json")
+    for model in (str(directory), "embedded", str(tmp_path / "x.gguf")):
+        with pytest.raises(ModelError, match=r"^model\.revision: 'v1' has no meaning for '"):
+            resolve_model(model, revision="v1")
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
@@ -121,6 +152,18 @@ def test_a_hub_id_is_fetched_once_and_only_what_is_needed(hub: str, tmp_path: Pa
     assert Path(offline.stdout.strip()) == directory
 
 
+def test_a_revision_of_a_hub_id_is_fetched(hub: str, tmp_path: Path) -> None:
+    environment = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    directories = []
+    for revision in ([], ["v1.0"], [""]):
+        command = [sys.executable, "-m", "triptych.hub", "some-org/some-model", *revision]
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        directories.append(Path(ended.stdout.strip()).name)
+    assert directories == ["a" * 40, "c" * 40, "a" * 40]
+
+
 def test_a_hub_id_that_the_hub_does_not_know_says_so(hub: str, tmp_path: Path) -> None:
     environment = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
     result = subprocess.run(
@@ -144,11 +187,13 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         commit = "c" * 40
         if path == "/api/models/some-org/some-model/revision/main":
+            commit = "a" * 40
+        if path in (f"/api/models/some-org/some-model/revision/{name}" for name in ("main", "v1.0")):
             siblings = [{"rfilename": name} for name in HUB_FILES]
             self.answer(
                 json.dumps({"id": "some-org/some-model", "sha": commit, "siblings": siblings}).encode()
             )
-        elif path == f"/api/models/some-org/some-model/tree/{commit}":
+        elif path in (f"/api/models/some-org/some-model/tree/{letter * 40}" for letter in "ac"):
             self.answer(
                 json.dumps(
                     [
@@ -157,7 +202,8 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
                     ]
                 ).encode()
             )
-        elif path.startswith(f"/some-org/some-model/resolve/{commit}/"):
+        elif path.startswith("/some-org/some-model/resolve/"):
+            commit = path.split("/")[4]
             content = HUB_FILES[path.split("/", 5)[5]]
             self.answer(content, {"ETag": f'"{etag(content)}"', "X-Repo-Commit": commit})
         else:

@@ -143,6 +143,18 @@ class TestSafetensors:
         with pytest.raises(ModelError, match=r"two\.safetensors: a: is in another file too"):
             open_checkpoint(tmp_path)
 
+    @pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "a/../../one.safetensors"])
+    def test_an_index_that_names_a_file_outside_is_refused(self, tmp_path: Path, name: str) -> None:
+        save_file({"a": torch.zeros(3)}, tmp_path / "one.safetensors")
+        directory = tmp_path / "model"
+        directory.mkdir()
+        index = directory / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(
+            ModelError, match=r"index\.json: names '.*', which is outside of the model's directory"
+        ):
+            open_checkpoint(directory)
+
     @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}'])
     def test_a_damaged_index_is_named(self, tmp_path: Path, index: str) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(index)

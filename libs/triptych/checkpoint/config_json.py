@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 from triptych.checkpoint.architecture import ModelArchitecture, RopeParameters
@@ -16,6 +16,20 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 GGUF_INDEX_FILE = "gguf_index.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 """Present beside config.json if the weights are in a .gguf file. Its form: `triptych.checkpoint.gguf.index`."""
+
+_I32_MAX = (1 << 31) - 1
+_FLOAT32_MAX = 3.4028234e38
+_MAXIMA = {
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "vocab_size": 1 << 24,
+}
+"""Numbers of config.json that lists and buffers are made for -> a thousand times what models have."""
 
 _WINDOWED = frozenset({"MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Architectures whose attention reads `sliding_window`."""
@@ -100,6 +114,17 @@ def read_model_class(directory: Path) -> tuple[str, tuple[str, ...]]:
     return str(values.get("model_type") or ""), tuple(map(str, values.get("architectures") or ()))
 
 
+def check_inside(index: Path, name: str) -> None:
+    """Check that a file that an index names is one of the model's own.
+
+    Raises:
+        ModelError: It is outside of the index's directory.
+    """
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ModelError(f"{index}: names {name!r}, which is outside of the model's directory")
+
+
 class _JsonFile:
     """The keys of one JSON object, each fetched with its type checked; errors name file, key and value."""
 
@@ -113,7 +138,7 @@ class _JsonFile:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelError(f"{path}: no such file; a model directory needs {path.name}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
         if not isinstance(values, dict):
             raise ModelError(f"{path}: must hold a JSON object, not {type(values).__name__}")
@@ -136,6 +161,9 @@ class _JsonFile:
         value = self._get(key, default)
         if type(value) is not int or value < minimum:
             self.fail(key, value, f"must be an integer >= {minimum}")
+        maximum = _MAXIMA.get(key, _I32_MAX)
+        if value > maximum:
+            self.fail(key, value, f"is above the limit {maximum}")
         return value
 
     def optional_integer(self, key: str) -> int | None:
@@ -143,8 +171,8 @@ class _JsonFile:
 
     def number(self, key: str, *, default: float | None = None) -> float:
         value = self._get(key, default)
-        if type(value) not in (int, float):
-            self.fail(key, value, "must be a number")
+        if type(value) not in (int, float) or not abs(value) <= _FLOAT32_MAX:  # NaN is refused, too
+            self.fail(key, value, "must be a number that 32 bits can hold")
         return float(value)
 
     def boolean(self, key: str, *, default: bool) -> bool:
@@ -237,7 +265,7 @@ def _eos_token_ids(directory: Path, generation: _JsonFile, config: _JsonFile) ->
         for token_id in value if isinstance(value, list) else [value]:
             if token_id is None:
                 continue
-            if type(token_id) is not int or token_id < 0:
+            if type(token_id) is not int or not 0 <= token_id < _MAXIMA["vocab_size"]:
                 file.fail("eos_token_id", value, "must be a token id or a list of them")
             if token_id not in token_ids:
                 token_ids.append(token_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from triptych.config.option import ALL, ENGINE, WORKER, value
+from triptych.config.option import ALL, ENGINE, FRONTEND, WORKER, value
 from triptych.config.process_fields import (
     EngineCoreConfig,
     FrontendConfig,
@@ -28,6 +28,11 @@ class ModelConfig:
 
     model: str = value(
         "embedded", "Path of a model directory or .gguf file, a hub id, or `embedded`.", ALL, shared=True
+    )
+    revision: str = value(
+        "",
+        "Branch, tag or commit of a hub id; empty: the newest of its main branch. A commit is always the same files.",
+        FRONTEND + WORKER,
     )
     served_name: str = value("", "Name that clients use; empty: the last part of `model.model`.", WORKER)
     dtype: str = value(

@@ -1,4 +1,4 @@
-"""`python -m triptych.hub MODEL`: fetch and convert a model ahead of time, and print its directory."""
+"""`python -m triptych.hub MODEL [REVISION]`: fetch and convert a model ahead of time, and print its directory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from triptych.hub.resolve import EMBEDDED, resolve_model
 
 def main(arguments: list[str]) -> int:
     """0: the directory is on stdout; 1: the model cannot be had, stderr says why; 2: wrong usage."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        print(f"usage: python -m triptych.hub PATH|HUB_ID|{EMBEDDED}", file=sys.stderr)
+    if len(arguments) not in (1, 2) or any(each.startswith("-") for each in arguments):
+        print(f"usage: python -m triptych.hub PATH|HUB_ID|{EMBEDDED} [REVISION]", file=sys.stderr)
         return 2
     try:
-        print(resolve_model(arguments[0]))
+        print(resolve_model(arguments[0], revision="".join(arguments[1:])))
     except TriptychError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

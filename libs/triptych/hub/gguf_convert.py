@@ -62,22 +62,16 @@ def prepare_gguf(gguf: Path, *, sha256: str | None = None, progress: bool) -> Pa
 
     def build(directory: Path) -> None:
         with ProgressLine(f"converting config and tokenizer of {gguf.name}", enabled=progress):
-            reader = _open(gguf)
-            metadata = {key: field.contents() for key, field in reader.fields.items()}
-            tensors = {tensor.name: tensor for tensor in reader.tensors}
-            _check_architecture(metadata)
-            config = _config(metadata, tensors)
-            _write_json(directory / CONFIG_FILE, config)
-            _write_json(
-                directory / GENERATION_CONFIG_FILE,
-                {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]},
-            )
-            write_tokenizer(metadata, directory)
+            try:
+                tensors = _convert(_open(gguf), directory)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                # Keys of another type or size than they always have, or text that is none.
+                raise ModelError(f"{gguf}: its metadata cannot be used: {_in_one_line(error)}") from error
             GgufIndex(
                 file=os.path.relpath(gguf, target) if sha256 else str(gguf),
                 file_size=stat.st_size,
                 mtime_ns=None if sha256 else stat.st_mtime_ns,
-                tensors=tuple(_index(tensors, config)),
+                tensors=tuple(tensors),
             ).write(directory)
 
     return build_directory_once(target, CONVERTER_VERSION, build, progress=progress)
@@ -94,6 +88,25 @@ def _open(gguf: Path) -> GGUFReader:
     if reader.byte_order != "I":
         raise ModelError(f"{gguf}: byte order: big-endian GGUF is not supported")
     return reader
+
+
+def _convert(reader: GGUFReader, directory: Path) -> list[GgufTensor]:
+    """Write the config and the tokenizer into a directory, and return the tensors."""
+    metadata = {key: field.contents() for key, field in reader.fields.items()}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    _check_architecture(metadata)
+    config = _config(metadata, tensors)
+    _write_json(directory / CONFIG_FILE, config)
+    _write_json(
+        directory / GENERATION_CONFIG_FILE,
+        {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]},
+    )
+    write_tokenizer(metadata, directory)
+    return _index(tensors, config)
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _check_architecture(metadata: Metadata) -> None:

@@ -6,8 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from triptych.checkpoint.config_json import CONFIG_FILE
+from triptych.checkpoint.config_json import CONFIG_FILE, GGUF_INDEX_FILE, check_inside
+from triptych.checkpoint.gguf.index import GgufIndex
 from triptych.errors import ModelError, ModelNotFound
+from triptych.hub.cache import cache_home
 
 EMBEDDED = "embedded"
 """Names the model that needs no hub: SmolLM2-135M-Instruct, from the Python package index."""
@@ -15,7 +17,7 @@ EMBEDDED = "embedded"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_model(model: str, *, progress: bool = True) -> Path:
+def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> Path:
     """Return a directory that holds config.json, tokenizer.json, tokenizer_config.json and weights.
 
     Weights are *.safetensors, or stay in a .gguf file that the directory's gguf_index.json refers to.
@@ -25,17 +27,23 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
     Args:
         model: path of a Hugging Face model directory or of a .gguf file, a hub id, or `embedded`.
             A path that exists wins over a hub id of the same name.
+        revision: branch, tag or commit of a hub id; empty: the newest of its main branch.
         progress: show work that takes longer than a moment on stderr.
     Raises:
         ModelNotFound: no such path, hub id or network; says what else can be served.
-        ModelError: the files are there but incomplete or not understood.
+        ModelError: the files are there but incomplete or not understood, or have no revisions.
     """
+    path = Path(model).expanduser()
+    is_hub_id = (
+        _HUB_ID.fullmatch(model) and path.suffix != ".gguf" and model != EMBEDDED and not path.exists()
+    )
+    if revision and not is_hub_id:
+        raise ModelError(f"model.revision: {revision!r} has no meaning for {model!r}, which is no hub id")
     # Imported where they are needed: a start with a model directory must not pay for downloads and conversion.
     if model == EMBEDDED:
         from triptych.hub.embedded import prepare_embedded
 
         return prepare_embedded(progress=progress)
-    path = Path(model).expanduser()
     if model and path.is_dir():  # an empty name would be the current directory
         return _check_directory(path.absolute())
     if path.is_file():
@@ -44,8 +52,8 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
         from triptych.hub.gguf_convert import prepare_gguf
 
         return prepare_gguf(path.resolve(), progress=progress)
-    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
-        return _check_directory(fetch_snapshot(model, progress=progress))
+    if is_hub_id:
+        return _check_directory(fetch_snapshot(model, revision=revision, progress=progress))
     raise ModelNotFound(
         f"model: {model!r}: no such directory or .gguf file, and not a hub id; `{EMBEDDED}` is always there"
     )
@@ -62,6 +70,11 @@ def _check_directory(directory: Path) -> Path:
             f"model: {directory} has no tokenizer.json; write one with "
             "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers"
         )
+    index = directory / GGUF_INDEX_FILE
+    if index.is_file() and not directory.resolve().is_relative_to((cache_home() / "models").resolve()):
+        check_inside(
+            index, GgufIndex.read(directory).file
+        )  # a conversion of ours names where the user's file is
     return directory
 
 
@@ -70,8 +83,8 @@ ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.jinja")
 IGNORE_PATTERNS = ("original/*", "onnx/*", "consolidated*")
 
 
-def fetch_snapshot(hub_id: str, *, progress: bool) -> Path:
-    """Return the directory of the newest revision; what is cached already is not fetched again.
+def fetch_snapshot(hub_id: str, *, revision: str, progress: bool) -> Path:
+    """Return the directory of a revision; what is cached already is not fetched again. Empty: the newest.
 
     Without a network the cached snapshot serves, if there is one. Set HF_HOME to move the cache,
     HF_TOKEN for gated models, HF_HUB_OFFLINE=1 to stay off the network.
@@ -86,12 +99,16 @@ def fetch_snapshot(hub_id: str, *, progress: bool) -> Path:
         disable_progress_bars()
     try:
         directory = huggingface_hub.snapshot_download(
-            hub_id, allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(IGNORE_PATTERNS)
+            hub_id,
+            revision=revision or None,
+            allow_patterns=list(ALLOW_PATTERNS),
+            ignore_patterns=list(IGNORE_PATTERNS),
         )
     except Exception as error:  # the client raises its own, its transport's and OSError, by version
         reason = f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}"
+        of_revision = f" (model.revision {revision})" if revision else ""
         raise ModelNotFound(
-            f"model: {hub_id!r} is no directory here, and the Hugging Face hub did not give it: {reason} "
+            f"model: {hub_id!r}{of_revision} is no directory here, and the Hugging Face hub did not give it: {reason} "
             "(a wrong name, a gated model without HF_TOKEN, or no network). A directory or .gguf file "
             "works without a network, and so does `embedded` once it is in the cache"
         ) from error

@@ -112,7 +112,7 @@ def launch(
     if config.frontend.api_keys_file:
         read_api_keys(Path(config.frontend.api_keys_file))
     # Here and not in the services: its progress needs the terminal, and its errors need no quoting.
-    resolve_model(config.model.model, progress=show_progress)
+    resolve_model(config.model.model, revision=config.model.revision, progress=show_progress)
     cluster = LocalCluster(config, on_log_line=on_log_line or write_log_line)
     latest = Progress(Phase.STARTING)
 

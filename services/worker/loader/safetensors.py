@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.worker.loader.base import Checkpoint, StoredTensor, release_pages
+from triptych.checkpoint.config_json import check_inside
 from triptych.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
@@ -38,6 +39,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._files: dict[str, safe_open] = {}  # by the name of the tensor
         weight_map = _read_shard_index(directory)
         for file_name in sorted(set(weight_map.values())) or [SINGLE_FILE]:
+            check_inside(directory / SHARD_INDEX_FILE, file_name)
             self._add_file(directory / file_name)
         for name, file_name in weight_map.items():
             if name not in self.tensors:

@@ -30,7 +30,7 @@ def load_runner(
         RankUnavailable, HandshakeMismatch: other ranks are missing, or differ.
     """
     on_phase(Phase.LOADING, 0.0)
-    directory = resolve_model(config.model.model)
+    directory = resolve_model(config.model.model, revision=config.model.revision)
     # Each kind imports its own: a simulation is ready before torch would be.
     if config.simulation.enabled:
         from services.worker.simulation.runner import create_simulated_runner

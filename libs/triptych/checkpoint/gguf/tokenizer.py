@@ -65,12 +65,15 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
             or a key that is missing or odd.
     """
     model = metadata.get("tokenizer.ggml.model")
-    if model == "gpt2":
-        tokenizer = _byte_level_tokenizer(metadata)
-    elif model == "llama":
-        tokenizer = _sentencepiece_tokenizer(metadata)
-    else:
+    kinds = {"gpt2": _byte_level_tokenizer, "llama": _sentencepiece_tokenizer}
+    if not isinstance(model, str) or model not in kinds:
         raise ModelError(f"gguf: tokenizer.ggml.model: {model!r} is not supported, only 'gpt2' and 'llama'")
+    try:
+        tokenizer = kinds[model](metadata)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises that very class: merges of tokens that there are not
+        raise ModelError(f"gguf: tokenizer.ggml: cannot be used: {error}") from error
     _add_special_tokens(tokenizer, metadata)
     if _adds_bos(metadata):
         _prepend_bos(tokenizer, metadata)
