@@ -186,6 +186,11 @@ class EngineCore:
         left = () if self._scheduler is None else self._scheduler.requests_of(session)
         self._handover.detach(session, left, lost_for_s)
 
+    def detach(self, session: int, number: int) -> None:
+        """Let a choice wait for another frontend with all of its request, if it may be kept; else it ends."""
+        self._clock.advance()
+        self._handover.let_go(session, number)
+
     def attach(self, session: int, wish: AttachRequest) -> None:
         """Let a request of another session go on in this one. A refusal is an output of this session."""
         self._clock.advance()

@@ -163,6 +163,14 @@ class EngineLoop:
         for number in numbers:
             self._engine.stop(session, number)
 
+    def detach(self, session: int, numbers: Sequence[int]) -> None:
+        """Let requests wait for another frontend, as far as they may be kept."""
+        self._inbox.post(self._detach, session, numbers)
+
+    def _detach(self, session: int, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._engine.detach(session, number)
+
     def attach(self, session: int, wish: AttachRequest) -> None:
         """Let a request of another session go on in this one. A refusal comes through the session's outbox."""
         self._inbox.post(self._engine.attach, session, wish)

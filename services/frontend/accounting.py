@@ -8,6 +8,7 @@ import time
 from types import TracebackType
 
 from services.frontend.access.caller import current_caller
+from services.frontend.outputs import HandedOver
 from triptych.errors import TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import FrontendMetrics, ModelMetrics
@@ -17,6 +18,7 @@ from triptych.types.sampling import SamplingParams
 log = logging.getLogger(__name__)
 
 _CANCELLED = "cancelled"  # the client left before the end
+_HANDED_OVER = "handed_over"  # it goes on at another frontend
 _INTERNAL = "INTERNAL"
 
 
@@ -142,6 +144,8 @@ class RequestRecord:
 
 def _outcome(error: BaseException | None) -> str:
     match error:
+        case HandedOver():
+            return _HANDED_OVER
         case TriptychError():
             return error.code
         case None | GeneratorExit() | asyncio.CancelledError():

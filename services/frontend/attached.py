@@ -7,8 +7,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from services.frontend.engines.attachment import Attachment
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.journey import Journey, Submission
@@ -18,7 +16,7 @@ from services.frontend.engines.router import Router
 from services.frontend.outputs import RequestOutputs
 from services.frontend.placement import go_on
 from services.frontend.requests.raw import RawRequest
-from services.frontend.resumption import Keep, ResumeToken, SeenChoice, StreamState, find_token
+from services.frontend.resumption import Keep, KeptStream, ResumeToken, SeenChoice, StreamState
 from services.frontend.text_model import TextModel
 from triptych.errors import EngineUnavailable, InvalidRequest, NotKept
 from triptych.types.sampling import SamplingParams
@@ -45,7 +43,6 @@ class AttachedStream:
     engine: EngineClient
     welcome: EngineWelcome
     """Facts of the engine."""
-    numbers: Sequence[int]
     attachment: Attachment
     request: SubmitRequest
     """As the engine has it; `emitted` is what the client has seen."""
@@ -60,6 +57,11 @@ class AttachedStream:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def numbers(self) -> list[int]:
+        """The names of its choices here."""
+        return self.request.numbers.tolist()
 
     @property
     def prompt_token_ids(self) -> U32:
@@ -121,12 +123,11 @@ class AttachedStream:
         for choice in outputs.choices:
             if choice.finish_reason is not None:
                 choice.stop_early()
-        outputs.find_token = lambda: find_token(keep, journeys)
+        outputs.kept = KeptStream(keep, journeys)
 
     def leave(self) -> None:
-        """End what no choice reads."""
-        for number, relay in zip(self.numbers, self.attachment.relays, strict=True):
-            self.engine.abort(number, relay)
+        """Let what no choice reads wait at the engine for another reader."""
+        self.attachment.abandon(self.numbers[0])
 
 
 @asynccontextmanager
@@ -157,12 +158,10 @@ async def _find(
     token: ResumeToken, seen: Mapping[int, SeenChoice], router: Router, tenant: str | None
 ) -> AttachedStream:
     """Ask the engines of the token's name. Several may have it."""
-    num_seen = np.array(
-        [seen.get(index, _NOTHING).num_tokens for index in range(token.num_choices)], np.uint32
-    )
+    num_seen = {index: choice.num_tokens for index, choice in sorted(seen.items()) if choice.num_tokens}
 
-    def create(numbers: Sequence[int]) -> AttachRequest:
-        return AttachRequest(token.secret, np.array(numbers, np.uint32), num_seen, tenant)
+    def create(first_number: int) -> AttachRequest:
+        return AttachRequest(token.secret, first_number, token.num_choices, num_seen, tenant)
 
     refusal: NotKept | EngineUnavailable = NotKept(f"no engine here is named {token.engine_id!r:.80}")
     for engine in router.engines:
@@ -171,32 +170,25 @@ async def _find(
     for engine in router.engines:
         if engine.welcome is None or engine.welcome.engine_id != token.engine_id:
             continue
-        attachment = Attachment(token.num_choices)
-        numbers: Sequence[int] = ()
+        attachment = Attachment()
         try:
-            numbers = engine.attach(create, attachment)
-            request = await attachment.wait(_ANSWER_S)
-            state = StreamState.from_bytes(request.frontend_state)
+            first = engine.attach(create, token.num_choices, attachment)
+            try:
+                request = await attachment.wait(_ANSWER_S)
+                state = StreamState.from_bytes(request.frontend_state)
+            except BaseException:
+                attachment.abandon(first)
+                raise
         except (NotKept, EngineUnavailable) as error:
             refusal = error
-        except BaseException:
-            _abandon(engine, numbers, attachment)
-            raise
         else:
-            return _to_stream(engine, engine.welcome, numbers, attachment, request, state)
-        _abandon(engine, numbers, attachment)
+            return _to_stream(engine, engine.welcome, attachment, request, state)
     raise refusal
-
-
-def _abandon(engine: EngineClient, numbers: Sequence[int], attachment: Attachment) -> None:
-    for number, relay in zip(numbers, attachment.relays, strict=False):
-        engine.abort(number, relay)
 
 
 def _to_stream(
     engine: EngineClient,
     welcome: EngineWelcome,
-    numbers: Sequence[int],
     attachment: Attachment,
     request: SubmitRequest,
     state: StreamState,
@@ -212,10 +204,11 @@ def _to_stream(
         tenant=request.tenant,
         deadline_s=None if remaining_ms is None else remaining_ms / 1000,
         answer=state.answer,
+        resumes=True,
     )
     sampling = replace(
         request.sampling,
         output_kind=state.output_kind,
         max_tokens=request.sampling.max_tokens if state.has_output else 0,
     )
-    return AttachedStream(engine, welcome, numbers, attachment, request, state, raw, sampling)
+    return AttachedStream(engine, welcome, attachment, request, state, raw, sampling)

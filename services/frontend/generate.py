@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from services.frontend.access.rate_limits import RateLimits
 from services.frontend.accounting import RequestRecord
 from services.frontend.alive_requests import AliveRequests
 from services.frontend.attached import AttachedEvent, AttachedStream, take_up
+from services.frontend.departure import Departure
 from services.frontend.engines.mover import Mover
 from services.frontend.engines.router import Router
 from services.frontend.outputs import RequestOutputs
@@ -99,6 +100,7 @@ class Generator:
     def set_text_model(self, text: TextModel) -> None:
         """Called once, when tokenizer and template are loaded; until then nothing is ready."""
         self._text = text
+        self._router.say_takes_streams(True)
         self._router.on_change()
 
     @property
@@ -202,12 +204,17 @@ class Generator:
 
         Raises:
             NotKept: The stream is over, or was never kept.
+            RateLimited: The caller has asked for too many such streams.
             TriptychError: As `generate`.
         """
         if self._is_draining:
             raise EngineUnavailable(self.why_not_ready)
         text, caller = self.text_model, current_caller()
-        async with take_up(token, seen, self._router, caller.tenant, api) as attached:
+        async with AsyncExitStack() as stack:
+            with self._rate_limits.guess(caller):
+                attached = await stack.enter_async_context(
+                    take_up(token, seen, self._router, caller.tenant, api)
+                )
             raw, state = attached.raw, attached.state
             with (
                 RequestRecord(self._metrics, api, attached.request_id) as record,
@@ -339,15 +346,10 @@ class Generator:
         return await text.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def drain(self, drain_s: float) -> int:
-        """Refuse new requests and wait for the running ones; returns how many did not finish in time."""
+        """Refuse new requests, and let the running ones end or go on elsewhere, as `Departure` does."""
         self._is_draining = True
         self._router.on_change()
-        try:
-            async with asyncio.timeout(drain_s):
-                await self.alive.wait_idle()
-        except TimeoutError:
-            pass
-        return self.num_active
+        return await Departure(self._router, self.alive).run(drain_s)
 
     async def prepare(self, raw: RawRequest, request_id: str, record: RequestRecord) -> PreparedRequest:
         text = self.text_model

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from services.frontend.choice import Choice
 from services.frontend.logprobs import PromptReport
@@ -17,7 +18,15 @@ from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32
 
+if TYPE_CHECKING:
+    from services.frontend.engines.client import EngineClient
+    from services.frontend.resumption import KeptStream
+
 _CHOICES_NAMED = 8  # in an error's message
+
+
+class HandedOver(EngineUnavailable):
+    """The stream ends here and goes on at another frontend. It is kept until its client comes there."""
 
 
 class RequestOutputs:
@@ -32,8 +41,10 @@ class RequestOutputs:
         self.request_id = request_id
         self.pace = pace
         self.choices: list[Choice] = []
-        self.find_token: Callable[[], str] | None = None
-        """Returns the client's token of this request as it runs now. Set at submission; None: it is not kept."""
+        self.kept: KeptStream | None = None
+        """The request as its engine keeps it for other frontends. Set at submission; None: it is not kept."""
+        self._knows_token = False
+        """The client has been told its token, up to the last move."""
         self._has_moved = False
         """It has moved to another engine, and its client has not been told the new token."""
         self._num_admitted = 0
@@ -105,14 +116,26 @@ class RequestOutputs:
 
     def note_moved(self) -> None:
         """Note that a choice has moved to another engine."""
-        if self.find_token is not None:
+        if self.kept is not None:
             self._has_moved = True
             self._news.set()
 
     @property
     def resume_token(self) -> str:
         """The client's token of this request as it runs now; empty if it cannot go on elsewhere."""
-        return "" if self.find_token is None else self.find_token()
+        return "" if self.kept is None else self.kept.token
+
+    @property
+    def can_go_on_at(self) -> EngineClient | None:
+        """The engine at which another frontend can go on where the client is, who knows how. None: none can now."""
+        knows_how = self._knows_token and not self._has_moved
+        return self.kept.engine if self.kept is not None and knows_how else None
+
+    def hand_over(self) -> None:
+        """Leave the request at its engine, and end it here: the client goes on at another frontend."""
+        if self.kept is not None:
+            self.kept.detach()
+            self.fail(HandedOver("this frontend is stopping; go on with the stream at another one"))
 
     async def next_event(self) -> PromptLogprobsEvent | DeltaEvent | ResumableEvent | None:
         """Return the next unsent part of the prompt, then of a choice, or None once everything has been taken.
@@ -120,12 +143,13 @@ class RequestOutputs:
         Raises:
             what has ended the request, after everything that came before it.
         """
+        self._knows_token = True  # the event before was sent, and it may have been the one that tells it
         while True:
             report = self._report
             if report is not None and (part := report.take()) is not None:
                 return part
-            if self._has_moved and self.find_token is not None:
-                self._has_moved = False
+            if self._has_moved and self.kept is not None:
+                self._has_moved = self._knows_token = False
                 return ResumableEvent(self.resume_token)
             if self._ready and (report is None or report.is_complete):
                 return self._ready.popleft().take()
@@ -168,9 +192,14 @@ class RequestOutputs:
 
     def close(self) -> None:
         """Abort upstream the choices that still run, and hear no more of any. Safe at any time, and more than once."""
-        self.find_token = None
+        self.kept = None
         for choice in self.choices:
             choice.close()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error has ended it, which its client may not have been told yet."""
+        return self._is_failed
 
     @property
     def num_moves(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from services.frontend.accounting import RequestRecord
 from services.frontend.choice import Choice
@@ -19,7 +18,7 @@ from services.frontend.identity import choice_seed
 from services.frontend.logprobs import PromptReport
 from services.frontend.outputs import RequestOutputs
 from services.frontend.requests.prepare import PreparedRequest
-from services.frontend.resumption import Keep, find_token
+from services.frontend.resumption import Keep, KeptStream
 from services.frontend.text_model import TextModel
 from triptych.errors import InvalidRequest, QueueFull
 from triptych.types.sampling import OutputKind
@@ -127,7 +126,7 @@ async def _submit(
     for number, journey in zip(numbers, journeys, strict=True):
         journey.begin(engine, number)
     if keep is not None:
-        outputs.find_token = partial(find_token, keep, journeys)
+        outputs.kept = KeptStream(keep, journeys)
 
 
 async def _prefill_elsewhere(

@@ -17,6 +17,7 @@ from triptych.types.sampling import MAX_CHOICES, OutputKind
 from triptych.types.submit import MAX_FRONTEND_STATE_BYTES
 
 if TYPE_CHECKING:
+    from services.frontend.engines.client import EngineClient
     from services.frontend.engines.journey import Journey
 
 _SECRET_BYTES = 16
@@ -149,13 +150,32 @@ class StreamState:
         return None if self.chat is None else RawChat((), **self.chat)
 
 
-def find_token(keep: Keep, journeys: Sequence[Journey]) -> str:
-    """Return the client's token of a request as it runs now; empty if it cannot go on elsewhere."""
-    engines = {journey.engine for journey in journeys if journey.choice.finish_reason is None}
-    if len(engines) != 1:
-        return ""
-    engine = engines.pop()
-    return "" if engine is None else keep.token(engine.name)
+@dataclass(frozen=True, slots=True)
+class KeptStream:
+    """A request that its engine keeps for other frontends, as it runs now."""
+
+    keep: Keep
+    journeys: Sequence[Journey]
+
+    @property
+    def engine(self) -> EngineClient | None:
+        """The engine that can let another frontend go on with all of it. None: none can now."""
+        engines = {journey.engine for journey in self.journeys if journey.choice.finish_reason is None}
+        return engines.pop() if len(engines) == 1 and self.keep.secret else None
+
+    @property
+    def token(self) -> str:
+        """The client's token; empty if it cannot go on elsewhere."""
+        engine = self.engine
+        return "" if engine is None else self.keep.token(engine.name)
+
+    def detach(self) -> None:
+        """Leave it at its engine for another frontend, and hear no more of it."""
+        if (engine := self.engine) is not None:
+            sink_of = {journey.number: journey for journey in self.journeys if journey.engine is engine}
+            engine.detach(list(sink_of), sink_of)
+            for journey in sink_of.values():
+                journey.detach()
 
 
 def create_keep(request: PreparedRequest, keep_s: float) -> Keep | None:

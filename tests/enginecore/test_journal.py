@@ -178,6 +178,7 @@ CALLS: dict[str, Callable[[RecordedRun, EngineCore], object]] = {
     "abort": lambda run, engine: engine.abort(SESSION, 1),
     "apply": lambda run, engine: engine.apply(StepResult(1, np.zeros(0, np.uint32))),
     "close_session": lambda run, engine: engine.close_session(SESSION),
+    "detach": lambda run, engine: engine.detach(SESSION, 1),
     "detach_session": lambda run, engine: engine.detach_session(SESSION),
     "expire": lambda run, engine: engine.expire(),
     "note_kv_progress": lambda run, engine: engine.note_kv_progress(KvProgress()),
@@ -501,8 +502,7 @@ def test_requests_that_change_frontends_replay_the_same(tmp_path: Path) -> None:
         run.finish_step()
     run.engine.detach_session(SESSION)
     for number in range(3):
-        columns = np.array([11 + number], np.uint32), np.zeros(1, np.uint32)
-        run.engine.attach(2, AttachRequest(bytes([number]) * 16, *columns))
+        run.engine.attach(2, AttachRequest(bytes([number]) * 16, 11 + number, 1))
     run.plan()
     run.engine.abort(2, 11)
     run.engine.stop(2, 12)

@@ -72,8 +72,8 @@ class Bench:
         secret: bytes = SECRET,
         tenant: str | None = None,
     ) -> None:
-        columns = np.array(numbers, np.uint32), np.array(seen, np.uint32)
-        self.engine.attach(session, AttachRequest(secret, *columns, tenant))
+        wish = AttachRequest(secret, numbers[0], len(numbers), dict(enumerate(seen)), tenant)
+        self.engine.attach(session, wish)
 
     def run(self, num_steps: int = 1 << 30) -> None:
         for _ in range(num_steps):
@@ -226,7 +226,54 @@ def test_nobody_comes_back_and_the_blocks_do() -> None:
     bench.check_all_back()
     bench.attach([11, 12], [0, 0])
     bench.take()
-    assert bench.failures(NEW) == dict.fromkeys((11, 12), "NOT_KEPT")
+    assert bench.failures(NEW) == {11: "NOT_KEPT"}
+
+
+def test_a_choice_that_is_detached_waits_with_its_request_for_another_reader() -> None:
+    bench = Bench()
+    bench.submit([1, 2])
+    bench.submit([3], secret=b"y" * 16, keep_ms=0)
+    bench.run(3)
+    for number in (1, 2, 3):
+        bench.engine.detach(OLD, number)
+    bench.run(2)
+    assert bench.ends(OLD) == {3: FinishReason.ABORT}, "it is not kept"
+    bench.engine.close_session(OLD)
+    bench.attach([11, 12], [3, 3])
+    bench.run()
+    assert [bench.tokens(NEW, number) for number in (11, 12)] == [tokens[3:] for tokens in unbroken([1, 2])]
+    bench.check_all_back()
+
+
+def test_a_late_detach_does_not_take_a_request_from_its_new_reader() -> None:
+    bench = Bench()
+    bench.submit([1])
+    bench.run(3)
+    bench.attach([11], [0])
+    bench.engine.detach(OLD, 1)
+    bench.engine.detach(NEW, 1)
+    bench.run()
+    assert bench.tokens(NEW, 11) == unbroken()[0]
+    bench.check_all_back()
+
+
+def test_a_detached_request_that_nobody_comes_for_ends() -> None:
+    bench = Bench()
+    bench.submit([1], sampling=SamplingParams(max_tokens=400, ignore_eos=True))
+    bench.run(3)
+    bench.engine.detach(OLD, 1)
+    bench.time.now += KEEP_S + 0.1
+    bench.run(1)
+    bench.check_all_back()
+
+
+def test_a_made_up_count_of_choices_is_refused_once() -> None:
+    bench = Bench()
+    bench.submit([1])
+    bench.engine.attach(NEW, AttachRequest(b"made up", 100, 16_384))
+    bench.engine.attach(NEW, AttachRequest(SECRET, 20_000, 1 << 31))
+    bench.take()
+    assert bench.failures(NEW) == {100: "NOT_KEPT", 20_000: "NOT_KEPT"}
 
 
 def test_requests_that_are_not_to_be_kept_end_with_their_frontend() -> None:
@@ -340,10 +387,8 @@ def cost_of_a_loss(num_streams: int) -> tuple[int, int]:
     lost = num_lines(bench.engine.detach_session, OLD)
     attached = 0
     for number in range(1, num_streams + 1):
-        columns = np.array([number], np.uint32), np.zeros(1, np.uint32)
-        attached += num_lines(
-            bench.engine.attach, NEW, AttachRequest(number.to_bytes(16, "little"), *columns)
-        )
+        wish = AttachRequest(number.to_bytes(16, "little"), number, 1)
+        attached += num_lines(bench.engine.attach, NEW, wish)
     assert bench.engine.num_requests == num_streams
     bench.take()
     assert len(bench.heard[NEW][0].attached) == num_streams

@@ -41,7 +41,7 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand() -> AsyncIterator[Stand]:
+async def stand(keep_s: float = 10.0) -> AsyncIterator[Stand]:
     config = make_config()
     runner = NaiveRunner(config, 600)
     worker = WorkerStack(config, runner)
@@ -50,8 +50,8 @@ async def stand() -> AsyncIterator[Stand]:
     await engine.start()
     try:
         async with (
-            frontend_core(engine, keep_s=10.0) as first,
-            frontend_core(engine, keep_s=10.0, moves=MoveTerms()) as second,
+            frontend_core(engine, keep_s=keep_s) as first,
+            frontend_core(engine, keep_s=keep_s, moves=MoveTerms()) as second,
         ):
             yield Stand(runner, engine, first, second)
     finally:

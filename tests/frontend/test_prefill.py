@@ -49,6 +49,9 @@ class Engine:
     requests: list[SubmitRequest] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
 
+    def say_takes_streams(self, takes_streams: bool) -> None:
+        pass
+
     def __post_init__(self) -> None:
         self.outlook = EngineOutlook(Clock())
         self.outlook.note_hash(describe_hash(SIZE))

@@ -157,6 +157,8 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         self.aborted: list[str] = []
         """Request ids, in order."""
         self.hellos: list[engine_core_pb2.ConnectHello] = []
+        self.states: list[bool] = []
+        """Whether streams can go on at its frontend, each time that it has said so."""
 
     @property
     def address(self) -> str:
@@ -319,6 +321,11 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
             if kind == "beat":
                 self.num_beats += 1
                 _put(stream, welcome=welcome_to_proto(self._welcome))
+                continue
+            if kind == "state":
+                self.states.append(message.state.takes_streams)
+                view = replace(self._welcome, takes_streams=message.state.takes_streams)
+                _put(stream, welcome=welcome_to_proto(view))
                 continue
             if kind == "goodbye":
                 stream.outgoing.put_nowait(None)

@@ -359,13 +359,14 @@ def submits(draw: Any) -> SubmitRequest:
 
 @st.composite
 def attach_requests(draw: Any) -> AttachRequest:
-    num_choices = draw(st.integers(0, 3))
+    num_choices = draw(st.integers(1, 4))
     return draw(
         build(
             AttachRequest,
             secret=st.binary(max_size=16),
-            numbers=u32_column(num_choices),
-            num_tokens_seen=u32_column(num_choices),
+            first_number=st.integers(1, 1 << 31),
+            num_choices=st.just(num_choices),
+            seen=st.dictionaries(st.integers(0, num_choices - 1), st.integers(1, 1 << 31)),
             tenant=st.none() | words,
         )
     )
@@ -388,6 +389,8 @@ welcomes = build(
     boot_id=words,
     role=kv_strategies.roles,
     kv_endpoint=st.none() | kv_strategies.endpoints,
+    num_other_frontends=u32,
+    takes_streams=st.booleans(),
 )
 
 

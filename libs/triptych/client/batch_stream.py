@@ -145,7 +145,7 @@ class BatchStream:
         try:
             async for response in stream:
                 call.has_answered.set()
-                _take(call, response)
+                self._take(call, response, address)
         except Exception as error:
             end = error
         finally:
@@ -163,12 +163,37 @@ class BatchStream:
             error = end
             if isinstance(end, grpc.RpcError):
                 error = self._dialer.to_typed_error(end, item.stream.has_output, address)
-                if is_broken and item.stream.may_go_on(end, error):
-                    task = asyncio.create_task(self._go_on(item), name="go-on")
-                    self._going_on.add(task)
-                    task.add_done_callback(self._going_on.discard)
+                if is_broken and item.stream.may_go_on(error, is_broken=True):
+                    self._start_going_on(item)
                     continue
             item.fail(error)
+
+    def _take(self, call: _Call, response: generation_pb2.BatchGenerateResponse, address: str) -> None:
+        """Take in a message about an item. One that its server hands over goes on elsewhere."""
+        item = call.items.get(response.tag)
+        if item is None:
+            return
+        try:
+            if response.WhichOneof("result") == "error":
+                raise from_rich_status(response.error)
+            event = item.stream.take(response.event)
+        except TriptychError as error:
+            del call.items[response.tag]
+            if item.stream.may_go_on(error, is_broken=False):
+                self._dialer.turn_from(address)
+                self._start_going_on(item)
+            else:
+                item.fail(error)
+            return
+        if event is not None:
+            item.add(event)
+        if isinstance(event, FinishedEvent):
+            del call.items[response.tag]
+
+    def _start_going_on(self, item: _Item) -> None:
+        task = asyncio.create_task(self._go_on(item), name="go-on")
+        self._going_on.add(task)
+        task.add_done_callback(self._going_on.discard)
 
     async def _go_on(self, item: _Item) -> None:
         try:
@@ -196,21 +221,3 @@ async def _requests(call: _Call) -> AsyncIterator[generation_pb2.BatchGenerateRe
         await asyncio.wait_for(call.has_answered.wait(), _FIRST_ANSWER_S)
     while True:
         yield await call.requests.get()
-
-
-def _take(call: _Call, response: generation_pb2.BatchGenerateResponse) -> None:
-    item = call.items.get(response.tag)
-    if item is None:
-        return
-    try:
-        if response.WhichOneof("result") == "error":
-            raise from_rich_status(response.error)
-        event = item.stream.take(response.event)
-    except TriptychError as error:
-        del call.items[response.tag]
-        item.fail(error)
-        return
-    if event is not None:
-        item.add(event)
-    if isinstance(event, FinishedEvent):
-        del call.items[response.tag]

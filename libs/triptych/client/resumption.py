@@ -57,6 +57,7 @@ class ResumableStream:
         """`timeout_s`: Seconds for all of it. None: no limit."""
         self._dialer = dialer
         self._request = request
+        self._request.resumes = True
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._token = ""
         self._last_sequence = 0
@@ -101,7 +102,7 @@ class ResumableStream:
                 )
             except grpc.RpcError as broken:
                 error = self._dialer.to_typed_error(broken, self.has_output, address)
-                if not self.may_go_on(broken, error):
+                if not self.may_go_on(error, is_broken=self._dialer.is_broken(broken)):
                     raise (first_error or error) from None
             finally:
                 if call is not None:
@@ -126,8 +127,12 @@ class ResumableStream:
             raise DeadlineExceeded(f"its time was over before the stream could go on: {error.message}")
         await asyncio.sleep(pause_s)
 
-    def may_go_on(self, broken: grpc.RpcError, error: TriptychError) -> bool:
-        """Return whether another call may bring what this one has not."""
+    def may_go_on(self, error: TriptychError, *, is_broken: bool) -> bool:
+        """Return whether another call may bring what this one has not.
+
+        Args:
+            is_broken: Whether the call ended without a word of the server.
+        """
         if isinstance(error, AttachedElsewhere):
             return False
         response = self._request.generation.response
@@ -135,7 +140,7 @@ class ResumableStream:
         if isinstance(error, NotKept) and self._token:
             self._token = ""  # from here on the request is sent again, with what has come
             return knows_output
-        if not (self._dialer.is_broken(broken) or isinstance(error, EngineUnavailable)):
+        if not (is_broken or isinstance(error, EngineUnavailable)):
             return False
         return bool(self._token) or (knows_output and len(self._dialer.addresses) > 1)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,16 +74,31 @@ class SubmitRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttachRequest:
-    """A request of another session, which is to go on in this one."""
+    """A request of another session, which is to go on in this one.
+
+    It is as long as what the client has shown, since nobody has vouched for the number of choices yet.
+    """
 
     secret: bytes
     """Its `resume_secret`."""
-    numbers: U32
-    """[num_choices] the name of each choice in the new session; never used twice there."""
-    num_tokens_seen: U32
-    """[num_choices] output tokens that the client has."""
+    first_number: int
+    """The name of its first choice in the new session; the others follow. None is used twice there."""
+    num_choices: int
+    """As the client claims."""
+    seen: Mapping[int, int] = field(default_factory=dict)
+    """Index of a choice, below `num_choices` -> output tokens that the client has. Of the others it has none."""
     tenant: str | None = None
     """The tenant that it must be of; None: any."""
+
+    @property
+    def numbers(self) -> range:
+        """The names of all choices."""
+        return range(self.first_number, self.first_number + self.num_choices)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in a message, at most."""
+        return _SCALAR_BYTES + 8 * len(self.seen)
 
 
 def single_choice(
@@ -188,3 +203,7 @@ class EngineWelcome:
     role: EngineRole = EngineRole.BOTH
     kv_endpoint: KvEndpoint | None = None
     """The place at which other workers pull its worker's KV blocks. None: there is none."""
+    num_other_frontends: int = 0
+    """Frontends beside the one that reads this that are connected and take up streams."""
+    takes_streams: bool = False
+    """Whether the frontend that reads this takes up streams, as it has said itself."""

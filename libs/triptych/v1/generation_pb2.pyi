@@ -122,12 +122,14 @@ class GenerateResponse(_message.Message):
     def __init__(self, admitted: _Optional[_Union[_output_pb2.Admitted, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_output_pb2.PromptLogprobs, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[_output_pb2.ChoiceOutput, _Mapping]]] = ..., finished: _Optional[_Union[_output_pb2.Finished, _Mapping]] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
-    __slots__ = ("request_id", "generation")
+    __slots__ = ("request_id", "generation", "resumes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RESUMES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     generation: Generation
-    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ...) -> None: ...
+    resumes: bool
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., resumes: bool = ...) -> None: ...
 
 class StreamGenerateResponse(_message.Message):
     __slots__ = ("sequence", "admitted", "output", "prompt_logprobs", "finished", "resumable")

@@ -121,18 +121,33 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
 def attach_to_proto(request: AttachRequest) -> engine_core_pb2.Attach:
     return engine_core_pb2.Attach(
         secret=request.secret,
-        numbers=u32_to_bytes(request.numbers),
-        num_tokens_seen=u32_to_bytes(request.num_tokens_seen),
+        numbers=u32_to_bytes(np.array([request.first_number], np.uint32)),
+        num_choices=request.num_choices,
+        seen_choices=u32_to_bytes(np.array(list(request.seen), np.uint32)),
+        num_tokens_seen=u32_to_bytes(np.array(list(request.seen.values()), np.uint32)),
         tenant=request.tenant,
     )
 
 
 def attach_from_proto(message: engine_core_pb2.Attach) -> AttachRequest:
-    """Read the wish to go on with a request. Raises ProtocolViolation if its columns differ in length."""
-    numbers, num_seen = u32_from_bytes(message.numbers), u32_from_bytes(message.num_tokens_seen)
-    check_equal_lengths(numbers=numbers, num_tokens_seen=num_seen)
+    """Read the wish to go on with a request.
+
+    Raises:
+        ProtocolViolation: Its columns do not fit each other.
+    """
+    numbers, num_seen = u32_from_bytes(message.numbers).tolist(), u32_from_bytes(message.num_tokens_seen)
+    choices, num_choices = u32_from_bytes(message.seen_choices), message.num_choices
+    if not num_choices:  # as frontends of the version before write it: a number and a count for each choice
+        num_choices = len(numbers)
+        choices = np.arange(num_choices, dtype=np.uint32)
+        if numbers and numbers != list(range(numbers[0], numbers[0] + num_choices)):
+            raise ProtocolViolation("attach: its numbers do not follow each other")
+    check_equal_lengths(seen_choices=choices, num_tokens_seen=num_seen)
+    if not numbers or (len(choices) and int(choices.max()) >= num_choices):
+        raise ProtocolViolation(f"attach: of {num_choices} choices, it names one that there is not, or none")
     tenant = message.tenant if message.HasField("tenant") else None
-    return AttachRequest(message.secret, numbers, num_seen, tenant)
+    seen = {index: count for index, count in zip(choices.tolist(), num_seen.tolist(), strict=True) if count}
+    return AttachRequest(message.secret, numbers[0], num_choices, seen, tenant)
 
 
 def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
@@ -152,6 +167,8 @@ def welcome_to_proto(welcome: EngineWelcome) -> engine_core_pb2.ConnectWelcome:
         boot_id=welcome.boot_id,
         role=role_to_proto(welcome.role),
         kv_endpoint=endpoint_to_proto(welcome.kv_endpoint),
+        num_other_frontends=welcome.num_other_frontends,
+        takes_streams=welcome.takes_streams,
     )
 
 
@@ -171,6 +188,8 @@ def welcome_from_proto(message: engine_core_pb2.ConnectWelcome) -> EngineWelcome
         boot_id=message.boot_id,
         role=role_from_proto(message.role),
         kv_endpoint=endpoint_from_proto(message.kv_endpoint) if message.HasField("kv_endpoint") else None,
+        num_other_frontends=message.num_other_frontends,
+        takes_streams=message.takes_streams,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
 from services.enginecore.frontends.outputs import SessionOutputs
 from services.enginecore.journal.listener import CallClock
@@ -38,14 +40,14 @@ class Handover:
     def attach(self, session: int, wish: AttachRequest, scheduler: Scheduler | None) -> None:
         """Let a request go on in a session. The one that has read it so far hears no more of it.
 
-        A refusal is an output of the session, never an exception.
+        A refusal is one output of the session, of the first number, never an exception: nobody has vouched for the
+        others.
         """
         try:
             kept = self._kept.find(wish)
             attached, unseen, logprobs = self._state_of(kept, wish, scheduler)
         except TriptychError as error:
-            for number in wish.numbers.tolist():
-                self._outputs.refuse(session, number, error)
+            self._outputs.refuse(session, wish.first_number, error)
             return
         if kept.reader:
             why = AttachedElsewhere(
@@ -54,8 +56,23 @@ class Handover:
             for key, number in zip(kept.keys, kept.numbers, strict=True):
                 if key.number not in kept.ends:
                     self._outputs.refuse(kept.reader, number, why)
-        self._kept.attach(kept, session, wish.numbers.tolist())
+        self._kept.attach(kept, session, wish.numbers)
         self._outputs.attach(kept, attached, unseen, logprobs)
+
+    def let_go(self, session: int, number: int) -> None:
+        """Let a request wait for another reader, because its session reads it no more. One that is not kept ends.
+
+        Args:
+            number: Name of one of its choices. A choice that has ended, or is read elsewhere, is no error.
+        """
+        key = self._kept.submitted_as(ChoiceKey(session, number))
+        if key is None:
+            return
+        kept = self._kept.of(key)
+        if kept is None:
+            self._abort(key)
+        elif kept.reader == session:
+            self._kept.detach(kept)
 
     def leave(self, session: int, requests: Sequence[Request]) -> bool:
         """End what a session reads, because its frontend has left.
@@ -111,7 +128,8 @@ class Handover:
         seen: list[U32] = []
         unseen: list[U32] = []
         logprobs: list[list[LogprobColumns]] = []
-        for key, num_seen in zip(kept.keys, wish.num_tokens_seen.tolist(), strict=True):
+        for index, key in enumerate(kept.keys):
+            num_seen = wish.seen.get(index, 0)
             if (end := kept.ends.get(key.number)) is not None:
                 output = end.token_ids
             else:
@@ -128,7 +146,10 @@ class Handover:
         deadline = kept.deadline
         remaining_ms = None if deadline is None else max(1, round((deadline - self._clock()) * 1000))
         attached = replace(
-            kept.submit, numbers=wish.numbers, emitted=tuple(seen), deadline_remaining_ms=remaining_ms
+            kept.submit,
+            numbers=np.array(wish.numbers, np.uint32),
+            emitted=tuple(seen),
+            deadline_remaining_ms=remaining_ms,
         )
         if attached.num_bytes + sum(4 * len(token_ids) for token_ids in unseen) > MAX_SUBMIT_BYTES:
             raise NotKept(

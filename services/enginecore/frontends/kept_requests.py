@@ -152,7 +152,7 @@ class KeptRequests:
             kept is None
             or kept.expires_at <= self._clock()
             or wish.tenant not in (None, kept.submit.tenant)
-            or len(wish.numbers) != kept.submit.num_choices
+            or wish.num_choices != kept.submit.num_choices
         ):
             raise NotKept(
                 "no such stream is kept here: it is over, its client has left, or its time has passed"

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
@@ -24,6 +24,7 @@ from triptych.observe.logging import set_level
 from triptych.rpc.session.handshake import ENGINE_PROTOCOL, Agreement, SessionTerms, read_hello
 from triptych.rpc.session.lease import SessionLease
 from triptych.types.outputs import OutputBatch
+from triptych.types.submit import EngineWelcome
 from triptych.wire.admin import (
     log_level_from_proto,
     pause_mode_from_proto,
@@ -90,7 +91,7 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
                     if failpoints.ARMED:
                         failpoints.reach("enginecore.after_outputs")
                     continue
-                welcome = welcome_to_proto(message)
+                welcome = welcome_to_proto(self.sessions.view_of(session, message))
                 if session_welcome is not None:  # the first message of all
                     welcome.session.CopyFrom(session_welcome)
                     session_welcome = None
@@ -145,6 +146,11 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
             case "stop":
                 self._loop.stop(session.number, u32_from_bytes(request.stop).tolist())
                 session.messages_received += 1
+            case "detach":
+                self._loop.detach(session.number, u32_from_bytes(request.detach).tolist())
+                session.messages_received += 1
+            case "state":
+                self.sessions.note_state(session, takes_streams=request.state.takes_streams)
             case "attach":
                 self._loop.attach(session.number, attach_from_proto(request.attach))
                 session.messages_received += 1
@@ -156,7 +162,7 @@ class EngineCoreServicer(engine_core_pb2_grpc.EngineCoreServiceServicer):
                 self.sessions.end(session, "left")
             case other:
                 raise ProtocolViolation(
-                    f"expected a submit, a stop, an abort, an attach or a goodbye, got {other}"
+                    f"expected a submit, a stop, an abort, an attach, a detach or a goodbye, got {other}"
                 )
 
 
@@ -270,6 +276,8 @@ class FrontendSession:
     """Drawn at the frontend's start. Empty: not known."""
     outbox: FrontendOutbox
     lease: SessionLease
+    takes_streams: bool = False
+    """Whether the frontend takes up streams that began elsewhere, as it has said on the stream that there is."""
     messages_received: int = 0
     """Numbered messages handed to the loop."""
     lost_at: float = 0.0
@@ -314,6 +322,7 @@ class FrontendSessions:
         if not session.lease.detach(stream):
             return  # another has taken over, or this is known, or the session has ended
         session.lost_at = time.monotonic()
+        self._set_takes_streams(session, False)
         session.outbox.stop_reading(ProtocolViolation("the stream has ended without a goodbye"))
         if session.outbox.is_closed or session.outbox.is_overrun or not self._resume_ttl_s:
             self.end(session, "left without a goodbye", is_lost=True)
@@ -339,11 +348,34 @@ class FrontendSessions:
         """
         if self._name_to_session.pop(session.name, None) is not None:
             session.lease.end()
+            self._set_takes_streams(session, False)
             if is_lost:
                 self._loop.detach_session(session.number, time.monotonic() - session.lost_at)
             else:
                 self._loop.close_session(session.number)
             log.info("frontend %s %s", session.frontend_id, why)
+
+    def note_state(self, session: FrontendSession, *, takes_streams: bool) -> None:
+        """Take in what a frontend says of itself; the welcome answers it."""
+        self._set_takes_streams(session, takes_streams)
+        session.outbox.notify(self._loop.welcome)
+
+    def view_of(self, session: FrontendSession, welcome: EngineWelcome) -> EngineWelcome:
+        """Return the engine's state as the frontend of a session sees it."""
+        others = (other for other in self._name_to_session.values() if other is not session)
+        return replace(
+            welcome,
+            num_other_frontends=sum(other.takes_streams for other in others),
+            takes_streams=session.takes_streams,
+        )
+
+    def _set_takes_streams(self, session: FrontendSession, takes_streams: bool) -> None:
+        """Note whether streams can go on at a frontend, and tell the others if that is new."""
+        if session.takes_streams != takes_streams:
+            session.takes_streams = takes_streams
+            for other in self._name_to_session.values():
+                if other is not session:
+                    other.outbox.notify(self._loop.welcome)
 
     def end_all(self) -> None:
         """End every session because the engine stops."""

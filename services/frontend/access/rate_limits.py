@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from services.frontend.access.caller import Caller
-from triptych.errors import RateLimited
+from triptych.errors import InvalidRequest, NotKept, RateLimited
 
 WINDOW_S = 60.0
 
@@ -25,6 +26,8 @@ class RateLimits:
         self._clock = clock
         self._requests: dict[str, _Window] = {}
         """Name of a key -> its requests."""
+        self._guesses: dict[str, _Window] = {}
+        """Name of a key -> its requests for streams that there are not; they count as requests, too."""
         self._tokens: dict[str, _Window] = {}
 
     def admit(self, caller: Caller) -> None:
@@ -40,6 +43,26 @@ class RateLimits:
         self._check(self._tokens, caller.name, caller.tokens_per_minute, "tokens", now_s)
         if caller.requests_per_minute:
             self._requests.setdefault(caller.name, _Window()).add(1, now_s)
+
+    @contextmanager
+    def guess(self, caller: Caller) -> Iterator[None]:
+        """Count a request if the block finds nothing, because what it looks for may have been made up.
+
+        What is found was counted when it began, by a frontend that may be another one.
+
+        Raises:
+            RateLimited: The key has used up its requests by such guesses.
+        """
+        limit, name = caller.requests_per_minute, caller.name
+        self._check(self._guesses, name, limit, "streams that are not kept", self._clock())
+        try:
+            yield
+        except (NotKept, InvalidRequest):
+            if limit:
+                now_s = self._clock()
+                for windows in (self._guesses, self._requests):
+                    windows.setdefault(name, _Window()).add(1, now_s)
+            raise
 
     def admit_tokens(self, caller: Caller) -> None:
         """Check that the key may use tokens. What only counts tokens is not counted as a request.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
 from services.frontend.logprobs import BatchLogprobs
@@ -16,16 +16,24 @@ from triptych.types.submit import SubmitRequest
 class Attachment:
     """Owned by the call that wants to go on. `relays` are the sinks of the choices until there are others."""
 
-    def __init__(self, num_choices: int) -> None:
-        self.relays = [Relay(self._fail) for _ in range(num_choices)]
+    def __init__(self) -> None:
+        self.relays: Sequence[Relay] = ()
+        """[num_choices] once the engine has answered: until then nobody has vouched for their number."""
         self.session: EngineSession | None = None
         """Session that the engine was asked in. Set by it."""
         self._attached: asyncio.Future[SubmitRequest] = asyncio.get_running_loop().create_future()
 
-    def on_attached(self, request: SubmitRequest) -> None:
-        """Take the engine's answer. Outputs follow."""
+    def on_attached(self, request: SubmitRequest) -> Sequence[Relay]:
+        """Take the engine's answer, and return what takes the outputs of each choice, which follow."""
+        self.relays = [Relay() for _ in range(request.num_choices)]
         if not self._attached.done():
             self._attached.set_result(request)
+        return self.relays
+
+    def on_refused(self, error: Exception) -> None:
+        """Take the engine's refusal, or its loss. Nothing follows."""
+        if not self._attached.done():
+            self._attached.set_exception(error)
 
     async def wait(self, timeout_s: float) -> SubmitRequest:
         """Return the request as the engine has it, with the output that the client has as `emitted`.
@@ -42,6 +50,13 @@ class Attachment:
                 f"the engine has not answered within {timeout_s:g} s; try again"
             ) from None
 
+    def abandon(self, first_number: int) -> None:
+        """Want it no more. What the engine has attached, or will, waits there for another frontend."""
+        if self.session is not None:
+            self.session.drop_attachment(first_number)
+            numbers = range(first_number, first_number + len(self.relays))
+            self.session.detach(numbers, dict(zip(numbers, self.relays, strict=True)))
+
     def connect(self, sinks: Mapping[int, OutputSink]) -> None:
         """Give each choice its sink, by number, which first gets what has come."""
         assert self.session is not None, "the engine was asked"
@@ -49,17 +64,11 @@ class Attachment:
             self.session.replace_sink(number, relay, sink)
             relay.flush_to(sink)
 
-    def _fail(self, error: Exception) -> None:
-        if not self._attached.done():
-            self._attached.set_exception(error)
-
 
 class Relay:
     """Holds back the outputs of one choice until there is a sink for them."""
 
-    def __init__(self, on_refused: Callable[[Exception], None]) -> None:
-        """`on_refused`: Hears of an error, which may be the engine's answer."""
-        self._on_refused = on_refused
+    def __init__(self) -> None:
         self._calls: list[Callable[[OutputSink], None]] = []
 
     def flush_to(self, sink: OutputSink) -> None:
@@ -84,12 +93,10 @@ class Relay:
         self._calls.append(lambda sink: sink.on_prompt_logprobs(part))
 
     def on_error(self, error: Exception) -> None:
-        self._on_refused(error)
         self._calls.append(lambda sink: sink.on_error(error))
 
     def on_released(self) -> None:
         self._calls.append(lambda sink: sink.on_released())
 
     def on_engine_lost(self, loss: EngineLoss) -> None:
-        self._on_refused(EngineUnavailable(loss.why))
         self._calls.append(lambda sink: sink.on_engine_lost(loss))

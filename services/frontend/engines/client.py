@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -31,6 +31,7 @@ from triptych.rpc.session.dialer import FIRST_REDIAL_S, Dialer
 from triptych.rpc.session.handshake import (
     BEATS,
     ENGINE_PROTOCOL,
+    HANDOVER,
     SessionTerms,
     check_resumed,
     greet,
@@ -81,6 +82,7 @@ class EngineClient:
         self._session: EngineSession | None = None
         self._abandoned = ""
         """Name of a session that was given up here and that the engine may still keep. Empty: none."""
+        self._takes_streams = False
         self._is_connected = False  # there is a stream, and the engine has welcomed it
         self.dialer: Dialer[_Stream] = Dialer(self._connect, on_failed=self._note_end, on_given_up=self._lose)
         """Knows whether there is a session, and for how long it can be resumed."""
@@ -187,22 +189,55 @@ class EngineClient:
         session.submit(request, sinks, prompt)
         return request.numbers.tolist()
 
-    def attach(
-        self, create: Callable[[Sequence[int]], AttachRequest], attachment: Attachment
-    ) -> Sequence[int]:
-        """Ask for a request that began elsewhere, as `create` names it; return the numbers of its choices here.
+    def attach(self, create: Callable[[int], AttachRequest], num_choices: int, attachment: Attachment) -> int:
+        """Ask for a request that began elsewhere; return the number of its first choice here.
+
+        Args:
+            create: Makes the question, given that number.
+            num_choices: As many as the client claims. Nothing is made for each before the engine has answered.
 
         Raises:
             EngineUnavailable, NotKept: There is no stream to the engine; it keeps no requests.
+            QueueFull: The engine has stopped reading.
         """
-        session, num_choices = self._session, len(attachment.relays)
+        session = self._session
         if session is None or not self._is_connected or not session.has_numbers(num_choices):
             raise EngineUnavailable(f"engine {self.name} is not there: {self.why_not_ready}")
-        if not session.keeps_requests:
+        if not session.keeps_requests or not session.hands_over:
             raise NotKept(f"engine {self.name} keeps no streams")
-        numbers = session.take_numbers(num_choices)
-        session.attach(create(numbers), attachment)
-        return numbers
+        first = session.take_numbers_to_attach(num_choices).start
+        wish = create(first)
+        session.outbox.check_free_places(1, wish.num_bytes)
+        session.attach(wish, attachment)
+        return first
+
+    def detach(self, numbers: Sequence[int], sink_of: Mapping[int, OutputSink]) -> None:
+        """Let choices of one request go on at the engine without a reader, if it may be kept, and hear no more of them.
+
+        Args:
+            sink_of: Number -> its sink. A choice that has another one is left alone.
+        """
+        if self._session is not None:
+            self._session.detach(numbers, sink_of)
+
+    def say_takes_streams(self, takes_streams: bool) -> None:
+        """Tell the engine, now and in each session to come, whether streams that began elsewhere can go on here."""
+        self._takes_streams = takes_streams
+        if self._session is not None:
+            self._session.outbox.say_takes_streams(takes_streams)
+
+    @property
+    def knows_state(self) -> bool:
+        """Whether the engine has taken in what was said last. True if it cannot now."""
+        welcome, session = self.welcome, self._session
+        if welcome is None or session is None or not session.hands_over or not self._is_connected:
+            return True
+        return welcome.takes_streams == self._takes_streams
+
+    @property
+    def num_other_frontends(self) -> int:
+        """Number of other frontends that take up streams of this engine; 0 while this is not known."""
+        return self.welcome.num_other_frontends if self.welcome is not None and self._is_connected else 0
 
     def stop(self, number: int, sink: OutputSink) -> None:
         """End one choice early. Its sink is still called with the end that the engine reports."""
@@ -247,7 +282,12 @@ class EngineClient:
                 assert session is not None, "no other is resumed"
                 session.outbox.confirm(terms.last_received)
             else:
-                session = EngineSession(terms.name, keeps_requests=welcome.limits.keeps_requests)
+                session = EngineSession(
+                    terms.name,
+                    keeps_requests=welcome.limits.keeps_requests,
+                    hands_over=terms.agreement.has(HANDOVER),
+                )
+                session.outbox.say_takes_streams(self._takes_streams)
             if terms.is_resumed and session is not self._session:
                 raise EngineUnavailable("the session was given up while it was resumed")
         except BaseException:
@@ -275,7 +315,9 @@ class EngineClient:
         session, call = stream.session, stream.call
         tasks = (
             asyncio.create_task(self._read(call, session), name=f"read-{self.address}"),
-            asyncio.create_task(session.outbox.write_to(call), name=f"write-{self.address}"),
+            asyncio.create_task(
+                session.outbox.write_to(call, tells_state=session.hands_over), name=f"write-{self.address}"
+            ),
         )
         try:
             await self._wait_for_end(tasks, session)

@@ -160,7 +160,8 @@ class Journey:
         self._travels = travels
         self._was_computed = False
         """Its engine has sent something of it beside its admission."""
-        self._number = 0
+        self.number = 0
+        """Its name at its engine."""
         self._cleared_at = 0
         self._started_ns = time.monotonic_ns()
         self._first_token_ns: int | None = None
@@ -193,13 +194,13 @@ class Journey:
             self._cleared_at = len(self.emitted) + _PROBATION
             is_exact = facts is not None and self.likeness_of(facts) is Likeness.TOKENS
             self.choice.note_moved(is_exact=is_exact or not self.emitted)
-        self.engine, self._number, self.facts = engine, number, facts
+        self.engine, self.number, self.facts = engine, number, facts
         self._was_computed = False
 
     def stop(self) -> None:
         """End it early at its engine, which then accounts for it."""
         if self.engine is not None:
-            self.engine.stop(self._number, self)
+            self.engine.stop(self.number, self)
         else:
             self._leave_unaccounted()
 
@@ -208,10 +209,16 @@ class Journey:
         self.leave_engine()
         self._travels.forget(self)
 
+    def detach(self) -> None:
+        """Leave it at its engine, with the choices that were submitted with it, and hear no more of it."""
+        self._note_answer()
+        self.engine = None
+        self._travels.forget(self)
+
     def leave_engine(self) -> None:
         """End it at its engine, to go on elsewhere or not at all."""
         if self.engine is not None:
-            self.engine.abort(self._number, self)
+            self.engine.abort(self.number, self)
             self._note_answer()
             self.engine = None
 

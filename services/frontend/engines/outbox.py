@@ -1,8 +1,9 @@
-"""The submits and aborts of one session: what waits to be written to the engine, and what it has not confirmed."""
+"""The submits, aborts and detaches of one session: what waits to be written, and what the engine has not confirmed."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,15 +44,22 @@ class Outbox:
         """Requests that are in no message yet, in order of arrival."""
         self._number_to_unsent: dict[int, _Unsent] = {}
         """Number of each choice -> its request that is in no message yet."""
+        self._num_taken = 0
+        """Requests that were taken so far: each one's place in the order of arrival."""
         self._aborts: list[int] = []
         self._stops: list[int] = []
-        self._attaches: list[AttachRequest] = []
+        self._attaches: deque[tuple[int, AttachRequest]] = deque()
+        """Wishes behind so many requests, one of which may be what is attached to."""
+        self._detaches: list[int] = []
+        self._detached_behind = 0
+        """Requests ahead of the last detach."""
         self.sent: ReplayBuffer[_Message] = ReplayBuffer()
         """The messages that the engine has not confirmed."""
         self._load = _Load()
         """Load of the messages that are unsent or not confirmed."""
         self._batch_to_acknowledge = 0
         self._has_beat = False
+        self._takes_streams = False
         self._is_leaving = False
         self._changed = asyncio.Event()
         self._on_unsendable = on_unsendable
@@ -83,7 +91,8 @@ class Outbox:
             )
 
     def submit(self, request: SubmitRequest) -> None:
-        unsent = _Unsent(request)
+        self._num_taken += 1
+        unsent = _Unsent(request, self._num_taken)
         self._unsent[unsent] = None
         self._number_to_unsent.update(dict.fromkeys(request.numbers.tolist(), unsent))
         self._load.add(request.num_choices, request.num_bytes)
@@ -111,7 +120,19 @@ class Outbox:
 
     def attach(self, wish: AttachRequest) -> None:
         """Ask the engine to let a request of another session go on in this one."""
-        self._attaches.append(wish)
+        self._attaches.append((self._num_taken, wish))
+        self._load.add(1, wish.num_bytes)
+        self._changed.set()
+
+    def detach(self, numbers: Sequence[int]) -> None:
+        """Let choices of one request wait at the engine for another reader."""
+        self._detaches += numbers
+        self._detached_behind = self._num_taken
+        self._changed.set()
+
+    def say_takes_streams(self, takes_streams: bool) -> None:
+        """Say whether this frontend takes up streams that began elsewhere: now, and on each stream from now on."""
+        self._takes_streams = takes_streams
         self._changed.set()
 
     def acknowledge(self, batch_id: int) -> None:
@@ -138,13 +159,17 @@ class Outbox:
         for message in self.sent.confirm(number):
             self._load.remove(message.load.num_choices, message.load.num_bytes)
 
-    async def write_to(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def write_to(self, call: grpc.aio.StreamStreamCall, *, tells_state: bool = False) -> None:
         """Write what is not confirmed, then what comes, until the goodbye or the end of the stream (raises).
 
         What gathers while a write waits goes out together.
+
+        Args:
+            tells_state: Whether the engine wants to know what this frontend does for others.
         """
         sent = self.sent
         next_number = sent.num_confirmed + 1
+        told: bool | None = None
         while True:
             self._changed.clear()
             if next_number > sent.last_number:
@@ -154,6 +179,10 @@ class Outbox:
                 if failpoints.ARMED:
                     failpoints.reach("frontend.before_acknowledge")
                 await call.write(engine_core_pb2.ConnectRequest(last_batch_seen=seen))
+            elif tells_state and told != self._takes_streams:
+                told = self._takes_streams
+                state = engine_core_pb2.FrontendState(takes_streams=told)
+                await call.write(engine_core_pb2.ConnectRequest(state=state))
             elif next_number <= sent.last_number:
                 if failpoints.ARMED:
                     failpoints.reach("frontend.before_submit")
@@ -171,13 +200,11 @@ class Outbox:
                 await self._changed.wait()
 
     def _pack(self) -> None:
-        """Move what waits into messages; aborts first, because they free blocks that submissions may need."""
-        if self._attaches:
-            while self._unsent:  # one of these may be what is attached to
-                self.sent.append(self._next_batch())
-            attaches, self._attaches = self._attaches, []
-            for wish in attaches:
-                self._append(attach=attach_to_proto(wish))
+        """Move what waits into messages, as many as are short to pack.
+
+        Aborts come first, because they free blocks that submissions may need. What names a request of another stream
+        comes behind the requests that came before it.
+        """
         if self._stops:
             stops, self._stops = self._stops[:_ABORTS_PER_MESSAGE], self._stops[_ABORTS_PER_MESSAGE:]
             self._append(stop=u32_to_bytes(np.array(stops, dtype=np.uint32)))
@@ -186,9 +213,19 @@ class Outbox:
             self._append(abort=u32_to_bytes(np.array(aborts, dtype=np.uint32)))
         if self._unsent:
             self.sent.append(self._next_batch())
+        num_packed = next(iter(self._unsent)).place - 1 if self._unsent else self._num_taken
+        for _ in range(min(len(self._attaches), _BATCH_REQUESTS)):
+            num_ahead, wish = self._attaches[0]
+            if num_ahead > num_packed:
+                break
+            self._attaches.popleft()
+            self._append(_Load(1, wish.num_bytes), attach=attach_to_proto(wish))
+        if self._detaches and self._detached_behind <= num_packed:
+            detaches, self._detaches = self._detaches, []
+            self._append(detach=u32_to_bytes(np.array(detaches, dtype=np.uint32)))
 
-    def _append(self, **message: Any) -> None:
-        self.sent.append(_Message(engine_core_pb2.ConnectRequest(**message), _Load()))
+    def _append(self, load: _Load | None = None, **message: Any) -> None:
+        self.sent.append(_Message(engine_core_pb2.ConnectRequest(**message), load or _Load()))
 
     def _next_batch(self) -> _Message:
         batch, load = engine_core_pb2.SubmitBatch(), _Load()
@@ -217,6 +254,8 @@ class _Unsent:
     """One request that is in no message yet."""
 
     request: SubmitRequest
+    place: int
+    """Its place among all requests of the session, from 1."""
     aborted: list[int] = field(default_factory=list)
     """Numbers of the choices that were aborted before it was sent."""
 

@@ -46,6 +46,7 @@ class Router:
         self._num_changes = 0
         self._kinds: tuple[int, Mapping[KindKey, EngineKind]] = (0, {})
         """The kinds of the ready engines, and the number of changes that they take in."""
+        self._takes_streams = False
         self.changed = asyncio.Event()
         """Set by `on_change`; whoever waits for it clears it."""
 
@@ -57,7 +58,14 @@ class Router:
     @engines.setter
     def engines(self, engines: Sequence[EngineClient]) -> None:
         self._engines = engines
+        self.say_takes_streams(self._takes_streams)
         self.on_change()
+
+    def say_takes_streams(self, takes_streams: bool) -> None:
+        """Tell all engines, and those to come, whether streams that began elsewhere can go on here."""
+        self._takes_streams = takes_streams
+        for engine in self._engines:
+            engine.say_takes_streams(takes_streams)
 
     def on_change(self) -> None:
         """An engine's readiness or facts may have changed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +13,7 @@ from services.frontend.engines.outlook import EngineOutlook
 from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.logprobs import BatchLogprobs
 from triptych import failpoints
-from triptych.errors import FieldViolation, QueueFull, TriptychError
+from triptych.errors import EngineUnavailable, FieldViolation, QueueFull, TriptychError
 from triptych.rpc.session.replay_buffer import is_repeated
 from triptych.rpc.status import error_from_code
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
@@ -71,14 +71,16 @@ class OutputSink(Protocol):
 class EngineSession:
     """The requests of one session. Owned by the engine client. Each output batch takes effect once."""
 
-    def __init__(self, name: str, *, keeps_requests: bool = False) -> None:
+    def __init__(self, name: str, *, keeps_requests: bool = False, hands_over: bool = False) -> None:
         """
         Args:
             name: As the engine's welcome says.
             keeps_requests: Whether the engine keeps requests and lets them go on elsewhere.
+            hands_over: Whether it has the feature HANDOVER.
         """
         self.name = name
         self.keeps_requests = keeps_requests
+        self.hands_over = hands_over
         self.outbox = Outbox(self._on_unsendable)
         self.last_batch_seen = 0
         self.is_torn = False
@@ -86,9 +88,11 @@ class EngineSession:
         self.queue = QueueView()
         self.outlook = EngineOutlook()
         self._sinks: dict[int, OutputSink] = {}
-        self._attachments: dict[int, Attachment] = {}
+        self._attachments: dict[int, tuple[AttachRequest, Attachment]] = {}
         """By the number of the first choice, until the engine has answered."""
         self._next_number = 1
+        self._refused_numbers: list[range] = []
+        """Numbers of requests that the engine refused to attach: it has used none of them."""
 
     @property
     def num_in_flight(self) -> int:
@@ -103,6 +107,17 @@ class EngineSession:
         """Return numbers that no choice of this session has had."""
         first, self._next_number = self._next_number, self._next_number + count
         return range(first, first + count)
+
+    def take_numbers_to_attach(self, count: int) -> range:
+        """Return numbers for a request that a client names, who may claim any count of choices.
+
+        Those of refused ones are given out again, so that made-up claims do not use up the session's.
+        """
+        for place, numbers in enumerate(self._refused_numbers):
+            if len(numbers) >= count:
+                del self._refused_numbers[place]
+                return numbers[:count]
+        return self.take_numbers(count)
 
     def submit(
         self, request: SubmitRequest, sinks: Sequence[OutputSink], prompt: RoutedPrompt | None = None
@@ -130,10 +145,23 @@ class EngineSession:
 
     def attach(self, wish: AttachRequest, attachment: Attachment) -> None:
         """Ask for a request of another session."""
-        numbers = wish.numbers.tolist()
-        self._sinks.update(zip(numbers, attachment.relays, strict=True))
-        self._attachments[numbers[0]], attachment.session = attachment, self
+        self._attachments[wish.first_number], attachment.session = (wish, attachment), self
         self.outbox.attach(wish)
+
+    def drop_attachment(self, first_number: int) -> None:
+        """Want no answer to a question any more. What the engine attaches all the same waits for another reader."""
+        self._attachments.pop(first_number, None)
+
+    def detach(self, numbers: Sequence[int], sink_of: Mapping[int, OutputSink]) -> None:
+        """Let choices of one request go on without this frontend, as `EngineClient.detach` does."""
+        own = [number for number in numbers if self._sinks.get(number) is sink_of[number]]
+        for number in own:
+            self._forget(number)
+        if self.hands_over:
+            self.outbox.detach(own)
+        else:  # an engine of the version before, which knows no other way to leave
+            for number in own:
+                self.outbox.abort(number)
 
     def replace_sink(self, number: int, before: OutputSink, sink: OutputSink) -> None:
         """Give a choice another sink, if it has not ended."""
@@ -143,14 +171,20 @@ class EngineSession:
     def abort(self, number: int, sink: OutputSink) -> None:
         """End one choice and drop its later outputs, as `EngineClient.abort` does."""
         if self._sinks.get(number) is sink:  # else it has ended, or the number is of an earlier session
-            del self._sinks[number]
-            self.queue.note_aborted(number)
-            self.outlook.cancel(number)
+            self._forget(number)
             self.outbox.abort(number)
+
+    def _forget(self, number: int) -> None:
+        del self._sinks[number]
+        self.queue.note_aborted(number)
+        self.outlook.cancel(number)
 
     def end(self, loss: EngineLoss) -> None:
         """End every request: no output will come any more."""
         sinks, self._sinks = self._sinks, {}
+        attachments, self._attachments = self._attachments, {}
+        for _, attachment in attachments.values():
+            attachment.on_refused(EngineUnavailable(loss.why))
         for sink in sinks.values():
             sink.on_engine_lost(loss)
 
@@ -187,8 +221,11 @@ class EngineSession:
         self.outlook.note_batch(batch)
         sinks = self._sinks
         for request in batch.attached:
-            if (attachment := self._attachments.pop(int(request.numbers[0]), None)) is not None:
-                attachment.on_attached(request)
+            numbers = request.numbers.tolist()
+            if (asked := self._attachments.pop(numbers[0], None)) is not None:
+                sinks.update(zip(numbers, asked[1].on_attached(request), strict=True))
+            else:
+                self.outbox.detach(numbers)
         for number in batch.admitted.tolist():
             if (sink := sinks.get(number)) is not None:
                 sink.on_admitted()
@@ -206,6 +243,9 @@ class EngineSession:
             if (sink := sinks.pop(number, None)) is not None:
                 self._deliver(number, sink, [], None, 0, finish)
         for failure in batch.failures:
+            if (asked := self._attachments.pop(failure.number, None)) is not None:
+                self._refused_numbers.append(asked[0].numbers)
+                asked[1].on_refused(_to_error(failure))
             if (sink := sinks.pop(failure.number, None)) is not None:
                 sink.on_error(_to_error(failure))
         for number in batch.released.tolist():

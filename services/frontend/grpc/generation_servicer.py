@@ -69,7 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.StreamGenerateResponse]:
         self._name(request, context)
         raw = await self._read(request, context.time_remaining())
-        raw = replace(raw, answer=write_answer(request.generation))
+        raw = replace(raw, answer=write_answer(request.generation), resumes=request.resumes)
         encoder = _encoder(request)
         watch = StallWatch(context, self._client_timeout_s)
         try:
@@ -186,7 +186,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         answer: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[generation_pb2.StreamGenerateResponse]:
         """Stream the answer. Closing it aborts the request. `answer`: As in `RawRequest`."""
-        raw = replace(await self._read(request, remaining_s), answer=answer)
+        raw = await self._read(request, remaining_s)
+        if isinstance(request, generation_pb2.StreamGenerateRequest):
+            raw = replace(raw, answer=answer, resumes=request.resumes)
         encoder = _encoder(request)
         async with aclosing(self._generator.generate(raw)) as events:
             async for event in events:

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
 """Bytes that may come without any of a body among them: request line and headers, or trailers."""
+CUT = "triptych.cut"
+"""Extension of the ASGI scope. Its `cut` closes the connection behind what was sent of an answer, so that the client
+sees it break off as if the server had died."""
 GOODBYE_S = 1.0
 """Seconds for last words to reach a client: a close with unread bytes is a reset, which can overtake them."""
 _PIECE_BYTES = 16 << 10  # parsed at once; so much more than MAX_HEAD_BYTES may be taken
@@ -159,6 +162,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {CUT: {"cut": self.transport.close}}
         self._num_head_bytes = 0
         self._expect_request()
 

@@ -85,6 +85,9 @@ class AnswerFormat(Protocol):
     def delta(self, delta: DeltaEvent) -> str:
         """JSON of the choice in a later chunk."""
 
+    def nothing(self, index: int) -> str:
+        """JSON of the choice in a chunk that brings no output, but an event id."""
+
     def whole(self, choice: Choice) -> dict[str, Any]:
         """The choice in an answer that is not streamed."""
 
@@ -136,6 +139,9 @@ class CompletionFormat:
             f'{{"index":{delta.index},"text":{json.dumps(delta.text)},'
             f'"logprobs":{logprobs_json(logprobs) if logprobs else "null"}{self._token_ids(delta)},{_ending(delta)}}}'
         )
+
+    def nothing(self, index: int) -> str:
+        return f'{{"index":{index},"text":"","logprobs":null,"finish_reason":null}}'
 
     def _token_ids(self, delta: DeltaEvent) -> str:
         """Return the token ids of a chunk as more fields; in the first one of a choice the prompt's as well."""
@@ -231,6 +237,9 @@ class ChatFormat:
         return (
             f'{{"index":{delta.index},"delta":{content},"logprobs":{logprobs}{token_ids},{_ending(delta)}}}'
         )
+
+    def nothing(self, index: int) -> str:
+        return f'{{"index":{index},"delta":{{}},"logprobs":null,"finish_reason":null}}'
 
     def skip(self, index: int, tokens: Iterable[bytes]) -> None:
         pass  # its chunks stand for themselves

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.frontend.openai.connections import CUT
 from services.frontend.openai.convert import AnswerOptions
 from services.frontend.openai.errors import HttpError, to_http_error
 from services.frontend.openai.in_flight import ClientGone, InFlight
@@ -22,6 +23,7 @@ from services.frontend.openai.objects import (
     usage_object,
 )
 from services.frontend.openai.request_body import MAX_VIOLATIONS
+from services.frontend.outputs import HandedOver
 from services.frontend.resumption import SeenChoice
 from triptych.errors import InvalidRequest
 from triptych.types.events import (
@@ -156,6 +158,11 @@ class StreamIds:
         """Output tokens that the client has."""
         return sum(self._counts)
 
+    @property
+    def open_choice(self) -> int:
+        """Index of a choice that the client has not seen end."""
+        return next(index for index, place in enumerate(self._positions) if not place.endswith(_FINISHED))
+
     def set_token(self, token: str) -> None:
         """Take the token by which the stream goes on; empty: it does not."""
         self._token = token
@@ -173,10 +180,11 @@ class StreamIds:
 
 
 _NOTHING = SeenChoice()
+_FINISHED = "f"
 
 
 def _position(num_tokens: int, is_finished: bool) -> str:
-    return f"{num_tokens}f" if is_finished else str(num_tokens)
+    return f"{num_tokens}{_FINISHED}" if is_finished else str(num_tokens)
 
 
 async def chunks(
@@ -243,12 +251,16 @@ async def chunks(
                         for opening in openings
                         if opening is not None
                     ]
+                    if not opened and event_id:  # so that the client has an id before the first output
+                        opened = [f"{head}{format.nothing(0)}{tail}"]
                     if opened:
                         opened[-1] = event_id + opened[-1]  # with it the client has all of them
                     yield "".join(opened)
                 case ResumableEvent():
                     if ids is not None:
                         ids.set_token(event.resume_token)
+                        if event_id := ids.line():
+                            yield f"{event_id}{head}{format.nothing(ids.open_choice)}{tail}"
                 case _:
                     yield (head + _usage_tail(usage_object(event)) + DONE if options.includes_usage else DONE)
 
@@ -303,7 +315,8 @@ class EventStream(Response):
     """Sends chunks until they end, its client leaves, or something fails.
 
     A failure before the first chunk is a plain HTTP error; one after it is an event, and the last: no `[DONE]`
-    follows, for the answer is not complete.
+    follows, for the answer is not complete. A stream that is handed over breaks off without an event, since its client
+    goes on elsewhere as it does when a server dies.
     """
 
     media_type = "text/event-stream"
@@ -336,6 +349,12 @@ class EventStream(Response):
             await self._in_flight.run(receive, self._send_all(send, scope["app"].state.ping_interval_s))
         except ClientGone:
             return
+        except HandedOver:
+            if not self._has_started:
+                raise
+            scope["extensions"][CUT]["cut"]()
+            while (await receive())["type"] != "http.disconnect":
+                pass
         except Exception as error:
             if not self._has_started:
                 raise

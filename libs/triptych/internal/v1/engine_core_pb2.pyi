@@ -22,7 +22,7 @@ ENGINE_ROLE_PREFILL: EngineRole
 ENGINE_ROLE_DECODE: EngineRole
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "goodbye", "last_batch_seen", "beat", "attach", "stop")
+    __slots__ = ("hello", "submit", "abort", "goodbye", "last_batch_seen", "beat", "attach", "stop", "detach", "state")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,8 @@ class ConnectRequest(_message.Message):
     BEAT_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     hello: ConnectHello
     submit: SubmitBatch
     abort: bytes
@@ -39,7 +41,9 @@ class ConnectRequest(_message.Message):
     beat: Beat
     attach: Attach
     stop: bytes
-    def __init__(self, hello: _Optional[_Union[ConnectHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., abort: _Optional[bytes] = ..., goodbye: _Optional[_Union[_session_pb2.Goodbye, _Mapping]] = ..., last_batch_seen: _Optional[int] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., stop: _Optional[bytes] = ...) -> None: ...
+    detach: bytes
+    state: FrontendState
+    def __init__(self, hello: _Optional[_Union[ConnectHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., abort: _Optional[bytes] = ..., goodbye: _Optional[_Union[_session_pb2.Goodbye, _Mapping]] = ..., last_batch_seen: _Optional[int] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., stop: _Optional[bytes] = ..., detach: _Optional[bytes] = ..., state: _Optional[_Union[FrontendState, _Mapping]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("welcome", "outputs")
@@ -52,6 +56,12 @@ class ConnectResponse(_message.Message):
 class Beat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FrontendState(_message.Message):
+    __slots__ = ("takes_streams",)
+    TAKES_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    takes_streams: bool
+    def __init__(self, takes_streams: bool = ...) -> None: ...
 
 class ConnectHello(_message.Message):
     __slots__ = ("session", "frontend_id", "boot_id", "abandoned_session")
@@ -66,7 +76,7 @@ class ConnectHello(_message.Message):
     def __init__(self, session: _Optional[_Union[_session_pb2.SessionHello, _Mapping]] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., abandoned_session: _Optional[str] = ...) -> None: ...
 
 class ConnectWelcome(_message.Message):
-    __slots__ = ("session", "engine_id", "ready", "why_not_ready", "model", "limits", "prefix_hash", "boot_id", "role", "kv_endpoint")
+    __slots__ = ("session", "engine_id", "ready", "why_not_ready", "model", "limits", "prefix_hash", "boot_id", "role", "kv_endpoint", "num_other_frontends", "takes_streams")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +87,8 @@ class ConnectWelcome(_message.Message):
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_OTHER_FRONTENDS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_STREAMS_FIELD_NUMBER: _ClassVar[int]
     session: _session_pb2.SessionWelcome
     engine_id: str
     ready: bool
@@ -87,7 +99,9 @@ class ConnectWelcome(_message.Message):
     boot_id: str
     role: EngineRole
     kv_endpoint: _kv_transfer_pb2.KvEndpoint
-    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., prefix_hash: _Optional[_Union[PrefixHash, _Mapping]] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[EngineRole, str]] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ...) -> None: ...
+    num_other_frontends: int
+    takes_streams: bool
+    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., prefix_hash: _Optional[_Union[PrefixHash, _Mapping]] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[EngineRole, str]] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ..., num_other_frontends: _Optional[int] = ..., takes_streams: bool = ...) -> None: ...
 
 class PrefixHash(_message.Message):
     __slots__ = ("name", "block_size", "test_vector")
@@ -112,16 +126,20 @@ class EngineLimits(_message.Message):
     def __init__(self, has_priorities: bool = ..., max_choices: _Optional[int] = ..., keeps_requests: bool = ..., max_running: _Optional[int] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("secret", "numbers", "num_tokens_seen", "tenant")
+    __slots__ = ("secret", "numbers", "num_tokens_seen", "tenant", "num_choices", "seen_choices")
     SECRET_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_SEEN_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    SEEN_CHOICES_FIELD_NUMBER: _ClassVar[int]
     secret: bytes
     numbers: bytes
     num_tokens_seen: bytes
     tenant: str
-    def __init__(self, secret: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., num_tokens_seen: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
+    num_choices: int
+    seen_choices: bytes
+    def __init__(self, secret: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., num_tokens_seen: _Optional[bytes] = ..., tenant: _Optional[str] = ..., num_choices: _Optional[int] = ..., seen_choices: _Optional[bytes] = ...) -> None: ...
 
 class SubmitBatch(_message.Message):
     __slots__ = ("requests",)

@@ -93,7 +93,9 @@ class Protocol:
 UPGRADE_ORDER = "workers before engine cores before frontends; back in the reverse order"
 BEATS = 1 << 0
 """Feature of an engine core: it answers beats."""
-ENGINE_PROTOCOL = Protocol("frontend", "engine core", version=4, features=BEATS)
+HANDOVER = 1 << 1
+"""Feature of an engine core: it knows which frontends take up streams, and understands `detach` and short attaches."""
+ENGINE_PROTOCOL = Protocol("frontend", "engine core", version=4, features=BEATS | HANDOVER)
 WORKER_PROTOCOL = Protocol("engine core", "worker", version=4)
 
 
