@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -15,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.frontend.access.keys import ApiKeys
+from services.frontend.grpc.interceptors import AuditInterceptor
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.grpc_api import Api, alphabet, ask, error_of
 from tests.helpers.grpc_api import open_api as open_grpc
@@ -352,3 +354,29 @@ async def test_a_stream_of_the_admin_port_is_audited_at_its_end(doors, caplog):
     call.cancel()
     (line,) = await eventually(lambda: audited(caplog))
     assert (line["key"], line["method"], line["outcome"]) == ("operator", "WatchStatus", "CANCELLED")
+
+
+async def test_a_stream_that_is_closed_after_its_call_names_its_peer(caplog) -> None:
+    class Context:
+        is_gone = False
+
+        def peer(self) -> str:
+            assert not self.is_gone, "gRPC's call is freed: it would crash the process"
+            return "ipv4:127.0.0.1:9"
+
+    async def watch(request: object, context: object) -> AsyncIterator[int]:
+        yield 1
+
+    async def find(details: object) -> grpc.RpcMethodHandler:
+        return grpc.unary_stream_rpc_method_handler(watch)
+
+    context, details = Context(), SimpleNamespace(method="/triptych.admin.v1.AdminService/WatchStatus")
+    handler = await AuditInterceptor().intercept_service(find, details)
+    stream = handler.unary_stream(None, context)
+    await anext(stream)
+    context.is_gone = True
+    caplog.set_level("INFO")
+    await stream.aclose()
+    (line,) = audited(caplog)
+    assert line["peer"] == "ipv4:127.0.0.1:9"
+    assert line["outcome"] == "CANCELLED"

@@ -96,6 +96,7 @@ def _audit_stream(inner: Any, method: str) -> Any:
 
 @contextmanager
 def _audit(method: str, request: Any, context: grpc.aio.ServicerContext) -> Iterator[None]:
+    peer = context.peer()  # now: a stream may be closed after gRPC has freed its call
     outcome = "OK"
     try:
         yield
@@ -109,7 +110,7 @@ def _audit(method: str, request: Any, context: grpc.aio.ServicerContext) -> Iter
         said = ""
         if isinstance(request, Message) and request.ByteSize():
             said = text_format.MessageToString(request, as_one_line=True)
-        log_admin_call(context.peer(), method.rpartition("/")[2], said, outcome)
+        log_admin_call(peer, method.rpartition("/")[2], said, outcome)
 
 
 def _name_of(code: Any) -> str:
