@@ -183,3 +183,18 @@ async def test_an_engine_of_another_ca_is_not_taken(authority):
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_https_takes_clients_of_certain_names_only(authority):
+    config = replace(authority.server(client_ca=authority.file), client_names="gateway,sidecar")
+    async with open_api(tls=create_server_tls(config)) as api:
+        for owner, name, status in (
+            ("one", "gateway", 200),
+            ("two", "sidecar", 200),
+            ("three", "other", 403),
+        ):
+            async with https(api, authority.file, *authority.issue(owner, name)) as http:
+                response = await http.get("/health")
+                assert response.status_code == status
+        assert response.json()["error"]["code"] == "permission_denied"
+        assert "none of the names that tls.client_names lists" in response.json()["error"]["message"]

@@ -15,6 +15,7 @@ import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.helpers.certificates import Authority
 from tests.rpc.conftest import ADMIN, RaisingAdmin
@@ -126,6 +127,37 @@ async def test_mtls_asks_clients_for_a_certificate(authority, tmp_path):
         assert (await server.call(replace(authority.client(), certificate=certificate, key=key))).startswith(
             "UNAVAILABLE"
         )
+
+
+async def test_a_server_takes_clients_of_certain_names_only(authority):
+    names = "frontend, spiffe://cluster/frontend"
+    config = replace(authority.server(client_ca=authority.file), client_names=names)
+    async with serve(config) as server:
+        for owner, *more, outcome in (
+            ("one", "frontend", "e"),
+            ("two", "FRONTEND", "e"),
+            ("three", "other", "frontend", "e"),
+            ("four", "enginecore", "PERMISSION_DENIED"),
+            ("five", "frontend.example", "PERMISSION_DENIED"),
+            ("six", "PERMISSION_DENIED"),
+        ):
+            certificate, key = authority.issue(owner, *more)
+            client = replace(authority.client(), certificate=certificate, key=key)
+            assert (await server.call(client)).startswith(outcome), owner
+        refusal = await server.call(authority.client("seven"))
+        assert "none of the names that tls.client_names lists, but 127.0.0.1, localhost" in refusal
+        async with server.open_channel(authority.client("eight")) as channel:
+            watch = admin_pb2_grpc.AdminServiceStub(channel).WatchStatus(admin_pb2.WatchStatusRequest())
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await watch.read()
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            stub = health_pb2_grpc.HealthStub(channel)  # probes have certificates of their own
+            assert (await stub.Check(health_pb2.HealthCheckRequest())).status
+
+
+def test_names_of_clients_need_their_ca(authority):
+    with pytest.raises(ConfigError, match=r"^tls\.client_ca: needed with tls\.client_names, which is set$"):
+        create_server_tls(replace(authority.server(), client_names="frontend"))
 
 
 async def test_health_is_asked_through_mtls_from_the_command_line(authority, capsys, monkeypatch):

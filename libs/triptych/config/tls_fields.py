@@ -28,6 +28,14 @@ class TlsConfig:
         ALL,
         per_rank=True,
     )
+    client_names: str = value(
+        "",
+        "Names of clients that may use this process's ports, comma-separated: the certificate that a client shows must "
+        "have one of them, as a subject alternative name or as its common name. Empty: every certificate of "
+        "tls.client_ca will do. Health checks need none.",
+        ALL,
+        per_rank=True,
+    )
     ca: str = value(
         "",
         "PEM file with the CAs of the servers that this process dials; `public`: the public ones that gRPC brings. "

@@ -1,6 +1,6 @@
 """Interceptors: what every call passes through, at either end of a channel.
 
-`SERVER_INTERCEPTORS` and `CLIENT_INTERCEPTORS` list them. Every server and every channel takes all of them.
+`server_interceptors` and `CLIENT_INTERCEPTORS` list them. Every server and every channel takes all of them.
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ def sent_request_id(metadata: Sequence[tuple[str, Any]] | None) -> str:
     )
 
 
+CheckPeer = Callable[[grpc.aio.ServicerContext], None]
+
+
+def _admit(context: grpc.aio.ServicerContext) -> None:
+    """Let every client call."""
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Names each call by a request id, and turns what its handler raises into a status with details.
 
@@ -72,6 +79,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     Handlers of streams must be async generators: gRPC's context.write leaves no place to catch in.
     """
+
+    def __init__(self, check_peer: CheckPeer | None = None) -> None:
+        """`check_peer`: Raises if a client may not call. None: each may."""
+        self._check_peer = check_peer or _admit
 
     async def intercept_service(
         self,
@@ -95,11 +106,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else (grpc.unary_stream_rpc_method_handler)
             )
-            return wrap(_guard_stream(inner, method, sent_id), *codecs)
+            return wrap(_guard_stream(inner, method, sent_id, self._check_peer), *codecs)
         if handler.request_streaming:
             raise TypeError(f"{method}: client-streaming methods are not used in Triptych")
         return grpc.unary_unary_rpc_method_handler(
-            _guard_unary(handler.unary_unary, method, sent_id), *codecs
+            _guard_unary(handler.unary_unary, method, sent_id, self._check_peer), *codecs
         )
 
 
@@ -122,8 +133,11 @@ class RequestIdInterceptor(grpc.aio.UnaryUnaryClientInterceptor):
         return await continuation(client_call_details, request)
 
 
-SERVER_INTERCEPTORS: tuple[grpc.aio.ServerInterceptor, ...] = (CallInterceptor(),)
-"""Interceptors of every server, outermost first. Tracing belongs in front; the frontend's own stand before them."""
+def server_interceptors(check_peer: CheckPeer | None) -> tuple[grpc.aio.ServerInterceptor, ...]:
+    """Return the interceptors of every server, outermost first. The frontend's own come before them."""
+    return (CallInterceptor(check_peer),)
+
+
 CLIENT_INTERCEPTORS: tuple[grpc.aio.ClientInterceptor, ...] = (RequestIdInterceptor(),)
 """Interceptors of every asyncio channel. gRPC applies each to one kind of call, none to the long-lived streams."""
 
@@ -160,11 +174,12 @@ def _check_readable(request: Any) -> None:
         raise request
 
 
-def _guard_unary(inner: Any, method: str, sent_id: str) -> Any:
+def _guard_unary(inner: Any, method: str, sent_id: str, check_peer: CheckPeer) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         set_request_id(sent_id or new_request_id())
         set_trace(context.invocation_metadata())
         try:
+            check_peer(context)
             _check_readable(request)
             response = await inner(request, context)
             await context.send_initial_metadata(_answer(sent_id))
@@ -177,11 +192,12 @@ def _guard_unary(inner: Any, method: str, sent_id: str) -> Any:
     return guarded
 
 
-def _guard_stream(inner: Any, method: str, sent_id: str) -> Any:
+def _guard_stream(inner: Any, method: str, sent_id: str, check_peer: CheckPeer) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         set_request_id(sent_id or new_request_id())
         set_trace(context.invocation_metadata())
         try:
+            check_peer(context)
             _check_readable(request)
             responses = inner(request, context)
             # Initial metadata goes out with the first message and no earlier: clients retry only a call without any.

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from triptych.errors import ConfigError
 from triptych.rpc.channel import KEEPALIVE, message_limits
 from triptych.rpc.health import NOT_SERVING, SERVING, Health
-from triptych.rpc.interceptors import SERVER_INTERCEPTORS
+from triptych.rpc.interceptors import server_interceptors
 from triptych.rpc.tls import ServerTls
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class RpcServer:
             "grpc.server_handshake_timeout_ms": round(client_timeout_s * 1000),
         }
         self.grpc = grpc.aio.server(
-            interceptors=(*interceptors, *SERVER_INTERCEPTORS),
+            interceptors=(*interceptors, *server_interceptors(None if tls is None else tls.check_peer)),
             options=(
                 *message_limits(limit_bytes),
                 *KEEPALIVE,

@@ -2,7 +2,8 @@
 
              tls.certificate, tls.key                 tls.ca
 server ────────────────────────────────► client  checks it by its CAs
-client ────────────────────────────────► server  checks it by tls.client_ca, if that is set (mTLS)
+client ────────────────────────────────► server  checks it by tls.client_ca, if that is set (mTLS),
+                                                 and its names by tls.client_names
 
 A renewed certificate is what the next connection sees; those that stand are not disturbed.
 """
@@ -13,16 +14,17 @@ import functools
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 
 from triptych.config import TlsConfig
 from triptych.config.watched_files import WatchedFiles
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, PermissionDenied
 from triptych.rpc.certificates import check_certificates, check_key, check_pair, read_pem
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class ServerTls:
             ConfigError: One is missing, is not PEM, or does not fit the others; names it.
         """
         self._config = config
+        self._client_names = {name.strip().lower() for name in config.client_names.split(",") if name.strip()}
         paths = [Path(text) for text in (config.certificate, config.key, config.client_ca) if text]
         self._identity = WatchedFiles(
             paths, functools.partial(_read_identity, config), what="certificates (tls.certificate, tls.key)"
@@ -73,6 +76,39 @@ class ServerTls:
             _to_grpc(shown), fetch, require_client_authentication=bool(self._config.client_ca)
         )
 
+    def check_peer(self, context: grpc.aio.ServicerContext) -> None:
+        """Check the certificate that the client of a gRPC call has shown.
+
+        Raises:
+            PermissionDenied: It has none of the names of `tls.client_names`.
+        """
+        if self._client_names:
+            shown = context.auth_context()
+            fields = ("x509_subject_alternative_name", "x509_common_name")
+            names = [name.decode(errors="replace") for field in fields for name in shown.get(field, ())]
+            self._check_names(names)
+
+    def check_certificate(self, certificate: Mapping[str, Any]) -> None:
+        """Check the certificate that a client of an HTTP server has shown.
+
+        Args:
+            certificate: As `ssl.SSLSocket.getpeercert` returns it.
+
+        Raises:
+            PermissionDenied: As `check_peer`.
+        """
+        if self._client_names:
+            names = [name for _, name in certificate.get("subjectAltName", ())]
+            subject = [pair for pairs in certificate.get("subject", ()) for pair in pairs]
+            self._check_names([*names, *(value for key, value in subject if key == "commonName")])
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        if not self._client_names.intersection(name.lower() for name in names):
+            shown = ", ".join(names[:8]) or "none"
+            raise PermissionDenied(
+                f"the client's certificate has none of the names that tls.client_names lists, but {shown:.400}"
+            )
+
     def http_context(self) -> ssl.SSLContext:
         """Return the context of an HTTP server, which takes renewed files at each handshake."""
         context = _create_context(self._config)
@@ -93,6 +129,8 @@ def create_server_tls(config: TlsConfig) -> ServerTls | None:
     if bool(config.certificate) != bool(config.key):
         missing, given = ("key", "certificate") if config.certificate else ("certificate", "key")
         raise ConfigError(f"tls.{missing}: needed with tls.{given}, which is set")
+    if config.client_names and not config.client_ca:
+        raise ConfigError("tls.client_ca: needed with tls.client_names, which is set")
     if not config.certificate:
         if config.client_ca:
             raise ConfigError("tls.certificate: needed with tls.client_ca, which is set")

@@ -23,7 +23,8 @@ from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.frontend.openai.errors import json_response, to_http_error
-from triptych.errors import EngineUnavailable, QueueFull
+from triptych.errors import EngineUnavailable, PermissionDenied, QueueFull
+from triptych.rpc.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -113,11 +114,17 @@ class BoundedConnection(HttpToolsProtocol):
     """
 
     def __init__(
-        self, *arguments: Any, limits: ConnectionLimits, connections: Connections, **options: Any
+        self,
+        *arguments: Any,
+        limits: ConnectionLimits,
+        connections: Connections,
+        tls: ServerTls | None,
+        **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self._client_timeout_s = limits.client_timeout_s
         self._others = connections
+        self._tls = tls
         self._is_refused = False
         self._num_head_bytes = 0
         """Bytes since the last of a body, or since a message began or ended."""
@@ -128,7 +135,7 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_request()
-        refusal = self._others.admit(self)
+        refusal = self._why_not_client() or self._others.admit(self)
         if refusal is not None:
             self._refuse(refusal)
 
@@ -190,6 +197,15 @@ class BoundedConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._cancel(self._stall)
+
+    def _why_not_client(self) -> bytes | None:
+        """Return the answer to a client whose certificate is not one of those asked for, or None."""
+        if self._tls is not None:
+            try:
+                self._tls.check_certificate(self.transport.get_extra_info("peercert") or {})
+            except PermissionDenied as error:
+                return _to_bytes(error)
+        return None
 
     def _refuse(self, answer: bytes) -> None:
         """Answer and close, reading nothing more."""

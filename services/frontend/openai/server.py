@@ -54,7 +54,7 @@ class HttpServer:
             self._app,
             http=cast(
                 type[asyncio.Protocol],
-                functools.partial(BoundedConnection, limits=limits, connections=Connections(limits)),
+                functools.partial(BoundedConnection, limits=limits, connections=Connections(limits), tls=tls),
             ),
             ws="none",
             loop="none",  # it runs on the loop that is there
