@@ -59,7 +59,8 @@ class AnswerSplitter:
         reason = delta.finish_reason
         if reason is not None:
             self._parser.finish()
-            if reason is FinishReason.STOP and self._parser.num_calls and self._reports_calls:
+            has_called = self._parser.num_calls and not self._parser.is_cut  # not by a stop string
+            if reason is FinishReason.STOP and has_called and self._reports_calls:
                 reason = FinishReason.TOOL_CALLS
         parts = self._parser.take()
         return replace(

@@ -181,6 +181,7 @@ class Generator:
                     request.is_limited_by_context,
                     fingerprint=request.fingerprint,
                     resume_token=outputs.resume_token,
+                    not_enforced=request.not_enforced,
                 )
                 async for event in _outputs_of(request, outputs, record):
                     yield event

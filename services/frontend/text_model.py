@@ -9,15 +9,16 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from services.frontend.fair_threads import FairThreads
-from services.frontend.requests.forced_calls import FORCED_FORMAT
+from services.frontend.requests.answer_forms import DEMANDED_FORMAT
 from services.frontend.requests.grammars import GrammarChecker
 from services.frontend.requests.parse import prompt_has_too_many_chars
 from services.frontend.requests.plain_tools import PLAIN_FORMAT, with_plain_tools
 from services.frontend.requests.raw import RawChat
 from services.frontend.requests.sampling import check_defaults, why_not_text
-from services.frontend.requests.tools import TOOL_CHOICES, AnswerSplit, schemas_of
+from services.frontend.requests.tools import AnswerSplit, schemas_of
 from triptych.checkpoint.config_json import read_generation_defaults
 from triptych.errors import FieldViolation, InvalidRequest
+from triptych.text.answer_parser import ReasoningFormat
 from triptych.text.chat_template import ChatTemplate
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.tokenizer import Tokenizer
@@ -134,21 +135,31 @@ class TextModel:
         """Return the token ids of words as they begin a text, and as they stand behind a space."""
         return await self.run(sum(map(len, words)), self._encode_words, words)
 
-    def split_answer(self, chat: RawChat, prompt_token_ids: U32) -> AnswerSplit | None:
-        """Return how the answer to a conversation is split, or None if it stays one text."""
+    def split_answer(
+        self, chat: RawChat, prompt_token_ids: U32, *, has_form: bool = False
+    ) -> AnswerSplit | None:
+        """Return how the answer to a conversation is split, or None if it stays one text.
+
+        Args:
+            has_form: The content has a form. Then the model reasons before it, unless the prompt or the client says
+                that it does not.
+        """
         reasoning, tool_format = self._reasoning_format, self._tool_format
         if chat.template_tools is None:
             tool_format = None
         elif chat.demands_calls:
-            reasoning, tool_format = None, FORCED_FORMAT
-        if reasoning is None and tool_format is None:
-            return None
+            tool_format = DEMANDED_FORMAT
+        is_held = has_form or chat.demands_calls
         is_reasoning = False
         if reasoning is not None:
             end = self.tokenizer.decode(
                 prompt_token_ids[-_OPENING_TOKENS:].tolist(), skip_special_tokens=False
             )
             is_reasoning = end.rstrip().endswith(reasoning.opening)
+            if is_held and not is_reasoning and not _may_reason(chat, end, reasoning):
+                reasoning = None
+        if reasoning is None and tool_format is None:
+            return None
         return AnswerSplit(
             reasoning=reasoning,
             is_reasoning=is_reasoning,
@@ -156,7 +167,8 @@ class TextModel:
             tools=schemas_of(chat.tools),
             max_calls=None if chat.parallel_tool_calls else 1,
             sends_reasoning=chat.includes_reasoning,
-            names_tool=chat.tool_choice not in TOOL_CHOICES,
+            names_tool=chat.names_tool,
+            is_either=has_form and not chat.demands_calls,
         )
 
     def thinking_budget(
@@ -232,6 +244,13 @@ class TextModel:
         if why_not is not None:  # names, tools and variables are in it as well
             raise InvalidRequest(path, f"is no text as the chat template writes it: {why_not}")
         return text
+
+
+def _may_reason(chat: RawChat, prompt_end: str, reasoning: ReasoningFormat) -> bool:
+    """Return whether an answer may begin with reasoning that the prompt has not opened."""
+    is_off = chat.template_kwargs.get("enable_thinking") is False
+    is_over = prompt_end.rstrip().endswith(reasoning.closing)
+    return not is_off and not is_over and not chat.continue_final_message
 
 
 def _last_place(token_ids: U32, token_id: int) -> int:

@@ -198,7 +198,7 @@ SCHEMAS: dict[str, Any] = {
     },
     "playwright MCP union": record(a={"anyOf": [{"type": "string", "const": "x"}, {"not": {}}]}),
 }
-"""What makes the schema -> the schema."""
+"""Name of the library or the keyword -> a schema of it."""
 
 LOST: dict[str, tuple[str, ...]] = {
     "pydantic set[str] (uniqueItems)": ("properties.a.uniqueItems",),

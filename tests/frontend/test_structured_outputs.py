@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from services.frontend.access.caller import set_tenant
 from services.frontend.limited_process import LimitedProcess
-from services.frontend.requests.grammars import MAX_WAITING_FORMS, GrammarChecker
+from services.frontend.requests.grammars import MAX_WAITING_FORMS, CompiledForm, GrammarChecker
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
 from tests.helpers.fake_engine import MODEL, FakeEngine, eventually
 from tests.helpers.frontend import frontend_core
@@ -66,7 +66,13 @@ FORMS = {
 }
 
 
-def is_good(form: StructuredOutputs) -> bool:
+def form_path(name: str) -> str:
+    assert name == "structured_outputs"
+    return "form"
+
+
+def is_good(compiled: CompiledForm) -> bool:
+    form = compiled.form
     assert form.syntax is GrammarSyntax.COMPILED
     assert form.grammar is not None
     return not LLMatcher.validate_grammar(form.grammar)
@@ -75,14 +81,14 @@ def is_good(form: StructuredOutputs) -> bool:
 async def test_each_form_is_compiled() -> None:
     checker = GrammarChecker(byte_tokenizer())
     for form in FORMS.values():
-        assert is_good(await checker.compile(form, FACTS, "form"))
-    again = await checker.compile(StructuredOutputs(json=SCHEMA), FACTS, "form")
-    assert again is await checker.compile(FORMS["json"], FACTS, "form")
+        assert is_good(await checker.compile(form, FACTS, form_path))
+    again = await checker.compile(StructuredOutputs(json=SCHEMA), FACTS, form_path)
+    assert again.form is (await checker.compile(FORMS["json"], FACTS, form_path)).form
 
 
 @pytest.mark.parametrize("form", [StructuredOutputs(grammar=LARK), StructuredOutputs(grammar=GBNF)])
 async def test_syntax_of_a_grammar_is_found(form: StructuredOutputs) -> None:
-    assert is_good(await GrammarChecker(byte_tokenizer()).compile(form, FACTS, "form"))
+    assert is_good(await GrammarChecker(byte_tokenizer()).compile(form, FACTS, form_path))
 
 
 BAD = {
@@ -115,9 +121,9 @@ async def test_malformed_form_is_refused_by_its_path(kind: str) -> None:
     checker = GrammarChecker(byte_tokenizer())
     for form in BAD[kind]:
         with pytest.raises(InvalidRequest, match=r"^path\.of\.it: cannot be enforced: ") as caught:
-            await checker.compile(form, FACTS, "path.of.it")
+            await checker.compile(form, FACTS, lambda _: "path.of.it")
         assert len(str(caught.value)) < 600
-    assert is_good(await checker.compile(FORMS[kind if kind != "grammar" else "lark"], FACTS, "form"))
+    assert is_good(await checker.compile(FORMS[kind if kind != "grammar" else "lark"], FACTS, form_path))
 
 
 EXPENSIVE = {
@@ -168,15 +174,15 @@ async def test_forms_whose_masks_are_expensive_are_refused() -> None:
     checker = GrammarChecker(byte_tokenizer())
     for form in EXPENSIVE.values():
         with pytest.raises(InvalidRequest, match=r"^form: cannot be enforced: .*(limit|max)"):
-            await checker.compile(form, FACTS, "form")
+            await checker.compile(form, FACTS, form_path)
     for form in LARGE.values():
-        assert is_good(await checker.compile(form, FACTS, "form"))
+        assert is_good(await checker.compile(form, FACTS, form_path))
 
 
 async def test_tokenizer_without_the_end_token_serves_no_forms() -> None:
     assert MODEL.eos_token_ids[0] >= byte_tokenizer().vocab_size
     with pytest.raises(FeatureDisabled, match=r"^form: the tokenizer .*299"):
-        await GrammarChecker(byte_tokenizer()).compile(FORMS["regex"], MODEL, "form")
+        await GrammarChecker(byte_tokenizer()).compile(FORMS["regex"], MODEL, form_path)
 
 
 async def test_form_that_compiles_too_long_is_refused() -> None:
@@ -184,26 +190,26 @@ async def test_form_that_compiles_too_long_is_refused() -> None:
     with pytest.raises(
         InvalidRequest, match=r"^form: takes longer to compile than the limit of 1 s of CPU time"
     ):
-        await checker.compile(StructuredOutputs(grammar=SLOW), FACTS, "form")
-    assert is_good(await checker.compile(FORMS["regex"], FACTS, "form"))
+        await checker.compile(StructuredOutputs(grammar=SLOW), FACTS, form_path)
+    assert is_good(await checker.compile(FORMS["regex"], FACTS, form_path))
 
 
 async def test_refused_forms_are_remembered() -> None:
     checker = GrammarChecker(byte_tokenizer(), limit_s=1.0)
-    await checker.compile(FORMS["regex"], FACTS, "form")
+    await checker.compile(FORMS["regex"], FACTS, form_path)
     bad = {
         r"takes longer to compile": StructuredOutputs(grammar=SLOW),
         r"cannot be enforced": StructuredOutputs(regex="("),
     }
     for why, form in bad.items():
         with pytest.raises(InvalidRequest, match=rf"^form: {why}"):
-            await checker.compile(form, FACTS, "form")
+            await checker.compile(form, FACTS, form_path)
     known = set(psutil.Process().children())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LimitedProcess, "ask", lambda *args: pytest.fail("it was asked again"))
         for why, form in bad.items():
             with pytest.raises(InvalidRequest, match=rf"^other\.path: {why}"):
-                await checker.compile(form, FACTS, "other.path")
+                await checker.compile(form, FACTS, lambda _: "other.path")
     assert set(psutil.Process().children()) == known
 
 
@@ -212,14 +218,14 @@ async def test_slow_forms_of_one_tenant_do_not_hold_those_of_another() -> None:
 
     async def compile_slowly(number: int) -> None:
         set_tenant("slow")
-        await checker.compile(StructuredOutputs(grammar=f"{SLOW}\n// {number}"), FACTS, "form")
+        await checker.compile(StructuredOutputs(grammar=f"{SLOW}\n// {number}"), FACTS, form_path)
 
     known = set(psutil.Process().children())
     slow = [asyncio.create_task(compile_slowly(number)) for number in range(3)]
     (process,) = await eventually(lambda: set(psutil.Process().children()) - known)
     set_tenant("other")
     for name in ("regex", "json", "choice"):
-        assert is_good(await checker.compile(FORMS[name], FACTS, "form"))
+        assert is_good(await checker.compile(FORMS[name], FACTS, form_path))
     assert not any(task.done() for task in slow)
     for task in slow:
         task.cancel()
@@ -230,7 +236,7 @@ async def test_slow_forms_of_one_tenant_do_not_hold_those_of_another() -> None:
 async def test_one_tenant_s_forms_wait_within_a_bound() -> None:
     checker = GrammarChecker(byte_tokenizer())
     forms = [StructuredOutputs(regex=f"a{{{number}}}") for number in range(MAX_WAITING_FORMS + 2)]
-    tasks = [asyncio.create_task(checker.compile(form, FACTS, "form")) for form in forms]
+    tasks = [asyncio.create_task(checker.compile(form, FACTS, form_path)) for form in forms]
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results].count(QueueFull) == 1
     assert isinstance(results[-1], QueueFull)
@@ -239,10 +245,10 @@ async def test_one_tenant_s_forms_wait_within_a_bound() -> None:
 async def test_crash_of_the_compiler_refuses_one_form() -> None:
     checker = GrammarChecker(byte_tokenizer(), limit_s=60.0)
     known = set(psutil.Process().children())
-    await checker.compile(FORMS["regex"], FACTS, "form")
+    await checker.compile(FORMS["regex"], FACTS, form_path)
     (first,) = set(psutil.Process().children()) - known
     before = first.cpu_times().user
-    task = asyncio.create_task(checker.compile(StructuredOutputs(grammar=SLOW), FACTS, "form"))
+    task = asyncio.create_task(checker.compile(StructuredOutputs(grammar=SLOW), FACTS, form_path))
     await eventually(lambda: first.cpu_times().user > before)
     first.kill()
     # another process tries it again: the first may have ended for a reason of its own
@@ -251,17 +257,17 @@ async def test_crash_of_the_compiler_refuses_one_form() -> None:
     second.kill()
     with pytest.raises(InvalidRequest, match=r"^form: is too complex to compile"):
         await task
-    assert is_good(await checker.compile(FORMS["choice"], FACTS, "form"))
+    assert is_good(await checker.compile(FORMS["choice"], FACTS, form_path))
 
 
 async def test_compiler_that_has_ended_meanwhile_is_started_again() -> None:
     checker = GrammarChecker(byte_tokenizer())
     known = set(psutil.Process().children())
-    await checker.compile(FORMS["regex"], FACTS, "form")
+    await checker.compile(FORMS["regex"], FACTS, form_path)
     (process,) = set(psutil.Process().children()) - known
     process.kill()
     await eventually(lambda: process.status() == psutil.STATUS_ZOMBIE)
-    assert is_good(await checker.compile(FORMS["choice"], FACTS, "form"))
+    assert is_good(await checker.compile(FORMS["choice"], FACTS, form_path))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -273,7 +279,7 @@ async def test_python_client_s_form_reaches_the_engine(name: str) -> None:
         ):
             pass
         (choice,) = engine.submitted
-        expected = await GrammarChecker(byte_tokenizer()).compile(FORMS[name], FACTS, "form")
+        expected = (await GrammarChecker(byte_tokenizer()).compile(FORMS[name], FACTS, form_path)).form
         assert choice.request.sampling.structured_outputs == expected
 
 
@@ -305,8 +311,9 @@ async def test_bad_form_over_grpc_is_an_invalid_argument(form: dict[str, Any], p
 @pytest.mark.parametrize("tag", [TAGS, TRIGGERED_TAGS])
 async def test_structural_tags_leave_text_free_and_force_sections(tag: dict[str, Any]) -> None:
     tokenizer = byte_tokenizer()
-    form = await GrammarChecker(tokenizer).compile(StructuredOutputs(structural_tag=tag), FACTS, "form")
-    assert form == await GrammarChecker(tokenizer).compile(FORMS["structural_tag"], FACTS, "form")
+    form, _ = await GrammarChecker(tokenizer).compile(StructuredOutputs(structural_tag=tag), FACTS, form_path)
+    other, _ = await GrammarChecker(tokenizer).compile(FORMS["structural_tag"], FACTS, form_path)
+    assert form == other
     backend = LLTokenizer(tokenizer.to_json(), n_vocab=FACTS.vocab_size, eos_token=list(FACTS.eos_token_ids))
     for text, fits in (
         ("no call at all", True),
@@ -336,7 +343,9 @@ async def test_structural_tags_leave_text_free_and_force_sections(tag: dict[str,
 )
 async def test_structural_tag_that_is_not_understood_is_refused(tag: Any, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
-        await GrammarChecker(byte_tokenizer()).compile(StructuredOutputs(structural_tag=tag), FACTS, "form")
+        await GrammarChecker(byte_tokenizer()).compile(
+            StructuredOutputs(structural_tag=tag), FACTS, form_path
+        )
 
 
 async def test_form_excludes_what_goes_on_behind_its_end() -> None:
@@ -382,7 +391,7 @@ async def test_forms_over_http_reach_the_engine(body: dict[str, Any]) -> None:
             response = await api.http.post(path, json=body | fields)
             assert response.status_code == 200, response.text
             form = engine.submitted[-1].request.sampling.structured_outputs
-            assert form == await checker.compile(FORMS[name], FACTS, "form"), fields
+            assert form == (await checker.compile(FORMS[name], FACTS, form_path)).form, fields
         await api.http.post("/v1/completions", json=COMPLETION)
         assert engine.submitted[-1].request.sampling.structured_outputs is None
 

@@ -4,80 +4,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import jsonschema
 import openai
 import pytest
 from tokenizers import AddedToken
 
-from services.frontend.requests.forced_calls import forced_form
-from services.frontend.requests.raw import RawChat
 from tests.helpers import grpc_api
-from tests.helpers.byte_tokenizer import EOS, byte_backend, byte_tokenizer
-from tests.helpers.fake_engine import MODEL, FakeEngine
+from tests.helpers.byte_tokenizer import byte_backend, byte_tokenizer
+from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import frontend_core
-from tests.helpers.http_api import HttpApi, open_api
+from tests.helpers.http_api import open_api
+from tests.helpers.tool_answers import (
+    ADD,
+    ANSWER,
+    EOS_ID,
+    NOW,
+    TALKATIVE,
+    TOKENIZER,
+    USER,
+    chat,
+    http_api,
+    prompt_of,
+    say,
+)
 from triptych.errors import InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.output_limits import ThinkingBudget
-from triptych.types.submit import SubmitRequest
 from triptych.v1 import output_pb2
-
-# shows the model its tools and its former calls, and opens the reasoning if that is wanted
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }}"
-    "({{ (tool.function.parameters or {}) | tojson }}) {% endfor %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}"
-    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "{% if message.tool_call_id %} answers {{ message.tool_call_id }}{% endif %}{{ '\n' }}{% endfor %}"
-    "assistant:{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
-    "{% if enable_thinking is defined and not enable_thinking %}-{% elif opens %}<think>{% endif %}"
-)
-TOKENIZER = byte_tokenizer(chat_template=TEMPLATE)
-EOS_ID = TOKENIZER.token_id(EOS) or 0
-TALKATIVE = replace(MODEL, max_model_len=4096, eos_token_ids=(EOS_ID,))
-ADD: Any = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-}
-NOW: Any = {"type": "function", "function": {"name": "now", "description": "The time of day."}}
-USER: Any = [{"role": "user", "content": "Hi"}]
-ANSWER = (
-    "<think>\nHm\n</think>\n\nOne moment.\n"
-    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "now"}</tool_call>'
-)
-
-
-def say(text: str) -> Any:
-    def reply(request: SubmitRequest) -> Iterable[int]:
-        return [*TOKENIZER.encode(text, add_special_tokens=False), EOS_ID]
-
-    return reply
-
-
-@asynccontextmanager
-async def http_api(
-    text: str = ANSWER, *, tokenizer: Tokenizer = TOKENIZER, **parsers: str
-) -> AsyncIterator[tuple[HttpApi, FakeEngine]]:
-    async with (
-        FakeEngine(say(text), model=TALKATIVE) as engine,
-        frontend_core(engine, tokenizer=tokenizer, **parsers) as core,
-        open_api(core.generator) as api,
-    ):
-        yield api, engine
-
-
-def prompt_of(engine: FakeEngine) -> str:
-    return TOKENIZER.decode(engine.submitted[-1].prompt_token_ids.tolist(), skip_special_tokens=False)
-
-
-async def chat(api: HttpApi, **fields: Any) -> Any:
-    return await api.client.chat.completions.create(model="tiny", **{"messages": USER} | fields)
 
 
 async def test_an_answer_is_split_into_its_parts() -> None:
@@ -297,84 +252,6 @@ async def test_a_template_with_an_unknown_way_to_call_refuses_tools() -> None:
         with pytest.raises(openai.BadRequestError, match=r"frontend\.tool_call_parser") as caught:
             await chat(api, tools=[ADD])
         assert caught.value.param == "tools"
-
-
-REFERRING: Any = {
-    "type": "function",
-    "function": {
-        "name": "go",
-        "parameters": {
-            "type": "object",
-            "properties": {"to": {"$ref": "#/$defs/Place"}},
-            "required": ["to"],
-            "$defs": {
-                "Place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-            },
-        },
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("choice", "parallel", "num_tools", "max_items", "finish_reason"),
-    [
-        ("required", True, 2, None, "tool_calls"),
-        ("required", False, 2, 1, "tool_calls"),
-        ({"type": "function", "function": {"name": "go"}}, True, 1, 1, "stop"),
-    ],
-)
-async def test_demanded_calls_are_a_form_of_the_answer(
-    choice: Any, parallel: bool, num_tools: int, max_items: int | None, finish_reason: str
-) -> None:
-    said = '[{"name": "go", "parameters": {"to": {"x": 3}}}]'
-    tools = [ADD, REFERRING]
-    raw = RawChat(USER, tools=tools, tool_choice=choice if isinstance(choice, str) else "go",
-                  parallel_tool_calls=parallel)  # fmt: skip
-    form = forced_form(raw)
-    assert form is not None
-    assert isinstance(form.json, str)
-    schema = json.loads(form.json)
-    jsonschema.validate(json.loads(said), schema)
-    for wrong in ("[]", '[{"name": "go", "parameters": {"to": 3}}]', '[{"name": "sub", "parameters": {}}]'):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(json.loads(wrong), schema)
-    assert schema.get("maxItems") == max_items
-    assert len(schema["items"].get("anyOf", [schema["items"]])) == num_tools
-    async with http_api(said) as (api, engine):
-        answer = (await chat(api, tools=tools, tool_choice=choice, parallel_tool_calls=parallel)).choices[0]
-        submitted = engine.submitted[-1].sampling.structured_outputs
-    assert answer.finish_reason == finish_reason
-    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls] == [
-        ("go", '{"to": {"x": 3}}')
-    ]
-    assert submitted is not None, "the engine is told the form"
-
-
-async def test_an_answer_in_a_form_is_all_content() -> None:
-    async with http_api('{"a": "<think>"}') as (api, _):
-        answer = await chat(
-            api,
-            tools=[ADD],
-            response_format={"type": "json_object"},
-            extra_body={"chat_template_kwargs": {"opens": True}},
-        )
-    assert answer.choices[0].message.content == '{"a": "<think>"}'
-    assert answer.choices[0].finish_reason == "stop"
-
-
-async def test_a_form_beside_demanded_calls_is_refused() -> None:
-    async with http_api() as (api, _):
-        with pytest.raises(openai.BadRequestError, match="has no place beside calls") as caught:
-            await chat(api, tools=[ADD], tool_choice="required", response_format={"type": "json_object"})
-    assert caught.value.param == "response_format"
-
-
-async def test_a_schema_that_cannot_be_held_is_named() -> None:
-    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
-    async with http_api() as (api, _):
-        with pytest.raises(openai.BadRequestError) as caught:
-            await chat(api, tools=[bad], tool_choice="required")
-    assert caught.value.param == "tools"
 
 
 async def test_tools_over_grpc() -> None:

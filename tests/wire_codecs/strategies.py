@@ -173,6 +173,7 @@ events = st.one_of(
         index=st.just(0),  # a stream has one prompt
         fingerprint=st.just(""),  # GetModel tells it
         resume_token=words,
+        not_enforced=st.lists(words, max_size=3).map(tuple),
     ),
     build(ResumableEvent, resume_token=words),
     delta_events(),

@@ -61,6 +61,7 @@ def fill_chat(chat: chat_pb2.Chat, messages: Conversation, options: ChatOptions)
                 name=function["name"],
                 description=function.get("description") or "",
                 parameters_json="" if parameters is None else json.dumps(parameters),
+                strict=function.get("strict") is True,
             )
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             expected = 'expected {"type": "function", "function": {"name": …, "parameters": {…}}}'

@@ -177,6 +177,11 @@ class AnswerParser:
         """Calls that have begun."""
         return self._calls.num_calls
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer has ended inside of the arguments of a call."""
+        return self._text.is_cut
+
     def push(self, text: str) -> None:
         """Add new text."""
         self._text.push(text)

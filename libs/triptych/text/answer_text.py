@@ -28,6 +28,8 @@ class AnswerText:
         self._mark = 0
         """Text from here on is kept."""
         self.is_ended = False
+        self.is_cut = False
+        """The answer has ended inside of a value, which was closed."""
 
     def push(self, text: str) -> None:
         if self._mark:
@@ -192,6 +194,7 @@ class AnswerText:
                     add(piece)
             elif self.is_ended and on_piece is not None and mender.has_begun:
                 add(mender.close())
+                self.is_cut = True
             else:
                 yield from self.wait()
         return "".join(pieces)

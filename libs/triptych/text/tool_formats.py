@@ -235,7 +235,7 @@ def _read_parameters(text: AnswerText, calls: CallWriter, name: str) -> Reading[
             )
             separator = ", "
     except AnswerEndedError:
-        pass
+        text.is_cut = True
     calls.add("{}" if separator == "{" else "}")
 
 

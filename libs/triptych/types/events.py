@@ -25,6 +25,8 @@ class AdmittedEvent:
     """Digest of the model's checkpoint, in hexadecimal; empty if it is not known."""
     resume_token: str = ""
     """By which the stream goes on at any frontend, if this one is lost. Empty: it cannot."""
+    not_enforced: tuple[str, ...] = ()
+    """Paths of what the request's JSON schemas ask for and the grammar does not hold the answer to."""
 
 
 @dataclass(frozen=True, slots=True)

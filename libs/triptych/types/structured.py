@@ -63,6 +63,9 @@ class StructuredOutputs:
     """Whether JSON may have white space between its tokens, any amount of it."""
     whitespace_pattern: str | None = None
     """A regular expression for the white space between the tokens of JSON; None: as `any_whitespace` says."""
+    strict: bool = True
+    """Refuse a JSON schema that cannot be enforced whole. False: enforce as much of it as can be; the answer says what
+    was not."""
 
     def __post_init__(self) -> None:
         """Make it hashable.

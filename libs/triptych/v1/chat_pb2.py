@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16triptych/v1/chat.proto\x12\x0btriptych.v1\"\x9a\x03\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.triptych.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.triptych.v1.Tool\x12,\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x17.triptych.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x12\x1c\n\x14template_kwargs_json\x18\x07 \x01(\t\x12(\n\tdocuments\x18\x08 \x03(\x0b\x32\x15.triptych.v1.Document\x12\x36\n\x10reasoning_effort\x18\t \x01(\x0e\x32\x1c.triptych.v1.ReasoningEffortB\x16\n\x14_parallel_tool_callsB\x18\n\x16_add_generation_prompt\"\xa6\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\'\n\x05parts\x18\x02 \x03(\x0b\x32\x18.triptych.v1.ContentPart\x12\x0c\n\x04name\x18\x03 \x01(\t\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.triptych.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"\x94\x01\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x05image\x18\x02 \x01(\x0b\x32\x12.triptych.v1.MediaH\x00\x12#\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x12.triptych.v1.MediaH\x00\x12#\n\x05video\x18\x04 \x01(\x0b\x32\x12.triptych.v1.MediaH\x00\x42\x06\n\x04part\"D\n\x05Media\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03url\x18\x02 \x01(\tH\x00\x12\x12\n\nmedia_type\x18\x03 \x01(\tB\x08\n\x06source\"R\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"R\n\nToolChoice\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x15.triptych.v1.ToolModeH\x00\x12\x13\n\ttool_name\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"3\n\x08\x44ocument\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05title\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t*e\n\x08ToolMode\x12\x19\n\x15TOOL_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eTOOL_MODE_AUTO\x10\x01\x12\x12\n\x0eTOOL_MODE_NONE\x10\x02\x12\x16\n\x12TOOL_MODE_REQUIRED\x10\x03*\xa0\x01\n\x0fReasoningEffort\x12 \n\x1cREASONING_EFFORT_UNSPECIFIED\x10\x00\x12\x19\n\x15REASONING_EFFORT_NONE\x10\x01\x12\x18\n\x14REASONING_EFFORT_LOW\x10\x02\x12\x1b\n\x17REASONING_EFFORT_MEDIUM\x10\x03\x12\x19\n\x15REASONING_EFFORT_HIGH\x10\x04\x42J\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16triptych/v1/chat.proto\x12\x0btriptych.v1\"\xd0\x03\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.triptych.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.triptych.v1.Tool\x12,\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x17.triptych.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x12\x1c\n\x14template_kwargs_json\x18\x07 \x01(\t\x12(\n\tdocuments\x18\x08 \x03(\x0b\x32\x15.triptych.v1.Document\x12\x36\n\x10reasoning_effort\x18\t \x01(\x0e\x32\x1c.triptych.v1.ReasoningEffort\x12\x1e\n\x11include_reasoning\x18\n \x01(\x08H\x02\x88\x01\x01\x42\x16\n\x14_parallel_tool_callsB\x18\n\x16_add_generation_promptB\x14\n\x12_include_reasoning\"\xa6\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\'\n\x05parts\x18\x02 \x03(\x0b\x32\x18.triptych.v1.ContentPart\x12\x0c\n\x04name\x18\x03 \x01(\t\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.triptych.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"\x94\x01\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x05image\x18\x02 \x01(\x0b\x32\x12.triptych.v1.MediaH\x00\x12#\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x12.triptych.v1.MediaH\x00\x12#\n\x05video\x18\x04 \x01(\x0b\x32\x12.triptych.v1.MediaH\x00\x42\x06\n\x04part\"D\n\x05Media\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03url\x18\x02 \x01(\tH\x00\x12\x12\n\nmedia_type\x18\x03 \x01(\tB\x08\n\x06source\"R\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"R\n\nToolChoice\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x15.triptych.v1.ToolModeH\x00\x12\x13\n\ttool_name\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"3\n\x08\x44ocument\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05title\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t*e\n\x08ToolMode\x12\x19\n\x15TOOL_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eTOOL_MODE_AUTO\x10\x01\x12\x12\n\x0eTOOL_MODE_NONE\x10\x02\x12\x16\n\x12TOOL_MODE_REQUIRED\x10\x03*\xf4\x01\n\x0fReasoningEffort\x12 \n\x1cREASONING_EFFORT_UNSPECIFIED\x10\x00\x12\x19\n\x15REASONING_EFFORT_NONE\x10\x01\x12\x18\n\x14REASONING_EFFORT_LOW\x10\x02\x12\x1b\n\x17REASONING_EFFORT_MEDIUM\x10\x03\x12\x19\n\x15REASONING_EFFORT_HIGH\x10\x04\x12\x1c\n\x18REASONING_EFFORT_MINIMAL\x10\x05\x12\x1a\n\x16REASONING_EFFORT_XHIGH\x10\x06\x12\x18\n\x14REASONING_EFFORT_MAX\x10\x07\x42J\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,24 +32,24 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.chat_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.triptych.v1P\001Z\'triptych.dev/api/triptych/v1;triptychv1\252\002\013Triptych.V1'
-  _globals['_TOOLMODE']._serialized_start=1125
-  _globals['_TOOLMODE']._serialized_end=1226
-  _globals['_REASONINGEFFORT']._serialized_start=1229
-  _globals['_REASONINGEFFORT']._serialized_end=1389
+  _globals['_TOOLMODE']._serialized_start=1179
+  _globals['_TOOLMODE']._serialized_end=1280
+  _globals['_REASONINGEFFORT']._serialized_start=1283
+  _globals['_REASONINGEFFORT']._serialized_end=1527
   _globals['_CHAT']._serialized_start=40
-  _globals['_CHAT']._serialized_end=450
-  _globals['_CHATMESSAGE']._serialized_start=453
-  _globals['_CHATMESSAGE']._serialized_end=619
-  _globals['_CONTENTPART']._serialized_start=622
-  _globals['_CONTENTPART']._serialized_end=770
-  _globals['_MEDIA']._serialized_start=772
-  _globals['_MEDIA']._serialized_end=840
-  _globals['_TOOL']._serialized_start=842
-  _globals['_TOOL']._serialized_end=924
-  _globals['_TOOLCHOICE']._serialized_start=926
-  _globals['_TOOLCHOICE']._serialized_end=1008
-  _globals['_TOOLCALL']._serialized_start=1010
-  _globals['_TOOLCALL']._serialized_end=1070
-  _globals['_DOCUMENT']._serialized_start=1072
-  _globals['_DOCUMENT']._serialized_end=1123
+  _globals['_CHAT']._serialized_end=504
+  _globals['_CHATMESSAGE']._serialized_start=507
+  _globals['_CHATMESSAGE']._serialized_end=673
+  _globals['_CONTENTPART']._serialized_start=676
+  _globals['_CONTENTPART']._serialized_end=824
+  _globals['_MEDIA']._serialized_start=826
+  _globals['_MEDIA']._serialized_end=894
+  _globals['_TOOL']._serialized_start=896
+  _globals['_TOOL']._serialized_end=978
+  _globals['_TOOLCHOICE']._serialized_start=980
+  _globals['_TOOLCHOICE']._serialized_end=1062
+  _globals['_TOOLCALL']._serialized_start=1064
+  _globals['_TOOLCALL']._serialized_end=1124
+  _globals['_DOCUMENT']._serialized_start=1126
+  _globals['_DOCUMENT']._serialized_end=1177
 # @@protoc_insertion_point(module_scope)

@@ -21,6 +21,9 @@ class ReasoningEffort(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASONING_EFFORT_LOW: _ClassVar[ReasoningEffort]
     REASONING_EFFORT_MEDIUM: _ClassVar[ReasoningEffort]
     REASONING_EFFORT_HIGH: _ClassVar[ReasoningEffort]
+    REASONING_EFFORT_MINIMAL: _ClassVar[ReasoningEffort]
+    REASONING_EFFORT_XHIGH: _ClassVar[ReasoningEffort]
+    REASONING_EFFORT_MAX: _ClassVar[ReasoningEffort]
 TOOL_MODE_UNSPECIFIED: ToolMode
 TOOL_MODE_AUTO: ToolMode
 TOOL_MODE_NONE: ToolMode
@@ -30,9 +33,12 @@ REASONING_EFFORT_NONE: ReasoningEffort
 REASONING_EFFORT_LOW: ReasoningEffort
 REASONING_EFFORT_MEDIUM: ReasoningEffort
 REASONING_EFFORT_HIGH: ReasoningEffort
+REASONING_EFFORT_MINIMAL: ReasoningEffort
+REASONING_EFFORT_XHIGH: ReasoningEffort
+REASONING_EFFORT_MAX: ReasoningEffort
 
 class Chat(_message.Message):
-    __slots__ = ("messages", "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message", "template_kwargs_json", "documents", "reasoning_effort")
+    __slots__ = ("messages", "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message", "template_kwargs_json", "documents", "reasoning_effort", "include_reasoning")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +48,7 @@ class Chat(_message.Message):
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     REASONING_EFFORT_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_REASONING_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tools: _containers.RepeatedCompositeFieldContainer[Tool]
     tool_choice: ToolChoice
@@ -51,7 +58,8 @@ class Chat(_message.Message):
     template_kwargs_json: str
     documents: _containers.RepeatedCompositeFieldContainer[Document]
     reasoning_effort: ReasoningEffort
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., parallel_tool_calls: bool = ..., add_generation_prompt: bool = ..., continue_final_message: bool = ..., template_kwargs_json: _Optional[str] = ..., documents: _Optional[_Iterable[_Union[Document, _Mapping]]] = ..., reasoning_effort: _Optional[_Union[ReasoningEffort, str]] = ...) -> None: ...
+    include_reasoning: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., parallel_tool_calls: bool = ..., add_generation_prompt: bool = ..., continue_final_message: bool = ..., template_kwargs_json: _Optional[str] = ..., documents: _Optional[_Iterable[_Union[Document, _Mapping]]] = ..., reasoning_effort: _Optional[_Union[ReasoningEffort, str]] = ..., include_reasoning: bool = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "parts", "name", "tool_calls", "tool_call_id", "reasoning")

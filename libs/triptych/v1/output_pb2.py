@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triptych.v1 import common_pb2 as triptych_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/output.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"\x86\x01\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x14\n\x0cresume_token\x18\x06 \x01(\t\"!\n\tResumable\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\"\xe7\x02\n\x0c\x43hoiceOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x08logprobs\x18\x04 \x01(\x0b\x32\x15.triptych.v1.Logprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12\x16\n\x0c\x65os_token_id\x18\x06 \x01(\rH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x30\n\x0clength_limit\x18\t \x01(\x0e\x32\x18.triptych.v1.LengthLimitH\x00\x12\x11\n\treasoning\x18\n \x01(\t\x12.\n\ntool_calls\x18\x0b \x03(\x0b\x32\x1a.triptych.v1.ToolCallDeltaB\x0f\n\rfinish_detail\"P\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\"z\n\x08Logprobs\x12\x16\n\x0enum_candidates\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\x13\n\x0btoken_bytes\x18\x05 \x03(\x0c\x12\r\n\x05named\x18\x06 \x01(\x08\"l\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.triptych.v1.Logprobs\x12\x19\n\x11\x66irst_token_bytes\x18\x03 \x01(\x0c\"|\n\x08\x46inished\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.triptych.v1.Usage\x12*\n\x07timings\x18\x02 \x01(\x0b\x32\x19.triptych.v1.StageTimings\x12!\n\x05moves\x18\x03 \x01(\x0b\x32\x12.triptych.v1.Moves\",\n\x05Moves\x12\x11\n\tnum_moves\x18\x01 \x01(\r\x12\x10\n\x08is_exact\x18\x02 \x01(\x08\"]\n\x0cStageTimings\x12\x13\n\x0btokenize_ns\x18\x01 \x01(\x04\x12\x11\n\tqueued_ns\x18\x02 \x01(\x04\x12\x12\n\nprefill_ns\x18\x03 \x01(\x04\x12\x11\n\tdecode_ns\x18\x04 \x01(\x04*\xb4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x04\x12\x1c\n\x18\x46INISH_REASON_REPETITION\x10\x05*b\n\x0bLengthLimit\x12\x1c\n\x18LENGTH_LIMIT_UNSPECIFIED\x10\x00\x12\x1b\n\x17LENGTH_LIMIT_MAX_TOKENS\x10\x01\x12\x18\n\x14LENGTH_LIMIT_CONTEXT\x10\x02\x42J\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/output.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"\x9c\x01\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x14\n\x0cresume_token\x18\x06 \x01(\t\x12\x14\n\x0cnot_enforced\x18\x07 \x03(\t\"!\n\tResumable\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\"\xe7\x02\n\x0c\x43hoiceOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x08logprobs\x18\x04 \x01(\x0b\x32\x15.triptych.v1.Logprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12\x16\n\x0c\x65os_token_id\x18\x06 \x01(\rH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x30\n\x0clength_limit\x18\t \x01(\x0e\x32\x18.triptych.v1.LengthLimitH\x00\x12\x11\n\treasoning\x18\n \x01(\t\x12.\n\ntool_calls\x18\x0b \x03(\x0b\x32\x1a.triptych.v1.ToolCallDeltaB\x0f\n\rfinish_detail\"P\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\"z\n\x08Logprobs\x12\x16\n\x0enum_candidates\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\x13\n\x0btoken_bytes\x18\x05 \x03(\x0c\x12\r\n\x05named\x18\x06 \x01(\x08\"l\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.triptych.v1.Logprobs\x12\x19\n\x11\x66irst_token_bytes\x18\x03 \x01(\x0c\"|\n\x08\x46inished\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.triptych.v1.Usage\x12*\n\x07timings\x18\x02 \x01(\x0b\x32\x19.triptych.v1.StageTimings\x12!\n\x05moves\x18\x03 \x01(\x0b\x32\x12.triptych.v1.Moves\",\n\x05Moves\x12\x11\n\tnum_moves\x18\x01 \x01(\r\x12\x10\n\x08is_exact\x18\x02 \x01(\x08\"]\n\x0cStageTimings\x12\x13\n\x0btokenize_ns\x18\x01 \x01(\x04\x12\x11\n\tqueued_ns\x18\x02 \x01(\x04\x12\x12\n\nprefill_ns\x18\x03 \x01(\x04\x12\x11\n\tdecode_ns\x18\x04 \x01(\x04*\xb4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x04\x12\x1c\n\x18\x46INISH_REASON_REPETITION\x10\x05*b\n\x0bLengthLimit\x12\x1c\n\x18LENGTH_LIMIT_UNSPECIFIED\x10\x00\x12\x1b\n\x17LENGTH_LIMIT_MAX_TOKENS\x10\x01\x12\x18\n\x14LENGTH_LIMIT_CONTEXT\x10\x02\x42J\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,26 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.output_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.triptych.v1P\001Z\'triptych.dev/api/triptych/v1;triptychv1\252\002\013Triptych.V1'
-  _globals['_FINISHREASON']._serialized_start=1185
-  _globals['_FINISHREASON']._serialized_end=1365
-  _globals['_LENGTHLIMIT']._serialized_start=1367
-  _globals['_LENGTHLIMIT']._serialized_end=1465
+  _globals['_FINISHREASON']._serialized_start=1207
+  _globals['_FINISHREASON']._serialized_end=1387
+  _globals['_LENGTHLIMIT']._serialized_start=1389
+  _globals['_LENGTHLIMIT']._serialized_end=1487
   _globals['_ADMITTED']._serialized_start=68
-  _globals['_ADMITTED']._serialized_end=202
-  _globals['_RESUMABLE']._serialized_start=204
-  _globals['_RESUMABLE']._serialized_end=237
-  _globals['_CHOICEOUTPUT']._serialized_start=240
-  _globals['_CHOICEOUTPUT']._serialized_end=599
-  _globals['_TOOLCALLDELTA']._serialized_start=601
-  _globals['_TOOLCALLDELTA']._serialized_end=681
-  _globals['_LOGPROBS']._serialized_start=683
-  _globals['_LOGPROBS']._serialized_end=805
-  _globals['_PROMPTLOGPROBS']._serialized_start=807
-  _globals['_PROMPTLOGPROBS']._serialized_end=915
-  _globals['_FINISHED']._serialized_start=917
-  _globals['_FINISHED']._serialized_end=1041
-  _globals['_MOVES']._serialized_start=1043
-  _globals['_MOVES']._serialized_end=1087
-  _globals['_STAGETIMINGS']._serialized_start=1089
-  _globals['_STAGETIMINGS']._serialized_end=1182
+  _globals['_ADMITTED']._serialized_end=224
+  _globals['_RESUMABLE']._serialized_start=226
+  _globals['_RESUMABLE']._serialized_end=259
+  _globals['_CHOICEOUTPUT']._serialized_start=262
+  _globals['_CHOICEOUTPUT']._serialized_end=621
+  _globals['_TOOLCALLDELTA']._serialized_start=623
+  _globals['_TOOLCALLDELTA']._serialized_end=703
+  _globals['_LOGPROBS']._serialized_start=705
+  _globals['_LOGPROBS']._serialized_end=827
+  _globals['_PROMPTLOGPROBS']._serialized_start=829
+  _globals['_PROMPTLOGPROBS']._serialized_end=937
+  _globals['_FINISHED']._serialized_start=939
+  _globals['_FINISHED']._serialized_end=1063
+  _globals['_MOVES']._serialized_start=1065
+  _globals['_MOVES']._serialized_end=1109
+  _globals['_STAGETIMINGS']._serialized_start=1111
+  _globals['_STAGETIMINGS']._serialized_end=1204
 # @@protoc_insertion_point(module_scope)

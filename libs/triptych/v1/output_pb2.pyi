@@ -33,20 +33,22 @@ LENGTH_LIMIT_MAX_TOKENS: LengthLimit
 LENGTH_LIMIT_CONTEXT: LengthLimit
 
 class Admitted(_message.Message):
-    __slots__ = ("request_id", "model", "num_prompt_tokens", "seed", "prompt_token_ids", "resume_token")
+    __slots__ = ("request_id", "model", "num_prompt_tokens", "seed", "prompt_token_ids", "resume_token", "not_enforced")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NOT_ENFORCED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     num_prompt_tokens: int
     seed: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     resume_token: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token: _Optional[str] = ...) -> None: ...
+    not_enforced: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token: _Optional[str] = ..., not_enforced: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Resumable(_message.Message):
     __slots__ = ("resume_token",)

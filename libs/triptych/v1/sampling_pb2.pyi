@@ -105,14 +105,16 @@ class StructuredOutputs(_message.Message):
     def __init__(self, json_schema: _Optional[_Union[JsonSchema, _Mapping]] = ..., json_object: _Optional[_Union[JsonObject, _Mapping]] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., structural_tag_json: _Optional[str] = ...) -> None: ...
 
 class JsonSchema(_message.Message):
-    __slots__ = ("schema", "any_whitespace", "whitespace_pattern")
+    __slots__ = ("schema", "any_whitespace", "whitespace_pattern", "strict")
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     ANY_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
     WHITESPACE_PATTERN_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
     schema: str
     any_whitespace: bool
     whitespace_pattern: str
-    def __init__(self, schema: _Optional[str] = ..., any_whitespace: bool = ..., whitespace_pattern: _Optional[str] = ...) -> None: ...
+    strict: bool
+    def __init__(self, schema: _Optional[str] = ..., any_whitespace: bool = ..., whitespace_pattern: _Optional[str] = ..., strict: bool = ...) -> None: ...
 
 class JsonObject(_message.Message):
     __slots__ = ()

@@ -142,6 +142,7 @@ class EventEncoder:
             num_prompt_tokens=len(token_ids),
             prompt_token_ids=token_ids.tolist() if self._sends_prompt_token_ids else (),
             resume_token=event.resume_token,
+            not_enforced=event.not_enforced,
         )
 
     def _prompt_logprobs(self, event: PromptLogprobsEvent) -> output_pb2.PromptLogprobs:
@@ -229,6 +230,7 @@ def event_from_proto(message: generation_pb2.StreamGenerateResponse) -> Event | 
                 admitted.seed,
                 list(admitted.prompt_token_ids),
                 resume_token=admitted.resume_token,
+                not_enforced=tuple(admitted.not_enforced),
             )
         case "resumable":
             return ResumableEvent(message.resumable.resume_token)

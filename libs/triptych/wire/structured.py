@@ -29,6 +29,8 @@ def structured_to_proto(form: StructuredOutputs) -> sampling_pb2.StructuredOutpu
         message.json_schema.schema = _ANY_OBJECT if form.json is None else form.json  # type: ignore[assignment]
         message.json_schema.any_whitespace = form.any_whitespace
         message.json_schema.whitespace_pattern = form.whitespace_pattern or ""
+        if not form.strict:
+            message.json_schema.strict = False
     elif form.json_object:
         message.json_object.SetInParent()
     elif form.regex is not None:
@@ -55,6 +57,7 @@ def structured_from_proto(message: sampling_pb2.StructuredOutputs) -> Structured
                 json=schema.schema,
                 any_whitespace=schema.any_whitespace,
                 whitespace_pattern=schema.whitespace_pattern or None,
+                strict=schema.strict or not schema.HasField("strict"),
             )
         case "json_object":
             return StructuredOutputs(json_object=True)

@@ -28,7 +28,12 @@ from services.frontend.requests.tools import reasoning_variables
 from services.frontend.requests.turns import Turns
 from triptych.errors import FieldViolation, InvalidRequest
 
-CHAT_PATHS = {"prompt": "messages", "template_kwargs": "chat_template_kwargs", "tools.function": ""}
+CHAT_PATHS = {
+    "prompt": "messages",
+    "template_kwargs": "chat_template_kwargs",
+    "tools.function": "",
+    "tools.parameters": "input_schema",
+}
 """Fields of a `RawChat` -> their paths in a body, where they differ."""
 _ATTRIBUTION = "x-anthropic-billing-header:"
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -103,7 +108,8 @@ def _to_chat(body: MessagesFields, turns: Turns) -> RawChat:
 
 def _to_tool(tool: ClientTool) -> dict[str, Any]:
     described = {} if tool.description is None else {"description": tool.description}
-    function = {"name": tool.name, **described, "parameters": tool.input_schema}
+    strict = {"strict": True} if tool.strict else {}
+    function = {"name": tool.name, **described, "parameters": tool.input_schema, **strict}
     return {"type": "function", "function": function}
 
 

@@ -164,7 +164,8 @@ class ClientTool(Part):
     defer_loading: Any = ignored()
     eager_input_streaming: Any = ignored()
     input_examples: Any = ignored()
-    strict: Any = ignored()
+    strict: bool | None = None
+    """Each call is held to the whole schema, which is refused if that cannot be. Null: false."""
 
 
 class ToolByName(Part):

@@ -28,6 +28,7 @@ CHAT_PATHS = {
     "template_kwargs": _KWARGS_PATH,
     "tools": "chat.tools",
     "tools.function": "",
+    "tools.parameters": "parameters_json",
     "tool_choice": "chat.tool_choice",
 }
 """Fields of a `RawChat` besides its messages -> their paths in a `Generation`."""
@@ -54,6 +55,9 @@ _EFFORTS = {
     chat_pb2.REASONING_EFFORT_LOW: "low",
     chat_pb2.REASONING_EFFORT_MEDIUM: "medium",
     chat_pb2.REASONING_EFFORT_HIGH: "high",
+    chat_pb2.REASONING_EFFORT_MINIMAL: "minimal",
+    chat_pb2.REASONING_EFFORT_XHIGH: "xhigh",
+    chat_pb2.REASONING_EFFORT_MAX: "max",
 }
 
 
@@ -154,6 +158,7 @@ def to_chat(chat: chat_pb2.Chat) -> tuple[RawChat, list[FieldViolation]]:
         tools=tools,
         tool_choice=chat.tool_choice.tool_name or _TOOL_MODES.get(chat.tool_choice.mode, "auto"),
         parallel_tool_calls=_given(chat, "parallel_tool_calls") is not False,
+        includes_reasoning=_given(chat, "include_reasoning") is not False,
         continue_final_message=chat.continue_final_message,
         documents=tuple(
             {field.name: value for field, value in document.ListFields()} for document in chat.documents
@@ -183,6 +188,8 @@ def _tool(tool: chat_pb2.Tool, path: str, violations: list[FieldViolation]) -> d
         function["description"] = tool.description
     if parameters:
         function["parameters"] = parameters
+    if tool.strict:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 

@@ -23,6 +23,7 @@ from services.frontend.openai.request_body import BodyReader
 from services.frontend.openai.request_guard import RequestGuard
 from services.frontend.openai.responses import routes as responses_routes
 from services.frontend.openai.status_routes import VERSION
+from services.frontend.openai.streams import NOT_ENFORCED_HEADER
 
 
 def create_app(
@@ -70,6 +71,6 @@ def create_app(
             allow_origins=cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
+            expose_headers=(REQUEST_ID_HEADER, NOT_ENFORCED_HEADER, "Retry-After"),
         )
     return app

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from services.frontend.answer_blocks import BlockAnswer, EventFormat, stream_blocks, whole_blocks
 from services.frontend.openai.app_state import generator_of
 from services.frontend.openai.errors import HttpError, json_response
-from services.frontend.openai.streams import EventStream
+from services.frontend.openai.streams import EventStream, with_notes
 from services.frontend.requests.raw import RawRequest
 
 
@@ -33,11 +33,16 @@ async def answer_in_blocks(
     """Generate, and answer in the API's own words."""
     raw = replace(raw, client_names=(*raw.client_names, format.answer_id))
     events, in_flight = generator_of(request).generate(raw), request.app.state.in_flight
+    notes = dict[str, str]()
+    if raw.has_schema:
+        events = with_notes(events, notes)
     if not is_streamed:
-        return json_response(format.whole(await in_flight.run(request.receive, whole_blocks(events))))
+        whole = await in_flight.run(request.receive, whole_blocks(events))
+        return json_response(format.whole(whole), headers=notes)
     return EventStream(
         stream_blocks(events, format),
         in_flight=in_flight,
         request_id=request.state.request_id,
         failure=format.failure,
+        notes=notes,
     )

@@ -102,7 +102,8 @@ class Function(Part):
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments. Null: it has none."""
     strict: bool | None = None
-    """Accepted. Only calls that tool_choice demands are held to the schema."""
+    """Each call is held to the whole schema, which is refused if that cannot be. Otherwise only calls that tool_choice
+    demands, or that stand beside a form, are held to it, as far as it can be. Null: false."""
 
 
 class Tool(Part):

@@ -56,6 +56,8 @@ class AnswerOptions:
     returns_token_ids: bool
     names_tokens_by_id: bool
     """In log-probabilities: `token_id:123`."""
+    has_content: bool = True
+    """The answer has content. One that has to call tools has none."""
 
 
 def completion_requests(body: CompletionRequest, *, label: str, deadline_s: float | None) -> list[RawRequest]:
@@ -204,6 +206,7 @@ def answer_options(body: CompletionRequest | ChatCompletionRequest) -> AnswerOpt
         returns_prompt_logprobs=body.prompt_logprobs is not None,
         returns_token_ids=bool(body.return_token_ids),
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
+        has_content=not isinstance(body, ChatCompletionRequest) or body.tool_choice in (None, "auto", "none"),
     )
 
 

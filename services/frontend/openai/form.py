@@ -38,12 +38,15 @@ def read_form(body: SamplingBody) -> Form:
     return with_structured_outputs(form, "response_format", body.structured_outputs)
 
 
-def json_form(type: str, schema: Mapping[str, Any] | None, path: str, schema_path: str) -> Form:
+def json_form(
+    type: str, schema: Mapping[str, Any] | None, path: str, schema_path: str, *, is_strict: bool = True
+) -> Form:
     """Return the form that the types text, json_object and json_schema of OpenAI's formats mean.
 
     Args:
         path: Of the format in the body.
         schema_path: Of its schema.
+        is_strict: The schema is refused if it cannot be enforced whole.
     """
     if type == "text":
         return Form()
@@ -51,7 +54,7 @@ def json_form(type: str, schema: Mapping[str, Any] | None, path: str, schema_pat
         return Form(StructuredOutputs(json_object=True), path)
     if schema is None:
         return missing(schema_path, "send the JSON schema of the answer")
-    return Form(StructuredOutputs(json=schema), schema_path)
+    return Form(StructuredOutputs(json=schema, strict=is_strict), schema_path)
 
 
 def missing(path: str, why: str) -> Form:
@@ -82,7 +85,8 @@ def _from_response_format(given: ResponseFormat) -> Form:
     schema = given.json_schema.schema_ if given.json_schema is not None else None
     if given.json_schema is not None and schema is None:
         return missing(f"{path}.schema", "send the JSON schema of the answer")
-    return json_form(given.type, schema, "response_format", f"{path}.schema")
+    is_strict = given.json_schema is None or given.json_schema.strict is not False
+    return json_form(given.type, schema, "response_format", f"{path}.schema", is_strict=is_strict)
 
 
 def _from_structured_outputs(given: StructuredOutputsBody) -> Form:

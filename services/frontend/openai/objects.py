@@ -212,8 +212,9 @@ class ChatFormat:
             self._prompt_token_ids = np.asarray(event.prompt_token_ids).tolist()
 
     def opening(self, index: int) -> str | None:
+        content = '""' if self._options.has_content else "null"
         return (
-            f'{{"index":{index},"delta":{{"role":"assistant","content":""}},'
+            f'{{"index":{index},"delta":{{"role":"assistant","content":{content}}},'
             '"logprobs":null,"finish_reason":null}'
         )
 
@@ -247,7 +248,7 @@ class ChatFormat:
     def whole(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "message": _message(choice),
+            "message": _message(choice, has_content=self._options.has_content),
             "logprobs": self._logprobs(choice.logprobs) if self._options.wants_logprobs else None,
             **_ending_of(choice),
             **({"token_ids": choice.token_ids} if self._options.returns_token_ids else {}),
@@ -275,13 +276,14 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _message(choice: Choice) -> dict[str, Any]:
+def _message(choice: Choice, *, has_content: bool) -> dict[str, Any]:
     text, reasoning = "".join(choice.texts), "".join(choice.reasonings)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if reasoning:
         message["reasoning_content"] = reasoning
-    if choice.tool_calls:
+    if choice.tool_calls or not has_content:
         message["content"] = text or None
+    if choice.tool_calls:
         message["tool_calls"] = [
             {
                 "id": call.id,

@@ -23,7 +23,15 @@ from services.frontend.openai.stream_ids import (
     rest_of,
     write_answer,
 )
-from services.frontend.openai.streams import BLANK_LINE, COMMENT_LINE, EventStream, StreamIds, chunks, merge
+from services.frontend.openai.streams import (
+    BLANK_LINE,
+    COMMENT_LINE,
+    EventStream,
+    StreamIds,
+    chunks,
+    merge,
+    with_notes,
+)
 from services.frontend.requests.raw import RawRequest
 from services.frontend.resumption import ResumeToken, SeenChoice
 from triptych.errors import InvalidRequest, ModelNotFound, NotKept
@@ -157,9 +165,12 @@ async def _generate(
         for raw in raws
     ]
     events: AsyncGenerator[Event] = streams[0] if len(streams) == 1 else merge(streams, num_choices)
+    notes = dict[str, str]()
+    if raws[0].has_schema:
+        events = with_notes(events, notes)
     if not options.is_streamed:
         whole = whole_answer(events, format, answer_id=answer_id, created_unix_s=created_unix_s)
-        return json_response(await in_flight.run(request.receive, whole))
+        return json_response(await in_flight.run(request.receive, whole), headers=notes)
     pieces = chunks(
         events,
         format,
@@ -169,7 +180,7 @@ async def _generate(
         ids=StreamIds(num_choices) if has_ids else None,
     )
     ping = COMMENT_LINE if has_ids else BLANK_LINE
-    return EventStream(pieces, in_flight=in_flight, request_id=request_id, ping=ping)
+    return EventStream(pieces, in_flight=in_flight, request_id=request_id, ping=ping, notes=notes)
 
 
 def _go_on(request: Request, token: ResumeToken, seen: Mapping[int, SeenChoice] | None) -> Response:

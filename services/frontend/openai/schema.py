@@ -131,7 +131,7 @@ class JsonSchemaFormat(Part):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     """The schema."""
     strict: bool | None = None
-    """Ignored: the output always conforms."""
+    """False: what cannot be enforced is left out, and named by the header X-Not-Enforced. Null: true, it is refused."""
 
 
 class ResponseFormat(Part):

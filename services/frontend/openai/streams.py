@@ -133,6 +133,21 @@ def _total_ns(timings: StageTimings) -> int:
     return timings.queued_ns + timings.prefill_ns + timings.decode_ns
 
 
+NOT_ENFORCED_HEADER = "X-Not-Enforced"
+"""Paths of what the request's JSON schemas ask for and the answer is not held to, as a JSON list."""
+_MAX_NOTED, _MAX_NOTE_CHARS = 16, 200  # what is said of one answer
+
+
+async def with_notes(events: AsyncGenerator[Event], notes: dict[str, str]) -> AsyncGenerator[Event]:
+    """Yield the events, and write headers that admission brings into `notes`."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, AdmittedEvent) and event.not_enforced:
+                shown = [place[:_MAX_NOTE_CHARS] for place in event.not_enforced[:_MAX_NOTED]]
+                notes[NOT_ENFORCED_HEADER] = to_json(shown)
+            yield event
+
+
 BLANK_LINE = b"\n"
 """Keeps a silent stream open that has no event ids: every reader skips a blank line between two events, while those of
 vLLM's and SGLang's benchmarks take a comment for data."""
@@ -329,11 +344,13 @@ class EventStream(Response):
         request_id: str,
         failure: Callable[[HttpError], str] = _error_event,
         ping: bytes = BLANK_LINE,
+        notes: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
             failure: Spells the event of a failure.
             ping: What is sent after a while without an event.
+            notes: More headers, read when the first chunk is there.
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -342,6 +359,7 @@ class EventStream(Response):
         self._request_id = request_id
         self._failure = failure
         self._ping = ping
+        self._notes = {} if notes is None else notes
         self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -366,6 +384,7 @@ class EventStream(Response):
         async with aclosing(self._chunks), aclosing(pings):
             async for chunk in self._chunks:
                 if not self._has_started:
+                    self.headers.update(self._notes)
                     await send(
                         {
                             "type": "http.response.start",

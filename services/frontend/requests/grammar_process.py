@@ -5,9 +5,14 @@ their answers:
 
     {"tokenizer": JSON, "vocab_size": n, "eos_token_ids": [...],
      "max_mask_items": n}                                            {} or {"error": why}    first, once
-    {"json": schema, "whitespace": {...}}                            {"grammar": text} or {"error": why}
-    {"regex": ...}, {"choice": [...]}, {"lark": ...}, {"gbnf": ...}, {"any": lark or GBNF}
+    {"json": schema, "whitespace": {...}, "is_strict": ...}          {"grammar": text, "not_enforced": [[part, place]]}
+    {"regex": ...}, {"choice": [...]}, {"lark": ...}, {"gbnf": ...}  or {"error": why, "part": which}
+    {"any": lark or GBNF}
     {"tags": [{"trigger", "begin", "schema", "end"}], "are_special": whether triggers are control tokens}
+    {"answer": {"form": one of these or null, "tools": [[number, name, parameters, is_strict]], "format", "has_text",
+                "has_one", "reasoning": [opening, closing] or null, "is_reasoning", "tokens": {mark: id}}}
+
+A part is the number of a tool, or -1: the form. A place is one in its schema.
 """
 
 from __future__ import annotations
@@ -17,27 +22,51 @@ import json
 import random
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from services.frontend.requests.answer_grammars import AnswerGrammar, Tool
+from services.frontend.requests.json_schemas import normalize
 
 _MAX_ERROR_CHARS = 500
 _NUM_TRIALS, _TRIAL_TOKENS = 2, 8  # outputs that are tried, and their tokens
 
 
-def to_grammar(form: dict[str, Any]) -> str:
+_FORM_PART = -1
+
+
+class Grammar(NamedTuple):
+    """A form in llguidance's JSON."""
+
+    text: str
+    not_enforced: list[tuple[int, str]]
+    """Part and place of what it lacks."""
+
+
+def to_grammar(form: dict[str, Any], tokenizer: LLTokenizer) -> Grammar:
     """Return a form in llguidance's JSON.
 
     Raises:
         ValueError: It is not JSON, or not GBNF.
     """
+    match form:
+        case {"json": text}:
+            schema = _read_schema(text, is_strict=form["is_strict"], tokenizer=tokenizer)
+            # `lenient` would pass over keywords that cannot be enforced; a schema can ask for it by itself
+            overrides: Any = {**form["whitespace"], **schema.options, "lenient": False}
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema.schema), overrides=overrides)
+            return Grammar(grammar, [(_FORM_PART, place) for place in schema.not_enforced])
+        case {"answer": whole}:
+            return _to_answer_grammar(whole, tokenizer)
+        case _:
+            return Grammar(_to_text_grammar(form), [])
+
+
+def _to_text_grammar(form: dict[str, Any]) -> str:
     kind, value = next(iter(form.items()))
     match kind:
-        case "json":
-            # `lenient` would pass over keywords that cannot be enforced; a schema can ask for it by itself
-            overrides: Any = {**form["whitespace"], "lenient": False}
-            return LLMatcher.grammar_from_json_schema(value, overrides=overrides)
         case "regex":
             return LLMatcher.grammar_from_regex(value)
         case "choice":
@@ -56,7 +85,7 @@ def to_grammar(form: dict[str, Any]) -> str:
             ]
             return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=form["are_special"]))
         case "any":
-            return to_grammar({"lark" if _has_start_rule(value) else "gbnf": value})
+            return _to_text_grammar({"lark" if _has_start_rule(value) else "gbnf": value})
         case "lark":
             return LLMatcher.grammar_from_lark(value)
         case _:
@@ -66,16 +95,94 @@ def to_grammar(form: dict[str, Any]) -> str:
                 raise ValueError(f"is not GBNF: {error}") from None
 
 
+class _ReadSchema(NamedTuple):
+    schema: Any
+    options: dict[str, Any]
+    """Options of the compiler for it."""
+    not_enforced: list[str]
+
+
+def _read_schema(text: str, *, is_strict: bool, tokenizer: LLTokenizer) -> _ReadSchema:
+    """Read a schema and rewrite it as the compiler takes it."""
+
+    def is_enforceable(schema: Any) -> bool:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"lenient": False})
+        return not LLMatcher.validate_grammar(grammar, tokenizer)
+
+    def can_match(pattern: str) -> bool:
+        return is_enforceable({"type": "string", "pattern": pattern})
+
+    schema, not_enforced = normalize(json.loads(text), is_strict=is_strict, can_match=can_match)
+    options = {}
+    if not is_strict and '"oneOf"' in text and not is_enforceable(schema):
+        options["coerce_one_of"] = True
+        not_enforced = (*not_enforced, "oneOf")
+    return _ReadSchema(schema, options, list(not_enforced))
+
+
+def _to_answer_grammar(whole: dict[str, Any], tokenizer: LLTokenizer) -> Grammar:
+    form = Grammar("", []) if whole["form"] is None else to_grammar(whole["form"], tokenizer)
+    tools, numbers, not_enforced = [], [], form.not_enforced
+    for number, name, parameters, is_strict in whole["tools"]:
+        schema = _read_schema(parameters, is_strict=is_strict, tokenizer=tokenizer)
+        tools.append(Tool(name, schema.schema, schema.options))
+        numbers.append(number)
+        not_enforced += [(number, place) for place in schema.not_enforced]
+    # Marks that are no tokens to the compiler are text.
+    tokens = {mark: id for mark, id in whole["tokens"].items() if tokenizer.is_special_token(id)}
+    writer = AnswerGrammar(tokens)
+    text = writer.write(
+        form=_parts_of(form.text),
+        tools=tools,
+        format=whole["format"],
+        has_text=whole["has_text"],
+        has_one=whole["has_one"],
+        reasoning=whole["reasoning"],
+        is_reasoning=whole["is_reasoning"],
+    )
+    not_enforced += [(numbers[tool], place) for tool, place in writer.not_enforced]
+    return Grammar(text, not_enforced)
+
+
+def _parts_of(grammar: str) -> list[dict[str, Any]]:
+    """Return the grammars that one is made of, of which the first begins it."""
+    if not grammar:
+        return []
+    if grammar.startswith("{"):
+        parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+        return parts
+    return [{"lark_grammar": grammar}]
+
+
+def _find_part(whole: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits) -> int | None:
+    """Return the part of an answer for which it is refused, or None if each is good by itself."""
+    if whole["form"] is not None and "error" in answer(whole["form"], tokenizer, limits):
+        return _FORM_PART
+    for number, _, parameters, is_strict in whole["tools"]:
+        form = {"json": parameters, "whitespace": {}, "is_strict": is_strict}
+        if "error" in answer(form, tokenizer, limits):
+            return int(number)
+    return None
+
+
 def _has_start_rule(grammar: str) -> bool:
     # Without line breaks in the space before it: the search would try each run of them from each of its lines.
-    return re.search(r"^[ \t]*(start\b[^:\n]*:(?!:)|%llguidance\b)", grammar, re.MULTILINE) is not None
+    return re.search(r"^[ \t]*([?!]*start\b[^:\n]*:(?!:)|%llguidance\b)", grammar, re.MULTILINE) is not None
 
 
-def answer(form: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, str]:
+def answer(form: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, Any]:
     """Compile a form as the worker will, and try the beginnings of a few outputs."""
+    result = _compile(form, tokenizer, limits)
+    if "error" in result and "answer" in form:
+        part = _find_part(form["answer"], tokenizer, limits)
+        return result if part is None else {**result, "part": part}
+    return result
+
+
+def _compile(form: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, Any]:
     try:
-        grammar = to_grammar(form)
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        grammar = to_grammar(form, tokenizer)
+        matcher = LLMatcher(tokenizer, grammar.text, log_level=0, limits=limits)
         for seed in range(_NUM_TRIALS):
             if matcher.is_error():
                 break
@@ -87,7 +194,7 @@ def answer(form: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits)
         return {"error": _shortened(str(error))}
     if matcher.is_error():
         return {"error": _shortened(matcher.get_error())}
-    return {"grammar": grammar}
+    return {"grammar": grammar.text, "not_enforced": grammar.not_enforced}
 
 
 def _begin_output(matcher: LLMatcher, tokenizer: LLTokenizer, choice: random.Random) -> None:
@@ -119,7 +226,7 @@ def _shortened(error: str) -> str:
 
 def begin(
     message: dict[str, Any],
-) -> tuple[dict[str, str], Callable[[dict[str, Any]], dict[str, str]] | None]:
+) -> tuple[dict[str, str], Callable[[dict[str, Any]], dict[str, Any]] | None]:
     """Read the tokenizer of the first message. Return its answer, and the function that compiles forms or None."""
     try:
         tokenizer = LLTokenizer(

@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.frontend.fair_threads import FairThreads
 from services.frontend.limited_process import LimitedProcess, ProcessEnded
+from services.frontend.requests.answer_forms import AnswerForm
+from services.frontend.requests.answer_grammars import MARKS
 from services.frontend.requests.structural_tags import read_structural_tags
+from services.frontend.requests.tools import tool_path
 from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.facts import ModelFacts
@@ -30,6 +35,29 @@ _SCRIPT = Path(__file__).with_name("grammar_process.py")
 _ANY_OBJECT = '{"type": "object"}'
 
 
+class CompiledForm(NamedTuple):
+    """A form as engines take it."""
+
+    form: StructuredOutputs
+    not_enforced: tuple[str, ...]
+    """Paths of what the client's schemas ask for and the form does not hold the answer to."""
+
+
+class _Compiled(NamedTuple):
+    form: StructuredOutputs
+    not_enforced: tuple[tuple[int, str], ...]
+    """Part, and the place in its schema."""
+
+
+class _RefusedError(Exception):
+    def __init__(self, part: int, why: str) -> None:
+        self.part, self.why = part, why
+
+
+_FORM_PART = -1
+"""The part of an `AnswerForm` that is its form; the others are the numbers of its tools."""
+
+
 class GrammarChecker:
     """Owned by the `TextModel`. Its processes start with the first forms, and again where one ended one."""
 
@@ -46,16 +74,19 @@ class GrammarChecker:
         self._lock = threading.Lock()
         """Guards what follows, which threads use."""
         self._idle: list[tuple[ModelFacts, LimitedProcess]] = []
-        self._good: OrderedDict[bytes, StructuredOutputs] = OrderedDict()
+        self._good: OrderedDict[bytes, _Compiled] = OrderedDict()
         """Digest of a form and a model -> the compiled form; the latest used is last, as in the next."""
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._refused: OrderedDict[bytes, _RefusedError] = OrderedDict()
         """Digest of a form and a model -> why it was refused."""
 
-    async def compile(self, form: StructuredOutputs, model: ModelFacts, path: str) -> StructuredOutputs:
+    async def compile(
+        self, form: StructuredOutputs | AnswerForm, model: ModelFacts, path_of: Callable[[str], str]
+    ) -> CompiledForm:
         """Return a form, whose fields have been checked, as engines take it.
 
         Args:
-            path: Path of the form in the client's words.
+            path_of: Gives the paths of "structured_outputs", and of those that `tool_path` asks for, in the client's
+                words.
 
         Raises:
             InvalidRequest: It is malformed, cannot be enforced, or takes too long to compile; says why.
@@ -63,67 +94,79 @@ class GrammarChecker:
             QueueFull: Too many forms wait to be compiled.
         """
         key = hashlib.sha256(repr((form, model)).encode(errors="surrogatepass")).digest()
-        result = self._find(key, path)
+        result = self._find(key, path_of)
         if result is None:
             size = sum(map(len, form.texts))
-            result = await self._threads.run(size, self._compile, form, model, path, key)
-        return result
+            result = await self._threads.run(size, self._compile, form, model, path_of, key)
+        lost = (f"{_part_path(part, path_of)}.{place}" for part, place in result.not_enforced)
+        return CompiledForm(result.form, tuple(lost))
 
-    def _find(self, key: bytes, path: str) -> StructuredOutputs | None:
+    def _find(self, key: bytes, path_of: Callable[[str], str]) -> _Compiled | None:
         """Return a form that was compiled before, or None. Raises InvalidRequest if it was refused before."""
         with self._lock:
-            if (why := self._refused.get(key)) is not None:
+            if (refusal := self._refused.get(key)) is not None:
                 self._refused.move_to_end(key)
-                raise InvalidRequest(path, why)
+                raise InvalidRequest(_part_path(refusal.part, path_of), refusal.why)
             if (result := self._good.get(key)) is not None:
                 self._good.move_to_end(key)
             return result
 
     def _compile(
-        self, form: StructuredOutputs, model: ModelFacts, path: str, key: bytes
-    ) -> StructuredOutputs:
+        self,
+        form: StructuredOutputs | AnswerForm,
+        model: ModelFacts,
+        path_of: Callable[[str], str],
+        key: bytes,
+    ) -> _Compiled:
         """Compile a form on this thread, unless another call has done so meanwhile."""
-        if (found := self._find(key, path)) is not None:
+        if (found := self._find(key, path_of)) is not None:
             return found
         try:
-            result = compiled(self._ask(form, model, path))
-        except ValueError as error:
+            result = self._ask(form, model, path_of)
+        except _RefusedError as error:
             with self._lock:
-                self._refused[key] = str(error)
+                self._refused[key] = error
                 if len(self._refused) > MAX_REFUSED:
                     self._refused.popitem(last=False)
-            raise InvalidRequest(path, str(error)) from None
+            raise InvalidRequest(_part_path(error.part, path_of), error.why) from None
         with self._lock:
             self._good[key] = result
             if len(self._good) > MAX_KNOWN:
                 self._good.popitem(last=False)
         return result
 
-    def _ask(self, form: StructuredOutputs, model: ModelFacts, path: str) -> str:
+    def _ask(
+        self, form: StructuredOutputs | AnswerForm, model: ModelFacts, path_of: Callable[[str], str]
+    ) -> _Compiled:
         """Return the grammar of a form.
 
         Raises:
-            ValueError: It is refused; says why.
+            _RefusedError: It is refused; says why.
             FeatureDisabled: The model's tokenizer does not serve for it.
         """
-        message = _to_message(form, self._tokenizer)
-        process, is_new = self._take_process(model, path)
+        whole = _whole_part(form)
+        try:
+            message = _to_message(form, self._tokenizer)
+        except ValueError as error:
+            raise _RefusedError(whole, str(error)) from None
+        process, is_new = self._take_process(model, _part_path(whole, path_of))
         try:
             answer = process.ask(message, self._limit_s)
         except ProcessEnded as error:
             del process
             if not is_new and not error.was_late:  # it may have ended before it saw this form
-                return self._ask(form, model, path)
+                return self._ask(form, model, path_of)
             why = (
                 f"takes longer to compile than the limit of {self._limit_s:g} s of CPU time; make it smaller"
             )
-            raise ValueError(why if error.was_late else "is too complex to compile") from None
+            raise _RefusedError(whole, why if error.was_late else "is too complex to compile") from None
         with self._lock:
             self._idle.append((model, process))
         if "grammar" not in answer:
-            raise ValueError(f"cannot be enforced: {answer['error']}")
-        grammar: str = answer["grammar"]
-        return grammar
+            raise _RefusedError(answer.get("part", whole), f"cannot be enforced: {answer['error']}")
+        return _Compiled(
+            compiled(answer["grammar"]), tuple((part, place) for part, place in answer["not_enforced"])
+        )
 
     def _take_process(self, model: ModelFacts, path: str) -> tuple[LimitedProcess, bool]:
         """Return a process for this model that nobody uses, and whether it is new. Those of other models end."""
@@ -161,12 +204,39 @@ def _start_process(tokenizer: Tokenizer, model: ModelFacts, path: str) -> Limite
     return process
 
 
-def _to_message(form: StructuredOutputs, tokenizer: Tokenizer) -> dict[str, Any]:
+def _whole_part(form: StructuredOutputs | AnswerForm) -> int:
+    """Return the part that stands for all of a form."""
+    if isinstance(form, StructuredOutputs) or form.form is not None:
+        return _FORM_PART
+    return form.tools[0].number
+
+
+def _part_path(part: int, path_of: Callable[[str], str]) -> str:
+    """Return the path of a part of a form in the client's words."""
+    return path_of("structured_outputs") if part == _FORM_PART else tool_path(part, "parameters", path_of)
+
+
+def _to_message(form: StructuredOutputs | AnswerForm, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a form in the words of `grammar_process.py`.
 
     Raises:
         ValueError: Its structural tag is not understood; says why.
     """
+    if isinstance(form, AnswerForm):
+        marks = (*MARKS, *(form.reasoning or ()))
+        token_ids = {mark: tokenizer.token_id(mark) for mark in marks}
+        return {
+            "answer": {
+                "form": None if form.form is None else _to_message(form.form, tokenizer),
+                "tools": [astuple(tool) for tool in form.tools],
+                "format": form.format,
+                "has_text": form.has_text,
+                "has_one": form.has_one,
+                "reasoning": form.reasoning,
+                "is_reasoning": form.is_reasoning,
+                "tokens": {mark: token_id for mark, token_id in token_ids.items() if token_id is not None},
+            }
+        }
     if form.structural_tag is not None:
         tags = read_structural_tags(str(form.structural_tag))
         are_special = all(tokenizer.token_id(tag["trigger"]) in tokenizer.special_ids for tag in tags)
@@ -175,7 +245,8 @@ def _to_message(form: StructuredOutputs, tokenizer: Tokenizer) -> dict[str, Any]
         whitespace: dict[str, Any] = {"whitespace_flexible": form.any_whitespace}
         if form.whitespace_pattern is not None:
             whitespace["whitespace_pattern"] = form.whitespace_pattern
-        return {"json": _ANY_OBJECT if form.json is None else form.json, "whitespace": whitespace}
+        schema = _ANY_OBJECT if form.json is None else form.json
+        return {"json": schema, "whitespace": whitespace, "is_strict": form.strict}
     if form.grammar is not None:
         return {form.syntax.value: form.grammar}
     return {"regex": form.regex} if form.regex is not None else {"choice": form.choice}

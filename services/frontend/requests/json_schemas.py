@@ -300,7 +300,7 @@ def _escaped(text: str) -> str:
 
 
 def _rewrite_unevaluated(new: dict[str, Any]) -> None:
-    """Where one schema sees all that there is, what it does not evaluate is what it does not name."""
+    """Say what is not evaluated as what is not named, where one schema sees all that there is."""
     if any(name in new for name in _COMBINATORS):
         return
     for name, known in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):

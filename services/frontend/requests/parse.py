@@ -272,9 +272,6 @@ def _check_together(raw: RawRequest, sampling: SamplingParams, terms: ModelTerms
             )
             found.append(("allowed_token_ids", why))
     forces_calls = isinstance(raw.prompt, RawChat) and raw.prompt.demands_calls
-    if forces_calls and sampling.structured_outputs is not None:
-        why = "has no place beside calls that tool_choice demands; leave one of them out"
-        found.append(("structured_outputs", why))
     if forces_calls and sampling.ignore_eos:
         found.append(("ignore_eos", "goes on past the calls that tool_choice demands; leave it out"))
     if sampling.structured_outputs is not None:

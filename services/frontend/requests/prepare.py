@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 
 from services.frontend.identity import draw_seed
-from services.frontend.requests.forced_calls import forced_form
+from services.frontend.requests.answer_forms import AnswerForm, answer_form
 from services.frontend.requests.parse import fit_to_context, parse
 from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.tools import AnswerSplit
@@ -14,6 +14,7 @@ from services.frontend.text_model import TextModel
 from triptych.errors import InvalidRequest
 from triptych.types.sampling import MAX_BIASES, SamplingParams
 from triptych.types.step import U32
+from triptych.types.structured import StructuredOutputs
 from triptych.types.submit import ModelTerms
 
 
@@ -35,6 +36,8 @@ class PreparedRequest:
     tokenize_ns: int
     split: AnswerSplit | None = None
     """How the answer to a conversation is split; None: it stays one text."""
+    not_enforced: tuple[str, ...] = ()
+    """Paths of what schemas ask for and the grammar does not hold the answer to."""
 
     @property
     def fingerprint(self) -> str:
@@ -72,13 +75,15 @@ async def prepare(
         token_ids = valid.prompt
     context = max_model_len if valid.sampling.max_tokens is not None else terms.context_for(len(token_ids))
     sampling = fit_to_context(valid, len(token_ids), context)
-    form, form_path = sampling.structured_outputs, raw.path("structured_outputs")
-    is_content = form is not None  # from the first token on: the model neither thinks nor calls tools
-    if isinstance(valid.prompt, RawChat) and (forced := forced_form(valid.prompt)) is not None:
-        form, form_path = forced, raw.path("tools")
+    form: StructuredOutputs | AnswerForm | None = sampling.structured_outputs
+    split, not_enforced = None, tuple[str, ...]()
+    if isinstance(valid.prompt, RawChat):
+        split = text.split_answer(valid.prompt, token_ids, has_form=form is not None)
+        form = answer_form(valid.prompt, sampling.structured_outputs, split)
     if form is not None:
-        form = await text.grammars.compile(form, terms.model, form_path)
-        sampling = replace(sampling, structured_outputs=form)
+        compiled = await text.grammars.compile(form, terms.model, raw.path)
+        sampling = replace(sampling, structured_outputs=compiled.form)
+        not_enforced = compiled.not_enforced
     if sampling.bad_words:
         sampling = await _with_tokenized_words(sampling, terms.model.vocab_size, text)
     largest = int(token_ids.max())
@@ -92,15 +97,13 @@ async def prepare(
         echo = valid.prompt
     elif raw.echo:
         echo = await text.echo(token_ids, skip_special_tokens=sampling.skip_special_tokens)
-    split = None
-    if isinstance(valid.prompt, RawChat) and sampling.detokenize and not is_content:
-        split = text.split_answer(valid.prompt, token_ids)
-        if split is not None and split.needs_special_tokens:
-            sampling = replace(sampling, skip_special_tokens=False)
+    has_reasoning = split is not None and split.reasoning is not None
+    if split is not None and sampling.detokenize and split.needs_special_tokens:
+        sampling = replace(sampling, skip_special_tokens=False)
     if isinstance(budget := sampling.thinking_token_budget, int):
-        thinking = None  # forms and forced calls leave no room for thoughts
-        if form is None:
-            is_open = None if split is None or split.reasoning is None else split.is_reasoning
+        thinking = None  # a form without reasoning before it leaves no room for thoughts
+        if form is None or has_reasoning:
+            is_open = split.is_reasoning if split is not None and has_reasoning else None
             path = raw.path("thinking_token_budget")
             thinking = text.thinking_budget(budget, token_ids, is_open=is_open, path=path)
         sampling = replace(sampling, thinking_token_budget=thinking)
@@ -115,7 +118,8 @@ async def prepare(
         seed=draw_seed() if sampling.seed is None else sampling.seed,
         echo=echo,
         tokenize_ns=time.perf_counter_ns() - started_ns,
-        split=split,
+        split=split if sampling.detokenize else None,
+        not_enforced=not_enforced,
     )
 
 

@@ -12,6 +12,8 @@ from triptych.types.structured import StructuredOutputs
 
 MAX_MESSAGES = 16384  # of one conversation
 MAX_ABORTS = 4096  # ids in one call
+TOOL_CHOICES = ("auto", "none", "required")
+"""Words of `tool_choice`; any other is the name of a tool."""
 _MESSAGE_CHARS = 60  # an empty message costs as much as so many characters and those of its role
 _LONG_VARIABLE = 1 << 13  # counts as the size of a list or an object, which is not looked into
 
@@ -50,6 +52,11 @@ class RawChat:
     def demands_calls(self) -> bool:
         """Whether the answer has to call a tool."""
         return self.tool_choice not in ("auto", "none")
+
+    @property
+    def names_tool(self) -> bool:
+        """Whether the answer has to call a certain tool."""
+        return self.tool_choice not in TOOL_CHOICES
 
     @property
     def template_tools(self) -> Sequence[Mapping[str, Any]] | None:
@@ -105,6 +112,12 @@ class RawRequest:
     """Violations that the API found by itself; reported together with the rest."""
     unsupported: tuple[str, ...] = ()
     """Paths of fields that the client set and this version does not support; refused by name."""
+
+    @property
+    def has_schema(self) -> bool:
+        """Whether the answer may be held to a schema."""
+        has_tools = isinstance(self.prompt, RawChat) and bool(self.prompt.tools)
+        return has_tools or self.sampling.get("structured_outputs") is not None
 
     @property
     def size(self) -> int:

@@ -15,7 +15,6 @@ from triptych.errors import FieldViolation
 from triptych.text.answer_parser import AnswerParser, ReasoningFormat, ToolCallFormat
 
 MAX_TOOLS = 128
-TOOL_CHOICES = ("auto", "none", "required")
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts of reasoning that chat templates do not know -> the nearest that they do."""
@@ -37,6 +36,8 @@ class AnswerSplit:
     sends_reasoning: bool
     names_tool: bool = False
     """The request named the tool: calling it is no reason to stop of its own, as OpenAI has it."""
+    is_either: bool = False
+    """The answer is either calls or content in a form."""
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -53,6 +54,7 @@ class AnswerSplit:
             tool_format=self.tool_format,
             tools=self.tools,
             max_calls=self.max_calls,
+            is_either=self.is_either,
             new_id=_short_id if has_short_ids else _call_id,
         )
 
@@ -64,7 +66,7 @@ def check_tools(
 
     Args:
         tools: In OpenAI's form: `{"type": "function", "function": {"name": …, "parameters": …}}`.
-        tool_choice: One of `TOOL_CHOICES`, or the name of a tool.
+        tool_choice: One of `raw.TOOL_CHOICES`, or the name of a tool.
         path: Gives the paths of "tools", of "tools.function" below each, and of "tool_choice", in the client's words.
     """
     return [FieldViolation(*found) for found in _find_wrong_tools(tools, tool_choice, path)]
@@ -81,24 +83,33 @@ def _find_wrong_tools(
     for number, tool in enumerate(tools):
         function = tool["function"]
         name, parameters = function.get("name"), function.get("parameters")
-        where = f"{path('tools')}[{number}]{path('tools.function')}"
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
             yield (
-                f"{where}.name",
+                tool_path(number, "name", path),
                 f"{name!r:.80} is not 1 to 64 letters, digits, dots, dashes and underscores",
             )
         elif name in names:
-            yield f"{where}.name", f"{name!r} is there twice"
+            yield tool_path(number, "name", path), f"{name!r} is there twice"
         else:
             names.add(name)
         if parameters is not None and not isinstance(parameters, Mapping):
-            yield f"{where}.parameters", "is not a JSON schema, which is a JSON object"
+            yield tool_path(number, "parameters", path), "is not a JSON schema, which is a JSON object"
     if tool_choice in ("auto", "none"):
         return
     if not tools:
         yield path("tool_choice"), f"{tool_choice!r:.80} needs tools; none are given"
     elif tool_choice != "required" and tool_choice not in names:
         yield path("tool_choice"), f"{tool_choice!r:.80} is none of the tools that are given"
+
+
+def tool_path(number: int, field: str, path: Callable[[str], str]) -> str:
+    """Return the path of a field of a tool, `name` or `parameters`, in the client's words.
+
+    Args:
+        path: Gives the paths of "tools", of "tools.function" below each, and of "tools.parameters" below that.
+    """
+    name = path("tools.parameters") if field == "parameters" else field
+    return f"{path('tools')}[{number}]{path('tools.function')}.{name.rpartition('.')[2]}"
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -109,7 +109,13 @@ def _misuse(body: ResponsesRequest) -> list[FieldViolation]:
 def _read_form(body: ResponsesRequest) -> Form:
     form, given = Form(), body.text.format if body.text is not None else None
     if given is not None:
-        form = json_form(given.type, given.schema_, "text.format", "text.format.schema")
+        form = json_form(
+            given.type,
+            given.schema_,
+            "text.format",
+            "text.format.schema",
+            is_strict=given.strict is not False,
+        )
     return with_structured_outputs(form, "text.format", body.structured_outputs)
 
 
@@ -139,7 +145,12 @@ def _functions(tools: Sequence[Part]) -> Iterator[FunctionTool]:
 
 
 def _to_tool(tool: FunctionTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict or None,
+    }
     return {
         "type": "function",
         "function": {name: value for name, value in function.items() if value is not None},

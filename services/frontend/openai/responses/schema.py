@@ -218,7 +218,7 @@ class TextFormat(Part):
     description: str | None = None
     """Ignored."""
     strict: bool | None = None
-    """Ignored: the output always conforms."""
+    """False: what cannot be enforced is left out, and named by the header X-Not-Enforced. Null: true, it is refused."""
 
 
 class TextOptions(Part):
