@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from services.enginecore import engine
+from services.enginecore.engine import EngineCore
 from services.enginecore.frontends.servicer import FrontendSessions
 from services.enginecore.kv.manager import BlockManager
 from services.enginecore.scheduler import request_states
@@ -16,11 +18,14 @@ from services.enginecore.scheduler.scheduler import Scheduler
 from services.frontend import generate
 from services.frontend.choice import Choice
 from services.frontend.engines import client as engine_client
+from services.frontend.engines import journey, mover
 from services.frontend.engines import session as engine_session
 from services.worker.service.lease import WorkerLease
 from triptych.client.resumption import ResumableStream
 from triptych.text.stop import StopChecker
+from triptych.types import identity
 from triptych.types.events import FinishedEvent
+from triptych.types.identity import Comparison, ModelIdentity
 from triptych.types.step import U32, NewRow, RowContent, empty_u32
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -166,10 +171,27 @@ def _hold_a_share(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine_session.EngineSession, "abort", wrong)
 
 
+def _compare_no_weights(patch: pytest.MonkeyPatch) -> None:
+    """Two fine-tunes of one architecture are taken for the same model, wherever models are compared."""
+    right = identity.compare
+
+    def wrong(one: ModelIdentity, other: ModelIdentity) -> Comparison:
+        return right(replace(one, weights=""), replace(other, weights=""))
+
+    for module in (engine, journey, mover):
+        patch.setattr(module, "compare", wrong)
+
+
+def _go_on_with_any_worker(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EngineCore, "_give_up_output", lambda *_: None)
+
+
 _QUIET = "seed=1 engines=1 frontends=1 requests=16:"
 _CUT = f"{_QUIET} 0.300 cut frontend-0>enginecore-0 0; 0.600 cut frontend-0>enginecore-0 0"
 _KILL = f"{_QUIET} 0.500 kill worker-0 0.2; 0.900 kill worker-0 0.2"
 _USURP = f"{_QUIET} 0.400 usurp enginecore-0 2.0"
+_RELEASE = f"{_QUIET} 0.500 change:numerics worker-0 0.2"
+_FINE_TUNE = f"{_QUIET} 0.500 change:weights worker-0 0.2"
 
 PLANTED_BUGS = (
     PlantedBug("drop a token", _drop_a_token, _QUIET, "unchanged"),
@@ -182,5 +204,7 @@ PLANTED_BUGS = (
     PlantedBug("requeue with another seed", _requeue_with_another_seed, _KILL, "unchanged"),
     PlantedBug("take output for prompt", _take_output_for_prompt, _KILL, "unchanged"),
     PlantedBug("end twice", _end_twice, _QUIET, "one_end"),
+    PlantedBug("compare no weights", _compare_no_weights, _FINE_TUNE, "unchanged"),
+    PlantedBug("go on with any worker", _go_on_with_any_worker, _RELEASE, "unchanged"),
     PlantedBug("hold a share", _hold_a_share, _QUIET, "all_home"),
 )

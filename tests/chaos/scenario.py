@@ -12,16 +12,19 @@ from random import Random
 from typing import Protocol
 
 from tests.chaos.load import Send, answers_undisturbed, make_load, run_clients, with_stops_that_hit
-from tests.chaos.recorder import Recorder, Request
+from tests.chaos.recorder import Answer, Recorder, Request
 from tests.chaos.validators import Evidence, Home, Step
 from triptych.failpoints import PLACES
 from triptych.types.events import Event
 
-PROCESS_FAULTS = ("kill", "kill-at", "term", "stop", "usurp")
+PROCESS_FAULTS = ("kill", "kill-at", "term", "change", "stop", "usurp")
+CHANGES = ("weights", "numerics", "limits")
+"""Differences of a process that takes another's place: other tokens from the start, other tokens, or equal ones."""
 LINK_FAULTS = ("cut", "half-cut", "hold", "hold-up", "hold-down")
 _SETTLE_S = 90.0
 """More than all times to live: what is not home by then never comes home."""
 _POLL_S = 0.1
+_MOVE_TIMEOUT_S = 30.0  # of `frontend.move_timeout_s`
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Fault:
     | kill | a process, by SIGKILL; started again later |
     | kill-at:PLACE | the same, when it next comes to a place of `triptych.failpoints` |
     | term | a process is stopped as operators do it, by SIGTERM, and started again later |
+    | change:WHAT | as term, and what is started is another: of other weights, numerics or limits |
     | stop | a process, by SIGSTOP; goes on later |
     | usurp | a process is stopped, another one takes its name and address, and later it goes on |
     | cut | the streams of a link, at once; they may be dialed again |
@@ -43,6 +47,12 @@ class Fault:
     target: str
     """A process, or a link as client>server."""
     for_s: float
+
+    @property
+    def change(self) -> str:
+        """Return how the process differs that takes this one's place; empty: not at all."""
+        action, _, what = self.action.partition(":")
+        return what if action == "change" else ""
 
     @property
     def kills(self) -> bool:
@@ -77,8 +87,20 @@ class Scenario:
 
     @property
     def num_engine_deaths(self) -> int:
-        """Return how often engine cores die. A request that was at two of them in a row is a suspect, and fails."""
+        """Return how often engine cores die. A request that was at three of them in a row may fail as the reason."""
         return sum(fault.kills and fault.target.startswith("enginecore") for fault in self.faults)
+
+    @property
+    def models(self) -> list[str]:
+        """Return the changes after which workers give other tokens."""
+        return sorted({fault.change for fault in self.faults} - {"", "limits"})
+
+    @property
+    def loses_its_model(self) -> bool:
+        """Return whether there may be no worker for too long that can go on with what was begun."""
+        changed = {fault.target for fault in self.faults if fault.change in self.models}
+        is_away = any(fault.for_s > _MOVE_TIMEOUT_S / 3 for fault in self.faults)
+        return len(changed) == self.num_engines or (bool(changed) and is_away)
 
     @staticmethod
     def parse(text: str) -> Scenario:
@@ -121,6 +143,10 @@ class Ground(Protocol):
 
     def stop(self, name: str) -> None: ...
 
+    def change(self, name: str, what: str) -> None:
+        """Let a process be another when it is started again. `what`: empty: the first one again."""
+        ...
+
     async def usurp(self, name: str) -> Callable[[], None]:
         """Stop a process and start another one in its place. Return what lets the first go on."""
         ...
@@ -141,7 +167,13 @@ class Ground(Protocol):
 
 
 def make_scenario(
-    seed: int, victims: Sequence[str], *, last_s: float, num_requests: int = 16, at_places: bool = False
+    seed: int,
+    victims: Sequence[str],
+    *,
+    last_s: float,
+    num_requests: int = 16,
+    at_places: bool = False,
+    has_changes: bool = False,
 ) -> Scenario:
     """Return a random scenario.
 
@@ -149,6 +181,7 @@ def make_scenario(
         victims: Kinds of processes that may be killed. Everything else may happen to all.
         last_s: When the last fault may begin.
         at_places: Whether they are killed at failpoints as well.
+        has_changes: Whether in one of four scenarios processes are replaced by others, one after the other.
     """
     random = Random(seed)
     num_engines, num_frontends = random.randint(1, 2), random.randint(1, 2)
@@ -175,8 +208,24 @@ def make_scenario(
             if target in inner and random.random() < 0.2:
                 for_s = random.uniform(10.0, 40.0)
         faults.append(Fault(random.uniform(0, last_s), action, target, for_s))
+    if has_changes:
+        faults += _make_changes(Random(f"changes of {seed}"), names, last_s)
     ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
     return Scenario(seed, num_engines, num_frontends, num_requests, ordered)
+
+
+def _make_changes(random: Random, names: dict[str, list[str]], last_s: float) -> list[Fault]:
+    """Return the steps of a rolling change of some processes of one tier, or none."""
+    if random.random() >= 0.25:
+        return []
+    what = random.choice(CHANGES)
+    tier = random.choice(("worker", "enginecore")) if what == "limits" else "worker"
+    changed = names[tier][: random.randint(1, len(names[tier]))]
+    begins_at, pause_s = random.uniform(0, last_s), random.uniform(0.0, 2.0)
+    return [
+        Fault(begins_at + number * pause_s, f"change:{what}", name, random.uniform(0.05, 1.0))
+        for number, name in enumerate(changed)
+    ]
 
 
 async def play(
@@ -199,6 +248,7 @@ async def play(
     send: Send = ground.generate
     requests = with_stops_that_hit(requests, await answers_undisturbed(requests, send))
     oracle = await answers_undisturbed(requests, send)
+    others = [await _answers_after(ground, scenario, what, requests) for what in scenario.models]
     ground.steps.clear()
     on_begin()
     recorder, random = Recorder(clock), Random(scenario.seed)
@@ -218,9 +268,29 @@ async def play(
         oracle,
         steps=ground.steps,
         homes=homes,
-        may_fail_with=("ENGINE_FAILURE",) if scenario.num_engine_deaths > 1 else (),
+        other_oracles=others,
+        may_fail_with=(
+            *(("ENGINE_FAILURE",) if scenario.num_engine_deaths > 2 else ()),
+            *(("GENERATION_LOST",) if scenario.loses_its_model else ()),
+        ),
         is_exact_time=ground.is_exact_time,
     )
+
+
+async def _answers_after(
+    ground: Ground, scenario: Scenario, what: str, requests: Sequence[Request]
+) -> dict[str, Answer]:
+    """Return the undisturbed answers of workers that are changed."""
+    workers = [f"worker-{index}" for index in range(scenario.num_engines)]
+    answers = {}
+    for change in (what, ""):
+        for worker in workers:
+            ground.change(worker, change)
+            await ground.term(worker)
+            await ground.start(worker)
+        await ground.wait_all_ready()
+        answers[change] = await answers_undisturbed(requests, ground.generate)
+    return answers[what]
 
 
 async def _inflict(ground: Ground, fault: Fault) -> None:
@@ -238,6 +308,11 @@ async def _inflict(ground: Ground, fault: Fault) -> None:
             await ground.start(fault.target)
         case "term":
             await ground.term(fault.target)
+            await asyncio.sleep(fault.for_s)
+            await ground.start(fault.target)
+        case "change":
+            await ground.term(fault.target)
+            ground.change(fault.target, place)
             await asyncio.sleep(fault.for_s)
             await ground.start(fault.target)
         case "stop":

@@ -21,7 +21,7 @@ VICTIMS = tuple(os.environ.get("VICTIMS", "worker enginecore frontend").split())
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
 def test_random_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _check(make_scenario(seed, VICTIMS, last_s=LAST_FAULT_S, at_places=True), monkeypatch)
+    _check(make_scenario(seed, VICTIMS, last_s=LAST_FAULT_S, at_places=True, has_changes=True), monkeypatch)
 
 
 @pytest.mark.skipif("SCENARIO" not in os.environ, reason="SCENARIO gives none")

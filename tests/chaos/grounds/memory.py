@@ -71,6 +71,12 @@ from triptych.v1 import generation_pb2_grpc
 
 STEP_S = 0.02
 DRAIN_S = 30.0
+_MAX_MODEL_LEN = 512
+_MODELS = {
+    "weights": (replace(NAIVE_IDENTITY, weights="v" * 64), 1),
+    "numerics": (replace(NAIVE_IDENTITY, numerics="another release"), 2),
+}
+"""Change of a worker -> its identity from then on, and the key of its tokens."""
 UNREAD_EVENTS = 16
 """Events that a client has not read, after which the frontend waits for it."""
 
@@ -78,11 +84,18 @@ UNREAD_EVENTS = 16
 class KeyedWorker(NaiveWorker):
     """The naive worker, where a row with penalties looks at the length of its prompt, as real ones do."""
 
+    def __init__(self, key: int) -> None:
+        """`key`: Its model: workers of other keys give other tokens."""
+        super().__init__()
+        self._key = key
+
     def _draw(self, row: WorkerRow, limit: int, *, is_misled: bool) -> list[int]:
-        if not row.new.sampling.presence_penalty:
+        if not row.new.sampling.presence_penalty and not self._key:
             return super()._draw(row, limit, is_misled=is_misled)
-        fingerprint = prefix_fingerprints(row.tokens)[-1]
-        token_id = sample(row.new.seed, len(row.tokens), fingerprint + row.new.num_prompt_tokens)
+        fingerprint = prefix_fingerprints(row.tokens)[-1] + self._key
+        if row.new.sampling.presence_penalty:
+            fingerprint += row.new.num_prompt_tokens
+        token_id = sample(row.new.seed, len(row.tokens), fingerprint)
         row.tokens.append(token_id)
         return [token_id]
 
@@ -90,8 +103,13 @@ class KeyedWorker(NaiveWorker):
 class InlineRunner:
     """The worker's runner thread without a thread: a step takes its time on the loop."""
 
-    def __init__(self, runner: NaiveRunner, on_step: Callable[[int, int], None]) -> None:
-        """`on_step`: called with the session and the id of each step that is computed."""
+    def __init__(self, runner: NaiveRunner, on_step: Callable[[int, int], None], key: int = 0) -> None:
+        """
+        Args:
+            on_step: Called with the session and the id of each step that is computed.
+            key: As of `KeyedWorker`.
+        """
+        self._key = key
         self.steps = StepClock()
         self._runner = runner
         self._on_step = on_step
@@ -104,7 +122,7 @@ class InlineRunner:
         self, deliver: Callable[[StepResult | Exception], None], on_open: Callable[[], None]
     ) -> int:
         self._current += 1
-        self._runner.worker = KeyedWorker()
+        self._runner.worker = KeyedWorker(self._key)
         self._deliver = deliver
         asyncio.get_running_loop().call_soon(on_open)
         return self._current
@@ -157,6 +175,8 @@ class MemoryGround:
         self.processes: dict[str, Process] = {}
         self.num_engines, self.num_frontends = num_engines, num_frontends
         self._lives: dict[str, int] = {}
+        self._changes: dict[str, str] = {}
+        """Process -> how it differs from the first of its name since it was replaced."""
         self._workers: dict[str, tuple[StatusPublisher, WorkerLease]] = {}
         self._engines: dict[str, EngineLoop] = {}
         self._sessions: dict[str, EngineCoreServicer] = {}
@@ -278,6 +298,10 @@ class MemoryGround:
         while count() and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.02)
 
+    def change(self, name: str, what: str) -> None:
+        """Let a process be another when it is started again. `what`: empty: the first one again."""
+        self._changes[name] = what
+
     def stop(self, name: str) -> None:
         """Send SIGSTOP."""
         self.processes[name].is_stopped = True
@@ -348,19 +372,18 @@ class MemoryGround:
         )
 
     def _start_worker(self, name: str) -> None:
-        config = self._config(0)
-        runner = NaiveRunner(config)
+        config, change = self._config(0), self._changes.get(name, "")
+        runner = NaiveRunner(config, max_model_len=_MAX_MODEL_LEN - 16 * (change == "limits"))
         boot_id = f"{name}.{self._lives[name]}"
-        facts = replace(
-            runner.facts, boot_id=boot_id, model=replace(runner.facts.model, identity=NAIVE_IDENTITY)
-        )
+        identity, key = _MODELS.get(change, (NAIVE_IDENTITY, 0))
+        facts = replace(runner.facts, boot_id=boot_id, model=replace(runner.facts.model, identity=identity))
         publisher = StatusPublisher()
 
         def note(epoch: int, step_id: int) -> None:
             holder = lease._session.hello.boot_id if lease._session is not None else ""
             self.steps.append(Step(boot_id, holder, epoch, step_id))
 
-        thread = InlineRunner(runner, note)
+        thread = InlineRunner(runner, note, key)
         lease = WorkerLease(
             publisher,
             thread,  # type: ignore[arg-type]
@@ -386,6 +409,9 @@ class MemoryGround:
 
     def _start_engine(self, name: str, index: int) -> None:
         config = self._config(index)
+        if self._changes.get(name) == "limits":
+            max_num_waiting = config.scheduler.max_num_waiting + 1
+            config = replace(config, scheduler=replace(config.scheduler, max_num_waiting=max_num_waiting))
         loop = self._engines[name] = EngineLoop(
             config=config,
             executor=GrpcExecutor(
