@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import random
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -19,6 +19,7 @@ from triptych.compat import vllm_engine_pb2
 from triptych.types.sampling import SAMPLING_FIELDS
 from triptych.v1 import generation_pb2, model_pb2
 
+M = TypeVar("M", bound=Message)
 _HUGE = "@huge@"
 """Stands for an integer of more digits than Python reads."""
 INTEGERS = (
@@ -151,6 +152,20 @@ class Fuzzer:
         content = message.SerializeToString()
         return method, self._corrupted(content) if rng.random() < 0.04 else content
 
+    def changed(self, base: M) -> M:
+        """Return a copy of a message, of which some fields are set to anything that they can hold."""
+        message = type(base)()
+        message.CopyFrom(base)
+        self._fill(message, self._random.choice((0.05, 0.1, 0.3, 0.6)), 4)
+        return message
+
+    def flipped(self, content: bytes) -> bytes:
+        """Return bytes of which a few have changed."""
+        data = bytearray(content)
+        for _ in range(self._random.choice((0, 1, 3)) if data else 0):
+            data[self._random.randrange(len(data))] = self._random.randrange(256)
+        return bytes(data)
+
     def _field(self, name: str) -> Any:
         spec = SAMPLING_FIELDS.get(name)
         if spec is not None and self._random.random() < 0.5 and math.isfinite(spec.low + spec.high):
@@ -269,7 +284,7 @@ class Fuzzer:
         rng = self._random
         match field.cpp_type:
             case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
-                return rng.randbytes(rng.choice((0, 1, 30)))
+                return rng.randbytes(rng.choice((0, 1, 4, 8, 16, 30)))
             case FieldDescriptor.CPPTYPE_STRING:
                 return rng.choice((*TEXTS, json.dumps(rng.choice(SCHEMAS))))
             case FieldDescriptor.CPPTYPE_BOOL:
