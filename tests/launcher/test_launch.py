@@ -84,7 +84,7 @@ def test_vllms_arguments_that_ask_for_nothing_are_taken(name):
 
 def test_a_stack_that_runs_takes_what_asks_for_nothing():
     for name, values in OF_VLLM.items():
-        for value in (None, *(values if name in HINTS or name in NEUTRAL else ())):
+        for value in (None, *(values if name in {*HINTS, *NEUTRAL, "revision"} else ())):
             assert stack_config("embedded", "127.0.0.1:1", {name: value}) is None
     with pytest.raises(ConfigError, match="max_num_seqs: options of a stack that is started here"):
         stack_config("embedded", "127.0.0.1:1", {"max_num_seqs": 16, "swap_space": 4})
@@ -96,7 +96,8 @@ def test_a_stack_that_runs_takes_what_asks_for_nothing():
         ({"tokenizer": "another"}, "tokenizer='another' is not served; the model's own is used"),
         ({"enable_lora": True}, "enable_lora=True is not served"),
         ({"max_logprobs": 50}, "max_logprobs=50 is not served; a request may ask for 20"),
-        ({"task": "embed", "revision": "v2"}, "task='embed' is not served; revision='v2' is not served"),
+        ({"task": "embed", "worker_cls": "x"}, "task='embed' is not served; worker_cls='x' is not served"),
+        ({"revision": "v2", "tokenizer_revision": "v3"}, "tokenizer_revision='v3' is not served"),
         ({"download_dir": "x"}, r"set \$TRIPTYCH_HOME"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config=.* is not served"),
         ({"structured_outputs_config": {"disable_any_whitespace": True}}, "is not served"),
@@ -117,6 +118,8 @@ def test_vllms_values_have_their_names_here():
     config = config_from_overrides(given)
     assert (config.model.dtype, config.model.served_name, config.load.format) == ("float32", "m", "random")
     assert config_from_overrides({"dtype": "half"}).model.dtype == "float16"
+    both = {"revision": "v2", "tokenizer_revision": "v2"}
+    assert config_from_overrides(both).model.revision == "v2"
 
 
 def test_a_programs_own_stack_takes_free_ports_and_is_quiet(monkeypatch):

@@ -26,10 +26,11 @@ ALIASES = {
 _VALUE_TO_OURS: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"dummy": "random", "hf": "auto", "safetensors": "auto"},
-    "max_model_len": {-1: 0, "auto": 0},
-    "attention_backend": {"": "auto"},
+    "max_model_len": {-1: None, "auto": None},
+    "revision": {"main": None},
+    "attention_backend": {"": None},
 }
-"""Argument -> value -> what it is called here."""
+"""Argument -> value -> what it is called here; None is the default."""
 
 HINTS = frozenset({
     "aggregate_engine_logging", "all2all_backend", "allowed_local_media_path", "allowed_media_domains",
@@ -92,7 +93,6 @@ NEUTRAL = {
     "quantization_config": (),
     "reasoning_parser": (),
     "return_sampling_mask": (),
-    "revision": ("main",),
     "rope_scaling": (),
     "rope_theta": (),
     "runner": ("auto", "generate"),
@@ -154,6 +154,8 @@ def _is_neutral(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
         return True
     if name == "tokenizer":
         return value in (arguments.get("model"), arguments.get("model.model"))
+    if name == "tokenizer_revision":  # the tokenizer's files are those of the model's revision
+        return bool(value == arguments.get("revision"))
     if name == "structured_outputs_config" and isinstance(value, Mapping):
         return not any(given for key, given in value.items() if key not in ("backend", "disable_fallback"))
     return False
