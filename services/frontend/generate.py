@@ -166,6 +166,7 @@ class Generator:
             self._router.check_free_places(raw.model, raw.priority, raw.tenant)
             self._rate_limits.admit(caller)
             request = await self.prepare(raw, request_id, record)
+            outputs.path_of = request.raw.path
             alarm = self._set_alarm(raw, record, outputs)
             try:
                 record.note_submitted()

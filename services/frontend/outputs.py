@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.frontend.choice import Choice
 from services.frontend.logprobs import PromptReport
 from services.frontend.pacing import Pace
 from services.frontend.requests.tools import AnswerSplit
-from triptych.errors import EngineUnavailable, GenerationLost
+from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import DeltaEvent, PromptLogprobsEvent, ResumableEvent
 from triptych.types.outputs import StageTimings
@@ -45,6 +46,8 @@ class RequestOutputs:
         """The request as its engine keeps it for other frontends. Set at submission; None: it is not kept."""
         self._knows_token = False
         """The client has been told its token, up to the last move."""
+        self.path_of: Callable[[str], str] = str
+        """Returns the path of a field in the client's words. Set when these are known."""
         self._has_moved = False
         """It has moved to another engine, and its client has not been told the new token."""
         self._num_admitted = 0
@@ -167,7 +170,7 @@ class RequestOutputs:
             for choice in self.choices:
                 if choice.is_held:
                     choice.release()
-            self._is_failed, self._error = True, error
+            self._is_failed, self._error = True, _in_words_of_client(error, self.path_of)
             self.close()
             self._news.set()
 
@@ -271,3 +274,11 @@ class RequestOutputs:
     async def _wait(self) -> None:
         self._news.clear()
         await self._news.wait()
+
+
+def _in_words_of_client(error: Exception, path_of: Callable[[str], str]) -> Exception:
+    """Return an engine's refusal with the paths of the fields as the client wrote them."""
+    if not isinstance(error, InvalidRequest):
+        return error
+    found = [replace(each, field=path_of(each.field.removeprefix("sampling."))) for each in error.violations]
+    return type(error)(found)

@@ -120,7 +120,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "a", "allowed_token_ids": []}),
     ("/v1/completions", {"prompt": "a", "priority": 1 << 31}),
     ("/v1/completions", {"prompt": "a", "user": "x" * 257}),
-    ("/v1/completions", {"prompt": "a", "best_of": 2}),
+    ("/v1/completions", {"prompt": "a", "best_of": 0}),
     ("/v1/chat/completions", {}),
     ("/v1/chat/completions", {"messages": []}),
     ("/v1/chat/completions", {"messages": [{"role": "", "content": "x"}]}),

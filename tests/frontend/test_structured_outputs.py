@@ -86,7 +86,9 @@ async def test_each_form_is_compiled() -> None:
     assert again.form is (await checker.compile(FORMS["json"], FACTS, form_path)).form
 
 
-@pytest.mark.parametrize("form", [StructuredOutputs(grammar=LARK), StructuredOutputs(grammar=GBNF)])
+@pytest.mark.parametrize(
+    "form", [StructuredOutputs(grammar=text) for text in (LARK, f"?{LARK}", f"!{LARK}", GBNF)]
+)
 async def test_syntax_of_a_grammar_is_found(form: StructuredOutputs) -> None:
     assert is_good(await GrammarChecker(byte_tokenizer()).compile(form, FACTS, form_path))
 
@@ -177,6 +179,13 @@ async def test_forms_whose_masks_are_expensive_are_refused() -> None:
             await checker.compile(form, FACTS, form_path)
     for form in LARGE.values():
         assert is_good(await checker.compile(form, FACTS, form_path))
+
+
+async def test_rule_that_leads_only_to_itself_is_refused_in_words() -> None:
+    with pytest.raises(InvalidRequest, match="no text can be derived: a rule leads to nothing but itself"):
+        await GrammarChecker(byte_tokenizer()).compile(
+            StructuredOutputs(grammar="start: start"), FACTS, form_path
+        )
 
 
 async def test_tokenizer_without_the_end_token_serves_no_forms() -> None:

@@ -11,23 +11,32 @@ from services.frontend.openai.fields import FirstOnly, Name, Text, document_as, 
 from services.frontend.openai.request_body import Part, either, ignored, not_served
 from services.frontend.requests.tools import MAX_TOOLS
 
+_THOUGHTS = ("thinking", "redacted_thinking")
+"""Types of parts that hold what a model of another server thought."""
+
 
 class ContentPart(Part):
-    """One piece of a message's content; `text` is the only type served."""
+    """One piece of a message's content: text, or a refusal, which is text to the model. Thoughts are left out."""
 
-    model_config = Part.model_config | {"extra": "allow"} | document_as("type", "text")
+    model_config = Part.model_config | {"extra": "allow"} | document_as("type")
 
-    type: Annotated[str, schema(const="text")]
+    type: Annotated[str, schema(enum=["text", "refusal", *_THOUGHTS])]
     text: str | None = None
+    refusal: str | None = None
 
     @property
     def unserved_kind(self) -> str | None:
-        return None if self.type == "text" else self.type
+        return None if self.type in ("text", "refusal", *_THOUGHTS) else self.type
+
+    @property
+    def shown(self) -> str | None:
+        """The text that the model sees; None if it sees none."""
+        return {"text": self.text, "refusal": self.refusal}.get(self.type)
 
     @model_validator(mode="after")
     def _text_has_text(self) -> ContentPart:
-        if self.type == "text" and self.text is None:
-            raise ValueError("a part of type text has a text")
+        if self.type in ("text", "refusal") and self.shown is None:
+            raise ValueError(f"a part of type {self.type} has a {self.type}")
         return self
 
 
@@ -39,6 +48,7 @@ class FunctionCall(Part):
     name: Name
     arguments: str
     """JSON text."""
+    provider_specific_fields: Any = ignored()
 
 
 class ToolCallPart(Part):
@@ -51,6 +61,7 @@ class ToolCallPart(Part):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: Any = ignored()
+    provider_specific_fields: Any = ignored()
 
 
 def _require_content_or_calls(document: dict[str, Any]) -> None:
@@ -89,6 +100,12 @@ class Message(Part):
     # What the `message` of an answer carries, so that it can be sent back as it came.
     annotations: Any = ignored()
     refusal: Any = ignored()
+    # What other servers and libraries add to it.
+    cache_control: Any = ignored()
+    id: Any = ignored()
+    provider_specific_fields: Any = ignored()
+    reasoning_details: Any = ignored()
+    thinking_blocks: Any = ignored()
 
 
 class Function(Part):
@@ -113,6 +130,7 @@ class Tool(Part):
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = ignored()
 
 
 class FunctionName(Part):

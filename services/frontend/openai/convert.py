@@ -68,6 +68,8 @@ def completion_requests(body: CompletionRequest, *, label: str, deadline_s: floa
     if body.echo and has_logprobs and body.prompt_logprobs is None:
         sampling["prompt_logprobs"] = body.logprobs
     base = replace(base, sampling=sampling, echo=bool(body.echo))
+    if body.best_of not in (None, sampling["n"] or 1):
+        base = replace(base, unsupported=(*base.unsupported, "best_of"))
     prompt = body.prompt
     if prompt is None:
         return [replace(base, prompt=REFUSED_PROMPT if is_refused(body, "prompt") else None)]
@@ -178,7 +180,9 @@ def to_chat(body: ChatFields) -> RawChat:
         continue_final_message=bool(body.continue_final_message),
         documents=tuple(body.documents or ()),
         template_kwargs=body.chat_template_kwargs or {},
-        tools=tuple(tool.model_dump(exclude_none=True) for tool in body.tools or ()),
+        tools=tuple(
+            tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in body.tools or ()
+        ),
         tool_choice=choice.function.name if isinstance(choice, NamedTool) else choice or "auto",
     )
     if not isinstance(body, ChatCompletionRequest):
@@ -310,7 +314,7 @@ def _to_message(message: Message) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[ContentPart]) -> str:
-    return "\n".join(part.text for part in parts if part.text is not None)
+    return "\n".join(text for part in parts if (text := part.shown) is not None)
 
 
 def is_refused(body: GenerationBody, name: str) -> bool:

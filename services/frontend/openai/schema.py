@@ -116,7 +116,7 @@ class StreamOptions(Part):
     include_event_ids: bool | None = None
     """Each event has an `id:`, by which the stream goes on if it breaks (Last-Event-ID). Of one prompt and at most 32
     choices."""
-    include_obfuscation: bool | None = not_served(False)
+    include_obfuscation: Any = ignored()
 
 
 class JsonSchemaFormat(Part):
@@ -282,7 +282,8 @@ class CompletionRequest(SamplingBody):
     """Report the log-probability of each token and of its so many best rivals, 0..20; with echo the prompt's as well.
     Null: none."""
 
-    best_of: Any = not_served(1)
+    best_of: Annotated[int, Integral, schema(minimum=1)] | None = None
+    """Accepted if it is n: of so many choices none is left out. Null: n."""
     suffix: Any = not_served("")
 
 
@@ -334,9 +335,9 @@ class ChatCompletionRequest(SamplingBody, ChatFields):
     functions: Any = not_served([])
     modalities: Any = not_served(["text"])
     moderation: Any = not_served()
-    prediction: Any = not_served()
+    prediction: Any = ignored()
     prompt_cache_options: Any = ignored()
-    verbosity: Any = not_served()
+    verbosity: Any = ignored()
     separate_reasoning: Any = not_served(True)
     stream_reasoning: Any = not_served(True)
     web_search_options: Any = not_served()

@@ -218,8 +218,14 @@ def _draw(mask: bytes, choice: random.Random) -> int | None:
     return None
 
 
+_NO_TEXT = "NoExtensionBias"
+"""A name in an error of the library that says nothing to others."""
+
+
 def _shortened(error: str) -> str:
     """Return an error in one line, without the state of the parser."""
+    if _NO_TEXT in error:
+        return "no text can be derived: a rule leads to nothing but itself"
     line = re.sub(r"\s+", " ", error.split("\n<state>")[0]).strip()
     return line if len(line) <= _MAX_ERROR_CHARS else line[:_MAX_ERROR_CHARS] + "…"
 

@@ -169,6 +169,7 @@ class FunctionTool(Function):
 
     type: Literal["function"]
     allowed_callers: Any = ignored()
+    cache_control: Any = ignored()
     defer_loading: Any = ignored()
     output_schema: Any = ignored()
 
@@ -226,13 +227,13 @@ class TextOptions(Part):
 
     format: TextFormat | None = None
     """Null: free text."""
-    verbosity: Any = not_served("medium")
+    verbosity: Any = ignored()
 
 
 class ResponsesStreamOptions(Part):
     """How a stream is sent."""
 
-    include_obfuscation: bool | None = not_served(False)
+    include_obfuscation: Any = ignored()
 
 
 class ResponsesRequest(GenerationBody):
