@@ -126,6 +126,7 @@ def test_bad_sampling_field_names_field_value_and_limit(
         ({"tenant": "x" * 257}, "tenant", ["257", "256"]),
         ({"cache_salt": "\ud800"}, "cache_salt", ["surrogate"]),
         ({"priority": 1 << 31}, "priority", ["2147483648"]),
+        ({"truncate_prompt_tokens": 1 << 64}, "truncate_prompt_tokens", ["above the limit 2147483647"]),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ["0", "limit 1"]),
         ({"deadline_s": 0.0}, "deadline_s", ["0 is", "above 0"]),
         ({"deadline_s": math.nan}, "deadline_s", ["nan", "above 0"]),

@@ -253,6 +253,9 @@ def _check_envelope(raw: RawRequest, terms: ModelTerms) -> list[FieldViolation]:
     if truncate is not None and (type(truncate) is not int or truncate < 1):
         why = f"{truncate!r} is below the limit 1, and not -1, which keeps as many tokens as fit"
         found.append(("truncate_prompt_tokens", why, f"{truncate!r}", "1"))
+    elif truncate is not None and truncate > _I32[1]:
+        why = f"{truncate!s:.80} is above the limit {_I32[1]}"
+        found.append(("truncate_prompt_tokens", why, f"{truncate!s:.80}", str(_I32[1])))
     deadline_s = raw.deadline_s
     if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:  # NaN is refused, too
         limit = f"above 0 and at most {MAX_DEADLINE_S:g} seconds"
