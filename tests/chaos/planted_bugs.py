@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from services.frontend.engines import client as engine_client
 from services.frontend.engines import journey, mover
 from services.frontend.engines import session as engine_session
 from services.worker.service.lease import WorkerLease
+from services.worker.step_orders import StepOrders
 from triptych.client.resumption import ResumableStream
 from triptych.text.stop import StopChecker
 from triptych.types import identity
@@ -186,9 +187,20 @@ def _go_on_with_any_worker(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "_give_up_output", lambda *_: None)
 
 
+def _begin_pulls_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A pull writes to its blocks while steps before it may still use them."""
+    right = StepOrders.after
+
+    def wrong(self: StepOrders, step_id: int, name: Hashable, act: Callable[[], None]) -> None:
+        right(self, 0 if isinstance(name, int) else step_id, name, act)
+
+    patch.setattr(StepOrders, "after", wrong)
+
+
 _QUIET = "seed=1 engines=1 frontends=1 requests=16:"
 _CUT = f"{_QUIET} 0.300 cut frontend-0>enginecore-0 0; 0.600 cut frontend-0>enginecore-0 0"
 _KILL = f"{_QUIET} 0.500 kill worker-0 0.2; 0.900 kill worker-0 0.2"
+_TRANSFERS = "seed=1 engines=2 frontends=1 requests=32 transfers=1:"
 _USURP = f"{_QUIET} 0.400 usurp enginecore-0 2.0"
 _RELEASE = f"{_QUIET} 0.500 change:numerics worker-0 0.2"
 _FINE_TUNE = f"{_QUIET} 0.500 change:weights worker-0 0.2"
@@ -207,4 +219,5 @@ PLANTED_BUGS = (
     PlantedBug("compare no weights", _compare_no_weights, _FINE_TUNE, "unchanged"),
     PlantedBug("go on with any worker", _go_on_with_any_worker, _RELEASE, "unchanged"),
     PlantedBug("hold a share", _hold_a_share, _QUIET, "all_home"),
+    PlantedBug("begin pulls at once", _begin_pulls_at_once, _TRANSFERS, "worker-1 ended"),
 )

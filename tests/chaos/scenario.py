@@ -1,6 +1,7 @@
 """The language of scenarios: what breaks, when and for how long, under which load. One line of text, and back.
 
 seed=7 engines=2 frontends=2 requests=16: 0.350 kill worker-0 0.400; 0.900 hold frontend-0>enginecore-1 3.000
+seed=7 engines=2 frontends=1 requests=48 transfers=1: 0.350 kill worker-0 0.400
 """
 
 from __future__ import annotations
@@ -77,11 +78,13 @@ class Scenario:
     num_frontends: int
     num_requests: int
     faults: tuple[Fault, ...] = field(default=())
+    has_transfers: bool = False
+    """Whether the first engine computes prompts, whose KV blocks arrive at the others as soon as they may."""
 
     def __str__(self) -> str:
         head = (
             f"seed={self.seed} engines={self.num_engines} frontends={self.num_frontends} "
-            f"requests={self.num_requests}"
+            f"requests={self.num_requests}{' transfers=1' if self.has_transfers else ''}"
         )
         return f"{head}: {'; '.join(map(str, self.faults))}"
 
@@ -105,9 +108,11 @@ class Scenario:
     @staticmethod
     def parse(text: str) -> Scenario:
         head, _, tail = text.partition(":")
-        values = [int(word.partition("=")[2]) for word in head.split()]
+        seed, num_engines, num_frontends, num_requests, *rest = (
+            int(word.partition("=")[2]) for word in head.split()
+        )
         faults = tuple(Fault.parse(part) for part in tail.split(";") if part.strip())
-        return Scenario(*values, faults)
+        return Scenario(seed, num_engines, num_frontends, num_requests, faults, has_transfers=rest == [1])
 
 
 class Ground(Protocol):
@@ -175,7 +180,7 @@ def make_scenario(
     at_places: bool = False,
     has_changes: bool = False,
 ) -> Scenario:
-    """Return a random scenario.
+    """Return a random scenario. In one of four an engine computes prompts for the others, under twice the load.
 
     Args:
         victims: Kinds of processes that may be killed. Everything else may happen to all.
@@ -185,6 +190,9 @@ def make_scenario(
     """
     random = Random(seed)
     num_engines, num_frontends = random.randint(1, 2), random.randint(1, 2)
+    has_transfers = seed % 4 == 3
+    if has_transfers:
+        num_engines, num_requests = num_engines + 1, 2 * num_requests
     names = {
         "worker": [f"worker-{index}" for index in range(num_engines)],
         "enginecore": [f"enginecore-{index}" for index in range(num_engines)],
@@ -211,7 +219,7 @@ def make_scenario(
     if has_changes:
         faults += _make_changes(Random(f"changes of {seed}"), names, last_s)
     ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
-    return Scenario(seed, num_engines, num_frontends, num_requests, ordered)
+    return Scenario(seed, num_engines, num_frontends, num_requests, ordered, has_transfers)
 
 
 def _make_changes(random: Random, names: dict[str, list[str]], last_s: float) -> list[Fault]:

@@ -25,9 +25,15 @@ FRONTEND_DIES = (
     "seed=2 engines=1 frontends=2 requests=16: 1.200 kill frontend-0 0.300; "
     "1.400 cut frontend-1>enginecore-0 0.000"
 )
+PROMPTS_ELSEWHERE = (
+    "seed=3 engines=2 frontends=1 requests=32 transfers=1: 1.000 kill worker-0 0.100; "
+    "1.600 kill worker-1 0.100"
+)
 
 
-@pytest.mark.parametrize("text", [KILLS, FRONTEND_DIES], ids=["below", "frontend"])
+@pytest.mark.parametrize(
+    "text", [KILLS, FRONTEND_DIES, PROMPTS_ELSEWHERE], ids=["below", "frontend", "transfers"]
+)
 async def test_one_of_each_tier_dies(text: str, tmp_path: Path) -> None:
     await _check(Scenario.parse(text), tmp_path)
 

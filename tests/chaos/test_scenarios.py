@@ -7,6 +7,7 @@ SCENARIO='seed=7 engines=2 …' python -m pytest tests/chaos/test_scenarios.py -
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -31,7 +32,9 @@ def test_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scenarios_survive_their_text() -> None:
     scenario = Scenario(7, 2, 1, 16, (Fault(0.35, "kill", "worker-0", 0.4), Fault(1.0, "hold", "a>b", 3.0)))
-    assert Scenario.parse(str(scenario)) == scenario
+    for has_transfers in (False, True):
+        scenario = replace(scenario, has_transfers=has_transfers)
+        assert Scenario.parse(str(scenario)) == scenario
 
 
 def _check(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:

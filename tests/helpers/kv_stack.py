@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from services.worker.kv_transfer.service import KvTransferService
 from services.worker.simulation.device import SimulatedDevice
+from services.worker.simulation.runner import SimulatedRunner
 from tests.helpers.kv_proxy import KvProxy, kv_proxy
 from tests.helpers.stack import EngineStack, FakeFrontend, WorkerStack, make_config
 from tests.worker.simulated import simulated_runner
@@ -22,19 +23,23 @@ from triptych.types.outputs import FinishedRequest
 STEP_TIME = StepTimeModel(base_ms=1, prefill_token_us=20, decode_row_us=1, context_token_ns=0)
 
 
-class KvWorkerStack(WorkerStack):
-    """A worker whose steps take a millisecond and 20 microseconds per token of a prompt."""
+def make_simulated_runner(config: EngineConfig, num_blocks: int) -> SimulatedRunner:
+    """Return a runner whose steps take a millisecond and 20 microseconds per token of a prompt."""
+    return simulated_runner(
+        num_blocks=num_blocks,
+        block_size=16,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=2048,
+        budget=config.scheduler.max_num_batched_tokens,
+        device=SimulatedDevice(STEP_TIME),
+        has_blocks=True,
+    )
 
-    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
-        runner = simulated_runner(
-            num_blocks=num_blocks,
-            block_size=16,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_len=2048,
-            budget=config.scheduler.max_num_batched_tokens,
-            device=SimulatedDevice(STEP_TIME),
-            has_blocks=True,
-        )
+
+class KvWorkerStack(WorkerStack):
+    """A worker that takes part in transfers."""
+
+    def __init__(self, config: EngineConfig, runner: Any) -> None:
         self.transfers = KvTransferService(_with_any_port(config), runner.facts, runner.block_store)
         self.endpoint = self.transfers.endpoint
         runner._facts = replace(runner.facts, kv_endpoint=self.endpoint)
@@ -123,14 +128,20 @@ def _with_any_port(config: EngineConfig) -> EngineConfig:
 
 @asynccontextmanager
 async def kv_stack(
-    num_blocks: int = 400, *, lease_s: float = 10.0, **scheduler: Any
+    num_blocks: int = 400,
+    *,
+    lease_s: float = 10.0,
+    make_runner: Callable[[EngineConfig, int], Any] = make_simulated_runner,
+    **scheduler: Any,
 ) -> AsyncIterator[KvStack]:
+    """`make_runner`: returns a worker's runner with so many blocks."""
     scheduler = {"max_num_batched_tokens": 128, "max_num_seqs": 8, **scheduler}
     workers, engines, frontends = [], [], []
     with kv_proxy() as proxy:
         try:
             for role in ("prefill", "decode"):
-                worker = KvWorkerStack(make_config(**scheduler), num_blocks)
+                config = make_config(**scheduler)
+                worker = KvWorkerStack(config, make_runner(config, num_blocks))
                 workers.append(worker)
                 await worker.start()
                 config = make_config(worker.port, **scheduler)

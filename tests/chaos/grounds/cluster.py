@@ -42,13 +42,23 @@ class ClusterGround(ProcessGround):
         num_engines: int,
         num_frontends: int,
         uses_http: bool = True,
+        has_transfers: bool = False,
     ) -> None:
         """
         Args:
+            has_transfers: Whether the first engine computes prompts for the others.
             stack: Closes what the ground opens.
             uses_http: About half of the requests go over HTTP. A client of ours resumes streams, that one does not.
         """
         super().__init__(directory, num_engines=num_engines, num_frontends=num_frontends, options=_OPTIONS)
+        if has_transfers:
+            for member in self.members.values():
+                role = "decode" if member.index else "prefill"
+                more = {
+                    "worker": ("--worker.kv-transfer=true", "--worker.kv-transfer-port=0"),
+                    "enginecore": (f"--engine.role={role}",),
+                }
+                member.flags = (*member.flags, *more.get(member.kind, ()))
         self.steps: list[Step] = []
         self._stack = stack
         self._uses_http = uses_http
@@ -203,6 +213,7 @@ async def play_in_cluster(scenario: Scenario, directory: Path) -> list[str]:
             uses_http=not any(
                 fault.kills and fault.target.startswith("frontend") for fault in scenario.faults
             ),
+            has_transfers=scenario.has_transfers,
         )
         stack.push_async_callback(ground.end_all)
         try:

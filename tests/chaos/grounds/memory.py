@@ -37,6 +37,7 @@ from services.worker.service.status import StatusPublisher
 from services.worker.service.watchdog import StepClock
 from tests.chaos.grounds.fake_time import Process, current_process, run_in_fake_time
 from tests.chaos.grounds.memory_network import Channel, HandlerCollector, Network
+from tests.chaos.grounds.memory_transfers import MemoryTransfers, TransferNetwork
 from tests.chaos.load import KINDS
 from tests.chaos.recorder import Request
 from tests.chaos.scenario import Scenario, play
@@ -70,6 +71,8 @@ from triptych.types.step import StepPlan, StepResult
 from triptych.v1 import generation_pb2_grpc
 
 STEP_S = 0.02
+PREFILL_STEP_S = 0.002
+"""Of an engine that computes prompts for others: blocks arrive while steps that were sent before are in flight."""
 DRAIN_S = 30.0
 _MAX_MODEL_LEN = 512
 _MODELS = {
@@ -103,14 +106,26 @@ class KeyedWorker(NaiveWorker):
 class InlineRunner:
     """The worker's runner thread without a thread: a step takes its time on the loop."""
 
-    def __init__(self, runner: NaiveRunner, on_step: Callable[[int, int], None], key: int = 0) -> None:
+    def __init__(
+        self,
+        runner: NaiveRunner,
+        on_step: Callable[[int, int], None],
+        key: int = 0,
+        *,
+        on_result: Callable[[], None] = lambda: None,
+        step_s: float = STEP_S,
+    ) -> None:
         """
         Args:
             on_step: Called with the session and the id of each step that is computed.
             key: As of `KeyedWorker`.
+            on_result: Called when its result is there.
+            step_s: Seconds that a step takes.
         """
         self._key = key
         self.steps = StepClock()
+        self._on_result = on_result
+        self._step_s = step_s
         self._runner = runner
         self._on_step = on_step
         self._current = 0
@@ -139,7 +154,7 @@ class InlineRunner:
         while True:
             self._news.clear()
             while self._plans:
-                await asyncio.sleep(STEP_S)
+                await asyncio.sleep(self._step_s)
                 session, plan = self._plans.popleft()
                 if session == self._current and self._deliver is not None:
                     self._compute(session, plan)
@@ -157,6 +172,7 @@ class InlineRunner:
             deliver(outcome)
             return
         self._deliver(outcome)
+        self._on_result()
 
 
 class MemoryGround:
@@ -169,8 +185,17 @@ class MemoryGround:
     is_exact_time = True
     rest_s = 3.0
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, num_engines: int, num_frontends: int) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        num_engines: int,
+        num_frontends: int,
+        has_transfers: bool = False,
+    ) -> None:
+        """`has_transfers`: whether the first engine computes prompts for the others."""
         self.network = Network()
+        self.transfers = TransferNetwork() if has_transfers else None
         self.steps: list[Step] = []
         self.processes: dict[str, Process] = {}
         self.num_engines, self.num_frontends = num_engines, num_frontends
@@ -365,6 +390,9 @@ class MemoryGround:
 
     def _config(self, index: int) -> EngineConfig:
         config = EngineConfig()
+        if self.transfers is not None:
+            role = "decode" if index else "prefill"
+            config = replace(config, engine=replace(config.engine, role=role))
         return replace(
             config,
             scheduler=replace(config.scheduler, max_num_seqs=16, max_num_batched_tokens=256),
@@ -373,7 +401,11 @@ class MemoryGround:
 
     def _start_worker(self, name: str) -> None:
         config, change = self._config(0), self._changes.get(name, "")
-        runner = NaiveRunner(config, max_model_len=_MAX_MODEL_LEN - 16 * (change == "limits"))
+        runner = NaiveRunner(
+            config,
+            num_blocks=80 if self.transfers is not None else 200,
+            max_model_len=_MAX_MODEL_LEN - 16 * (change == "limits"),
+        )
         boot_id = f"{name}.{self._lives[name]}"
         identity, key = _MODELS.get(change, (NAIVE_IDENTITY, 0))
         facts = replace(runner.facts, boot_id=boot_id, model=replace(runner.facts.model, identity=identity))
@@ -383,13 +415,22 @@ class MemoryGround:
             holder = lease._session.hello.boot_id if lease._session is not None else ""
             self.steps.append(Step(boot_id, holder, epoch, step_id))
 
-        thread = InlineRunner(runner, note, key)
+        transfers = None
+        if self.transfers is not None:
+            layout = f"{key:064x}"
+            transfers = MemoryTransfers(self.processes[name], layout, lambda: runner.worker, self.transfers)
+            facts = replace(facts, kv_endpoint=transfers.endpoint)
+            step_s = STEP_S if int(name.partition("-")[2]) else PREFILL_STEP_S
+            thread = InlineRunner(runner, note, key, on_result=self.transfers.carry_all, step_s=step_s)
+        else:
+            thread = InlineRunner(runner, note, key)
         lease = WorkerLease(
             publisher,
             thread,  # type: ignore[arg-type]
             shared_config(config),
             resume_ttl_s=config.engine.resume_ttl_s,
         )
+        lease.kv_transfers = transfers  # type: ignore[assignment]
         right = lease.open
 
         def open_noted(hello: EngineHello) -> Grant:
@@ -478,7 +519,10 @@ def play_in_memory(
 
     async def work() -> Evidence:
         ground = MemoryGround(
-            monkeypatch, num_engines=scenario.num_engines, num_frontends=scenario.num_frontends
+            monkeypatch,
+            num_engines=scenario.num_engines,
+            num_frontends=scenario.num_frontends,
+            has_transfers=scenario.has_transfers,
         )
         try:
             return await play(ground, scenario, on_begin=on_begin)
