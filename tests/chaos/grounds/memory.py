@@ -72,7 +72,7 @@ from triptych.v1 import generation_pb2_grpc
 
 STEP_S = 0.02
 PREFILL_STEP_S = 0.002
-"""Of an engine that computes prompts for others: blocks arrive while steps that were sent before are in flight."""
+"""Seconds of a step where prompts are computed for others: blocks arrive while earlier steps are in flight."""
 DRAIN_S = 30.0
 _MAX_MODEL_LEN = 512
 _MODELS = {
