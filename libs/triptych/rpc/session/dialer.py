@@ -11,6 +11,7 @@ from triptych.errors import EngineUnavailable
 FIRST_REDIAL_S = 0.05
 MAX_REDIAL_S = 0.25
 """A server that is started again is noticed within this. A dial that is refused at once costs next to nothing."""
+_TIMER_S = 1e-6
 MAX_FUTILE_STREAMS = 3
 """A session is given up when one more stream than these breaks with no progress in between."""
 
@@ -140,5 +141,6 @@ class Dialer(Generic[WelcomedT]):
 
     def _expire(self) -> None:
         """Give the session up if its time is over."""
-        if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
+        # A timer may fire that much early: waiting for what is left would take no time, for ever.
+        if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline - _TIMER_S:
             self.give_up(f"{self._why_broken}; not back within {self._resume_ttl_s:g} s")
