@@ -222,6 +222,15 @@ class EngineCore:
             self._kept.add(session, submit, deadline)
             self._outputs.admit(session, submit.numbers.tolist(), whole_output=submit.whole_output)
             self._note_failed(displaced)
+            log.debug(
+                "request %s is queued: session %d, %d prompt tokens, %d choices, tenant %r, priority %d",
+                submit.request_id,
+                session,
+                len(submit.prompt_token_ids),
+                submit.num_choices,
+                submit.tenant,
+                submit.priority,
+            )
             if submit.num_engine_deaths:
                 self._restrictions.crashes.suspect(choices)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from services.frontend.access.caller import current_caller
-from services.frontend.outputs import HandedOver
+from services.frontend.outputs import HandedOver, RequestOutputs
 from triptych.errors import TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import FrontendMetrics, ModelMetrics
@@ -45,6 +46,18 @@ class RequestRecord:
         """How it ended well; empty until it has."""
         self.num_moves = 0
         """Times that it moved to another engine."""
+        self.engine_names: Sequence[str] = ()
+        """Engines that it was submitted to, in turn."""
+        self.tenant = ""
+        self.queued_ns = 0
+        """Time in the engine before its first step, of the slowest choice."""
+        self.is_resumed = False
+        """It began at another frontend, or on another connection."""
+
+    def note_outputs(self, outputs: RequestOutputs) -> None:
+        """Take in where the request was computed."""
+        self.num_moves, self.engine_names = outputs.num_moves, outputs.engine_names
+        self.queued_ns = outputs.timings.queued_ns
 
     @property
     def elapsed_s(self) -> float:
@@ -131,8 +144,15 @@ class RequestRecord:
             "total_ms": total_s * 1000,
             "finish": outcome,
         }
+        if self.engine_names:
+            fields["engine"] = ",".join(self.engine_names)
+            fields["queued_ms"] = self.queued_ns / 1e6
         if self.num_moves:
             fields["moves"] = self.num_moves
+        if self.is_resumed:
+            fields["resumed"] = True
+        if self.tenant:
+            fields["tenant"] = self.tenant
         if self._key_name:
             fields["key"] = self._key_name
         if self._time_to_first_token_s is not None:

@@ -116,6 +116,8 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.num_moves = 0
         """Times that it has moved to another engine."""
+        self.engine_names: list[str] = []
+        """Engines that it was submitted to, in turn."""
         self.is_exact = True
         """It goes on as if it had not moved: the engines that it has come to compute the same bits."""
         self.stop_upstream: Callable[[], None] = _do_nothing

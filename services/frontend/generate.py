@@ -163,6 +163,7 @@ class Generator:
             self.alive.claim(outputs, raw) as raw,
         ):
             set_tenant(raw.tenant)
+            record.tenant = raw.tenant
             self._router.check_free_places(raw.model, raw.priority, raw.tenant)
             self._rate_limits.admit(caller)
             request = await self.prepare(raw, request_id, record)
@@ -189,7 +190,7 @@ class Generator:
             finally:
                 outputs.close()
                 record.usage = _usage(request.prompt_token_ids, outputs)
-                record.num_moves = outputs.num_moves
+                record.note_outputs(outputs)
                 self._rate_limits.charge(caller, outputs.num_tokens)
                 if alarm is not None:
                     alarm.cancel()
@@ -223,6 +224,7 @@ class Generator:
                 self.alive.claim_again(attached.request_id, raw, self._pace) as outputs,
             ):
                 record.note_model(state.model)
+                record.tenant, record.is_resumed = raw.tenant, True
                 alarm = self._set_alarm(raw, record, outputs)
                 try:
                     await attached.go_on(outputs, seen, self._mover, text)
@@ -241,6 +243,7 @@ class Generator:
                 finally:
                     outputs.close()
                     record.usage = _usage(attached.prompt_token_ids, outputs)
+                    record.note_outputs(outputs)
                     num_new = outputs.num_tokens - sum(map(len, attached.seen_token_ids.values()))
                     self._rate_limits.charge(caller, num_new)
                     if alarm is not None:

@@ -210,6 +210,11 @@ class RequestOutputs:
         return max((choice.num_moves for choice in self.choices), default=0)
 
     @property
+    def engine_names(self) -> list[str]:
+        """Return the engines that choices were submitted to, each once."""
+        return list(dict.fromkeys(name for choice in self.choices for name in choice.engine_names))
+
+    @property
     def is_exact(self) -> bool:
         """Return whether all choices went on as if they had not moved."""
         return all(choice.is_exact for choice in self.choices)

@@ -445,7 +445,8 @@ async def test_draining_ends_in_time_whatever_runs() -> None:
 async def test_one_log_line_tells_the_story_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "services.frontend.accounting")
     async with FakeEngine(seeded) as engine, frontend_core(engine) as core:
-        await answer(core.generator, raw_request(request_id="mine", sampling={"max_tokens": 3}))
+        raw = raw_request(request_id="mine", sampling={"max_tokens": 3}, tenant="ours")
+        await answer(core.generator, raw)
         with pytest.raises(InvalidRequest):
             await collect(core.generator, raw_request("", request_id="bad"))
     good, bad = (record.fields for record in caplog.records if record.message == "request")  # type: ignore[attr-defined]
@@ -456,8 +457,12 @@ async def test_one_log_line_tells_the_story_of_a_request(caplog: pytest.LogCaptu
         "output_tokens": 3,
         "cached_tokens": NUM_CACHED,
         "finish": "length",
+        "engine": "engine-0",
+        "tenant": "ours",
+        "queued_ms": 1e-6,
     }
     assert expected.items() <= good.items()
+    assert "resumed" not in good
     assert (bad["request_id"], bad["finish"]) == ("bad", "INVALID_REQUEST")
     assert bad["error"].startswith("prompt: the prompt is empty")
 

@@ -194,6 +194,7 @@ class Journey:
             self._cleared_at = len(self.emitted) + _PROBATION
             is_exact = facts is not None and self.likeness_of(facts) is Likeness.TOKENS
             self.choice.note_moved(is_exact=is_exact or not self.emitted)
+        self.choice.engine_names.append(engine.name)
         self.engine, self.number, self.facts = engine, number, facts
         self._was_computed = False
 
