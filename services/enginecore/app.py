@@ -116,6 +116,8 @@ def _export_status(metrics: EngineMetrics, status: EngineStatus, last: EngineSta
     metrics.touched_blocks.set(status.num_touched_blocks)
     metrics.steps_in_flight.set(status.steps_in_flight)
     metrics.asleep.set(status.asleep)
+    metrics.oldest_waiting_seconds.set(status.oldest_waiting_s)
+    metrics.kept.set(status.num_kept)
     for counter, name in (
         (metrics.steps, "num_steps"),
         (metrics.scheduled_tokens, "num_scheduled_tokens"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from services.enginecore.frontends.handover import Handover
 from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequests
@@ -382,7 +383,8 @@ class EngineCore:
         )
         if self._scheduler is None or self._facts is None:
             return status
-        return with_scheduler(status, self._scheduler, self._facts.kv)
+        status = replace(status, num_kept=self._kept.num_unread)
+        return with_scheduler(status, self._scheduler, self._facts.kv, now=self._clock())
 
     def close(self) -> None:
         """Report the end of the run to the listener. The last call."""

@@ -353,6 +353,7 @@ class EngineLoop:
             return
         self._pipeline_depth.note(result.timings, received_at - sent_at, was_alone=was_alone)
         self._metrics.step_seconds.observe(received_at - sent_at)
+        self._metrics.iteration_tokens.observe(num_tokens)
 
     async def _tick(self) -> None:
         """Wake the loop when nothing has for a while, so that it notices deadlines and a silent worker.

@@ -8,13 +8,15 @@ from services.enginecore.scheduler.scheduler import Scheduler
 from triptych.types.facts import EngineStatus, KvShape
 
 
-def with_scheduler(status: EngineStatus, scheduler: Scheduler, kv: KvShape) -> EngineStatus:
-    """Return a status with the counters of a scheduler and of its worker's KV cache."""
+def with_scheduler(status: EngineStatus, scheduler: Scheduler, kv: KvShape, *, now: float) -> EngineStatus:
+    """Return a status with the counters of a scheduler and of its worker's KV cache. `now`: on the engine's clock."""
     snapshot = scheduler.snapshot()
+    oldest_at = min((request.queued_at for request in snapshot.waiting), default=now)
     return replace(
         status,
         num_running=len(snapshot.running),
         num_waiting=len(snapshot.waiting),
+        oldest_waiting_s=max(now - oldest_at, 0.0),
         num_blocks=snapshot.num_blocks,
         num_used_blocks=snapshot.num_used_blocks,
         num_cached_blocks=snapshot.num_cached_blocks,

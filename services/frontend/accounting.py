@@ -129,6 +129,8 @@ class RequestRecord:
         usage = self.usage
         self._metrics.active.dec()
         self._metrics.requests.labels(self.model, self._api, outcome).inc()
+        if self.is_resumed:
+            self._metrics.attached.labels(self.model, outcome).inc()
         if (metrics := self._of_model) is not None:
             metrics.generation_tokens.inc(max(usage.num_output_tokens - self._num_counted, 0))
             if self.finish:

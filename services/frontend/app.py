@@ -86,7 +86,7 @@ class FrontendApp(ServiceApp):
             config.frontend.max_logit_bias,
             self._status_watch.why_waiting,
         )
-        self._discovery = _create_discovery(config, self._router, self._status_watch)
+        self._discovery = _create_discovery(config, self._router, self._status_watch, metrics)
         gauges = EngineGauges(
             self._status_watch.latest, lambda: self._status_watch.states(self._router.engines)
         )
@@ -236,12 +236,15 @@ async def follow_readiness(server: RpcServer, generator: Generator, router: Rout
         await router.changed.wait()
 
 
-def _create_discovery(config: EngineConfig, router: Router, status_watch: StatusWatch) -> EngineDiscovery:
+def _create_discovery(
+    config: EngineConfig, router: Router, status_watch: StatusWatch, metrics: FrontendMetrics
+) -> EngineDiscovery:
     create = functools.partial(
         EngineClient,
         frontend_id=f"{socket.gethostname()}:{os.getpid()}",
         boot_id=str(uuid.uuid4()),
         on_change=router.on_change,
+        on_session=lambda outcome: metrics.sessions.labels(outcome).inc(),
         tls=create_client_tls(config.tls),
     )
     work = (EngineClient.run, status_watch.follow)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.enginecore.engine import EngineCore
+from tests.helpers.scheduling import Clock
 from tests.helpers.stack import NaiveRunner, make_config
 from triptych.errors import ConfigError
 from triptych.types.facts import PauseMode
@@ -198,3 +199,21 @@ def test_output_goes_on_at_a_worker_that_computes_alike(identity: dict[str, Any]
     step(engine, runner)
     batch = engine.take_outputs()[SESSION]
     assert (batch.numbers.tolist(), len(batch.failures)) == ([1], 0)
+
+
+def test_the_oldest_waiting_request_is_told() -> None:
+    clock, config = Clock(), make_config()
+    engine, runner = EngineCore(config, clock), NaiveRunner(config)
+    engine.open_session(SESSION)
+    engine.worker_ready(runner.facts, after_crash=False)
+
+    def oldest_s() -> float:
+        return engine.status(ready=True, why_not_ready="", steps_in_flight=1).oldest_waiting_s
+
+    assert oldest_s() == 0
+    submit(engine, 1)
+    clock.now += 3
+    submit(engine, 2)
+    assert oldest_s() == 3
+    step(engine, runner)
+    assert oldest_s() == 0

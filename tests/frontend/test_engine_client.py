@@ -497,3 +497,17 @@ async def test_a_redial_that_fails_with_the_same_status_is_not_logged(
     lines = [record.getMessage() for record in caplog.records if "not reached" in record.getMessage()]
     assert len(lines) == 2
     assert "no route to host" in lines[0]
+
+
+async def test_sessions_are_counted_by_their_fate() -> None:
+    seen: list[str] = []
+    async with FakeEngine(resume_ttl_s=10.0) as engine:
+        client = EngineClient(engine.address, frontend_id="f", boot_id="b", on_session=seen.append)
+        serving = asyncio.create_task(client.run())
+        await eventually(lambda: client.is_ready)
+        engine.cut_streams()
+        await eventually(lambda: seen == ["begun", "resumed"])
+        client.give_up("nobody is there")
+        await eventually(lambda: seen == ["begun", "resumed", "begun"])
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)

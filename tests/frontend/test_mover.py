@@ -172,11 +172,14 @@ async def test_a_stop_while_nothing_computes_ends_with_what_there_is() -> None:
         await eventually(lambda: core.metric("generation_tokens_total") == 1)
         await engine.die()
         await eventually(lambda: core.mover.num_waiting == 1)
+        await eventually(lambda: core.metric("choices_waiting_for_engine") == 1)
+        await eventually(lambda: core.metric("oldest_choice_waiting_for_engine_seconds") > 0)
         assert core.generator.abort(["mine"]) == ["mine"]
         got = await task
         assert got.token_ids() == [70]
         assert got.deltas[-1].finish_reason is FinishReason.ABORT
         assert core.mover.num_waiting == 0
+        await eventually(lambda: core.metric("choices_waiting_for_engine") == 0)
 
 
 async def test_new_requests_go_to_any_numerics() -> None:

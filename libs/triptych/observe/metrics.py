@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
@@ -17,13 +18,25 @@ disable_created_metrics()  # a series with the time of creation beside each coun
 
 _FRONTEND = "triptych_frontend_"
 ENGINE_STATES = ("ready", "not_ready", "asleep", "draining", "lost")
-_NOT_VLLM = ("requests", "moves", "active_requests", "engine_ready", "engines")
+_NOT_VLLM = (
+    "requests",
+    "moves",
+    "active_requests",
+    "engine_ready",
+    "engines",
+    "engine_sessions",
+    "attached_streams",
+    "choices_waiting_for_engine",
+    "oldest_choice_waiting_for_engine_seconds",
+)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 _GAP_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.005, 0.02, 0.1)
 _MASK_SECONDS = (2e-5, 1e-4, 5e-4, 0.002, 0.005, 0.02, 0.1, 0.5)
+_LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_LAG_INTERVAL_S = 0.5
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -40,6 +53,10 @@ class FrontendMetrics:
     generation_tokens: Counter
     request_success: Counter
     moves: Counter
+    sessions: Counter
+    attached: Counter
+    waiting_for_engine: Gauge
+    oldest_waiting_for_engine_seconds: Gauge
     time_to_first_token: Histogram
     inter_token_latency: CountedHistogram
     time_per_output_token: Histogram
@@ -78,6 +95,25 @@ class FrontendMetrics:
                 "Choices whose engine was lost or gave them up: moved to one that computes the same bits, or others, "
                 "failed for want of an engine, or suspected of what the engines died of.",
                 "outcome",
+            ),
+            sessions=Counter(
+                f"{_FRONTEND}engine_sessions",
+                "Sessions with engines: begun, resumed after a broken stream, or lost with what was in flight.",
+                ["outcome"],
+                registry=registry,
+            ),
+            attached=counter(
+                "attached_streams", "Streams that began elsewhere and were asked to go on here.", "outcome"
+            ),
+            waiting_for_engine=Gauge(
+                f"{_FRONTEND}choices_waiting_for_engine",
+                "Choices that have lost their engine and wait for another.",
+                registry=registry,
+            ),
+            oldest_waiting_for_engine_seconds=Gauge(
+                f"{_FRONTEND}oldest_choice_waiting_for_engine_seconds",
+                "Time that the first of them has waited.",
+                registry=registry,
             ),
             time_to_first_token=histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
             inter_token_latency=CountedHistogram(
@@ -255,6 +291,9 @@ class EngineMetrics:
     step_seconds: Histogram
     worker_losses: Counter
     asleep: Gauge
+    oldest_waiting_seconds: Gauge
+    kept: Gauge
+    iteration_tokens: Histogram
 
     @classmethod
     def create(cls, registry: CollectorRegistry = REGISTRY) -> EngineMetrics:
@@ -289,6 +328,16 @@ class EngineMetrics:
             ),
             worker_losses=counter("worker_losses", "Times that the worker's stream was lost."),
             asleep=gauge("asleep", "1 while the worker sleeps."),
+            oldest_waiting_seconds=gauge(
+                "oldest_waiting_seconds", "Time that the request which waits longest has been queued."
+            ),
+            kept=gauge("kept_requests", "Requests that run on without a frontend that reads them."),
+            iteration_tokens=Histogram(
+                "triptych_engine_iteration_tokens",
+                "Tokens of a step.",
+                buckets=_TOKENS,
+                registry=registry,
+            ),
         )
 
 
@@ -335,3 +384,23 @@ class WorkerMetrics:
             Gauge("triptych_worker_load_seconds", "Process start to weights loaded.", registry=registry),
             Gauge("triptych_worker_kernels", "1 for what computes.", ["kernels"], registry=registry),
         )
+
+
+class LoopLag:
+    """Measures how late a timer of the event loop fires. Owned by the service, which runs `run` while it serves."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._lag = Histogram(
+            "triptych_event_loop_lag_seconds",
+            "Lateness of a timer, twice a second: everything on the loop waits for so long.",
+            buckets=_LAG_SECONDS,
+            registry=registry,
+        )
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_at = loop.time() + _LAG_INTERVAL_S
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self._lag.observe(max(loop.time() - due_at, 0.0))

@@ -20,6 +20,7 @@ from triptych.config.loader import ServiceArguments, parse_service_arguments
 from triptych.errors import ConfigError
 from triptych.observe import logging as observe_logging
 from triptych.observe.logging import with_fields
+from triptych.observe.metrics import LoopLag
 from triptych.observe.metrics_server import MetricsServer
 from triptych.rpc.open_files import raise_file_limit
 from triptych.rpc.server import RpcServer, is_loopback, stop_event, write_ready_file
@@ -123,6 +124,7 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
     await metrics.start()
     await app.server.start()
     ports |= await app.start()
+    app.start_background("measure the loop's lag", LoopLag().run())
     write_ready_file(arguments.ready_file, ports)
     log.info("listening on %s", section.host, extra=with_fields(**ports))
     stopping = asyncio.create_task(stop.wait(), name="stop")

@@ -149,6 +149,10 @@ class EngineStatus:
     """off, recording, full, failed, closed."""
     asleep: bool = False
     """The worker sleeps until an operator wakes it."""
+    oldest_waiting_s: float = 0.0
+    """Seconds for which the request that waits for a row longest has been queued. 0: none waits."""
+    num_kept: int = 0
+    """Requests that run on without a frontend that reads them."""
     draining: bool = False
     """It takes no more requests, and goes on with those that it has."""
     num_touched_blocks: int = 0

@@ -65,11 +65,13 @@ class EngineClient:
         frontend_id: str,
         boot_id: str,
         on_change: Callable[[], None] = lambda: None,
+        on_session: Callable[[str], None] = lambda outcome: None,
         tls: ClientTls | None = None,
     ) -> None:
         """
         Args:
             on_change: Called whenever readiness or facts may have changed.
+            on_session: Called with `begun`, `resumed` or `lost`; lost is a session with choices in flight.
             tls: None: the engine is dialed in plain text.
         """
         self.address = address
@@ -79,6 +81,7 @@ class EngineClient:
         self._frontend_id = frontend_id
         self._boot_id = boot_id
         self._on_change = on_change
+        self._on_session = on_session
         self._session: EngineSession | None = None
         self._abandoned = ""
         """Name of a session that was given up here and that the engine may still keep. Empty: none."""
@@ -302,6 +305,7 @@ class EngineClient:
         """Take a stream that the engine has welcomed into use."""
         session = self._session = stream.session
         self._is_connected, self._logged = True, None
+        self._on_session("resumed" if stream.is_resumed else "begun")
         self._call = stream.call
         self.life.begin(has_beats=stream.terms.agreement.has(BEATS))
         if stream.abandoned == self._abandoned:  # else the engine has not heard of the one given up last
@@ -387,6 +391,8 @@ class EngineClient:
         """End every request of a session that is given up."""
         session, self._session = self._session, None
         self._on_change()
+        if session is not None and session.num_in_flight:
+            self._on_session("lost")
         if session is not None:
             self._abandoned = session.name
             session.end(EngineLoss(f"engine {self.name} was lost ({why})", is_death=self.life.has_died))

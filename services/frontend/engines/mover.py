@@ -152,6 +152,12 @@ class Mover:
             if self._waiting:
                 self._give_up_late(now)
                 await self._move()
+            self._show_waiting(now)
+
+    def _show_waiting(self, now: float) -> None:
+        oldest_at = min((journey.lost_at for journey in self._waiting), default=now)
+        self._metrics.waiting_for_engine.set(len(self._waiting))
+        self._metrics.oldest_waiting_for_engine_seconds.set(now - oldest_at)
 
     def _watch_engines(self, now: float, *, is_late: bool) -> None:
         terms, engines = self._terms, self._router.engines
