@@ -25,6 +25,9 @@ _STACK_BYTES = 512 << 20
 _MAX_BYTES = 4 << 30
 """The most address space of the process, of which the stack is a part. Beyond it an allocation fails."""
 
+_NICENESS = 5
+"""Where cores are short, serving goes first: the frontend and, on one machine, the model."""
+
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -57,6 +60,7 @@ def _load(script: str) -> Any:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the frontend's, whose end closes our input
+    os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=serve, args=(_load(sys.argv[1]).begin,))
