@@ -1,4 +1,4 @@
-"""What a hostile tenant sends: the work that each request asks for beside the scheduler is as large as is let in."""
+"""Requests of a hostile tenant: each asks for as much work beside the scheduler as is let in."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Attack:
     """Makes the JSON body of the n-th request. Bodies differ, so that nothing is remembered."""
     statuses: frozenset[int] = REFUSED
     """Statuses by which it may be answered, beside 429."""
+    cpu_s: float = 2.0
+    """CPU time that one may cost the frontend and its child processes, in seconds. Line breaks cost minutes once."""
 
 
 def _generate(**fields: Any) -> dict[str, Any]:
@@ -72,9 +74,10 @@ ATTACKS = {
                 + 'R3000: "a"'
             }
         ),
+        cpu_s=6.0,
     ),
     "schema of 9,000 properties": Attack(
-        COMPLETIONS, lambda n: _generate(**_json_schema(n, 9000)), frozenset({400, 413})
+        COMPLETIONS, lambda n: _generate(**_json_schema(n, 9000)), frozenset({400, 413}), cpu_s=6.0
     ),
     "schema of 400 optional properties": Attack(
         COMPLETIONS, lambda n: _generate(**_json_schema(n, 400)), frozenset({200})

@@ -49,7 +49,7 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(slots=True)
 class Times:
-    """What the bystander saw, in seconds."""
+    """Times that the bystander measured, in seconds."""
 
     first_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)

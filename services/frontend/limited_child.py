@@ -26,7 +26,7 @@ _MAX_BYTES = 4 << 30
 """The most address space of the process, of which the stack is a part. Beyond it an allocation fails."""
 
 _NICENESS = 5
-"""Where cores are short, serving goes first: the frontend and, on one machine, the model."""
+"""Serving goes first where cores are short: the frontend and, on one machine, the model."""
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 

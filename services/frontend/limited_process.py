@@ -59,6 +59,7 @@ class LimitedProcess:
         """Return the answer to a message.
 
         Args:
+            message: JSON; any mapping is an object.
             limit_s: CPU time that the answer may take, in seconds.
 
         Raises:
@@ -79,7 +80,9 @@ class LimitedProcess:
         line = b""
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps({**message, "limit_s": limit_s}).encode() + b"\n")
+                process.stdin.write(
+                    json.dumps({**message, "limit_s": limit_s}, default=dict).encode() + b"\n"
+                )
                 process.stdin.flush()
                 line = process.stdout.readline()
         finally:

@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
+from services.frontend.chat_renderer import ChatRenderer, TakesLong
 from services.frontend.fair_threads import FairThreads
 from services.frontend.requests.answer_forms import DEMANDED_FORMAT
 from services.frontend.requests.grammars import GrammarChecker
@@ -19,7 +20,6 @@ from services.frontend.requests.tools import AnswerSplit, schemas_of
 from triptych.checkpoint.config_json import read_generation_defaults
 from triptych.errors import FieldViolation, InvalidRequest
 from triptych.text.answer_parser import ReasoningFormat
-from triptych.text.chat_template import ChatTemplate
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.tokenizer import Tokenizer
 from triptych.text.tool_formats import choose_reasoning_format, choose_tool_format
@@ -59,7 +59,7 @@ class TextModel:
         self.tokenizer = tokenizer
         self.directory = directory
         template = tokenizer.chat_template or ""
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatRenderer(tokenizer)
         if tool_call_parser == "auto" and tokenizer.chat_template and not self._template.knows_tools:
             tool_call_parser = PLAIN_FORMAT
         self._tool_format = choose_tool_format(tool_call_parser, template)
@@ -114,7 +114,10 @@ class TextModel:
             QueueFull: Too many long prompts wait to be tokenized.
         """
         if isinstance(prompt, RawChat):
-            text = await self.run(prompt.size, self._render, prompt, path)
+            try:
+                text = await self.run(prompt.size, self._render, prompt, path)
+            except TakesLong:
+                text = await self.run(max(prompt.size, INLINE_SIZE + 1), self._render, prompt, path)
             adds_special = bool(add_special_tokens)
         else:
             text, adds_special = prompt, add_special_tokens is not False

@@ -1,4 +1,4 @@
-"""A hostile tenant beside a bystander, over HTTP: each attack is answered in order, at a bounded price, and harms nobody.
+"""A hostile tenant beside a bystander, over HTTP: each attack is answered, at a bounded price, and harms nobody.
 
 `benchmarks/stack/hostile.py` measures what the bystander sees. Here only what no busy machine changes is checked: the
 answers of both, and the CPU time that the frontend spends.
@@ -19,10 +19,8 @@ from triptych.config.api_keys import entry_line
 from triptych.launcher.launch import config_from_overrides, launch
 
 HOSTILE, BYSTANDER = "hostile-key", "bystander-key"
-NUM_REQUESTS = 3
-CPU_S = 12.0
-"""CPU time of the frontend and its child processes for one attack's requests: forms may take 5 s each, of which
-`line breaks as a grammar` took minutes once."""
+NUM_REQUESTS = 2
+_OWN_CPU_S = 3.0  # for the bystander, and for a process that starts again
 BODIES = (
     {"prompt": "Once upon a time", "seed": 1},
     {"prompt": "Once upon a time " * 300, "seed": 2},
@@ -96,7 +94,7 @@ def test_attack_is_answered_and_harms_nobody(
         assert bystander.ask() == bystander.answers
         statuses = {each.result() for each in attack}
     assert statuses <= ATTACKS[name].statuses | {429}
-    assert cpu_s(frontend) - before_s < CPU_S
+    assert cpu_s(frontend) - before_s < _OWN_CPU_S + NUM_REQUESTS * ATTACKS[name].cpu_s
     assert bystander.ask() == bystander.answers
 
 

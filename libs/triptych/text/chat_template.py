@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triptych.errors import InvalidRequest, ModelError
-from triptych.text.tokenizer import Tokenizer
 
 # Stands behind a content that is continued; the space tells whether the template trims contents.
 _CONTINUED = "\x02continued\x03 "
@@ -24,15 +26,30 @@ Message = Mapping[str, Any]
 """`role` and `content`, and whatever else the template reads (`tool_calls`, `name`)."""
 
 
+class TemplateSource(Protocol):
+    """A template and the tokens that it may write: a `Tokenizer`, or a copy of what is needed of one."""
+
+    chat_template: str | None
+
+    @property
+    def bos_token(self) -> str | None: ...
+    @property
+    def eos_token(self) -> str | None: ...
+    @property
+    def unk_token(self) -> str | None: ...
+    @property
+    def pad_token(self) -> str | None: ...
+
+
 class ChatTemplate:
     """A compiled template; immutable and safe to use from several threads.
 
     Templates come with models and are not trusted: they run in Jinja's sandbox and cannot change what
-    they are given. The environment is that of transformers' `apply_chat_template`, so the same prompt
-    comes out.
+    they are given, and one operation makes no value larger than 16 MiB. How long all of them take is for the caller to
+    bound. The environment is that of transformers' `apply_chat_template`, so the same prompt comes out.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TemplateSource) -> None:
         """Compile the tokenizer's template, if it has one.
 
         Raises:
@@ -99,6 +116,10 @@ class ChatTemplate:
                 documents=documents,
                 add_generation_prompt=add_generation_prompt,
             )
+        except MemoryError:
+            raise InvalidRequest(
+                "messages", "the model's chat template needs too much memory for them"
+            ) from None
         except Exception as error:
             # A template is a program that came with the model: given messages of an odd form it fails in
             # ways of its own (TypeError, KeyError, recursion), and none of our code runs inside it.
@@ -126,10 +147,97 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _BoundedSandbox(ImmutableSandboxedEnvironment):
+    """A sandbox in which one operation cannot take all memory, or compute for ever inside of the interpreter."""
+
+    intercepted_binops = frozenset({"*", "**", "%", "<<"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """Carry out an operator whose result may be much larger than its operands."""
+        match operator:
+            case "*":
+                for one, other in ((left, right), (right, left)):
+                    if isinstance(one, str | bytes | list | tuple) and isinstance(other, int):
+                        _check_size(len(one) * other)
+                if isinstance(left, int) and isinstance(right, int):
+                    _check_size((left.bit_length() + right.bit_length()) // 8)
+            case "**" if isinstance(left, int) and isinstance(right, int):
+                _check_size(left.bit_length() * abs(right) // 8)
+            case "%" if isinstance(left, str):
+                _check_format(left)
+        return super().call_binop(context, operator, left, right)
+
+    def call(
+        __self,
+        __context: jinja2.runtime.Context,
+        __function: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call what a template calls. Methods of texts are given no sizes beyond the limit."""
+        text = getattr(__function, "__self__", None)
+        if isinstance(text, str):
+            _check_method(text, __function.__name__, args)
+        return super().call(__context, __function, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return what a template gets for `text.format`; None if the value is none."""
+        wrapper = super().wrap_str_format(value)
+        if wrapper is not None:
+            _check_format(value.__self__)
+        return wrapper
+
+
+_MAX_SIZE = 16 << 20  # characters or entries of one value: as long as the longest message
+_SIZED_FILTERS = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
+_SIZED_METHODS = ("center", "expandtabs", "ljust", "rjust", "zfill")
+_WIDE_FORMAT = re.compile(r"%[-+ #0]*[0-9.]*[0-9]{7}|:[^{}]{0,8}[0-9]{7}[^{}]{0,20}\}")
+
+
+def _check_size(size: int) -> None:
+    if size > _MAX_SIZE:
+        raise jinja2.TemplateError(f"a value of {size} characters or entries is above the limit {_MAX_SIZE}")
+
+
+def _check_sizes(values: Sequence[Any]) -> None:
+    for value in values:
+        if isinstance(value, int):
+            _check_size(value)
+
+
+def _check_format(text: str) -> None:
+    if _WIDE_FORMAT.search(text):
+        raise jinja2.TemplateError("a format with a width of 7 digits is refused")
+
+
+def _check_method(text: str, name: str, arguments: Sequence[Any]) -> None:
+    """Refuse a method of a text whose result would be much larger than all that it is given."""
+    match name, arguments:
+        case "replace", (str() as old, str() as new, *_):
+            _check_size(text.count(old) * len(new))
+        case "join", (list() | tuple() as parts, *_):
+            _check_size(len(parts) * len(text))
+        case _ if name in _SIZED_METHODS:
+            _check_sizes(arguments)
+
+
+def _bounded(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that is given no sizes beyond the limit."""
+
+    @functools.wraps(filter_)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_sizes((*args, *kwargs.values()))
+        return filter_(*args, **kwargs)
+
+    return checked
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
+    for name in _SIZED_FILTERS:
+        environment.filters[name] = _bounded(environment.filters[name])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
