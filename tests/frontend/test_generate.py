@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from services.frontend import placement
+from services.frontend.chat_renderer import ChatRenderer
 from services.frontend.identity import splitmix64
 from services.frontend.requests.raw import RawChat
 from tests.helpers.byte_tokenizer import byte_tokenizer
@@ -28,7 +29,7 @@ from triptych.errors import (
     QueueFull,
 )
 from triptych.rpc.interceptors import new_request_id
-from triptych.text.chat_template import ChatTemplate, Message
+from triptych.text.chat_template import Message
 from triptych.types.events import AdmittedEvent
 from triptych.types.outputs import FinishReason, Usage
 from triptych.types.sampling import OutputKind
@@ -375,13 +376,13 @@ async def test_a_long_conversation_is_checked_and_rendered_off_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: dict[int, int] = {}
-    plain = ChatTemplate.render
+    plain = ChatRenderer.render
 
-    def render(self: ChatTemplate, messages: Sequence[Message], **options: bool) -> str:
+    def render(self: ChatRenderer, messages: Sequence[Message], **options: bool) -> str:
         threads[len(messages)] = threading.get_ident()
         return plain(self, messages, **options)
 
-    monkeypatch.setattr(ChatTemplate, "render", render)
+    monkeypatch.setattr(ChatRenderer, "render", render)
     model = replace(MODEL, max_model_len=10_000)
     async with FakeEngine(seeded, model=model) as engine, frontend_core(engine) as core:
         for num_messages in (64, 65):
