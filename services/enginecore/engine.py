@@ -26,6 +26,7 @@ from services.enginecore.scheduler.scheduler import Scheduler
 from services.enginecore.scheduler.step_results import Failed, Finished
 from services.enginecore.status import with_scheduler
 from triptych.config import EngineConfig
+from triptych.config.step_size import size_for_worker
 from triptych.errors import (
     EngineFailure,
     EngineUnavailable,
@@ -122,8 +123,10 @@ class EngineCore:
         """
         self._start_call(WorkerReady, facts, after_crash)
         previous, before = self._scheduler, self._facts
+        config = size_for_worker(self._config.scheduler, facts.max_num_seqs, facts.max_num_batched_tokens)
+        check_config(config)
         self._scheduler = Scheduler(
-            config=self._config.scheduler,
+            config=config,
             num_blocks=facts.kv.num_blocks,
             block_size=facts.kv.block_size,
             max_model_len=facts.model.max_model_len,

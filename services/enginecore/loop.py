@@ -27,6 +27,7 @@ from services.enginecore.workers.connection import WorkerConnection
 from services.enginecore.workers.steps_in_flight import PipelineDepth
 from triptych import failpoints
 from triptych.config import EngineConfig
+from triptych.config.step_size import size_for_worker
 from triptych.errors import ProtocolViolation, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineMetrics
@@ -36,7 +37,7 @@ from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
 from triptych.types.kv_transfer import EngineRole
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepResult
-from triptych.types.submit import AttachRequest, EngineWelcome, PrefixHash, SubmitRequest
+from triptych.types.submit import AttachRequest, EngineLimits, EngineWelcome, PrefixHash, SubmitRequest
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class EngineLoop:
             engine_id=config.engine.engine_id,
             ready=False,
             why_not_ready=self._readiness[1],
-            limits=replace(limits_of(config.scheduler), keeps_requests=config.engine.max_kept_bytes > 0),
+            limits=self._limits(None),
             boot_id=uuid.uuid4().hex,
             role=EngineRole[config.engine.role.upper()],
         )
@@ -379,6 +380,13 @@ class EngineLoop:
                     log.warning("session %d does not read its outputs: its requests are aborted", session)
                     self._engine.close_session(session)
 
+    def _limits(self, facts: WorkerFacts | None) -> EngineLimits:
+        """Return what frontends may ask of this engine. Without a worker it may not be known how much runs at once."""
+        scheduler, keeps_requests = self._config.scheduler, self._config.engine.max_kept_bytes > 0
+        if facts is not None:
+            scheduler = size_for_worker(scheduler, facts.max_num_seqs, facts.max_num_batched_tokens)
+        return replace(limits_of(scheduler), keeps_requests=keeps_requests)
+
     def _describe_hash(self) -> PrefixHash | None:
         if self.facts is None or not self._config.cache.enable_prefix_caching:
             return None
@@ -399,6 +407,7 @@ class EngineLoop:
             ready=ready,
             why_not_ready=why_not_ready,
             model=self.facts.model if self.facts else None,
+            limits=self._limits(self.facts),
             prefix_hash=self._describe_hash(),
             role=self.welcome.role,
             kv_endpoint=self.facts.kv_endpoint if self.facts else None,

@@ -13,6 +13,7 @@ from tools.example_config import EXAMPLE, render
 from triptych.config import EngineConfig, TlsConfig
 from triptych.config.loader import iter_options, load_config, rank_config, shared_config
 from triptych.config.option import Option
+from triptych.config.step_size import size_for_device
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = list(iter_options())
@@ -57,8 +58,9 @@ def test_the_example_tells_meaning_range_and_readers_above_each_key(option):
 def test_cpu_tiny_overrides_a_few_options_and_is_small():
     file = ROOT / "config/cpu-tiny.yaml"
     tiny, usual = load_config(file=file, env={}), EngineConfig()
-    assert tiny.scheduler.max_num_seqs < usual.scheduler.max_num_seqs
-    assert tiny.scheduler.max_num_batched_tokens < usual.scheduler.max_num_batched_tokens
+    usual_step = size_for_device(usual.scheduler, 0)
+    assert tiny.scheduler.max_num_seqs < usual_step.max_num_seqs
+    assert tiny.scheduler.max_num_batched_tokens < usual_step.max_num_batched_tokens
     assert 0 < tiny.cache.memory_fraction < 0.5, "which is usual on a CPU"
     document = yaml.safe_load(file.read_text())
     for leaf, section in document.items():

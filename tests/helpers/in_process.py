@@ -15,6 +15,7 @@ from services.enginecore.scheduler.scheduler import Scheduler
 from services.worker.runner.base import PendingStep, Runner
 from tests.helpers.scheduling import owners_of
 from triptych.config import SchedulerConfig
+from triptych.config.step_size import size_for_worker
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import PromptLogprobs
 from triptych.types.submit import single_choice
@@ -36,7 +37,9 @@ class InProcessEngine:
         """`num_blocks` and `max_model_len`: the runner's, or fewer."""
         facts = runner.facts
         self.scheduler = Scheduler(
-            config=SchedulerConfig(**{"max_num_seqs": facts.max_num_seqs, **scheduler}),
+            config=size_for_worker(
+                SchedulerConfig(**scheduler), facts.max_num_seqs, facts.max_num_batched_tokens
+            ),
             num_blocks=num_blocks or facts.kv.num_blocks,
             block_size=facts.kv.block_size,
             max_model_len=max_model_len or facts.model.max_model_len,

@@ -19,6 +19,7 @@ from services.enginecore.request import Request
 from services.enginecore.scheduler.scheduler import Scheduler
 from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.config import SchedulerConfig
+from triptych.config.step_size import size_for_device
 from triptych.types.identity import ModelIdentity
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
@@ -64,7 +65,7 @@ def make_scheduler(
 ) -> Scheduler:
     """Return a scheduler with 1,000 blocks, no EOS, and the given fields of `SchedulerConfig`."""
     return Scheduler(
-        config=SchedulerConfig(**config),
+        config=size_for_device(SchedulerConfig(**config), 0),
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,

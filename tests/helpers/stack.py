@@ -30,6 +30,7 @@ from tests.helpers.scheduling import BLOCK_SIZE, EOS, NAIVE_IDENTITY, VOCAB_SIZE
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.config import EngineConfig
 from triptych.config.loader import shared_config
+from triptych.config.step_size import size_for_device
 from triptych.errors import TriptychError
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, session_pb2, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics, WorkerMetrics
@@ -71,6 +72,7 @@ class NaiveRunner:
         self.sleep_error: TriptychError | None = None
         self.wake_error: TriptychError | None = None
         self.fail_at: Callable[[StepPlan], bool] = lambda plan: False
+        sized = size_for_device(config.scheduler, 0)
         self.facts = WorkerFacts(
             boot_id="boot",
             model=ModelFacts(
@@ -84,8 +86,8 @@ class NaiveRunner:
                 "none",
             ),
             kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=sized.max_num_seqs,
+            max_num_batched_tokens=sized.max_num_batched_tokens,
             max_steps_in_flight=4,
             max_samples_per_row=max_samples_per_row,
         )

@@ -36,7 +36,7 @@ def test_a_name_of_several_sections_means_the_model_or_is_refused():
     [
         ({"max_num_seq": 16}, "max_num_seq: no such option; did you mean max_num_seqs"),
         ({"gpu_magic": 1}, "gpu_magic: no such option"),
-        ({"max_num_seqs": 0}, "scheduler.max_num_seqs: 0 is out of range, allowed is >= 1"),
+        ({"max_num_seqs": -1}, "scheduler.max_num_seqs: -1 is out of range, allowed is >= 0"),
         ({"max_num_seqs": "many"}, "scheduler.max_num_seqs: 'many' is no int"),
     ],
 )

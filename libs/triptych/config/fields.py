@@ -141,13 +141,20 @@ class SchedulerConfig:
     """Limits and policy of a step: which requests run, and how many tokens of each."""
 
     max_num_seqs: int = value(
-        64, "Requests that run at once (rows in the worker).", ENGINE + WORKER, ge=1, le=65536, shared=True
+        0,
+        "Requests that run at once (rows in the worker); 0: 256 on an accelerator with 40 GB of memory or more, 64 on "
+        "any other device.",
+        ENGINE + WORKER,
+        ge=0,
+        le=65536,
+        shared=True,
     )
     max_num_batched_tokens: int = value(
-        2048,
-        "Token budget of one step, at least max_num_seqs.",
+        0,
+        "Token budget of one step, at least max_num_seqs; 0: 8192 on an accelerator with 40 GB of memory or more, 2048 "
+        "on any other device.",
         ENGINE + WORKER,
-        ge=1,
+        ge=0,
         le=1 << 18,
         shared=True,
     )

@@ -11,13 +11,14 @@ import os
 import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from triptych.config.fields import EngineConfig
 from triptych.config.option import ENV_PREFIX, WORKER, Option
 from triptych.config.orchestrator import place_in_group
+from triptych.config.step_size import size_for_device
 from triptych.errors import ConfigError, HandshakeMismatch
 
 CONFIG_FILE_ENV = "TRIPTYCH_CONFIG"
@@ -154,7 +155,11 @@ def to_flags(config: EngineConfig) -> list[str]:
 
 
 def shared_config(config: EngineConfig) -> dict[str, str]:
-    """Return key -> value of the options that an engine and its worker must share; the hello carries them."""
+    """Return key -> value of the options that an engine and its worker must share; the hello carries them.
+
+    Sizes that are left to the device are those of the smallest, which the version before had as its defaults.
+    """
+    config = replace(config, scheduler=size_for_device(config.scheduler, 0))
     return {option.key: _show(_value(config, option)) for option in iter_options() if option.limits.shared}
 
 

@@ -19,7 +19,7 @@ def check_config(config: SchedulerConfig) -> None:
     Raises:
         ConfigError: They cannot; names both values.
     """
-    if config.max_num_batched_tokens < config.max_num_seqs:
+    if 0 < config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens {config.max_num_batched_tokens} is below scheduler.max_num_seqs "
             f"{config.max_num_seqs}: each row that decodes takes a token of a step; raise the one or lower the other"

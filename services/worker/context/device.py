@@ -59,6 +59,7 @@ def resolve_config(
         native_float8=has_native_float8(device),
         compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         attention_packages=installed_packages(),
+        device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,
     )
 
 

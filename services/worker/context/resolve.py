@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.worker.context.attention_choice import (
     BATCH_INVARIANT_CHOICES,
     NATIVE_DTYPES,
@@ -12,6 +14,7 @@ from services.worker.context.precision import choose_dtype, choose_kv_dtype, cho
 from services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
+from triptych.config.step_size import size_for_device
 from triptych.errors import ConfigError, FeatureDisabled
 
 _GROUP_SIZE = 32  # of quantized weights
@@ -31,6 +34,7 @@ def resolve_for_device(
     native_float8: bool = False,
     compute_capability: tuple[int, int] = (0, 0),
     attention_packages: frozenset[str] = frozenset(),
+    device_bytes: int = 0,
 ) -> ResolvedConfig:
     """Join the operator's config, the checkpoint's architecture and the facts of the device.
 
@@ -42,6 +46,7 @@ def resolve_for_device(
         native_float8: Whether the device multiplies 8-bit floats itself.
         compute_capability: Compute capability of a CUDA device.
         attention_packages: As of `installed_packages`.
+        device_bytes: Memory of a CUDA device.
 
     Raises:
         ConfigError: max_model_len is above the model's own, or the group has no such rank.
@@ -96,7 +101,7 @@ def resolve_for_device(
         packages=attention_packages,
     )
     return ResolvedConfig(
-        engine=engine,
+        engine=replace(engine, scheduler=size_for_device(engine.scheduler, device_bytes)),
         architecture=architecture,
         rank=rank,
         dtype=dtype,
