@@ -107,8 +107,9 @@ test-chaos: $(DEV) native model ## Break things under load: SCENARIOS=2000 in fa
 	SCENARIOS=$(SCENARIOS) CLUSTER_SCENARIOS=$(CLUSTER_SCENARIOS) $(BIN)/python -m pytest -n 2 tests/chaos $(ARGS)
 
 .PHONY: test-all
-test-all: $(DEV) native model ## Run all tests that need no GPU
+test-all: $(DEV) native model ## Run all tests that need no GPU, and those of the native kernels under sanitizers
 	$(PYTEST) -m "not gpu" $(ARGS)
+	$(MAKE) --no-print-directory sanitize-cpu ARGS=
 
 .PHONY: test-gpu
 test-gpu: ## Run the tests that need a CUDA device, with GPU_PYTHON alone: no set-up, no network
@@ -120,6 +121,10 @@ TESTS_FOR_ARM := tests/kernels/ops $(addprefix tests/kernels/native/test_,attent
 .PHONY: test-arm
 test-arm: $(DEV) ## Run the tests of native kernels with those for ARM, cross-compiled, under QEMU; ARGS="-k neon_bf16"
 	$(BIN)/python -m pytest -p tests.kernels.arm.plugin $(TESTS_FOR_ARM) $(ARGS)
+
+.PHONY: sanitize-cpu
+sanitize-cpu: $(DEV) ## Run tests of the native kernels under GCC's address and thread sanitizers; ARGS="address tests/kernels/native"
+	$(BIN)/python tools/sanitize_cpu.py $(ARGS)
 
 .PHONY: sanitize-gpu
 sanitize-gpu: ## Launch every Triton kernel at a small size under compute-sanitizer; ARGS="racecheck"

@@ -180,6 +180,20 @@ def build_for_arm(compiler: str, folder: Path) -> None:
     _build_unless_there(compiler, sorted(SOURCES.rglob("*.cpp")), ARM_FLAGS, folder, "DIGEST")
 
 
+def build_sanitized(sanitizer: str, isa: str, folder: Path) -> None:
+    """Build the library for one instruction set with a sanitizer of GCC, unless it is up to date; for tests.
+
+    Args:
+        sanitizer: `address` or `thread`.
+
+    Raises:
+        FileNotFoundError: There is no g++.
+        subprocess.CalledProcessError: The compiler fails.
+    """
+    flags = (*ISA_FLAGS[isa], "-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}")
+    _build_unless_there("g++", sorted(SOURCES.rglob("*.cpp")), {isa: flags}, folder, "DIGEST")
+
+
 def _build_unless_there(
     compiler: str,
     sources: Sequence[Path],
