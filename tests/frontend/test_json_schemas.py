@@ -166,6 +166,9 @@ async def test_dates_and_times_are_those_that_readers_take(
     checker: GrammarChecker, format: str, good: list[str], bad: list[str]
 ) -> None:
     matcher = await matcher_of(checker, {"type": "string", "format": format})
+    both = await matcher_of(checker, {"type": "string", "format": format, "pattern": "^[0-9].*$"})
+    assert allows(both, json.dumps(good[0]))
+    assert not allows(both, json.dumps(bad[0]))
     kinds: dict[str, Any] = {"date-time": datetime, "date": date}
     for text in good:
         assert allows(matcher, json.dumps(text)), text

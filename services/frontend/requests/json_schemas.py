@@ -244,10 +244,14 @@ def _rewrite_tuple(new: dict[str, Any]) -> None:
 def _rewrite_times(new: dict[str, Any]) -> None:
     """Hold dates and times to what readers take."""
     pattern = _TIME_PATTERNS.get(str(new.get("format")))
-    if pattern is not None and "pattern" not in new:
-        del new["format"]
+    if pattern is None:
+        return
+    del new["format"]
+    if "pattern" in new:  # zod writes both
+        new["allOf"] = [*new.get("allOf", ()), {"type": "string", "pattern": pattern}]
+    else:
         new["pattern"] = pattern
-        new.setdefault("type", "string")
+    new.setdefault("type", "string")
 
 
 def _rewrite_property_names(new: dict[str, Any]) -> None:
