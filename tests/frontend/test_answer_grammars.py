@@ -52,6 +52,7 @@ TOOLS = (
 )
 ARGUMENTS = {"to": {"x": 3}, "fast": True, "why": "it's <late>", "by": "foot"}
 WRITTEN = '{"to": {"x": 3}, "fast": true, "why": "it\'s <late>", "by": "foot"}'
+COMPACT = json.dumps(ARGUMENTS, separators=(",", ":"))
 CALLS = {
     "hermes": f'<tool_call>\n{{"name": "go", "arguments": {WRITTEN}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
@@ -63,7 +64,7 @@ CALLS = {
     "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "llama3_json": f'{{"name": "go", "parameters": {WRITTEN}}}; {{"name": "now", "parameters": {{}}}}',
     "pythonic": '[go(to={"x": 3}, fast=true, why="it\'s <late>", by="foot"), now()]',
-    "json_list": f'[{{"name":"go","parameters":{WRITTEN}}},{{"name":"now","parameters":{{}}}}]',
+    "json_list": f'[{{"name":"go","parameters":{COMPACT}}},{{"name":"now","parameters":{{}}}}]',
 }  # fmt: skip
 NEWER_MISTRAL = f"[TOOL_CALLS]go[ARGS]{WRITTEN}[TOOL_CALLS]now[ARGS]{{}}"
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>")
@@ -133,6 +134,8 @@ async def test_calls_are_allowed_as_they_are_read(judge: Judge, format: str) -> 
     for wrong in ("", "Hello", '{"n":"3"}', text + "x", text[:-1], '{"n":3}' + text, "Hello " + text):
         assert not judge.allows(matcher, wrong), wrong
     for before, after in (("go", "stop"), ('"x": 3', '"x": "3"'), ("fast", "slow"), ("foot", "rail")):
+        if format == "json_list":
+            before, after = before.replace(" ", ""), after.replace(" ", "")
         assert before in text
         assert not judge.allows(matcher, text.replace(before, after)), after
 

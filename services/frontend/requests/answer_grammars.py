@@ -20,16 +20,25 @@ FORM = "form"
 _TERMINALS = r"""
 TEXT: /(.|\n)*/
 SPACE: /[ \t\r\n]{1,8}/
+"""
+_SEPARATORS = r"""
 COLON: /: ?/
 COMMA: /, ?/
+"""
+_COMPACT_SEPARATORS = """
+COLON: ":"
+COMMA: ","
 """
 MARKS = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
 )  # fmt: skip
 """Texts of the formats that a tokenizer may have as one token each."""
-_JSON_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_COMPACT: Mapping[str, Any] = {"whitespace_flexible": False}
+_SPACED: Mapping[str, Any] = {**_COMPACT, "item_separator": ", ?", "key_separator": ": ?"}
 """Models write JSON with a space behind its separators, or without."""
+_COMPACT_FORMAT = "json_list"
+"""The format that is no model's own: its JSON has no spaces, as that of forms."""
 _TEXT_LIMITS = ("pattern", "format", "minLength", "maxLength")
 
 
@@ -59,6 +68,7 @@ class AnswerGrammar:
             tokens: Text of each mark that is a token of its own to the compiler -> its id.
         """
         self._tokens = tokens
+        self._json_options = _SPACED
         self._rules: list[str] = []
         self._schemas: list[dict[str, Any]] = []
         self.not_enforced: list[tuple[int, str]] = []
@@ -86,6 +96,7 @@ class AnswerGrammar:
             reasoning: Its opening and its closing mark; None: there is none.
             is_reasoning: The prompt has opened it.
         """
+        self._json_options = _COMPACT if format == _COMPACT_FORMAT else _SPACED
         choices = ["@form"] if form else []
         if tools:
             write_calls = _FORMATS[format]
@@ -103,6 +114,7 @@ class AnswerGrammar:
         thought = self._reasoning(*reasoning, is_open=is_reasoning) if reasoning is not None else ""
         lark = f"%llguidance {{}}\nstart: {thought} answer\nanswer: {' | '.join(choices)}\n"
         lark += "".join(self._rules) + _TERMINALS + _PLAIN.get(format, "")
+        lark += _COMPACT_SEPARATORS if format == _COMPACT_FORMAT else _SEPARATORS
         named = [{**each, "name": FORM} if index == 0 else each for index, each in enumerate(form)]
         return json.dumps({"grammars": [{"name": "whole", "lark_grammar": lark}, *named, *self._schemas]})
 
@@ -113,7 +125,7 @@ class AnswerGrammar:
     def _schema(self, schema: Any, tool: Tool) -> str:
         """Return the name of a rule for JSON of a schema, which is a part of those of a tool."""
         name = f"schema_{len(self._schemas)}"
-        options = {**_JSON_SPACES, **tool.options, "lenient": False}
+        options = {**self._json_options, **tool.options, "lenient": False}
         if not isinstance(schema, Mapping):
             schema = {} if schema is True else {"not": {}}
         self._schemas.append({"name": name, "json_schema": {**schema, "x-guidance": options}})
