@@ -9,7 +9,15 @@ from typing import Any
 import httpx
 
 from tests.chaos.recorder import Request
-from triptych.errors import DeadlineExceeded, EngineUnavailable, GenerationLost, QueueFull
+from triptych.errors import (
+    AttachedElsewhere,
+    DeadlineExceeded,
+    EngineUnavailable,
+    GenerationLost,
+    NotKept,
+    QueueFull,
+    TriptychError,
+)
 from triptych.types.events import DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, Usage
 
@@ -24,14 +32,7 @@ async def generate_over_http(address: str, request: Request) -> AsyncIterator[Ev
         DeadlineExceeded: It ran out of its time.
         GenerationLost: It broke off.
     """
-    body = {
-        "model": "embedded",
-        "prompt": list(request.prompt),
-        **request.sampling,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
+    body = body_of(request)
     headers = {} if request.timeout_s is None else {"X-Request-Timeout-S": f"{request.timeout_s:.3f}"}
     has_output, usage = False, None
     try:
@@ -40,7 +41,7 @@ async def generate_over_http(address: str, request: Request) -> AsyncIterator[Ev
             client.stream("POST", f"http://{address}/v1/completions", json=body, headers=headers) as response,
         ):
             if response.status_code != 200:
-                _refuse(response.status_code, (await response.aread()).decode())
+                raise refusal_of(response.status_code, (await response.aread()).decode())
             async for line in response.aiter_lines():
                 if not line.startswith("data: "):
                     continue
@@ -49,12 +50,12 @@ async def generate_over_http(address: str, request: Request) -> AsyncIterator[Ev
                     return
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
-                    raise _error_of(chunk["error"])
+                    raise error_of(chunk["error"])
                 if chunk.get("usage"):
                     usage = (chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"])
                 for choice in chunk["choices"]:
                     has_output = True
-                    yield _delta_of(choice)
+                    yield delta_of(choice)
     except httpx.HTTPError as error:
         raise (GenerationLost if has_output else EngineUnavailable)(
             f"the connection broke: {error!r}"
@@ -62,7 +63,19 @@ async def generate_over_http(address: str, request: Request) -> AsyncIterator[Ev
     raise GenerationLost("the stream ended without its last line")
 
 
-def _delta_of(choice: dict[str, Any]) -> DeltaEvent:
+def body_of(request: Request) -> dict[str, Any]:
+    """Return the body of a request."""
+    return {
+        "prompt": list(request.prompt),
+        **request.sampling,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+
+
+def delta_of(choice: dict[str, Any]) -> DeltaEvent:
+    """Return what a choice of a chunk brings."""
     reason = choice.get("finish_reason")
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
     return DeltaEvent(
@@ -75,16 +88,21 @@ def _delta_of(choice: dict[str, Any]) -> DeltaEvent:
     )
 
 
-def _refuse(status: int, text: str) -> None:
-    if status == 503:
-        raise EngineUnavailable(text)
-    if status == 429:
-        raise QueueFull(text, 1.0)
-    if status == 504:
-        raise DeadlineExceeded(text)
-    raise GenerationLost(f"{status}: {text}")
+def refusal_of(status: int, text: str) -> TriptychError:
+    """Return the error of an answer that is no stream."""
+    match status:
+        case 503:
+            return EngineUnavailable(text)
+        case 429:
+            return QueueFull(text, 1.0)
+        case 504:
+            return DeadlineExceeded(text)
+        case 404 if NotKept.code.lower() in text:
+            return NotKept(text)
+    return GenerationLost(f"{status}: {text}")
 
 
-def _error_of(error: dict[str, Any]) -> Exception:
-    kind = DeadlineExceeded if error.get("code") == DeadlineExceeded.code else GenerationLost
-    return kind(str(error))
+def error_of(error: dict[str, Any]) -> TriptychError:
+    """Return the error of an event."""
+    kinds = {kind.code.lower(): kind for kind in (DeadlineExceeded, AttachedElsewhere, EngineUnavailable)}
+    return kinds.get(str(error.get("code")).lower(), GenerationLost)(str(error))

@@ -16,6 +16,8 @@ RETRY_S = 0.1
 LONGEST_S = 240.0
 """A load that takes longer hangs."""
 KINDS = ("greedy", "sampled", "choices", "stop", "penalties", "leaving", "slow", "deadline")
+HTTP_KINDS = ("http", "http-twice")
+"""Over HTTP, by clients that go on with streams; those of the second kind at two places at once."""
 Send = Callable[[Request, int], AsyncIterator[Event]]
 """A request and the number of the attempt -> its events, from one of the frontends."""
 
@@ -41,6 +43,11 @@ def _make(name: str, kind: str, random: Random, vocabulary: range, max_tokens: i
         "ignore_eos": random.random() < 0.7,
     }
     match kind:
+        case "http" | "http-twice":
+            sampling["n"] = 2 if kind == "http-twice" else 1
+            # They outlast what a frontend gives its calls when it stops.
+            sampling |= {"max_tokens": random.randint(2 * max_tokens, 3 * max_tokens), "ignore_eos": True}
+            return Request(name, prompt, sampling, http="twice" if kind == "http-twice" else "once")
         case "choices":
             sampling["n"] = 3
         case "stop":

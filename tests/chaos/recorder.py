@@ -26,6 +26,9 @@ class Request:
     pause_s: float = 0.0
     """Seconds that the client takes to read each event."""
     timeout_s: float | None = None
+    http: str = ""
+    """How its client goes on over HTTP with a stream that broke: at one place (once), or at two at once (twice). Empty:
+    as the ground likes."""
 
     @property
     def must_finish(self) -> bool:

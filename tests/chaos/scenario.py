@@ -36,6 +36,7 @@ class Fault:
     | kill-at:PLACE | the same, when it next comes to a place of `triptych.failpoints` |
     | term | a process is stopped as operators do it, by SIGTERM, and started again later |
     | change:WHAT | as term, and what is started is another: of other weights, numerics or limits |
+    | term:SECONDS | the same, and it drains for no longer |
     | stop | a process, by SIGSTOP; goes on later |
     | usurp | a process is stopped, another one takes its name and address, and later it goes on |
     | cut | the streams of a link, at once; they may be dialed again |
@@ -105,6 +106,21 @@ class Scenario:
         is_away = any(fault.for_s > _MOVE_TIMEOUT_S / 3 for fault in self.faults)
         return len(changed) == self.num_engines or (bool(changed) and is_away)
 
+    @property
+    def right_errors(self) -> tuple[str, ...]:
+        """Return the codes that requests may fail with."""
+        codes = []
+        if self.num_engine_deaths > 2:
+            codes.append("ENGINE_FAILURE")
+        if self.loses_its_model:
+            codes.append("GENERATION_LOST")
+        # Over HTTP a stream is lost that moves to another engine just when its frontend goes.
+        targets = [fault.target for fault in self.faults]
+        has_frontend = any(target.startswith("frontend") and ">" not in target for target in targets)
+        if has_frontend and any("enginecore" in target and ">worker" not in target for target in targets):
+            codes.append("NOT_KEPT")
+        return tuple(codes)
+
     @staticmethod
     def parse(text: str) -> Scenario:
         head, _, tail = text.partition(":")
@@ -142,8 +158,8 @@ class Ground(Protocol):
         """Kill a process when it comes to a failpoint. Return when that has happened, or after so many seconds."""
         ...
 
-    async def term(self, name: str) -> None:
-        """Let a process drain and end."""
+    async def term(self, name: str, drain_s: float = ...) -> None:
+        """Let a process drain and end. `drain_s`: By default longer than any answer."""
         ...
 
     def stop(self, name: str) -> None: ...
@@ -211,6 +227,8 @@ def make_scenario(
                 action = f"kill-at:{random.choice(places)}"
         elif action in ("stop", "term"):
             target = random.choice([name for some in names.values() for name in some])
+            if action == "term" and target in names["frontend"]:
+                action = f"term:{random.uniform(0, 0.5):.2f}"
         else:
             target = random.choice(random.choice((inner, outer)))
             if target in inner and random.random() < 0.2:
@@ -277,10 +295,7 @@ async def play(
         steps=ground.steps,
         homes=homes,
         other_oracles=others,
-        may_fail_with=(
-            *(("ENGINE_FAILURE",) if scenario.num_engine_deaths > 2 else ()),
-            *(("GENERATION_LOST",) if scenario.loses_its_model else ()),
-        ),
+        may_fail_with=scenario.right_errors,
         is_exact_time=ground.is_exact_time,
     )
 
@@ -315,7 +330,7 @@ async def _inflict(ground: Ground, fault: Fault) -> None:
             await asyncio.sleep(fault.for_s)
             await ground.start(fault.target)
         case "term":
-            await ground.term(fault.target)
+            await (ground.term(fault.target, float(place)) if place else ground.term(fault.target))
             await asyncio.sleep(fault.for_s)
             await ground.start(fault.target)
         case "change":

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from tests.chaos.grounds.processes import DEADLINE_S, ProcessGround
 from tests.chaos.http_door import generate_over_http
 from tests.chaos.load import KINDS
 from tests.chaos.recorder import Request
+from tests.chaos.resuming_http import BrokenOff, Refused, resume_over_http
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.validators import Home, Step, violations_of
 from tests.helpers.cut_proxy import CutProxy
@@ -21,7 +25,8 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.errors import EngineUnavailable
 from triptych.types.events import Event
 
-_OPTIONS = {"worker": ("--simulation.base-ms=10",)}
+_READ_S = 180.0
+_OPTIONS = {"worker": ("--simulation.base-ms=10",), "frontend": ("--frontend.drain-s=0.3",)}
 
 
 class ClusterGround(ProcessGround):
@@ -41,14 +46,12 @@ class ClusterGround(ProcessGround):
         *,
         num_engines: int,
         num_frontends: int,
-        uses_http: bool = True,
         has_transfers: bool = False,
     ) -> None:
         """
         Args:
             has_transfers: Whether the first engine computes prompts for the others.
             stack: Closes what the ground opens.
-            uses_http: About half of the requests go over HTTP. A client of ours resumes streams, that one does not.
         """
         super().__init__(directory, num_engines=num_engines, num_frontends=num_frontends, options=_OPTIONS)
         if has_transfers:
@@ -61,7 +64,6 @@ class ClusterGround(ProcessGround):
                 member.flags = (*member.flags, *more.get(member.kind, ()))
         self.steps: list[Step] = []
         self._stack = stack
-        self._uses_http = uses_http
         self._killed: set[str] = set()
         self._proxies: dict[tuple[str, str], CutProxy] = {}
         self._clients: list[GenerationClient] = []
@@ -121,8 +123,8 @@ class ClusterGround(ProcessGround):
             self.kill(name)
             await member.process.wait()
 
-    async def term(self, name: str) -> None:
-        """Let a process drain and end."""
+    async def term(self, name: str, drain_s: float = 0.0) -> None:
+        """Let a process drain and end. All frontends drain for less than answers take, whatever a scenario says."""
         process = self.members[name].process
         if process is None or process.returncode is not None:
             return
@@ -169,14 +171,35 @@ class ClusterGround(ProcessGround):
         """Have a frontend answer a request: each attempt another one."""
         number = hash(request.prompt) + attempt
         frontend = self.of_kind("frontend")[number % len(self._clients)]
-        if number // 2 % 2 or not self._uses_http:
+        if number // 2 % 2:
             client = self._clients[frontend.index]
             events = client.generate(list(request.prompt), request.sampling, timeout_s=request.timeout_s)
-        else:
+        elif not request.must_finish:
             events = generate_over_http(f"127.0.0.1:{frontend.http_port}", request)  # type: ignore[assignment]
+        else:
+            twice = request.name.startswith("choices")
+            events = resume_over_http(  # type: ignore[assignment]
+                self._post, len(self._clients), frontend.index, request, attaches_twice=twice
+            )
         async with aclosing(events) as stream:
             async for event in stream:
                 yield event
+
+    async def _post(
+        self, number: int, headers: Mapping[str, str], body: Mapping[str, Any]
+    ) -> AsyncIterator[str]:
+        url = f"http://127.0.0.1:{self.of_kind('frontend')[number].http_port}/v1/completions"
+        try:
+            async with (
+                httpx.AsyncClient(timeout=_READ_S) as client,
+                client.stream("POST", url, json=dict(body), headers=dict(headers)) as response,
+            ):
+                if response.status_code != 200:
+                    raise Refused(response.status_code, (await response.aread()).decode())
+                async for line in response.aiter_lines():
+                    yield line
+        except httpx.HTTPError:
+            raise BrokenOff from None
 
     async def wait_all_ready(self) -> None:
         """Return when every frontend takes requests and every engine core has its worker."""
@@ -210,9 +233,6 @@ async def play_in_cluster(scenario: Scenario, directory: Path) -> list[str]:
             stack,
             num_engines=scenario.num_engines,
             num_frontends=scenario.num_frontends,
-            uses_http=not any(
-                fault.kills and fault.target.startswith("frontend") for fault in scenario.faults
-            ),
             has_transfers=scenario.has_transfers,
         )
         stack.push_async_callback(ground.end_all)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from services.enginecore.frontends.servicer import EngineCoreServicer
@@ -28,6 +29,7 @@ from services.frontend.engines.mover import Mover, MoveTerms
 from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
 from services.frontend.grpc.generation_servicer import GenerationServicer
+from services.frontend.openai.app import create_app
 from services.frontend.text_model import TextModel
 from services.worker.service.lease import WorkerLease
 from services.worker.service.servicer import WorkerServicer
@@ -36,10 +38,12 @@ from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher
 from services.worker.service.watchdog import StepClock
 from tests.chaos.grounds.fake_time import Process, current_process, run_in_fake_time
+from tests.chaos.grounds.memory_http import post
 from tests.chaos.grounds.memory_network import Channel, HandlerCollector, Network
 from tests.chaos.grounds.memory_transfers import MemoryTransfers, TransferNetwork
-from tests.chaos.load import KINDS
+from tests.chaos.load import HTTP_KINDS, KINDS
 from tests.chaos.recorder import Request
+from tests.chaos.resuming_http import resume_over_http
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.validators import Evidence, Home, Step, violations_of
 from tests.helpers.byte_tokenizer import byte_tokenizer
@@ -65,6 +69,7 @@ from triptych.errors import (
 from triptych.internal.v1 import engine_core_pb2_grpc, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics, FrontendMetrics, WorkerMetrics
 from triptych.rpc import channel as rpc_channel
+from triptych.rpc.service_main import STOP_GRACE_S
 from triptych.types.events import Event
 from triptych.types.facts import Phase
 from triptych.types.step import StepPlan, StepResult
@@ -74,6 +79,7 @@ STEP_S = 0.02
 PREFILL_STEP_S = 0.002
 """Seconds of a step where prompts are computed for others: blocks arrive while earlier steps are in flight."""
 DRAIN_S = 30.0
+FAREWELL_S = 1.0
 _MAX_MODEL_LEN = 512
 _MODELS = {
     "weights": (replace(NAIVE_IDENTITY, weights="v" * 64), 1),
@@ -180,7 +186,7 @@ class MemoryGround:
 
     vocabulary = range(VOCAB_SIZE)
     max_tokens = 60
-    kinds = KINDS
+    kinds = (*KINDS, *HTTP_KINDS)
     load_s = 1.0
     is_exact_time = True
     rest_s = 3.0
@@ -206,6 +212,8 @@ class MemoryGround:
         self._engines: dict[str, EngineLoop] = {}
         self._sessions: dict[str, EngineCoreServicer] = {}
         self._generators: dict[str, Generator] = {}
+        self._apps: dict[str, FastAPI] = {}
+        """Frontend -> its HTTP API."""
         self._clients: dict[str, list[EngineClient]] = {}
         self.bugs: list[str] = []
         self._client = Process("client")
@@ -290,21 +298,37 @@ class MemoryGround:
             self.kill(process.name)
             raise asyncio.CancelledError
 
-    async def term(self, name: str) -> None:
-        """Let a process drain and end, as its app does."""
+    async def term(self, name: str, drain_s: float = DRAIN_S) -> None:
+        """Let a process drain and end, in the order of its app: what it serves, then what runs in the background."""
         process = self.processes[name]
         if process.is_dead:
             return
         with process.running():
-            draining = asyncio.create_task(self._drain(name))
-        await asyncio.wait([draining])  # until it has drained, or is killed meanwhile
-        for task in tuple(process.tasks):
+            ending = asyncio.create_task(self._drain(name, drain_s))
+        await asyncio.wait([ending])  # until it has drained, or is killed meanwhile
+        if not process.is_dead and name in self._apps:
+            with process.running():
+                ending = asyncio.create_task(self._stop_serving(name))
+            await asyncio.wait([ending])
+        tasks = tuple(process.tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.sleep(0.1)  # for farewells
+        if tasks and not process.is_dead:
+            await asyncio.wait(tasks, timeout=FAREWELL_S)
         self.kill(name)
 
-    async def _drain(self, name: str) -> None:
-        until = asyncio.get_running_loop().time() + DRAIN_S
+    async def _stop_serving(self, name: str) -> None:
+        """End what a frontend still serves, as its servers do, each with what follows from it at the engines."""
+        process, in_flight = self.processes[name], self._apps[name].state.in_flight
+        stopping = asyncio.create_task(self.network.stop_server(process, STOP_GRACE_S))
+        until = asyncio.get_running_loop().time() + STOP_GRACE_S
+        await self._wait_none(lambda: self._generators[name].num_active, until)
+        in_flight.end_all()
+        await stopping
+        await self._wait_none(lambda: self._generators[name].num_active, until + FAREWELL_S)
+
+    async def _drain(self, name: str, drain_s: float) -> None:
+        until = asyncio.get_running_loop().time() + drain_s
         match name.partition("-")[0]:
             case "worker":
                 publisher, lease = self._workers[name]
@@ -316,7 +340,7 @@ class MemoryGround:
                 await self._wait_none(lambda: self._engines[name].num_requests, until)
                 self._sessions[name].close()
             case _:
-                await self._generators[name].drain(DRAIN_S)
+                await self._generators[name].drain(drain_s)
         await asyncio.sleep(0.05)
 
     async def _wait_none(self, count: Callable[[], int], until: float) -> None:
@@ -347,6 +371,20 @@ class MemoryGround:
     async def generate(self, request: Request, attempt: int) -> AsyncIterator[Event]:
         """Have the frontends answer a request, by our own client: each attempt begins at another one."""
         first = (hash(request.prompt) + attempt) % self.num_frontends
+        if request.http:
+            with self._client.running():
+                async with aclosing(
+                    resume_over_http(
+                        self._post,
+                        self.num_frontends,
+                        first,
+                        request,
+                        attaches_twice=request.http == "twice",
+                    )
+                ) as events:
+                    async for event in events:
+                        yield event
+            return
         order = [(first + place) % self.num_frontends for place in range(self.num_frontends)]
         addresses = ",".join(f"frontend-{index}:1" for index in order)
         with self._client.running():
@@ -358,6 +396,10 @@ class MemoryGround:
             ):
                 async for event in events:
                     yield event
+
+    def _post(self, number: int, headers: Mapping[str, str], body: Mapping[str, Any]) -> AsyncIterator[str]:
+        name = f"frontend-{number}"
+        return post(self.processes[name], self._apps[name], headers, body)
 
     def cut(self, client: str, server: str, *, is_server_told: bool) -> None:
         self.network.cut(client, server, is_server_told=is_server_told)
@@ -488,6 +530,7 @@ class MemoryGround:
         config = FrontendConfig()
         generator = self._generators[name] = Generator(router, metrics, mover, keep_s=config.keep_s)
         generator.set_text_model(TextModel(byte_tokenizer(), {}, Path("no-checkpoint")))
+        self._apps[name] = create_app(generator)
         handlers = HandlerCollector()
         servicer = GenerationServicer(generator, config.client_timeout_s)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, handlers)

@@ -85,6 +85,23 @@ class Network:
         for call in tuple(link.calls):
             call.release()
 
+    async def stop_server(self, process: Process, grace_s: float) -> None:
+        """Take no more calls of a process, give those that run so long to end, and cancel the rest.
+
+        Returns when what serves them has ended.
+        """
+        for address, (server, _) in tuple(self._servers.items()):
+            if server is process:
+                del self._servers[address]
+        calls = [call for link in self._links.values() for call in link.calls if call.server is process]
+        tasks = [call.serving for call in calls if call.serving is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+        for call in calls:
+            call.break_off("Cancelling all calls", tells_server=True)
+        if tasks:
+            await asyncio.wait(tasks)
+
     def drop_process(self, process: Process) -> None:
         """Break all streams of a process that has died: its kernel resets them."""
         for link in self._links.values():
@@ -192,7 +209,7 @@ class Call:
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._status: asyncio.Future[tuple[grpc.StatusCode, str, Any]] = self._loop.create_future()
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
-        self._server_task: asyncio.Task[None] | None = None
+        self.serving: asyncio.Task[None] | None = None
         self._silence: asyncio.TimerHandle | None = None
         found = network.server_at(address)
         server_name = address.partition(":")[0]
@@ -227,7 +244,7 @@ class Call:
             self.server, handlers = found
             self._link.calls.add(self)
             with self.server.running():
-                self._server_task = loop.create_task(self._serve(handlers[path]))
+                self.serving = loop.create_task(self._serve(handlers[path]))
 
     # -- the client's end ---------------------------------------------------------------------------------------
 
@@ -335,8 +352,8 @@ class Call:
         self._link.calls.discard(self)
         self._stop_watching()
         self._requests.put_nowait(_END)
-        if self._server_task is not None:
-            self._loop.call_soon(self._server_task.cancel, context=NoProcess())
+        if self.serving is not None:
+            self._loop.call_soon(self.serving.cancel, context=NoProcess())
 
     # -- the server's end ---------------------------------------------------------------------------------------
 
