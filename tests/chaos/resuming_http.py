@@ -44,7 +44,7 @@ class _Part:
     is_done: bool = False
     usage: Usage = field(default_factory=Usage)
     error: TriptychError | None = None
-    """What has ended it. None: the connection broke."""
+    """The error that has ended it. None: the connection broke."""
 
 
 async def resume_over_http(

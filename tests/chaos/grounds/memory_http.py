@@ -57,7 +57,7 @@ class _Connection:
         self.body = body
         self._is_asked = True
         self._messages: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
-        """What the app has sent; None: nothing follows."""
+        """Messages of the app that are not read yet. None: nothing follows."""
         self._closed = asyncio.Event()
 
     async def receive(self) -> dict[str, Any]:
