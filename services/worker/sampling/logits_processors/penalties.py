@@ -59,7 +59,8 @@ class Penalties:
             values[slot] = strength
         if strengths == _NEUTRAL:
             return LogitChange.NEVER
-        self._counts[slot] = TokenCounts()
+        # the others look at the output only, and a long prompt would be an entry per token in every step
+        self._counts[slot] = TokenCounts(counts_prompt=params.repetition_penalty != 1.0)
         return LogitChange.ALWAYS
 
     def leave(self, slot: int) -> None:
@@ -93,7 +94,9 @@ class TokenCounts:
     Counting anew in every step would cost a sort of the whole sequence; this costs one look-up per new token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_prompt: bool = True) -> None:
+        """`counts_prompt`: Whether tokens that are only in the prompt count."""
+        self._counts_prompt = counts_prompt
         self._token_ids = np.empty(_FIRST_CAPACITY, np.int64)
         self._output_counts = np.zeros(_FIRST_CAPACITY, np.int64)
         self._id_to_place: dict[int, int] = {}
@@ -111,6 +114,10 @@ class TokenCounts:
 
     def count(self, sequence: NDArray[np.integer], num_prompt: int) -> None:
         """Count the tokens that came to `sequence`, [num_known] prompt and output, since the last call."""
+        if sequence.size < num_prompt:  # nothing is chosen yet
+            return
+        if self._num_counted < num_prompt:
+            self._skip_prompt(sequence[:num_prompt])
         for position, token_id in enumerate(sequence[self._num_counted :].tolist(), self._num_counted):
             place = self._id_to_place.setdefault(token_id, len(self._id_to_place))
             if place == self._token_ids.size:
@@ -121,3 +128,15 @@ class TokenCounts:
             self._token_ids[place] = token_id
             self._output_counts[place] += position >= num_prompt
         self._num_counted = sequence.size
+
+    def _skip_prompt(self, prompt: NDArray[np.integer]) -> None:
+        """Take in a whole prompt at once, without a look-up per token."""
+        self._num_counted = prompt.size
+        if not self._counts_prompt:
+            return
+        distinct, first_places = np.unique(prompt, return_index=True)
+        token_ids = distinct[np.argsort(first_places)].astype(np.int64)
+        capacity = max(self._token_ids.size, 2 * token_ids.size)
+        self._token_ids, self._output_counts = np.empty(capacity, np.int64), np.zeros(capacity, np.int64)
+        self._token_ids[: token_ids.size] = token_ids
+        self._id_to_place = {token_id: place for place, token_id in enumerate(token_ids.tolist())}
