@@ -54,7 +54,9 @@ def describe_arithmetic(found: MachineRates) -> dict[str, str]:
     activations = "bfloat16" if found.prefers_bfloat16 else "float32"
     weights = "" if found.prefers_bfloat16 else ", weights widened from the checkpoint's 16 bits"
     bits = f"exact products of integers, inputs rounded to {8 if found.prefers_8_bit_inputs else 16} bits"
-    if one.int16:
+    if one.int16 and not one.int8:
+        bits += f": {found.isa} has no product of 8 bits in one instruction, so its rate was not measured"
+    elif one.int16:
         bits += f": those of 8 bits have {one.int8 / one.int16:.1f} times the rate of 16 bits"
     return {
         "none": f"{activations}{weights}: {why}",
