@@ -21,6 +21,12 @@ class Pet(BaseModel):
     kind: Literal["cat", "dog"]
 
 
+class Tags(BaseModel):
+    """Words for a pet. Their schema has a keyword that no grammar holds."""
+
+    tags: set[Literal["small", "large"]]
+
+
 @tool
 def weather(city: Literal["Paris", "Rome"]) -> str:
     """Return the weather of a city."""
@@ -44,6 +50,11 @@ def main(base_url: str) -> None:
     }
     for method in ("json_schema", "function_calling"):
         found[method] = chat().with_structured_output(Pet, method=method).invoke(ASK).model_dump()
+    tags = chat().with_structured_output(Tags, method="function_calling").invoke(ASK)
+    found["set"] = sorted(tags.tags)
+    terms = {"base_url": base_url, "api_key": "none", "model": "embedded", "max_tokens": 4}
+    found["best_of"] = len(OpenAI(**terms, n=2, best_of=2).generate(["Hello"]).generations[0])
+    found["verbosity"] = chat(max_tokens=12, verbosity="low").invoke("Say hello.").content
     for choice in ("weather", "any"):
         calls = (
             chat()

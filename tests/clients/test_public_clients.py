@@ -77,6 +77,9 @@ def test_langchain_chats_streams_calls_tools_and_takes_forms(stack: LocalCluster
     for method in ("json_schema", "function_calling"):
         assert got[method].keys() == {"name", "kind"}
         assert got[method]["kind"] in ("cat", "dog")
+    assert set(got["set"]) <= {"small", "large"}
+    assert got["best_of"] == 2
+    assert got["verbosity"] == got["whole"], "it changes nothing"
     for choice in ("weather", "any"):
         assert set(got[f"tools {choice}"]) == {"weather"}
 
