@@ -14,6 +14,7 @@ from grpc.aio import Metadata
 
 from services.frontend.engines import outbox as outbox_module
 from services.frontend.engines import session as engine_session_module
+from services.frontend.engines.attachment import Attachment
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.outbox import Outbox
 from services.frontend.engines.session import EngineSession
@@ -24,14 +25,15 @@ from triptych.errors import (
     EngineUnavailable,
     GenerationLost,
     InvalidRequest,
+    NotKept,
     ProtocolViolation,
     QueueFull,
 )
 from triptych.rpc.session import dialer, handshake
 from triptych.types.events import DeltaEvent
-from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
+from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, RequestFailure, StageTimings
 from triptych.types.sampling import SamplingParams
-from triptych.types.submit import SubmitRequest, single_choice
+from triptych.types.submit import AttachRequest, SubmitRequest, single_choice
 from triptych.wire.columns import u32_from_bytes
 
 
@@ -511,3 +513,44 @@ async def test_sessions_are_counted_by_their_fate() -> None:
         await eventually(lambda: seen == ["begun", "resumed", "begun"])
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_an_attach_waits_for_the_requests_before_it_and_packs_no_more_at_once() -> None:
+    outbox = Outbox(lambda number, error: None)
+    for number in range(1, 8):
+        outbox.submit(submission(number, num_tokens=100_000))
+    outbox.attach(AttachRequest(b"secret", 100, 16_384, {3: 5}))
+    outbox.submit(submission(8, num_tokens=100_000))
+    call = RecordingCall()
+    writer = asyncio.create_task(outbox.write_to(call))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    assert outbox.sent.last_number <= 1, "one message is packed, and then others have their turn"
+    writer.cancel()
+    kinds = [message.WhichOneof("message") for message in await written_by(outbox, RecordingCall())]
+    assert kinds == ["submit"] * 4 + ["attach"]
+    assert kinds.index("attach") >= 4
+
+
+async def test_a_detach_waits_for_the_requests_before_it() -> None:
+    outbox = Outbox(lambda number, error: None)
+    for number in range(1, 5):
+        outbox.submit(submission(number, num_tokens=100_000))
+    outbox.detach([4])
+    outbox.detach([1, 2])
+    *submits, detach = await written_by(outbox, RecordingCall())
+    assert [number for message in submits for number in numbers_of(message)] == [1, 2, 3, 4]
+    assert u32_from_bytes(detach.detach).tolist() == [4, 1, 2]
+
+
+async def test_numbers_of_refused_attaches_are_given_out_again() -> None:
+    session = EngineSession("s", keeps_requests=True, hands_over=True)
+    first = session.take_numbers_to_attach(16_384)
+    attachment = Attachment()
+    session.attach(AttachRequest(b"made up", first.start, len(first)), attachment)
+    refusal = RequestFailure(first.start, NotKept.code, "no such stream", "", 0)
+    session.take_in(OutputBatch(1, failures=(refusal,)), 0)
+    with pytest.raises(NotKept):
+        await attachment.wait(1.0)
+    assert (session.num_in_flight, attachment.relays) == (0, ())
+    assert session.take_numbers_to_attach(100) == range(first.start, first.start + 100)
+    assert session.take_numbers(1).start == first.stop

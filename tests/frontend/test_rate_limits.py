@@ -187,3 +187,16 @@ async def test_tokens_that_are_only_counted_count(doors):
     assert "7 tokens within a minute, the limit is 7" in refused.json()["error"]["message"]
     with pytest.raises(openai.RateLimitError):
         await ask_http(doors, TOKENS)
+
+
+def test_guesses_of_streams_count_as_requests_and_what_is_found_does_not() -> None:
+    limits, caller = RateLimits(lambda: 0.0), Caller("k", None, requests_per_minute=3)
+    for _ in range(10):
+        with limits.guess(caller):
+            pass
+    for _ in range(3):
+        with pytest.raises(errors.NotKept), limits.guess(caller):
+            raise errors.NotKept("made up")
+    with pytest.raises(errors.RateLimited, match="3 streams that are not kept"), limits.guess(caller):
+        pass
+    assert refusal(limits, caller) is not None
