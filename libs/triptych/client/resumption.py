@@ -60,6 +60,8 @@ class ResumableStream:
         self._request.resumes = True
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._token = ""
+        self._was_kept = False
+        """The server kept the stream, so that another one, or the next at its address, was to go on with it."""
         self._last_sequence = 0
         self._admitted: AdmittedEvent | None = None
         self._has_prompt_logprobs = False
@@ -138,11 +140,14 @@ class ResumableStream:
         response = self._request.generation.response
         knows_output = not self._choices or response.token_ids or not response.HasField("token_ids")
         if isinstance(error, NotKept) and self._token:
-            self._token = ""  # from here on the request is sent again, with what has come
+            self._token, self._was_kept = (
+                "",
+                True,
+            )  # from here on the request is sent again, with what has come
             return knows_output
         if not (is_broken or isinstance(error, EngineUnavailable)):
             return False
-        return bool(self._token) or (knows_output and len(self._dialer.addresses) > 1)
+        return bool(self._token) or (knows_output and (self._was_kept or len(self._dialer.addresses) > 1))
 
     def _call(self) -> Any:
         timeout_s = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.001)

@@ -257,7 +257,7 @@ def create_simulated_runner(
         config,
         plan_kv_cache(config, free_bytes),
         boot_id=boot_id,
-        fingerprint=_fingerprint(config),
+        fingerprint=_fingerprint(config, word_ids),
         weights=_digest_tokens(config, word_ids, closing_ids),
         device_name=DEVICE,
         kernels=DEVICE,
@@ -310,12 +310,17 @@ def _check_eos(simulation: SimulationConfig, architecture: ModelArchitecture) ->
         )
 
 
-def _fingerprint(config: ResolvedConfig) -> str:
-    """Return a hash of the model's form, with a prefix that no real worker's fingerprint has."""
+def _fingerprint(config: ResolvedConfig, word_ids: I64) -> str:
+    """Return a hash of the model's form and of its tokens, with a prefix that no real worker's fingerprint has.
+
+    Builds of the version before know no digest of weights, and compare this alone.
+    """
     facts = {
         "architecture": asdict(config.architecture),
         "dtype": config.dtype,
         "kv_dtype": config.kv_dtype,
+        "words": hash_ids(word_ids),
+        "eos_probability": config.engine.simulation.eos_probability,
     }
     return "simulated-" + _sha256(facts)
 
