@@ -15,10 +15,19 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 """Types of parts that hold what a model of another server thought."""
 
 
+def _require_text_of_type(document: dict[str, Any]) -> None:
+    document["required"] = ["type"]
+    texts = [
+        {"required": [name], "properties": {"type": {"const": name}, name: {"type": "string"}}}
+        for name in ("text", "refusal")
+    ]
+    document["anyOf"] = [*texts, {"properties": {"type": {"enum": list(_THOUGHTS)}}}]
+
+
 class ContentPart(Part):
     """One piece of a message's content: text, or a refusal, which is text to the model. Thoughts are left out."""
 
-    model_config = Part.model_config | {"extra": "allow"} | document_as("type")
+    model_config = Part.model_config | {"extra": "allow", "json_schema_extra": _require_text_of_type}
 
     type: Annotated[str, schema(enum=["text", "refusal", *_THOUGHTS])]
     text: str | None = None

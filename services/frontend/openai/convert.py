@@ -68,7 +68,7 @@ def completion_requests(body: CompletionRequest, *, label: str, deadline_s: floa
     if body.echo and has_logprobs and body.prompt_logprobs is None:
         sampling["prompt_logprobs"] = body.logprobs
     base = replace(base, sampling=sampling, echo=bool(body.echo))
-    if body.best_of not in (None, sampling["n"] or 1):
+    if body.best_of not in (None, 1, sampling["n"]):
         base = replace(base, unsupported=(*base.unsupported, "best_of"))
     prompt = body.prompt
     if prompt is None:

@@ -282,8 +282,8 @@ class CompletionRequest(SamplingBody):
     """Report the log-probability of each token and of its so many best rivals, 0..20; with echo the prompt's as well.
     Null: none."""
 
-    best_of: Annotated[int, Integral, schema(minimum=1)] | None = None
-    """Accepted if it is n: of so many choices none is left out. Null: n."""
+    best_of: Annotated[int, Integral, schema(const=1)] | None = None
+    """Not served, but as 1, and as n, which JSON Schema cannot say: of so many choices none is left out."""
     suffix: Any = not_served("")
 
 
