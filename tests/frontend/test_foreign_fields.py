@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from services.frontend.openai.convert import AnswerOptions, answer_options
+from services.frontend.openai.objects import ChatFormat
+from services.frontend.openai.schema import ChatCompletionRequest
+from services.frontend.openai.stream_ids import write_answer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import open_api
@@ -100,3 +104,12 @@ async def test_what_an_engine_refuses_is_named_as_the_client_wrote_it(
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert answer.json()["error"]["message"].startswith(f"{param}: is not served")
+
+
+def test_streams_go_on_at_the_version_before() -> None:
+    body = ChatCompletionRequest.model_validate({"messages": USER, "tools": [ADD], "tool_choice": "required"})
+    options = answer_options(body)
+    assert not options.has_content
+    written = write_answer(ChatFormat(options), options, "chatcmpl-1", 0)
+    assert "has_content" not in written["options"], "it would refuse what it does not know"
+    AnswerOptions(**written["options"])

@@ -31,7 +31,9 @@ def write_answer(
 ) -> dict[str, Any]:
     """Return what another frontend must know to send the rest of a streamed answer."""
     name = next(name for name, kind in _FORMATS.items() if type(format) is kind)
-    return {"format": name, "options": asdict(options), "id": answer_id, "created": created_unix_s}
+    written = asdict(options)
+    del written["has_content"]  # it matters to the opening alone, and the version before does not know it
+    return {"format": name, "options": written, "id": answer_id, "created": created_unix_s}
 
 
 def parse_event_id(text: str) -> tuple[ResumeToken, dict[int, SeenChoice]]:
