@@ -149,11 +149,11 @@ def test_choices_leave_together_and_not_while_one_of_them_runs() -> None:
 def test_moved_requests_have_a_reserve_and_are_not_displaced() -> None:
     engine = Engine(make_scheduler(max_num_seqs=2, max_num_waiting=1))
     for number in range(3):
-        engine.add(make_request(number, [1], emitted=[5], max_tokens=9))
+        engine.add(make_request(number, [1], emitted=[5], max_tokens=9, is_moved=True))
     for number in range(3, 5):
-        engine.add(make_request(number, [1], emitted=[5], max_tokens=9))
+        engine.add(make_request(number, [1], emitted=[5], max_tokens=9, is_moved=True))
     with pytest.raises(QueueFull):
-        engine.scheduler.add(make_request(5, [1], emitted=[5], max_tokens=9))
+        engine.scheduler.add(make_request(5, [1], emitted=[5], max_tokens=9, is_moved=True))
     with pytest.raises(QueueFull):
         engine.scheduler.add(make_request(5, [1], priority=-1))
 
