@@ -200,8 +200,8 @@ def _begin_pulls_at_once(patch: pytest.MonkeyPatch) -> None:
 _QUIET = "seed=1 engines=1 frontends=1 requests=16:"
 _CUT = f"{_QUIET} 0.300 cut frontend-0>enginecore-0 0; 0.600 cut frontend-0>enginecore-0 0"
 _KILL = f"{_QUIET} 0.500 kill worker-0 0.2; 0.900 kill worker-0 0.2"
-_TRANSFERS = "seed=1 engines=2 frontends=1 requests=32 transfers=1:"
-_USURP = f"{_QUIET} 0.400 usurp enginecore-0 2.0"
+_TRANSFERS = "seed=5 engines=2 frontends=1 requests=32 transfers=1:"
+_USURP = "seed=5 engines=1 frontends=1 requests=4: 0.100 usurp enginecore-0 2.0"
 _RELEASE = f"{_QUIET} 0.500 change:numerics worker-0 0.2"
 _FINE_TUNE = f"{_QUIET} 0.500 change:weights worker-0 0.2"
 

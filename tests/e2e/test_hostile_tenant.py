@@ -67,8 +67,16 @@ def bystander(address: str) -> Bystander:
 
 @pytest.fixture(scope="module")
 def frontend(address: str) -> psutil.Process:
-    children = psutil.Process().children()
-    (found,) = [child for child in children if "services.frontend" in " ".join(child.cmdline())]
+    """Return the process that listens at the address; stacks of other tests may be there as well."""
+    port = int(address.rpartition(":")[2])
+    (found,) = [
+        child
+        for child in psutil.Process().children()
+        if any(
+            socket.status == psutil.CONN_LISTEN and socket.laddr.port == port
+            for socket in child.net_connections()
+        )
+    ]
     return found
 
 
