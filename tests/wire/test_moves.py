@@ -276,7 +276,7 @@ async def test_two_engines_that_die_together_take_nothing_along() -> None:
 
     def numbered(number: int) -> dict[str, Any]:
         return {
-            "sampling": SHAPES["greedy"]["sampling"] | {"temperature": 1.0, "seed": number, "max_tokens": 80}
+            "sampling": SHAPES["greedy"]["sampling"] | {"temperature": 1.0, "seed": number, "max_tokens": 220}
         }
 
     async with running_units(2, step_ms=5, max_num_seqs=32) as (units, core):
