@@ -192,7 +192,7 @@ def test_health_imports_no_model_library():
     [
         (("bench", "latency", "--rounds", "0"), "--rounds: 0 is out of range"),
         (("bench", "latency", "--address", NOBODY, "--model.dtype", "float32"), "model.dtype: the stack at"),
-        (("serve", "--scheduler.max-num-seqs", "0"), "scheduler.max_num_seqs: '0' is out of range"),
+        (("serve", "--scheduler.max-num-seqs", "-1"), "scheduler.max_num_seqs: '-1' is out of range"),
         (("serve", "a", "--model.model", "b"), "MODEL 'a' and --model.model 'b' disagree"),
         (("serve", "--sim", "--simulation.enabled", "no"), "--sim and --simulation.enabled no disagree"),
         (("serve", "--config", "/no/such.yaml"), "/no/such.yaml"),

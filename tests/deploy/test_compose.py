@@ -59,7 +59,7 @@ def test_it_is_valid_by_the_compose_specification():
 
 def test_extensions_are_the_only_other_keys_at_the_top():
     assert {key for key in COMPOSE if not key.startswith("x-")} == {
-        "name", "services", "configs", "volumes", "networks",
+        "name", "services", "configs", "secrets", "volumes", "networks",
     }  # fmt: skip
 
 

@@ -35,6 +35,9 @@ class Engine:
     num_in_flight: int = 0
     outlook: EngineOutlook = field(default_factory=EngineOutlook)
 
+    def say_takes_streams(self, takes_streams: bool) -> None:
+        """See `EngineClient`."""
+
     @property
     def welcome(self) -> EngineWelcome:
         return EngineWelcome(self.name, self.is_ready, model=self.model, limits=self.limits)

@@ -156,7 +156,7 @@ async def test_it_serves_grpc_and_operators_alone(tmp_path: Path) -> None:
 
 async def test_what_outlasts_the_drain_is_ended(tmp_path: Path) -> None:
     model = write_model_directory(tmp_path)
-    flags = {"frontend__drain_s": "0.05"}
+    flags = {"frontend__drain_s": "0.05", "frontend__keep_s": "0"}  # what is kept goes on at another frontend
     async with (
         FakeEngine() as engine,
         start(tmp_path, str(model), frontend__engine_addresses=engine.address, **flags) as frontend,

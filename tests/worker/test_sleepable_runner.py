@@ -26,6 +26,7 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.errors import MemoryShort, ModelError
 from triptych.types.facts import Phase, SleepLevel
+from triptych.types.identity import Likeness, compare
 
 MIB = 1 << 20
 NUM_BLOCKS = 2048  # of 16 tokens, 2 layers, 2 heads of 8, float32: 8 MiB
@@ -94,12 +95,12 @@ def test_the_tokens_after_a_sleep_are_those_before(directory: Path, quantization
     assert len({tuple(step) for step in expected}) > 5
     for level, expected_phases in ((HOST, {Phase.WARMING}), (DROPPED, {Phase.LOADING, Phase.WARMING})):
         runner.sleep(level)
-        assert runner.facts is facts
+        assert runner.facts == facts
         phases.clear()
         runner.wake()
         assert set(phases) == expected_phases
         assert tokens(runner) == expected
-        assert runner.facts is facts
+        assert runner.facts == facts
 
 
 @pytest.mark.parametrize("level", [HOST, DROPPED])
@@ -218,8 +219,11 @@ def test_waking_takes_new_weights_but_no_other_model(directory: Path) -> None:
     with torch.no_grad():
         changed.model.embed_tokens.weight.neg_()
     changed.save_pretrained(directory)
+    before = runner.facts.model.identity
     runner.wake()
     assert tokens(runner) != expected
+    after = compare(before, runner.facts.model.identity)
+    assert after.likeness is Likeness.FORM, "requests that began with other weights are given up"
     runner.sleep(DROPPED)
     config.write_bytes(kept[0])
     file.write_bytes(kept[1])

@@ -111,7 +111,7 @@ def test_waiting_torch_threads_do_not_spin_beside_native_ones(
     monkeypatch.delenv("OMP_WAIT_POLICY")
     if own is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", own)
-    monkeypatch.setattr(startup, "resolve_model", lambda model: Path())
+    monkeypatch.setattr(startup, "resolve_model", lambda model, **_: Path())
     monkeypatch.setattr(startup, "read_architecture", lambda directory: tiny_architecture())
     monkeypatch.setattr(create, "create_runner", lambda *_, **__: None)
     startup.load_runner(EngineConfig(worker=WorkerConfig(device="cpu")), lambda phase, progress: None)

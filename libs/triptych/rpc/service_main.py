@@ -7,6 +7,7 @@ arguments ─► create, bind ─► start ─► ready file ─► serving ─�
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import sys
@@ -124,7 +125,7 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
     await metrics.start()
     await app.server.start()
     ports |= await app.start()
-    app.start_background("measure the loop's lag", LoopLag().run())
+    app.start_background("measure the loop's lag", _loop_lag().run())
     write_ready_file(arguments.ready_file, ports)
     log.info("listening on %s", section.host, extra=with_fields(**ports))
     stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -145,6 +146,12 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
     if code == ExitCode.OK:  # else the last line says why
         log.info("stopped")
     return code
+
+
+@functools.cache
+def _loop_lag() -> LoopLag:
+    """Return the one of the process: a metric is registered once."""
+    return LoopLag()
 
 
 def _warn_if_open(app: ServiceApp) -> None:

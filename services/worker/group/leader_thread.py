@@ -8,7 +8,7 @@ from services.worker.group.leader import GroupLeader
 from services.worker.group.messages import LeaderMessage
 from services.worker.runner.base import PhaseChange, Runner, do_nothing
 from services.worker.service.runner_thread import Deliver, RunnerThread
-from triptych.types.facts import SleepLevel
+from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan
 from triptych.wire.admin import sleep_level_to_proto
 from triptych.wire.step import Step
@@ -45,10 +45,10 @@ class LeaderThread(RunnerThread):
             released_by_others = await self._leader.finish_call(call)
         return released_bytes + released_by_others
 
-    async def wake(self) -> None:
-        """Have all ranks take their memory again, or none."""
+    async def wake(self) -> WorkerFacts:
+        """Have all ranks take their memory again, or none; return the facts from now on."""
         call = self._leader.begin_call(wake=True)
         try:
-            await super().wake()
+            return await super().wake()
         finally:
             await self._leader.finish_call(call)

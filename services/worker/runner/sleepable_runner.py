@@ -143,6 +143,8 @@ class SleepableRunner(Runner):
                 self._model = None
             self._release()
             raise failure
+        if self._runner is not None:
+            self._facts = self._runner.facts  # of other weights, if the files hold new ones
         if self._host_copy is not None:
             self._host_copy.discard()
             self._host_copy = None

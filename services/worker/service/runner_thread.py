@@ -33,7 +33,7 @@ from services.worker.runner.base import PendingStep, PhaseChange, Runner, do_not
 from services.worker.runner.device_loss import is_device_lost
 from services.worker.service.watchdog import StepClock
 from triptych.errors import EngineFailure, ProtocolViolation, RankUnavailable, TriptychError
-from triptych.types.facts import SleepLevel
+from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.step import Step
 
@@ -139,9 +139,14 @@ class RunnerThread:
         """Have the runner give its memory back; returns and raises as `Runner.sleep` does."""
         return await self.ask(lambda runner: runner.sleep(level))
 
-    async def wake(self) -> None:
-        """Have the runner take its memory again; raises as `Runner.wake` does."""
-        await self.ask(lambda runner: runner.wake())
+    async def wake(self) -> WorkerFacts:
+        """Have the runner take its memory again, and return its facts from now on; raises as `Runner.wake` does."""
+
+        def wake(runner: Runner) -> WorkerFacts:
+            runner.wake()
+            return runner.facts
+
+        return await self.ask(wake)
 
     async def stop(self, grace_s: float) -> None:
         """End the thread after the step in hand; past `grace_s` leave it to the end of the process."""

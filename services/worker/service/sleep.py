@@ -75,10 +75,11 @@ class SleepControl:
             return
         self._status_publisher.change(phase=Phase.LOADING, progress=0.0)
         try:
-            await self._thread.wake()
+            facts = await self._thread.wake()
         except TriptychError:
             self._status_publisher.change(phase=Phase.ASLEEP, progress=0.0)
             raise
+        self._status_publisher.change(facts=facts)
         await self._turn_ready()
 
     async def _turn_ready(self) -> None:

@@ -29,7 +29,9 @@ def test_a_large_one_takes_what_is_touched_and_gives_it_back() -> None:
     before = resident_bytes()
     whole = zeros_in_huge_pages((1 << 30,), torch.uint8)
     whole[: 32 << 20] = 1
-    assert 32 << 20 <= resident_bytes() - before < 128 << 20
+    assert (
+        31 << 20 <= resident_bytes() - before < 128 << 20
+    )  # the process may give back some pages of its own
     del whole
     gc.collect()
     assert resident_bytes() - before < 16 << 20

@@ -132,12 +132,15 @@ def create_runner(
     grammars.prepare_after(GRAMMARS_AFTER_S)
 
     def load_again() -> CausalLM:
-        checkpoint, found = _open(config, directory)  # the files may be new ones
-        if (comparison := compare(identity, found)).likeness < Likeness.WEIGHTS:
+        nonlocal facts
+        checkpoint, found = _open(config, directory)  # the files may hold new weights
+        if (comparison := compare(identity, found)).likeness < Likeness.FORM:
             raise ModelError(
                 f"{directory} holds another model now ({comparison.difference}); put the weights back, or start the "
                 "worker again"
             )
+        identity_now = replace(facts.model.identity, weights=found.weights)
+        facts = replace(facts, model=replace(facts.model, identity=identity_now))
         return load(checkpoint)
 
     def create(model: CausalLM) -> ModelRunner:
