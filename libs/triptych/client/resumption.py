@@ -57,7 +57,8 @@ class ResumableStream:
         """`timeout_s`: Seconds for all of it. None: no limit."""
         self._dialer = dialer
         self._request = request
-        self._request.resumes = True
+        # A frontend that stops keeps the stream for its drain if this client knows no other address.
+        self._request.resumes = len(dialer.addresses) > 1
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._token = ""
         self._was_kept = False
