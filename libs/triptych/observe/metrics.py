@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from triptych.observe.counted_histogram import CountedHistogram, CountedSamples
 from triptych.types.facts import EngineStatus
 
-disable_created_metrics()  # a series with the time of creation beside each counter: twice as many, for nobody
+disable_created_metrics()  # a series with the time of creation beside each counter: twice as many
 
 _FRONTEND = "triptych_frontend_"
 ENGINE_STATES = ("ready", "not_ready", "asleep", "draining", "lost")
