@@ -18,6 +18,7 @@ from triptych.errors import (
     AttachedElsewhere,
     DeadlineExceeded,
     EngineUnavailable,
+    FeatureDisabled,
     GenerationLost,
     NotKept,
     TriptychError,
@@ -106,7 +107,9 @@ class ResumableStream:
             except grpc.RpcError as broken:
                 error = self._dialer.to_typed_error(broken, self.has_output, address)
                 if not self.may_go_on(error, is_broken=self._dialer.is_broken(broken)):
-                    raise (first_error or error) from None
+                    if first_error is None:
+                        raise error from None
+                    raise first_error from error
             finally:
                 if call is not None:
                     call.cancel()  # nothing happens to a call that has ended
@@ -140,11 +143,9 @@ class ResumableStream:
             return False
         response = self._request.generation.response
         knows_output = not self._choices or response.token_ids or not response.HasField("token_ids")
-        if isinstance(error, NotKept) and self._token:
-            self._token, self._was_kept = (
-                "",
-                True,
-            )  # from here on the request is sent again, with what has come
+        if isinstance(error, NotKept | FeatureDisabled) and self._token:
+            # From here on the request is sent again, with what has come. Frontends of an older build serve no `Attach`.
+            self._token, self._was_kept = "", True
             return knows_output
         if not (is_broken or isinstance(error, EngineUnavailable)):
             return False
