@@ -94,6 +94,20 @@ async def test_a_status_that_grpc_lost_is_no_bug_of_the_server(has_output, kind)
     await dialer.close()
 
 
+@pytest.mark.parametrize(
+    ("has_output", "kind", "why"),
+    [(False, EngineUnavailable, "stopped before it read the request"), (True, GenerationLost, "CANCELLED")],
+)
+async def test_a_call_that_a_stopping_server_does_not_begin_may_be_sent_again(has_output, kind, why):
+    dialer = Dialer("127.0.0.1:1")
+    nothing = grpc.aio.Metadata()
+    cancelled = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, nothing, nothing, details="CANCELLED")
+    assert dialer.is_broken(cancelled)
+    with pytest.raises(kind, match=why):
+        raise dialer.to_typed_error(cancelled, has_output)
+    await dialer.close()
+
+
 async def test_closing_the_iterator_aborts_the_request(client, frontend):
     stream = client.generate("hang")
     assert isinstance(await anext(stream), AdmittedEvent)

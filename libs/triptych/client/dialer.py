@@ -20,7 +20,8 @@ _T = TypeVar("_T")
 _Stub = TypeVar("_Stub")
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 """Statuses of calls that ended without a word of the server. UNKNOWN, which servers of ours never send, is what gRPC
-makes of a stream that a proxy ends in the middle, because the server behind it has gone."""
+makes of a stream that a proxy ends in the middle, because the server behind it has gone. CANCELLED is how a server of
+grpc.aio that stops ends calls that have reached it and that it will not begin."""
 
 
 class Dialer:
@@ -108,9 +109,11 @@ class Dialer:
         if is_broken_write(error):
             kind = GenerationLost if has_output else EngineUnavailable
             return kind(f"{address} ended the call for a reason that was lost")
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN):
+        if error.code() in _BROKEN:
             if has_output:
                 return GenerationLost(f"the connection to {address} broke in mid-answer: {reason_of(error)}")
+            if error.code() is grpc.StatusCode.CANCELLED:
+                return EngineUnavailable(f"{address} stopped before it read the request; try again")
             return EngineUnavailable(f"no server answers at {address}: {reason_of(error)}")
         return from_rpc_error(error)
 
