@@ -111,47 +111,81 @@ class ModelRunner(StepRunner):
         )
         sampler = Sampler(self._rows.sampling, self._rows.history, processors)
         scorer = PromptScorer(self._rows, model.compute_logits)
-        self._backend: ForwardBackend
-        self._steps: StepLauncher
-        if stream is None:
-            eager = enforce_eager or not self._group.is_recordable
-            self._backend = backend = create_cpu_backend(
+        self._backend, self._steps = (
+            self._steps_on_host(model, sampler, scorer, stage=stage, enforce_eager=enforce_eager)
+            if stream is None
+            else self._steps_on_device(
                 model,
-                kv_caches,
-                self._inputs,
-                enforce_eager=eager,
-                received=None if stage is None else stage.received,
-                samples=stage is None or stage.is_last,
-            )
-            self._steps = ImmediateSteps(backend=backend, sampler=sampler, scorer=scorer, rows=self._rows)
-            if stage is not None:
-                self._steps = create_stage_steps(stage, self._steps, backend.compute_states, self._rows)
-        else:
-            last_tokens = LastTokens(max_num_seqs, stream.device)
-            self._backend = create_cuda_backend(
-                model,
-                kv_caches,
-                self._inputs,
+                sampler,
+                scorer,
                 stream=stream,
-                last_tokens=last_tokens,
-                max_model_len=facts.model.max_model_len,
-                vocab_size=facts.model.vocab_size,
-                recorder=create_graph_recorder(stream.device, enforce_eager=enforce_eager),
+                facts=facts,
+                enforce_eager=enforce_eager,
                 max_graph_tokens=max_graph_tokens,
             )
-            self._steps = DeviceSteps(
-                backend=self._backend,
-                sampler=sampler,
-                scorer=scorer,
-                rows=self._rows,
-                stream=stream,
-                last_tokens=last_tokens,
-                gather=lambda step: self._inputs.gather(self._rows, step),
-                retries=self._group.size == 1,
-            )
+        )
         kernels = describe_kernels(self._backend.description, self._inputs.attention)
         self._facts = replace(facts, kernels=kernels)
         self._last_step_id = 0
+
+    def _steps_on_host(
+        self,
+        model: CausalLM,
+        sampler: Sampler,
+        scorer: PromptScorer,
+        *,
+        stage: PipelineStage | None,
+        enforce_eager: bool,
+    ) -> tuple[ForwardBackend, StepLauncher]:
+        """Create the backend and the launcher of steps that the thread which launches them also computes."""
+        backend = create_cpu_backend(
+            model,
+            self._kv_caches,
+            self._inputs,
+            enforce_eager=enforce_eager or not self._group.is_recordable,
+            received=None if stage is None else stage.received,
+            samples=stage is None or stage.is_last,
+        )
+        steps: StepLauncher = ImmediateSteps(backend=backend, sampler=sampler, scorer=scorer, rows=self._rows)
+        if stage is not None:
+            steps = create_stage_steps(stage, steps, backend.compute_states, self._rows)
+        return backend, steps
+
+    def _steps_on_device(
+        self,
+        model: CausalLM,
+        sampler: Sampler,
+        scorer: PromptScorer,
+        *,
+        stream: DeviceStream,
+        facts: WorkerFacts,
+        enforce_eager: bool,
+        max_graph_tokens: int,
+    ) -> tuple[ForwardBackend, StepLauncher]:
+        """Create the backend and the launcher of steps that an asynchronous device computes."""
+        last_tokens = LastTokens(facts.max_num_seqs, stream.device)
+        backend = create_cuda_backend(
+            model,
+            self._kv_caches,
+            self._inputs,
+            stream=stream,
+            last_tokens=last_tokens,
+            max_model_len=facts.model.max_model_len,
+            vocab_size=facts.model.vocab_size,
+            recorder=create_graph_recorder(stream.device, enforce_eager=enforce_eager),
+            max_graph_tokens=max_graph_tokens,
+        )
+        steps = DeviceSteps(
+            backend=backend,
+            sampler=sampler,
+            scorer=scorer,
+            rows=self._rows,
+            stream=stream,
+            last_tokens=last_tokens,
+            gather=lambda step: self._inputs.gather(self._rows, step),
+            retries=self._group.size == 1,
+        )
+        return backend, steps
 
     @property
     def facts(self) -> WorkerFacts:

@@ -46,7 +46,7 @@ from services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache
 from services.worker.runner.startup.warm_up import warm_up
 from services.worker.sampling.grammars import GrammarCompiler
 from triptych.errors import ConfigError, ModelError
-from triptych.types.facts import Phase
+from triptych.types.facts import Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
 from triptych_kernels.cpu.library import amx_refusal, isa
 from triptych_kernels.cpu.machine import rates
@@ -85,30 +85,15 @@ def create_runner(
     group = create_rank_group(config, place)
     num_threads = use_threads(engine.worker.num_threads, num_sharing=config.rank.ranks_on_host)
     if device.type == "cpu":
-        report_host(num_threads, host.numa_nodes(), host.huge_pages())
-        if isa():
-            log.info("%s; activations in %s", describe_rates(rates()), config.dtype)
-        warn_of_missing_kernels(missing_kernels(), config.dtype)
-        report_rounding(config)
+        _report_processor(config, num_threads)
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
     checkpoint, identity = _open(config, directory)
     log.info("weights: samples of their bytes have sha256 %s", identity.weights)
     processor = isa() if device.type == "cpu" else device_name(device)
     check_agreement(config, group, identity=identity, processor=processor)
-
-    def load(checkpoint: Checkpoint, during: DuringLoad = nullcontext) -> CausalLM:
-        return load_model(
-            config,
-            checkpoint,
-            group=group,
-            progress=lambda done, total: on_phase(Phase.LOADING, done / total),
-            during=during,
-        )
-
-    model = load(
-        checkpoint, partial(_compiled_ahead, config, group) if device.type == "cuda" else nullcontext
-    )
+    during = partial(_compiled_ahead, config, group) if device.type == "cuda" else nullcontext
+    model = _load(config, checkpoint, group, on_phase, during)
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
@@ -125,54 +110,91 @@ def create_runner(
         weight_bytes=weight_bytes(model),
         load_s=load_s,
     )
-
-    grammars = GrammarCompiler(
-        directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
+    factory = RunnerFactory(config, directory, facts, group, on_phase)
+    return SleepableRunner(
+        model,
+        device=device,
+        needs=MemoryNeeds(
+            facts.weight_bytes, kv.shape.num_blocks * kv.shape.block_bytes, kv.activation_bytes
+        ),
+        load=factory.load,
+        create=factory.create,
+        warm_up=factory.warm_up,
+        group=group,
     )
-    grammars.prepare_after(GRAMMARS_AFTER_S)
 
-    def load_again() -> CausalLM:
-        nonlocal facts
-        checkpoint, found = _open(config, directory)  # the files may hold new weights
+
+class RunnerFactory:
+    """Loads a model again and creates its runner, as often as a worker wakes. The `SleepableRunner` owns it."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        directory: Path,
+        facts: WorkerFacts,
+        group: RankGroup,
+        on_phase: PhaseChange,
+    ) -> None:
+        """
+        Args:
+            facts: Those of the worker with the weights that are loaded first.
+        """
+        self._config = config
+        self._directory = directory
+        self._facts = facts
+        self._group = group
+        self._on_phase = on_phase
+        self._device = torch.device(config.rank.device)
+        self._grammars = GrammarCompiler(
+            directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
+        )
+        self._grammars.prepare_after(GRAMMARS_AFTER_S)
+
+    def load(self) -> CausalLM:
+        """Load the model again, with new weights if the files hold some.
+
+        Raises:
+            ModelError: The files hold another model.
+        """
+        checkpoint, found = _open(self._config, self._directory)
+        identity = self._facts.model.identity
         if (comparison := compare(identity, found)).likeness < Likeness.FORM:
             raise ModelError(
-                f"{directory} holds another model now ({comparison.difference}); put the weights back, or start the "
-                "worker again"
+                f"{self._directory} holds another model now ({comparison.difference}); put the weights back, or start "
+                "the worker again"
             )
-        identity_now = replace(facts.model.identity, weights=found.weights)
-        facts = replace(facts, model=replace(facts.model, identity=identity_now))
-        return load(checkpoint)
+        identity = replace(identity, weights=found.weights)
+        self._facts = replace(self._facts, model=replace(self._facts.model, identity=identity))
+        return _load(self._config, checkpoint, self._group, self._on_phase)
 
-    def create(model: CausalLM) -> ModelRunner:
-        stage = None if group.stages is None else create_stage(config, group.stages)
+    def create(self, model: CausalLM) -> ModelRunner:
+        """Create the runner of a loaded model, with all its memory."""
+        config, stages = self._config, self._group.stages
+        stage = None if stages is None else create_stage(config, stages)
         runner = ModelRunner(
             model=model,
-            kv_caches=allocate_kv_cache(kv.shape, device),
-            facts=facts,
+            kv_caches=allocate_kv_cache(self._facts.kv, self._device),
+            facts=self._facts,
             attention=create_attention(config),
-            enforce_eager=engine.worker.enforce_eager,
-            stream=CudaStream(device) if device.type == "cuda" and stage is None else None,
-            group=group,
+            enforce_eager=config.engine.worker.enforce_eager,
+            stream=CudaStream(self._device) if self._device.type == "cuda" and stage is None else None,
+            group=self._group,
             stage=stage,
             max_graph_tokens=graph_token_limit(config.architecture),
-            grammars=grammars,
+            grammars=self._grammars,
         )
         if not runner.computes_with_torch:
             leave_cores_to_kernels()
         return runner
 
-    def prepare(runner: ModelRunner) -> None:
-        on_phase(Phase.WARMING, 0.0)
-        warming_since = time.perf_counter()
-        if engine.worker.graph_capture == "startup":
-            runner.capture_graphs(lambda progress: on_phase(Phase.WARMING, progress))
+    def warm_up(self, runner: ModelRunner) -> None:
+        """Prepare a runner for step 1, which all ranks do together."""
+        self._on_phase(Phase.WARMING, 0.0)
+        started = time.perf_counter()
+        if self._config.engine.worker.graph_capture == "startup":
+            runner.capture_graphs(lambda progress: self._on_phase(Phase.WARMING, progress))
         warm_up(runner)
-        log.info("warmed up in %.1f s", time.perf_counter() - warming_since)
-
-    needs = MemoryNeeds(facts.weight_bytes, kv.shape.num_blocks * kv.shape.block_bytes, kv.activation_bytes)
-    return SleepableRunner(
-        model, device=device, needs=needs, load=load_again, create=create, warm_up=prepare, group=group
-    )
+        log.info("warmed up in %.1f s", time.perf_counter() - started)
 
 
 def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, ModelIdentity]:
@@ -189,6 +211,22 @@ def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, ModelIde
         kv_dtype=config.kv_dtype,
     )
     return checkpoint, ModelIdentity(form, digest_weights(checkpoint))
+
+
+def _load(
+    config: ResolvedConfig,
+    checkpoint: Checkpoint,
+    group: RankGroup,
+    on_phase: PhaseChange,
+    during: DuringLoad = nullcontext,
+) -> CausalLM:
+    return load_model(
+        config,
+        checkpoint,
+        group=group,
+        progress=lambda done, total: on_phase(Phase.LOADING, done / total),
+        during=during,
+    )
 
 
 def _compiled_ahead(
@@ -263,6 +301,15 @@ def _agree_on_blocks(plan: KvPlan, group: RankGroup) -> KvPlan:
         soft_num_blocks=None if soft is None else group.minimum(soft),
     )
     return replace(plan, shape=shape, max_model_len=min(plan.max_model_len, shape.num_tokens))
+
+
+def _report_processor(config: ResolvedConfig, num_threads: int) -> None:
+    """Log how this machine's CPUs compute, and what would make them faster."""
+    report_host(num_threads, host.numa_nodes(), host.huge_pages())
+    if isa():
+        log.info("%s; activations in %s", describe_rates(rates()), config.dtype)
+    warn_of_missing_kernels(missing_kernels(), config.dtype)
+    report_rounding(config)
 
 
 def report_host(num_threads: int, numa_nodes: int, huge_pages: str) -> None:
