@@ -51,36 +51,52 @@ def create_scheduler(
     num_stages: int = 1,
 ) -> Scheduler:
     """Return a scheduler with these requests waiting."""
-    scheduler = Scheduler(
-        config=SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_waiting=max(max_num_seqs, len(submits)),
-        ),
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_waiting=max(max_num_seqs, len(submits)),
+    )
+    facts = worker_facts(
         num_blocks=num_blocks,
-        block_size=block_size,
         max_model_len=max_model_len,
-        eos_token_ids=[2],
-        enable_prefix_caching=enable_prefix_caching,
-        clock=time.monotonic,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        eos_token_ids=(2,),
         num_stages=num_stages,
     )
+    scheduler = Scheduler(config, facts, enable_prefix_caching=enable_prefix_caching, clock=time.monotonic)
     for submit in submits:
         scheduler.add(*Request.choices_of(submit, session=0))
     return scheduler
 
 
 def worker_facts(
-    *, num_blocks: int, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    block_size: int = BLOCK_SIZE,
+    eos_token_ids: tuple[int, ...] = (),
+    num_stages: int = 1,
 ) -> WorkerFacts:
     """Return what a worker that computes nothing says of itself."""
     return WorkerFacts(
         boot_id="none",
         model=ModelFacts(
-            "none", ModelIdentity("0" * 64), VOCAB_SIZE, max_model_len, (), "float32", "float32", "none"
+            "none",
+            ModelIdentity("0" * 64),
+            VOCAB_SIZE,
+            max_model_len,
+            eos_token_ids,
+            dtype="float32",
+            kv_dtype="float32",
+            quantization="none",
         ),
-        kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
+        kv=KvShape(num_blocks, block_size, 1, 1, 1, "float32"),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_steps_in_flight=4,
+        num_stages=num_stages,
     )

@@ -125,17 +125,12 @@ class EngineCore:
         previous, before = self._scheduler, self._facts
         config = size_for_worker(self._config.scheduler, facts.max_num_seqs, facts.max_num_batched_tokens)
         check_config(config)
+        num_stages = min(facts.num_stages, self._config.scheduler.steps_in_flight or facts.num_stages)
         self._scheduler = Scheduler(
-            config=config,
-            num_blocks=facts.kv.num_blocks,
-            block_size=facts.kv.block_size,
-            max_model_len=facts.model.max_model_len,
-            eos_token_ids=facts.model.eos_token_ids,
+            config,
+            replace(facts, num_stages=num_stages),
             enable_prefix_caching=self._config.cache.enable_prefix_caching,
             clock=self._clock,
-            max_samples_per_row=facts.max_samples_per_row,
-            soft_num_blocks=facts.kv.soft_num_blocks,
-            num_stages=min(facts.num_stages, self._config.scheduler.steps_in_flight or facts.num_stages),
             kv_lease_s=self._config.engine.kv_lease_s,
         )
         self._facts = facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -36,18 +37,13 @@ class InProcessEngine:
     ) -> None:
         """`num_blocks` and `max_model_len`: the runner's, or fewer."""
         facts = runner.facts
+        kv = replace(facts.kv, num_blocks=num_blocks or facts.kv.num_blocks, soft_num_blocks=None)
+        model = replace(facts.model, max_model_len=max_model_len or facts.model.max_model_len)
         self.scheduler = Scheduler(
-            config=size_for_worker(
-                SchedulerConfig(**scheduler), facts.max_num_seqs, facts.max_num_batched_tokens
-            ),
-            num_blocks=num_blocks or facts.kv.num_blocks,
-            block_size=facts.kv.block_size,
-            max_model_len=max_model_len or facts.model.max_model_len,
-            eos_token_ids=facts.model.eos_token_ids,
+            size_for_worker(SchedulerConfig(**scheduler), facts.max_num_seqs, facts.max_num_batched_tokens),
+            replace(facts, kv=kv, model=model),
             enable_prefix_caching=enable_prefix_caching,
             clock=time.monotonic,
-            max_samples_per_row=facts.max_samples_per_row,
-            num_stages=facts.num_stages,
         )
         self.prompt_logprobs: defaultdict[int, list[PromptLogprobs]] = defaultdict(list)
         """Parts of each request's prompt as they were reported, by its number."""

@@ -20,6 +20,7 @@ from services.enginecore.scheduler.scheduler import Scheduler
 from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_device
+from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
@@ -64,17 +65,21 @@ def make_scheduler(
     **config: Any,
 ) -> Scheduler:
     """Return a scheduler with 1,000 blocks, no EOS, and the given fields of `SchedulerConfig`."""
-    return Scheduler(
-        config=size_for_device(SchedulerConfig(**config), 0),
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
-        enable_prefix_caching=enable_prefix_caching,
-        clock=clock or Clock(),
+    sizes = size_for_device(SchedulerConfig(**config), 0)
+    model = ModelFacts(
+        "naive", NAIVE_IDENTITY, VOCAB_SIZE, max_model_len, tuple(eos_token_ids), "float32", "float32", "none"
+    )
+    facts = WorkerFacts(
+        boot_id="naive",
+        model=model,
+        kv=KvShape(num_blocks, block_size, 1, 1, 1, "float32"),
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_steps_in_flight=2,
         max_samples_per_row=max_samples_per_row,
         num_stages=num_stages,
     )
+    return Scheduler(sizes, facts, enable_prefix_caching=enable_prefix_caching, clock=clock or Clock())
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:

@@ -10,6 +10,7 @@ from services.enginecore.scheduler.policy import create_policy
 from services.enginecore.scheduler.request_states import RequestStates
 from triptych.config import SchedulerConfig
 from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
+from triptych.types.facts import WorkerFacts
 from triptych.types.submit import MAX_SUBMIT_BYTES, EngineLimits
 
 
@@ -36,15 +37,16 @@ def check_config(config: SchedulerConfig) -> None:
         )
 
 
-def check_facts(config: SchedulerConfig, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
+def check_facts(config: SchedulerConfig, facts: WorkerFacts) -> None:
     """Check that every request that could be admitted could finish.
 
     Raises:
         ConfigError: It could not; names both values.
     """
-    if max_model_len > (num_blocks - 1) * block_size:
+    kv, max_model_len = facts.kv, facts.model.max_model_len
+    if max_model_len > kv.num_tokens:
         raise ConfigError(
-            f"max_model_len {max_model_len} does not fit into {num_blocks - 1} KV blocks of {block_size} tokens: "
+            f"max_model_len {max_model_len} does not fit into {kv.num_blocks - 1} KV blocks of {kv.block_size} tokens: "
             "lower model.max_model_len or raise cache.num_blocks"
         )
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:

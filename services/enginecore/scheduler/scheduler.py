@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +29,7 @@ from services.enginecore.scheduler.step_results import (
 )
 from triptych.config import SchedulerConfig
 from triptych.errors import DeadlineExceeded, EngineFailure, TriptychError
+from triptych.types.facts import WorkerFacts
 from triptych.types.outputs import EngineLoad, FinishReason
 from triptych.types.step import U32, StepPlan, StepResult
 
@@ -45,48 +46,37 @@ class Scheduler:
 
     def __init__(
         self,
-        *,
         config: SchedulerConfig,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        eos_token_ids: Sequence[int],
+        facts: WorkerFacts,
+        *,
         enable_prefix_caching: bool,
         clock: Callable[[], float],
-        max_samples_per_row: int = 1,
-        soft_num_blocks: int | None = None,
-        num_stages: int = 1,
         kv_lease_s: float = 10.0,
     ) -> None:
         """Create a scheduler without requests.
 
         Args:
             config: Options that `check_config` has passed.
-            num_blocks: Number of KV blocks, including the null block.
-            block_size: Tokens per block.
-            max_model_len: Most tokens of a request, prompt included.
-            eos_token_ids: Token ids that end a request, the tokenizer's own first.
+            facts: Facts of the worker, of which `num_stages` may be lowered.
             enable_prefix_caching: Whether requests share blocks of equal content.
             clock: Monotonic time in seconds.
-            max_samples_per_row: Tokens that one row can get in a step, as the worker says.
-            soft_num_blocks: As in `KvShape`.
-            num_stages: As in `WorkerFacts`.
             kv_lease_s: Seconds for which blocks are held for other workers that do not pull.
 
         Raises:
             ConfigError: The config cannot work with this worker; names both values.
         """
-        check_facts(config, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+        check_facts(config, facts)
+        kv, num_stages, eos_token_ids = facts.kv, facts.num_stages, facts.model.eos_token_ids
         config = split_budget(config, num_stages)
-        self._num_blocks = num_blocks
+        self._num_blocks = kv.num_blocks
         self._clock = clock
         policy = create_policy(config)
-        self._rows = RunningRows(config.max_num_seqs, block_size, eos_token_ids)
+        self._rows = RunningRows(config.max_num_seqs, kv.block_size, eos_token_ids)
         self._blocks = BlockManager(
-            num_blocks=num_blocks,
-            block_size=block_size,
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
             enable_prefix_caching=enable_prefix_caching,
-            soft_num_blocks=soft_num_blocks,
+            soft_num_blocks=kv.soft_num_blocks,
         )
         self.cache_changes = self._blocks.cache_changes
         limits = create_limits(config)
@@ -94,11 +84,11 @@ class Scheduler:
             rows=self._rows, blocks=self._blocks, policy=policy, limits=limits, kv_lease_s=kv_lease_s
         )
         self.transfers = self._states.transfers
-        self._admission = Admission(config, max_model_len, num_stages=num_stages)
+        self._admission = Admission(config, facts.model.max_model_len, num_stages=num_stages)
         self._in_flight = StepsInFlight()
         self._microbatches = Microbatches(self._rows, self._in_flight, num_stages)
         self._planner = StepPlanner(
-            config, policy, self._states, self._microbatches, block_size, max_samples_per_row
+            config, policy, self._states, self._microbatches, kv.block_size, facts.max_samples_per_row
         )
         self._ends = RequestEnds(self._states, self._admission, clock)
         self._reader = ResultReader(
