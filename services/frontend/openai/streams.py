@@ -257,20 +257,7 @@ async def chunks(
                     if ids is not None and ids.is_resumed:
                         yield ""
                         continue
-                    prompt_fields = "".join(
-                        f',"{name}":{to_json(value)}' for name, value in format.prompt_fields().items()
-                    )
-                    openings = (format.opening(index) for index in range(options.num_choices))
-                    opened = [
-                        f"{head}{opening}]{prompt_fields}{tail[1:]}"
-                        for opening in openings
-                        if opening is not None
-                    ]
-                    if not opened and event_id:  # so that the client has an id before the first output
-                        opened = [f"{head}{format.nothing(0)}{tail}"]
-                    if opened:
-                        opened[-1] = event_id + opened[-1]  # with it the client has all of them
-                    yield "".join(opened)
+                    yield _opening_chunks(format, options.num_choices, event_id, head, tail)
                 case ResumableEvent():
                     if ids is not None:
                         ids.set_token(event.resume_token)
@@ -278,6 +265,18 @@ async def chunks(
                             yield f"{event_id}{head}{format.nothing(ids.open_choice)}{tail}"
                 case _:
                     yield (head + _usage_tail(usage_object(event)) + DONE if options.includes_usage else DONE)
+
+
+def _opening_chunks(format: AnswerFormat, num_choices: int, event_id: str, head: str, tail: str) -> str:
+    """Return the chunks that open the choices; the last has the id, with which the client has all of them."""
+    prompt_fields = "".join(f',"{name}":{to_json(value)}' for name, value in format.prompt_fields().items())
+    openings = (format.opening(index) for index in range(num_choices))
+    opened = [f"{head}{opening}]{prompt_fields}{tail[1:]}" for opening in openings if opening is not None]
+    if not opened and event_id:  # so that the client has an id before the first output
+        opened = [f"{head}{format.nothing(0)}{tail}"]
+    if opened:
+        opened[-1] = event_id + opened[-1]
+    return "".join(opened)
 
 
 def _usage_tail(usage: Mapping[str, Any] | None) -> str:

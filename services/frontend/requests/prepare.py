@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from services.frontend.identity import draw_seed
 from services.frontend.requests.answer_forms import AnswerForm, answer_form
-from services.frontend.requests.parse import fit_to_context, parse
+from services.frontend.requests.parse import ValidRequest, fit_to_context, parse
 from services.frontend.requests.raw import RawChat, RawRequest
 from services.frontend.requests.tools import AnswerSplit
 from services.frontend.text_model import TextModel
@@ -60,19 +60,8 @@ async def prepare(
     """
     valid = await text.run(raw.size, parse, raw, terms, text.defaults, max_biases)
     raw = valid.raw
-    started_ns = time.perf_counter_ns()
-    max_kept, max_model_len = raw.truncate_prompt_tokens, terms.model.max_model_len
-    if isinstance(valid.prompt, (str, RawChat)):
-        token_ids = await text.encode(
-            valid.prompt,
-            raw.path("prompt"),
-            add_special_tokens=raw.add_special_tokens,
-            max_tokens=max_kept,
-            keeps_beginning=raw.keeps_beginning,
-            max_model_len=max_model_len,
-        )
-    else:
-        token_ids = valid.prompt
+    started_ns, max_model_len = time.perf_counter_ns(), terms.model.max_model_len
+    token_ids = await _encode(valid, text, max_model_len)
     context = max_model_len if valid.sampling.max_tokens is not None else terms.context_for(len(token_ids))
     sampling = fit_to_context(valid, len(token_ids), context)
     form: StructuredOutputs | AnswerForm | None = sampling.structured_outputs
@@ -92,15 +81,11 @@ async def prepare(
             raw.path("prompt"),
             f"has the token {largest}, but the model's vocabulary ends at {terms.model.vocab_size - 1}",
         )
-    echo = ""
-    if raw.echo and isinstance(valid.prompt, str) and max_kept is None:
-        echo = valid.prompt
-    elif raw.echo:
-        echo = await text.echo(token_ids, skip_special_tokens=sampling.skip_special_tokens)
-    has_reasoning = split is not None and split.reasoning is not None
+    echo = await _echo(valid, token_ids, sampling, text) if raw.echo else ""
     if split is not None and sampling.detokenize and split.needs_special_tokens:
         sampling = replace(sampling, skip_special_tokens=False)
     if isinstance(budget := sampling.thinking_token_budget, int):
+        has_reasoning = split is not None and split.reasoning is not None
         thinking = None  # a form without reasoning before it leaves no room for thoughts
         if form is None or has_reasoning:
             is_open = split.is_reasoning if split is not None and has_reasoning else None
@@ -121,6 +106,28 @@ async def prepare(
         split=split if sampling.detokenize else None,
         not_enforced=not_enforced,
     )
+
+
+async def _encode(valid: ValidRequest, text: TextModel, max_model_len: int) -> U32:
+    """Return the tokens of the prompt, which a client may have sent as such."""
+    if not isinstance(valid.prompt, (str, RawChat)):
+        return valid.prompt
+    raw = valid.raw
+    return await text.encode(
+        valid.prompt,
+        raw.path("prompt"),
+        add_special_tokens=raw.add_special_tokens,
+        max_tokens=raw.truncate_prompt_tokens,
+        keeps_beginning=raw.keeps_beginning,
+        max_model_len=max_model_len,
+    )
+
+
+async def _echo(valid: ValidRequest, token_ids: U32, sampling: SamplingParams, text: TextModel) -> str:
+    """Return the text of the prompt's tokens, which is the prompt itself where that was text and is not cut."""
+    if isinstance(valid.prompt, str) and valid.raw.truncate_prompt_tokens is None:
+        return valid.prompt
+    return await text.echo(token_ids, skip_special_tokens=sampling.skip_special_tokens)
 
 
 async def _with_tokenized_words(sampling: SamplingParams, vocab_size: int, text: TextModel) -> SamplingParams:
