@@ -33,7 +33,6 @@ class SharedRanks:
         """
         with file.open("r+b") as opened:
             self._memory = mmap.mmap(opened.fileno(), 0)
-        self._num_ranks = num_ranks
         self._ranks = {
             "ranks_memory": ctypes.addressof(ctypes.c_char.from_buffer(self._memory)),
             "ranks_rank": rank,

@@ -25,18 +25,6 @@ class BlockStore(Protocol):
         ...
 
 
-class NoBlocks:
-    """A `BlockStore` of a runner that takes no part in transfers."""
-
-    block_bytes = 0
-
-    def read(self, block: int, offset: int, buffer: memoryview) -> None:
-        raise LookupError(f"block {block} cannot be read")
-
-    def write(self, block: int, offset: int, content: memoryview) -> None:
-        raise LookupError(f"block {block} cannot be written")
-
-
 class PullSink(Protocol):
     """The receiver of one pull's bytes, called on the thread of the transport. Owned by the worker's session."""
 

@@ -137,7 +137,7 @@ def synthetic(seed, num=37):
         records.append(
             RequestRecord(due_s, due_s + 0.001, times.tolist(), times[-1] + 0.01, TokenCounts(4, len(times)))
         )
-    return LoadResult(records, 20.0, True)
+    return LoadResult(records, 20.0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -178,7 +178,7 @@ def test_goodput_counts_requests_within_all_limits():
         record(0.1, 0, 1),
         record(0, 0, 0),
     ]
-    result = LoadResult(records, 2.0, True)
+    result = LoadResult(records, 2.0)
     assert summarize(result, [], {"ttft": 500, "tpot": 100}).goodput_per_s == 1.0  # of two
     assert summarize(result, [], {"ttft": 500}).goodput_per_s == 1.5
     assert summarize(result, [], {"e2el": 350}).goodput_per_s == 1.0
@@ -186,6 +186,6 @@ def test_goodput_counts_requests_within_all_limits():
 
 
 def test_nothing_measured_is_zeros():
-    summary = summarize(LoadResult([], 0.0, True), [50], {"ttft": 1})
+    summary = summarize(LoadResult([], 0.0), [50], {"ttft": 1})
     assert (summary.requests_per_s, summary.goodput_per_s, summary.ttft_ms.percentiles) == (0, 0, {"p50": 0})
     assert in_flight([])[1].tolist() == []

@@ -39,7 +39,6 @@ class LoadResult:
     records: list[RequestRecord]
     duration_s: float
     """From the start to the end of the last answer."""
-    is_open_loop: bool
 
 
 async def run_load(
@@ -82,6 +81,4 @@ async def run_load(
                 await asyncio.sleep(pause_s)
             tasks.append(group.create_task(run_one(request, due_s)))
     records = [task.result() for task in tasks]
-    return LoadResult(
-        records, max((record.ended_s for record in records), default=0.0), arrivals_s is not None
-    )
+    return LoadResult(records, max((record.ended_s for record in records), default=0.0))
