@@ -26,6 +26,11 @@ HALVES = (
 
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+_BODY = b'{"model": "tiny/fake", "prompt": "hi", "stream": true}'
+STREAM = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
+)
 CHUNKED = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
@@ -102,15 +107,25 @@ async def test_refused_connections_are_bounded_too() -> None:
 
 
 async def test_one_address_has_its_own_bound() -> None:
+    """Within it, too, one that waits gives way; where all are being answered, a further one is refused."""
     limits = ConnectionLimits(max_connections=8, max_per_address=2)
     async with open_api(limits=limits) as api, asyncio.timeout(DEADLINE_S):
-        hostile = [await send(api, b"", source="127.0.0.2") for _ in range(3)]
-        refusal = await hostile[2].read()
+        others = await send(api, b"")
+        silent = [await send(api, b"", source="127.0.0.2") for _ in range(2)]
+        beside_silent = await send(api, PING, source="127.0.0.2")
+        assert b" 200 " in await beside_silent.readline()
+        assert await silent[0].read() == b""
+        api.generator.hold_after_words = 1
+        for gone in (silent[1], beside_silent):
+            streaming = await send(api, STREAM, source="127.0.0.2")
+            await streaming.readuntil(b"data: ")
+            await gone.read()
+        refusal = await (await send(api, b"", source="127.0.0.2")).read()
         assert b" 429 Too Many Requests\r\n" in refusal
         assert b"this address has as many connections as one may have" in refusal
-        bystander = await send(api, PING)
-        assert b" 200 " in await bystander.readline()
-        hostile[0].writer.close()  # type: ignore[attr-defined]
+        others.writer.write(PING)  # type: ignore[attr-defined]
+        assert b" 200 " in await others.readline()
+        api.generator.released.set()
         while b" 200 " not in await (await send(api, PING, source="127.0.0.2")).readline():
             await asyncio.sleep(0.01)
 

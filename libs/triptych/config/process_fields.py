@@ -158,7 +158,8 @@ class FrontendConfig:
     )
     max_connections_per_address: int = value(
         0,
-        "HTTP connections at once from one address (a /64 of IPv6); one more gets 429. 0: an eighth of "
+        "HTTP connections at once from one address (a /64 of IPv6). One more takes the place of the one of its own "
+        "that has waited longest for a request; if all are being answered, it gets 429. 0: an eighth of "
         "`frontend.max_connections`. Behind a proxy, which has one address for all clients: as many as of all.",
         FRONTEND,
         ge=0,

@@ -3,7 +3,7 @@
 connect ─► waits for a request ─► answered ─► waits for the next ─► …
            │ bytes without any of a body: MAX_HEAD_BYTES, else 431
            │ client_timeout_s, else closed
-           └ at max_connections: the one that waits longest gives way to the next one
+           └ at max_connections, or at max_per_address: the one (of its address) that waits longest gives way
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Connections:
         self._num_of_address = Counter[str]()
         self._waiting: dict[BoundedConnection, None] = {}
         """Those that wait for a request, in the order in which they began to."""
+        self._waiting_of_address: dict[str, dict[BoundedConnection, None]] = {}
+        """The same for each address that has any."""
         self._num_refused = 0
 
     def admit(self, connection: BoundedConnection) -> bytes | None:
@@ -67,33 +69,47 @@ class Connections:
         address = _network_of(connection.client[0] if connection.client else "")
         most = self._limits.max_per_address
         if most and self._num_of_address[address] >= most:
-            return _ADDRESS_FULL
-        if len(self._addresses) >= self._limits.max_connections:
-            longest = next(iter(self._waiting), None)
-            if longest is None:
-                return _FULL
-            self.remove(longest)
-            longest.give_way()
+            if not self._make_room(self._waiting_of_address.get(address, {})):
+                return _ADDRESS_FULL
+        elif len(self._addresses) >= self._limits.max_connections and not self._make_room(self._waiting):
+            return _FULL
         self._addresses[connection] = address
         self._num_of_address[address] += 1
-        self._waiting[connection] = None
+        self.set_waiting(connection, True)
         return None
+
+    def _make_room(self, waiting: dict[BoundedConnection, None]) -> bool:
+        """Close the first of these, unless there is none; return whether there was."""
+        longest = next(iter(waiting), None)
+        if longest is None:
+            return False
+        self.remove(longest)
+        longest.give_way()
+        return True
 
     def remove(self, connection: BoundedConnection) -> None:
         """Forget a connection, unless that has been done before."""
-        if (address := self._addresses.pop(connection, None)) is None:
+        if (address := self._addresses.get(connection)) is None:
             return
-        self._waiting.pop(connection, None)
+        self.set_waiting(connection, False)
+        del self._addresses[connection]
         self._num_of_address[address] -= 1
         if not self._num_of_address[address]:
             del self._num_of_address[address]
 
     def set_waiting(self, connection: BoundedConnection, is_waiting: bool) -> None:
         """Say whether a connection waits for a request, rather than for an answer."""
-        if not is_waiting:
-            self._waiting.pop(connection, None)
-        elif connection in self._addresses:
+        if (address := self._addresses.get(connection)) is None:
+            return
+        if is_waiting:
             self._waiting.setdefault(connection)
+            self._waiting_of_address.setdefault(address, {}).setdefault(connection)
+        elif connection in self._waiting:
+            del self._waiting[connection]
+            of_address = self._waiting_of_address[address]
+            del of_address[connection]
+            if not of_address:
+                del self._waiting_of_address[address]
 
     def begin_goodbye(self) -> bool:
         """Return whether one more refused connection may stay open for its answer to arrive."""
@@ -283,7 +299,9 @@ def _to_bytes(error: Exception) -> bytes:
 
 _FULL = _to_bytes(EngineUnavailable("this server has as many connections as it may have; try again"))
 _ADDRESS_FULL = _to_bytes(
-    QueueFull("this address has as many connections as one may have; use those again, or try again later", 1)
+    QueueFull(
+        "this address has as many connections as one may have, and all are being answered; try again", 1
+    )
 )
 _HEAD_TOO_LARGE = _to_bytes(
     HTTPException(
