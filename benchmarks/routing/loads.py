@@ -80,7 +80,7 @@ def _documents(rng: np.random.Generator, num_engines: int, seconds: float) -> It
 
 
 def _unique(rng: np.random.Generator, num_engines: int, seconds: float) -> Iterator[User]:
-    """Prompts of very different lengths that nobody has sent before."""
+    """Prompts of very different lengths that have not been sent before."""
     for start_s in _arrivals(rng, 8 * num_engines, seconds):
         length = int(np.clip(rng.lognormal(6.6, 0.8), 50, 6000))
         yield User((Turn(_words(rng, length, length), int(rng.integers(20, 60)), start_s),))

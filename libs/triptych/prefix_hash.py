@@ -86,7 +86,7 @@ def describe_hash(block_size: int) -> PrefixHash:
 
 
 def why_unknown(told: PrefixHash) -> str:
-    """Return why hashes that an engine tells say nothing here; empty: they are those of this module."""
+    """Return why the hashes that an engine reports mean nothing here; empty: they are those of this module."""
     if told.name != _NAME:
         return f"it names blocks by {told.name!r}, which is not {_NAME!r}"
     if told.block_size <= 0 or told != describe_hash(told.block_size):

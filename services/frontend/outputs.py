@@ -45,11 +45,11 @@ class RequestOutputs:
         self.kept: KeptStream | None = None
         """The request as its engine keeps it for other frontends. Set at submission; None: it is not kept."""
         self._knows_token = False
-        """The client has been told its token, up to the last move."""
+        """The client has its token, up to the last move."""
         self.path_of: Callable[[str], str] = str
         """Returns the path of a field in the client's words. Set when these are known."""
         self._has_moved = False
-        """It has moved to another engine, and its client has not been told the new token."""
+        """It has moved to another engine, and its client does not have the new token yet."""
         self._num_admitted = 0
         self._num_open = 0
         self._is_aborted = False
@@ -201,7 +201,7 @@ class RequestOutputs:
 
     @property
     def has_failed(self) -> bool:
-        """Whether an error has ended it, which its client may not have been told yet."""
+        """Whether an error has ended it, which its client may not know yet."""
         return self._is_failed
 
     @property

@@ -56,7 +56,7 @@ class FollowerApp(RunnerApp):
     async def _follow(self) -> None:
         await self._follower.follow(self._thread)
         if self._follower.has_left.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)  # as whoever has stopped the leader may do as well
+            os.kill(os.getpid(), signal.SIGTERM)  # as the process that stopped the leader may do as well
         await asyncio.Event().wait()
 
     async def _report_readiness(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker like the one that a journal tells of, as a child process."""
+"""A worker like the one of a journal, as a child process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recorded_worker(path: Path) -> Iterator[RecordedWorker]:
     """A worker of the journal's config, with as many KV blocks, for as long as the block.
 
     Raises:
-        ConfigError: the journal tells of no worker, or this one cannot serve here; says why.
+        ConfigError: the journal has no worker, or this one cannot serve here; says why.
     """
     with JournalReader(path) as journal:
         config = load_config(env={}, flags=journal.header.config)

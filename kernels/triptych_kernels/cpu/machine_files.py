@@ -32,7 +32,7 @@ _IDENTITY = (
 
 
 def machine_key(isa: str) -> Json:
-    """Return what tells this kind of machine from others: the processor, and the content of the native library.
+    """Return what distinguishes this kind of machine from others: the processor, and the content of the native library.
 
     Raises:
         OSError: There is no library for the instruction set.

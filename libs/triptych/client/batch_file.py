@@ -92,7 +92,7 @@ class BatchOutput:
             raise ConfigError(f"{file}: {error.strerror or error}") from None
 
     def add(self, request: BatchRequest, result: HttpAnswer | TriptychError) -> bool:
-        """Write what became of a request; tells whether it succeeded.
+        """Write the result of a request, and return whether it succeeded.
 
         Raises:
             ConfigError: The file cannot be written.

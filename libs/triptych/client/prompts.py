@@ -51,7 +51,7 @@ class ParsedPrompt:
 
     content: Prompt
     text: str | None = None
-    """The text that the output tells as `prompt`. None where it is not known."""
+    """The text that the output has as `prompt`. None where it is not known."""
     cache_salt: str | None = None
     """Its own cache salt. None means that of the call."""
 

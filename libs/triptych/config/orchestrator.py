@@ -1,4 +1,4 @@
-"""The place of a worker among its ranks as Kubernetes tells it: defaults of `parallel` and `worker.rank`.
+"""The place of a worker among its ranks as Kubernetes sets it: defaults of `parallel` and `worker.rank`.
 
 A LeaderWorkerSet names group and pod in the environment. A StatefulSet numbers its pods, `NAME-0` being the first.
 """
@@ -19,7 +19,7 @@ _ORDINAL = re.compile(r".+-(\d+)")
 
 
 def place_in_group(env: Mapping[str, str], values: Mapping[str, object]) -> dict[str, object]:
-    """Return key -> value of the options that say where this worker is among the ranks, and that nobody has set.
+    """Return key -> value of the options that say where this worker is among the ranks, and that are not set otherwise.
 
     Args:
         env: The environment.

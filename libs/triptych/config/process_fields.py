@@ -19,7 +19,7 @@ class FrontendConfig:
     )
     admin_host: str = value(
         "127.0.0.1",
-        "Address to bind the admin port to. Whoever reaches it can stop the engines, unless "
+        "Address to bind the admin port to. Any client that reaches it can stop the engines, unless "
         "`frontend.api_keys_file` asks for a key.",
         FRONTEND,
     )
@@ -39,7 +39,7 @@ class FrontendConfig:
     serve_http: bool = value(
         True,
         "Serve the OpenAI-compatible HTTP API beside gRPC. A stack that LLM or AsyncLLM starts for itself serves none, "
-        "unless told to: so it starts sooner.",
+        "unless this is set: so it starts sooner.",
         FRONTEND,
     )
     http_port: int = value(8000, "OpenAI-compatible HTTP port; 0: any free one.", FRONTEND, ge=0, le=65535)
@@ -96,7 +96,7 @@ class FrontendConfig:
     move_after_s: float = value(
         0.25,
         "Seconds after a broken stream in which its engine may come back, before requests move to another; none where "
-        "nobody listens any more.",
+        "no process listens any more.",
         FRONTEND,
         ge=0,
     )

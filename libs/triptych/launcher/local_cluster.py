@@ -37,7 +37,7 @@ _STOP_MARGIN_S = 5.0  # on top of the longest drain
 _SHOWN_LINES = 10
 _GROUP_END_S = 0.5  # for ranks to end by themselves when one of them has, before they are killed
 _EXIT_CODE_TO_WEIGHT = {USAGE_EXIT_CODE: 0, int(ExitCode.HUNG): 2, int(ExitCode.OK): 3}
-"""The lower, the more an exit tells about the end of a group of ranks; 1 for all others."""
+"""The lower, the more an exit says about the end of a group of ranks; 1 for all others."""
 
 SERVICE_MODULES = {
     "worker": "services.worker",

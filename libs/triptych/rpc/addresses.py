@@ -51,7 +51,7 @@ async def resolve(host: str, port: int) -> list[str]:
     """Return the addresses of a name; those of IPv4, if it has any, since one server may have both.
 
     Raises:
-        OSError: Nobody could be asked.
+        OSError: No resolver could be asked.
     """
     try:
         entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

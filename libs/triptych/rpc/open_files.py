@@ -11,7 +11,7 @@ from triptych.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _MOST = 1 << 20
-"""A hard limit may be a thousand times as much, of which nobody has the memory."""
+"""A hard limit may be a thousand times as much, for which no machine has the memory."""
 RESERVE = 512
 """Files that are none of clients' connections: libraries, engines, operators, pipes, and what is open for a moment."""
 

@@ -128,7 +128,7 @@ class RpcServer:
             await self._set_health(name, is_ready)
 
     async def set_dead(self) -> None:
-        """Tell that this process cannot do its work any more: `""` turns NOT_SERVING."""
+        """Report that this process cannot do its work any more: `""` turns NOT_SERVING."""
         self.is_dead = True
         await self.set_ready(False)
         for name in ("", *self._other_services):

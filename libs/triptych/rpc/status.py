@@ -179,7 +179,7 @@ def internal_rich_status(request_id: str = "") -> status_pb2.Status:
 
 
 def is_connection_refused(error: BaseException | None) -> bool:
-    """Return whether a call failed because nobody listens at the address: its machine runs, its process does not."""
+    """Return whether a call failed because no process listens at the address, while its machine runs."""
     if not isinstance(error, grpc.aio.AioRpcError) or error.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     return "connection refused" in (error.details() or "").lower()
@@ -235,7 +235,7 @@ def _typed_error(code: grpc.StatusCode, text: str, status: status_pb2.Status | N
 
 
 def _rich_status(error: grpc.RpcError) -> status_pb2.Status | None:
-    """The details that came with a status; None if there are none, or if whoever stands between has changed
+    """The details that came with a status; None if there are none, or if a proxy in between has changed
     the one and not the other: then only the plain status can be believed."""
     call: Any = error  # grpc.aio's errors have the methods of a Call without being one
     try:

@@ -36,7 +36,7 @@ class ReasoningFormat(NamedTuple):
     opening: str
     closing: str
     has_special_tokens: bool = False
-    """Both are special tokens, which text leaves out unless it is told to keep them."""
+    """Both are special tokens, which text leaves out unless they are to be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ToolCallFormat:
     openings_at_start: tuple[str, ...] = ()
     """Texts that open calls only at the beginning of the answer, if a known tool is called."""
     has_special_tokens: bool = False
-    """Openings are special tokens, which text leaves out unless it is told to keep them."""
+    """Openings are special tokens, which text leaves out unless they are to be kept."""
     template_marks: tuple[str, ...] = ()
     """Chat templates that hold one of these texts are of models that write calls so."""
     is_all: bool = False

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triptych.errors import InvalidRequest, ModelError
 
-# Stands behind a content that is continued; the space tells whether the template trims contents.
+# Stands behind a content that is continued; the space shows whether the template trims contents.
 _CONTINUED = "\x02continued\x03 "
 
 Message = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""How a service's process ends, for whoever supervises it."""
+"""Exit codes of a service's process, for its supervisor."""
 
 from __future__ import annotations
 

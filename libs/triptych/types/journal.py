@@ -107,7 +107,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class KvProgressed:
-    """The worker has told how far transfers of KV blocks have come."""
+    """The worker has reported how far transfers of KV blocks have come."""
 
     progress: KvProgress
 

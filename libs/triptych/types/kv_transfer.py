@@ -14,7 +14,7 @@ from enum import Enum, auto
 from triptych.types.row_key import RowKey
 
 LEASE_BYTES = 16
-"""Bytes of a lease's name, which is drawn at random: whoever knows it may pull the blocks."""
+"""Bytes of a lease's name, which is drawn at random: a peer that knows it may pull the blocks."""
 
 
 class EngineRole(Enum):

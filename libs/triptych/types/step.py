@@ -1,7 +1,7 @@
 """One step, as the engine plans it and the worker answers it: columns, not rows.
 
-A *slot* is a small number that names a live row on one worker stream. Its *version* tells two rows apart that used the
-slot one after the other. The default of a step is "every live slot computes one token", so a plan lists only the
+A *slot* is a small number that names a live row on one worker stream. Its *version* distinguishes two rows that used
+the slot one after the other. The default of a step is "every live slot computes one token", so a plan lists only the
 exceptions, and decode inputs are never sent.
 
     live slots     0  1  2  3  4        removed_slots  [2]        (freed before anything else)

@@ -1,4 +1,4 @@
-"""The forms of a prompt, as vLLM names them."""
+"""The forms of a prompt, under vLLM's names and at the path by which scripts import them from vLLM."""
 
 from __future__ import annotations
 

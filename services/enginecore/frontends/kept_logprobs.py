@@ -22,7 +22,7 @@ Key = tuple[int, int]
 class KeptLogprobs:
     """Owned by the kept requests. Where they are too many, the choice that has most loses its older half.
 
-    Steps are told by their columns; only the rows of choices that were added are taken out of them.
+    Steps come as columns; only the rows of choices that were added are taken out of them.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:

@@ -370,7 +370,7 @@ class FrontendSessions:
         )
 
     def _set_takes_streams(self, session: FrontendSession, takes_streams: bool) -> None:
-        """Note whether streams can go on at a frontend, and tell the others if that is new."""
+        """Note whether streams can go on at a frontend, and report it to the others if that is new."""
         if session.takes_streams != takes_streams:
             session.takes_streams = takes_streams
             for other in self._name_to_session.values():

@@ -55,7 +55,7 @@ def create_engine(
 
     Args:
         config: Options of the whole process.
-        started_at_ms: Unix time at the engine's start, by which the journals of several runs are told apart.
+        started_at_ms: Unix time at the engine's start, which distinguishes the journals of several runs.
         clock: Monotonic time in seconds.
     """
     if not config.journal.path:

@@ -14,7 +14,7 @@ class CacheChanges:
     """
 
     def __init__(self, cached: Collection[bytes]) -> None:
-        """`cached`: the hashes that are cached, at any time. Whoever is told of a new cache must forget an old one."""
+        """`cached`: the hashes that are cached, at any time. A reader that gets a new cache must forget an old one."""
         self._cached = cached
         self._is_cleared = True
         """The cache was emptied, before everything else here."""

@@ -17,8 +17,8 @@ class BlockHolds(Generic[NameT, OrderT]):
         step 3 says: begin       notices: so far, so far, done       step 9 says: end
               |<──────────────── the table holds the blocks ────────────────>|
 
-    Whoever begins such work puts its blocks here, takes in the worker's notices, and ends it: when a notice says that
-    it is done, when it takes too long, or when the blocks are needed. Nothing waits for the worker to agree:
+    The caller that begins such work puts its blocks here, takes in the worker's notices, and ends it: when a notice
+    says that it is done, when it takes too long, or when the blocks are needed. Nothing waits for the worker to agree:
 
     - A beginning may name blocks that steps in flight still use. The worker waits for the results of those steps.
     - An end gives the blocks back at once. The worker takes it in before it computes the step that says so, which is
@@ -29,9 +29,9 @@ class BlockHolds(Generic[NameT, OrderT]):
         self._blocks = blocks
         self._tables: dict[NameT, BlockTable] = {}
         self._begun: dict[NameT, OrderT] = {}
-        """Beginnings that the worker has not been told."""
+        """Beginnings that the worker has not been sent."""
         self._ended: list[NameT] = []
-        """Ends that the worker has not been told."""
+        """Ends that the worker has not been sent."""
 
     def __len__(self) -> int:
         return len(self._tables)

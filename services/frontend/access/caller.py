@@ -40,7 +40,7 @@ class Caller:
     def own(self, raw: RawRequest) -> RawRequest:
         """Return the request with the tenant that pays for it.
 
-        OpenAI's `user` names an end user, whom a key of one tenant does not need: it is ignored then, not refused.
+        OpenAI's `user` names an end user. A key of one tenant does not need it: it is ignored then, not refused.
 
         Raises:
             PermissionDenied: The request names a tenant that this caller does not speak for, or is more urgent than

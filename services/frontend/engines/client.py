@@ -224,7 +224,7 @@ class EngineClient:
             self._session.detach(numbers, sink_of)
 
     def say_takes_streams(self, takes_streams: bool) -> None:
-        """Tell the engine, now and in each session to come, whether streams that began elsewhere can go on here."""
+        """Send the engine, now and in each session to come, whether streams that began elsewhere can go on here."""
         self._takes_streams = takes_streams
         if self._session is not None:
             self._session.outbox.say_takes_streams(takes_streams)

@@ -51,7 +51,7 @@ class EngineKind:
         self.max_choices = sum(welcome.limits.max_choices for welcome in welcomes)
         """Choices that may be running and waiting on all of them together."""
         self.max_running = sum(welcome.limits.max_running for welcome in welcomes)
-        """Choices that may be running on all of them together, of those that tell."""
+        """Choices that may be running on all of them together, of those that report it."""
         self.block_sizes = {engine.outlook.block_size for engine in self.engines}
 
     def takes_everywhere(self, needs: RequestNeeds) -> bool:
@@ -105,7 +105,7 @@ def why_of_another_kind(welcome: EngineWelcome, key: KindKey) -> str:
 
 def terms_of(welcome: EngineWelcome) -> ModelTerms:
     """Return the terms of one engine, which has been ready."""
-    assert welcome.model is not None, "an engine that was ready has told its model"
+    assert welcome.model is not None, "an engine that was ready has sent its model"
     return ModelTerms(welcome.model, welcome.limits, welcome.model.max_model_len)
 
 
@@ -128,7 +128,7 @@ def welcome_of(engine: EngineClient) -> EngineWelcome:
 def facts_of(engine: EngineClient) -> ModelFacts:
     """Return the model of a ready engine."""
     model = welcome_of(engine).model
-    assert model is not None, "a ready engine has told its model"
+    assert model is not None, "a ready engine has sent its model"
     return model
 
 

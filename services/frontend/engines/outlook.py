@@ -1,4 +1,4 @@
-"""The wait for a first token at one engine: as the engine tells it, and with what was sent there since."""
+"""The wait for a first token at one engine: as the engine reports it, and with what was sent there since."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from triptych.types.outputs import EngineLoad, OutputBatch
 from triptych.types.submit import PrefixHash
 
 EXPECTED_S = 2.0
-"""A prompt's blocks are expected in the cache of its engine for so long, at least, until the engine tells them."""
+"""A prompt's blocks are expected in the cache of its engine for so long, at least, until the engine reports them."""
 _NO_LOAD = EngineLoad(0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 class EngineOutlook:
     """The load and the cache of one engine. The session with the engine owns it.
 
-    A request counts here from the moment it is sent, until the engine tells a load that includes it. So a burst of
+    A request counts here from the moment it is sent, until the engine reports a load that includes it. So a burst of
     requests sees itself, and none counts twice.
     """
 
@@ -32,9 +32,9 @@ class EngineOutlook:
         self.why_no_affinity = "it does not tell what it caches"
         """Why it is not known; empty: it is, and requests are sent there for it."""
         self.load = _NO_LOAD
-        """As last told."""
+        """As last reported."""
         self.is_known = False
-        """The engine has told its load. One of an earlier version never does."""
+        """The engine has reported its load. One of an earlier version never does."""
         self._told_at = 0.0
         self._bookings: dict[int, _Booking] = {}
         """The first number of a request that is in no load yet -> what it adds."""
@@ -85,7 +85,7 @@ class EngineOutlook:
         return max(told_s - computed_s, 0.0) + self._num_booked_tokens * prefill_token_s
 
     def note_hash(self, told: PrefixHash | None) -> None:
-        """Take in how the engine names the blocks of its cache. `told`: None: it does not tell what it caches."""
+        """Take in how the engine names the blocks of its cache. `told`: None: it does not report what it caches."""
         if told is None:
             self.block_size, self.why_no_affinity = 0, "it does not tell what it caches"
         else:
@@ -98,7 +98,7 @@ class EngineOutlook:
         Args:
             numbers: [num_choices] the names of its choices.
             num_tokens: Its tokens, computed or not.
-            prompt: None: nobody has looked whether it is cached.
+            prompt: The prompt as it was looked up in the cache; None: it was not looked up.
         """
         if not self.is_known:
             return

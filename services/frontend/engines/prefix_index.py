@@ -1,4 +1,4 @@
-"""The blocks that one engine caches, as the engine tells them, and prompts as keys to look up there."""
+"""The blocks that one engine caches, as the engine reports them, and prompts as keys to look up there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RoutedPrompt:
 
 
 def keys_of(hashes: bytes) -> list[int]:
-    """Return 8 bytes of each hash as a number above 0, mixed so that nobody can choose prompts with similar keys."""
+    """Return 8 bytes of each hash as a number above 0, mixed so that no client can choose prompts with similar keys."""
     keys = np.frombuffer(hashes, "<u8")[::2] * _SECRET
     return np.maximum(keys, 1).tolist()
 
@@ -63,8 +63,8 @@ def count_leading(keys: Sequence[int], blocks: Container[int]) -> int:
 
 
 class PrefixIndex:
-    """A set of blocks. It is exact, since the stream that tells it is numbered and resumed, and it has no more entries
-    than the engine has blocks. The session with the engine owns it.
+    """A set of blocks. It is exact, since the stream that carries it is numbered and resumed, and it has no more
+    entries than the engine has blocks. The session with the engine owns it.
 
     An entry is 8 bytes of a hash, so among a million blocks any two agree with a probability of 3e-8. A table has 16 to
     32 bytes per block. Entries are sorted by their homes, which their upper bits say, each as near to its home as those

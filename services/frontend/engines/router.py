@@ -48,7 +48,7 @@ class Router:
         """The kinds of the ready engines, and the number of changes that they take in."""
         self._takes_streams = False
         self.changed = asyncio.Event()
-        """Set by `on_change`; whoever waits for it clears it."""
+        """Set by `on_change`; the task that waits for it clears it."""
 
     @property
     def engines(self) -> Sequence[EngineClient]:
@@ -62,7 +62,7 @@ class Router:
         self.on_change()
 
     def say_takes_streams(self, takes_streams: bool) -> None:
-        """Tell all engines, and those to come, whether streams that began elsewhere can go on here."""
+        """Send all engines, and those to come, whether streams that began elsewhere can go on here."""
         self._takes_streams = takes_streams
         for engine in self._engines:
             engine.say_takes_streams(takes_streams)

@@ -30,7 +30,7 @@ class StatusWatch:
         """Address -> model's name and counters."""
 
     def latest(self) -> Iterator[tuple[str, EngineStatus]]:
-        """Return the model's name and the counters of each engine that has told them within the last seconds."""
+        """Return the model's name and the counters of each engine that has sent them within the last seconds."""
         return iter(list(self._latest.values()))
 
     def why_waiting(self) -> str:
@@ -79,7 +79,7 @@ class StatusWatch:
             try:
                 await self._read(engine)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, TimeoutError) as error:
-                # The engine's session tells the operator that it is away; here it is one gauge less.
+                # The engine's session reports to the operator that it is away; here it is one gauge less.
                 log.debug("engine %s does not tell its counters: %r", engine.name, error)
             except asyncio.CancelledError:
                 task = asyncio.current_task()

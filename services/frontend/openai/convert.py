@@ -48,7 +48,7 @@ class AnswerOptions:
     is_streamed: bool
     includes_usage: bool
     has_running_usage: bool
-    """Each chunk tells the usage so far."""
+    """Each chunk has the usage so far."""
     wants_logprobs: bool
     echoes_logprobs: bool
     """The log-probabilities of the prompt stand at the head of those of the output."""

@@ -82,7 +82,7 @@ def document_as(*required: str) -> ConfigDict:
 def kind(name: str) -> Tag:
     """Mark a member of a union that `by_kind` chooses: `text`, `list`, `other`, or the kind of an object.
 
-    It is a step in the places of pydantic's findings; the parentheses tell it from a field of the body.
+    It is a step in the places of pydantic's findings; the parentheses distinguish it from a field of the body.
     """
     return Tag(f"({name})")
 

@@ -107,7 +107,7 @@ else:
 
 
 class StreamOptions(Part):
-    """How a stream tells the token counts."""
+    """How a stream reports the token counts."""
 
     include_usage: bool | None = None
     """One more chunk before the end, with no choices and the token counts."""

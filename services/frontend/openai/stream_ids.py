@@ -18,7 +18,7 @@ from triptych.errors import InvalidRequest
 
 LAST_EVENT_ID_HEADER = "Last-Event-ID"
 MAX_CHOICES_WITH_IDS = 32
-"""Each id tells the position of every choice."""
+"""Each id has the position of every choice."""
 _FORMATS: Mapping[str, type[ChatFormat] | type[CompletionFormat]] = {
     "chat": ChatFormat,
     "completion": CompletionFormat,

@@ -84,7 +84,7 @@ async def wake_up(
 
 @router.get("/is_sleeping")
 async def is_sleeping(request: Request, engine_id: _EngineId = "") -> Response:
-    """Tell whether all engines that are meant sleep."""
+    """Return whether all engines that are meant sleep."""
     return json_response({"is_sleeping": await _are_all(request, engine_id, admin_pb2.ENGINE_STATE_ASLEEP)})
 
 
@@ -108,13 +108,13 @@ async def resume(request: Request, engine_id: _EngineId = "") -> Response:
 
 @router.get("/is_paused")
 async def is_paused(request: Request, engine_id: _EngineId = "") -> Response:
-    """Tell whether all engines that are meant are paused."""
+    """Return whether all engines that are meant are paused."""
     return json_response({"is_paused": await _are_all(request, engine_id, admin_pb2.ENGINE_STATE_PAUSED)})
 
 
 @router.get("/server_info")
 async def server_info(request: Request, engine_id: _EngineId = "") -> Response:
-    """Tell the version, and the counters of each engine."""
+    """Return the version, and the counters of each engine."""
     engines = _engines(request, engine_id)
     return json_response({"version": VERSION, "engines": await asyncio.gather(*map(_info_of, engines))})
 

@@ -54,7 +54,7 @@ class GroupFollower:
     ) -> None:
         """
         Args:
-            on_result: Called on the event loop with the result of each step, which nobody else is sent.
+            on_result: Called on the event loop with the result of each step, which is sent to no other.
             on_lost: Called with what is lost, when the leader is.
         """
         self._parallel = config.parallel
@@ -102,7 +102,7 @@ class GroupFollower:
                 self._on_lost("the connection to rank 0, the leader, has ended")
 
     def tell_ready(self, facts: WorkerFacts) -> None:
-        """Tell the leader that this rank has loaded its part."""
+        """Report to the leader that this rank has loaded its part."""
         self._liveness.tighten()
         self._tell(
             FollowerMessage(
@@ -255,7 +255,7 @@ class _LocalRelay:
             writer.write(frame)
 
     def close(self) -> None:
-        """Let nobody else in."""
+        """Refuse all others."""
         assert self._server is not None
         self._server.close()
 

@@ -104,7 +104,7 @@ class GroupLeader:
         return bound
 
     async def gather(self) -> None:
-        """Wait until all ranks have joined, and tell them; sets `place`."""
+        """Wait until all ranks have joined, and report that to them; sets `place`."""
         num_followers = self._parallel.num_ranks - 1
         try:
             async with asyncio.timeout(self._parallel.timeout_s), self._has_changed:
@@ -210,7 +210,7 @@ class GroupLeader:
         return sum(answer.result() for answer in done)
 
     async def leave(self) -> None:
-        """Tell all followers to end, and wait for that, a few seconds at most."""
+        """Have all followers end, and wait for that, a few seconds at most."""
         self._is_leaving = True
         if self._liveness is not None:
             self._liveness.stop()
@@ -240,7 +240,7 @@ class GroupLeader:
                 await self._drop(follower)
 
     async def _admit(self, message: FollowerMessage, writer: asyncio.StreamWriter) -> _Follower | None:
-        """Take a process in as a rank, or tell it why not."""
+        """Take a process in as a rank, or refuse it with the reason."""
         join, num_ranks = message.join, self._parallel.num_ranks
         if message.WhichOneof("message") != "join":
             raise ProtocolViolation("the first message is no request to join")

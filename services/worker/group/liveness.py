@@ -108,7 +108,7 @@ class Liveness:
         self._limit = BEATS
 
     def stop(self) -> None:
-        """Notice nobody's end any more."""
+        """Stop watching for the ends of the others."""
         self._is_stopping.set()
 
     def _run(self) -> None:
@@ -119,7 +119,7 @@ class Liveness:
                     self._receive(key)
                 if time.monotonic() >= next_beat:
                     # Counted in turns of this loop: time for which the whole machine stood still (a laptop that
-                    # slept) is held against nobody.
+                    # slept) counts against none.
                     self._beat()
                     next_beat = time.monotonic() + self._beat_s
         except _Lost as lost:

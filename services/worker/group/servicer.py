@@ -1,4 +1,4 @@
-"""A follower's gRPC servicer: it tells its state, and sends engines to the leader."""
+"""A follower's gRPC servicer: it reports its state, and sends engines to the leader."""
 
 from __future__ import annotations
 

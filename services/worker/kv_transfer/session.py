@@ -22,7 +22,7 @@ from triptych.types.row_key import RowKey
 from triptych.types.step import StepPlan, StepResult
 
 _REPORT_S = 0.005
-"""Seconds between two reports of progress, but for ends, which are told at once."""
+"""Seconds between two reports of progress, but for ends, which are reported at once."""
 
 
 class KvTransferSession:

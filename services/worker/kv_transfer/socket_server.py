@@ -1,11 +1,11 @@
-"""Serves this worker's KV blocks over plain TCP, to whoever knows the name of a lease.
+"""Serves this worker's KV blocks over plain TCP, to any peer that knows the name of a lease.
 
     connection ──► asking: 0.2 s, no thread ──► request ──► known lease:    one of 64 places, with a thread
                    the oldest leaves for new ones     └───► unknown lease:  one of 8 of them, until it is known
                                                             no place:       busy, ask again
 
-A lease's name is a secret, so whoever names one that is here is what it claims to be. All others share the rest, and
-cannot keep it from a place.
+A lease's name is a secret, so a peer that names one that is here is what it claims to be. All others share the rest,
+and cannot keep it from a place.
 """
 
 from __future__ import annotations

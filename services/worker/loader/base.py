@@ -126,8 +126,8 @@ def release_pages(view: Tensor) -> None:
 def digest_weights(checkpoint: Checkpoint) -> str:
     """Return the sha256, in hex, of samples of the weights' bytes: 4 KiB at 64 places or more, some of each tensor.
 
-    It tells a model from one that was trained further, which changes whole matrices, and takes milliseconds. Single
-    numbers that were changed by hand may lie between the samples.
+    It distinguishes a model from one that was trained further, which changes whole matrices, and takes milliseconds.
+    Single numbers that were changed by hand may lie between the samples.
     """
     digest = hashlib.sha256()
     num_places = -(-_MIN_PLACES // max(len(checkpoint.tensors), 1))

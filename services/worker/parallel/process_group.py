@@ -43,7 +43,7 @@ class ProcessGroup:
         self.rank, self.size = config.rank.rank, config.rank.num_ranks
         self.tensor_parallel_size = config.rank.tensor_parallel_size
         self._is_alone = config.rank.num_stages == config.rank.num_ranks > 1
-        """Whether this rank is a stage of its own, which has nobody to sum with."""
+        """Whether this rank is a stage of its own, which has no other to sum with."""
         self._device = torch.device(config.rank.device)
         self._timeout_s = config.engine.parallel.timeout_s
         self._failure = ""

@@ -1,4 +1,4 @@
-"""Tells a lost device from an operation that failed. Needs no torch, which a simulation does without."""
+"""Distinguishes a lost device from an operation that failed. Needs no torch, which a simulation does without."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class LastStageSteps:
         self._waited_ns = time.perf_counter_ns() - started
 
     def launch(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> PendingStep:
-        """Compute a step and tell the first stage. `gap_ns` is the wait for the states."""
+        """Compute a step and report it to the first stage. `gap_ns` is the wait for the states."""
         result = self._steps.launch(step_id, step, sizes, started_ns).wait()
         result = replace(result, timings=replace(result.timings, gap_ns=self._waited_ns))
         self._link.send_result(result)

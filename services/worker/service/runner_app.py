@@ -36,7 +36,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class RunnerApp(ServiceApp):
-    """A process with a runner, and the server that tells its health."""
+    """A process with a runner, and the server that reports its health."""
 
     section = "worker"
     exit_codes = (

@@ -126,10 +126,10 @@ class RunnerThread:
             self._current += 1
 
     async def ask(self, act: Callable[[Runner], T]) -> T:
-        """Have the thread call `act` when it has done all before; between sessions, since whoever is in one is dropped.
+        """Have the thread call `act` when it has done all before; between sessions, since one that runs is dropped.
 
         Raises:
-            TriptychError: as `act` does. After any other exception the thread ends, and nobody is answered.
+            TriptychError: as `act` does. After any other exception the thread ends, and no call is answered.
         """
         answer: asyncio.Future[T] = self._loop.create_future()
         self._inbox.put(_Asked(act, answer))
@@ -248,9 +248,9 @@ class _StepsInFlight:
         self._deliver: Deliver | None = None
         self._launched: deque[_Launched] = deque()
         self._dropped: list[PendingStep] = []
-        """Steps that nobody hears of, and that the device may still compute."""
+        """Steps whose results go nowhere, and that the device may still compute."""
         self._on_open: Callable[[], None] | None = None
-        """Called when they are done; None: the session has been told, or there is none."""
+        """Called when they are done; None: the session knows, or there is none."""
         self._outcomes: list[tuple[Deliver, StepResult | Exception]] = []
         """Results and failures that have not been delivered, and who gets them."""
 
@@ -264,14 +264,14 @@ class _StepsInFlight:
         return self._dropped[0].poll_s if self._on_open is not None else self._launched[0].pending.poll_s
 
     def open(self, deliver: Deliver, on_open: Callable[[], None]) -> None:
-        """A session begins; of the steps of the one before that are in flight nobody hears."""
+        """A session begins; results of the steps of the one before that are in flight go nowhere."""
         self.drop()
         self._runner.reset()
         self._deliver, self._on_open = deliver, on_open
         self._note_open()
 
     def drop(self) -> None:
-        """The session is over: nobody hears of its steps in flight."""
+        """The session is over: results of its steps in flight go nowhere."""
         self.deliver()
         self._drop_launched()
         self._clock.abandon()
@@ -354,7 +354,7 @@ class _StepsInFlight:
         self._launched.clear()
 
     def _note_open(self) -> None:
-        """Tell a new session that it is open, once the device computes no step of an earlier one."""
+        """Report to a new session that it is open, once the device computes no step of an earlier one."""
         if self._on_open is None:
             return
         self._dropped = [pending for pending in self._dropped if not _is_done(pending)]
@@ -379,7 +379,7 @@ class _Launched:
 
 
 def _settle(answer: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
-    if not answer.done():  # else whoever asked has left
+    if not answer.done():  # else the caller has left
         settle(outcome)
 
 

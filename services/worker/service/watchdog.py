@@ -1,4 +1,4 @@
-"""Notices a step that hangs: the worker judges itself, since nobody else knows what it is doing.
+"""Notices a step that hangs: the worker judges itself, since no other process knows what it is doing.
 
 Loading, allocating and warming up are no steps; they take as long as they take and report their progress.
 """

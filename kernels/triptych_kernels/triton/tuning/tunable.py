@@ -75,7 +75,7 @@ class Tunable(Generic[Config]):
             key: Names of the values that the choice depends on, in the order in which `chosen` takes them. None of
                 them varies with the batch, unless `same_bits` is set or a row's bits may vary with its batch.
             default: Takes the values of a key and returns the config if nothing is stored: a frozen dataclass of
-                numbers. One without numbers may tell a launcher to leave the work to torch.
+                numbers. One without numbers may have a launcher leave the work to torch.
             candidates: Takes the values of a key and yields configs that fit a device's shared memory and are worth
                 measuring.
             same_bits: Whether the key varies with the batch while a row's bits may not. Then a candidate must give the

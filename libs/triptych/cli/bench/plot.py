@@ -14,7 +14,7 @@ _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL"}
 
 
 def check_plot(file: Path) -> None:
-    """Tell before a measurement whether its plot can be written.
+    """Check before a measurement that its plot can be written.
 
     Raises:
         FeatureDisabled: matplotlib is not installed.

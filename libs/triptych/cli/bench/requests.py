@@ -84,7 +84,7 @@ async def make_requests(
     """Return the requests of the warm-up and then those to measure.
 
     Args:
-        count_tokens: Return the tokens of a text. None: the server does not tell them.
+        count_tokens: Return the tokens of a text. None: the server does not report them.
 
     Raises:
         ConfigError: The file cannot be used, or is too short.

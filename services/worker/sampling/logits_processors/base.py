@@ -127,7 +127,7 @@ class JudgingProcessor(DirectProcessor, Protocol):
 
 @runtime_checkable
 class SteppedProcessor(LogitsProcessor, Protocol):
-    """A processor that is told of each step that samples rows with parameters beyond the usual."""
+    """A processor that is called for each step that samples rows with parameters beyond the usual."""
 
     def begin_step(self, slots: I64, device: torch.device) -> None:
         """Prepare for a step. All ranks that sample its rows call this for the same steps.
