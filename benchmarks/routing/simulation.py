@@ -181,7 +181,7 @@ class Engine:
     def _tick(self, life: int) -> None:
         """Look for news while nothing else happens."""
         if life == self._life and not self._fleet.is_over:
-            if self.core.has_work:
+            if self.core.next_due_at <= self._timeline.now:
                 self._turn()
             self._timeline.at(self._timeline.now + INTERVAL_S, lambda: self._tick(life))
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from services.enginecore import loop as engine_loop
+from services.enginecore import wake_timer
 from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, AdminServicer, EngineCoreServicer
 from services.enginecore.loop import EngineLoop
 from services.enginecore.workers.base import Connected
@@ -92,7 +92,7 @@ class SlowedWorker:
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Run the engines until stdin is closed."""
-    engine_loop._TICK_S = max(engine_loop._TICK_S, arguments.step_s)  # time is slowed, and so are timers
+    wake_timer.TICK_S = max(wake_timer.TICK_S, arguments.step_s)  # time is slowed, and so are timers
     terms = ("base_ms", "prefill_token_us", "decode_row_us", "context_token_ns")
     config = config_from_overrides(
         {

@@ -314,10 +314,16 @@ class EngineCore:
         return self._outputs.take(self._scheduler.num_free_places, news)
 
     @property
-    def has_work(self) -> bool:
-        """Whether anything becomes due without a further call, or `take_outputs` would tell all frontends something."""
-        scheduler = self._scheduler
-        return scheduler is not None and (scheduler.has_work or self._news.has_news(scheduler))
+    def next_due_at(self) -> float:
+        """When something comes due without a further call, in seconds of the clock; inf: nothing does.
+
+        That is what `expire` ends, what `plan` tries again, or news that `take_outputs` returns.
+        """
+        due_at, scheduler = self._kept.next_expiry_at, self._scheduler
+        if scheduler is not None:
+            news_at = self._news.due_at(scheduler, len(self._outputs))
+            due_at = min(due_at, scheduler.next_due_at, news_at)
+        return due_at
 
     def pause(self, mode: PauseMode) -> None:
         """Compute no more than `mode` says, until `resume`. New requests queue. A second pause replaces the first."""

@@ -21,6 +21,7 @@ from services.enginecore.journal.recorder import create_engine
 from services.enginecore.kv.remote import check_role
 from services.enginecore.releases import Releases
 from services.enginecore.scheduler.admission import limits_of
+from services.enginecore.wake_timer import WakeTimer
 from services.enginecore.worker_sleep import WorkerSleep
 from services.enginecore.workers.base import Connected, Executor, WorkerLost
 from services.enginecore.workers.connection import WorkerConnection
@@ -42,7 +43,6 @@ from triptych.types.submit import AttachRequest, EngineLimits, EngineWelcome, Pr
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.01  # of operators' calls that wait for the loop
-_TICK_S = 0.05  # how late a deadline may be noticed while nothing else happens; longer than most steps
 # A frontend drains its stream as fast as the network takes it. One that is so many steps behind is stuck, and its
 # requests only hold blocks that others could use. More than what comes of steps of 1 ms while a stream can be resumed.
 MAX_PENDING = 16384
@@ -82,6 +82,7 @@ class EngineLoop:
         self._on_ready_change = on_ready_change
         self._wake = asyncio.Event()
         self._inbox = Inbox(self._wake)
+        self._timer = WakeTimer(self._wake, self._next_due_at)
         self._outboxes: dict[int, FrontendOutbox] = {}
         self._session_numbers = itertools.count(1)
         self._sent: deque[_Sent] = deque()
@@ -96,8 +97,6 @@ class EngineLoop:
         self._readiness = (False, f"connecting to worker {config.engine.worker_address}")
         """Whether there is a worker, and if there is none, why."""
         self.worker_sleep = WorkerSleep(self._engine, executor, self._connection, in_loop=self._inbox.ask)
-        self._turned_at = time.monotonic()
-        """When the last turn began."""
         self._is_draining = False
         self._is_stopping = False
         self._releases = Releases(config.engine.drain_s)
@@ -124,6 +123,7 @@ class EngineLoop:
         outbox.notify(self.welcome)
         for batch in self._engine.open_session(session):
             outbox.put(batch, batch.num_bytes)
+        self._wake.set()  # the load comes with the next outputs
         return session, outbox
 
     def close_session(self, session: int) -> None:
@@ -184,7 +184,9 @@ class EngineLoop:
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache between two turns of the loop; see `EngineCore.reset_prefix_cache`."""
-        return self._engine.reset_prefix_cache()
+        num_blocks = self._engine.reset_prefix_cache()
+        self._wake.set()  # all frontends are to hear of it
+        return num_blocks
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause the engine; see `EngineCore.pause`. Return when the last step is back, or after Resume."""
@@ -206,6 +208,7 @@ class EngineLoop:
         """Take no more requests. Return when all have ended, or when the engine is resumed."""
         self._is_draining = True
         self._publish_readiness()
+        self._wake.set()  # requests are offered to others
         while self._is_draining and self._engine.num_requests:
             await asyncio.sleep(_POLL_S)
 
@@ -229,7 +232,6 @@ class EngineLoop:
             StaleEpoch: Another engine has this one's worker, and must not be disturbed.
             ConfigError: This engine's config can never work with its worker's facts.
         """
-        ticking = asyncio.create_task(self._tick(), name="engine-tick")
         try:
             self._begin(await self._meanwhile(self._connection.connect()), after_crash=False)
             while True:
@@ -245,7 +247,7 @@ class EngineLoop:
                 if not recovery.connected.is_resumed:
                     self._begin(recovery.connected, after_crash=recovery.is_crash)
         finally:
-            ticking.cancel()
+            self._timer.stop()
             self._engine.close()
             await self._executor.close()
 
@@ -282,6 +284,7 @@ class EngineLoop:
         self._sent.clear()
         self._engine.worker_lost()
         self._send_outputs()
+        self._wake.set()
 
     def _note_unreachable(self, why: str) -> None:
         """Turn not ready, because there is no worker. While its session may be resumed the engine stays ready."""
@@ -296,9 +299,10 @@ class EngineLoop:
             while not task.done():
                 self._wake.clear()
                 self._inbox.make_calls()
-                self._engine.expire()
+                self._take_due()
                 self._send_outputs()
                 await asyncio.sleep(0)
+                self._timer.note_turn()
                 await self._wake.wait()
             return task.result()
         finally:
@@ -323,7 +327,6 @@ class EngineLoop:
     async def _turn(self) -> None:
         """Take in what has come, plan, send outputs, and wait for more."""
         engine = self._engine
-        self._turned_at = time.monotonic()
         self._wake.clear()
         self._inbox.make_calls()
         while results := self._executor.receive():  # until there are none; raises the loss behind them
@@ -337,7 +340,7 @@ class EngineLoop:
             engine.note_kv_progress(progress)
         if self._sent:
             self._connection.check_silence(self._sent[0].at)
-        engine.expire()
+        self._take_due()
         while engine.num_in_flight < self._pipeline_depth.size and (plan := engine.plan()) is not None:
             self._sent.append(_Sent(time.monotonic(), not self._sent, plan.num_tokens))
             await self._executor.send(plan)
@@ -345,6 +348,7 @@ class EngineLoop:
         if self._inbox:
             await asyncio.sleep(0)  # so that streams are read meanwhile
         elif not self.worker_sleep.is_due:
+            self._timer.note_turn()
             await self._wake.wait()
 
     def _note_step(self, result: StepResult, received_at: float) -> None:
@@ -356,21 +360,20 @@ class EngineLoop:
         self._metrics.step_seconds.observe(received_at - sent_at)
         self._metrics.iteration_tokens.observe(num_tokens)
 
-    async def _tick(self) -> None:
-        """Wake the loop when nothing has for a while, so that it notices deadlines and a silent worker.
+    def _take_due(self) -> None:
+        """End what is over, and offer what may not end here."""
+        self._engine.expire()
+        if (within_s := self._releases.take_due(time.monotonic())) is not None:
+            self._engine.release(within_s)
 
-        One timer for all turns is cheaper than one for each.
-        """
-        rest_s = _TICK_S
-        while True:
-            await asyncio.sleep(rest_s)
-            if (within_s := self._releases.take_due(time.monotonic())) is not None:
-                self._inbox.post(self._engine.release, within_s)
-            rest_s = self._turned_at + _TICK_S - time.monotonic()
-            if rest_s <= 0:
-                rest_s = _TICK_S
-                if self._engine.has_work:
-                    self._wake.set()
+    def _next_due_at(self) -> float:
+        """Return when the next turn is due although nothing comes in, in seconds of the monotonic clock."""
+        due_at = self._engine.next_due_at
+        if self._engine.num_requests:
+            due_at = min(due_at, self._releases.next_due_at)
+        if self._sent:
+            due_at = min(due_at, self._connection.silent_at(self._sent[0].at))
+        return due_at
 
     def _send_outputs(self) -> None:
         for session, batch in self._engine.take_outputs().items():

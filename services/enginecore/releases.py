@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _WORKER_AWAY_S = 0.25  # a worker that is started again takes seconds; a stream that broke is resumed before
 _INTERVAL_S = (
     0.5  # between offers of the same requests: meanwhile a frontend may have found an engine for them
@@ -30,6 +32,13 @@ class Releases:
             self._draining_since = None
         elif self._draining_since is None:
             self._draining_since, self._next_at = now, now
+
+    @property
+    def next_due_at(self) -> float:
+        """When the next offer is due; inf: none is."""
+        if self._worker_lost_at is not None:
+            return max(self._worker_lost_at + _WORKER_AWAY_S, self._next_at)
+        return math.inf if self._draining_since is None else self._next_at
 
     def take_due(self, now: float) -> float | None:
         """Return the time in seconds within which requests must end to be kept, 0 for none; None: no offer is due.

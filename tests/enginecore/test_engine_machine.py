@@ -239,6 +239,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock.now += seconds
         self.engine.expire()
 
+    @rule(share=st.floats(0, 0.99))
+    def let_time_pass_in_which_nothing_is_due(self, share: float) -> None:
+        """An engine that is left alone until something comes due misses nothing."""
+        while len(self.plans) < MOST_IN_FLIGHT and (plan := self.engine.plan()) is not None:
+            self.plans.append(plan)
+        self.take_outputs()
+        rest_s = min(self.engine.next_due_at - self.clock.now, 100.0)
+        if rest_s > 0:
+            self.clock.now += share * rest_s
+            self.engine.expire()
+            assert len(self.plans) == MOST_IN_FLIGHT or self.engine.plan() is None
+            assert not self.engine.take_outputs()
+
     @rule()
     def take_outputs(self) -> None:
         for session, batch in self.engine.take_outputs().items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -302,6 +303,19 @@ def test_an_end_that_nobody_has_fetched_is_kept_for_its_time() -> None:
     bench.attach([21], session=NEWEST)
     bench.take()
     assert bench.failures(NEWEST) == {21: "NOT_KEPT"}
+
+
+def test_an_end_is_let_go_when_its_time_is_over_though_nothing_else_happens() -> None:
+    bench = Bench()
+    ended_at = bench.time.now
+    bench.submit()
+    bench.run()
+    bench.time.now += 1.0
+    bench.take()
+    assert bench.engine.next_due_at == ended_at + KEEP_S
+    bench.time.now = bench.engine.next_due_at
+    bench.engine.expire()
+    assert bench.engine.next_due_at == math.inf
 
 
 def test_what_is_too_much_to_be_kept_goes_in_the_order_of_its_time() -> None:

@@ -133,6 +133,7 @@ async def test_a_late_pull_is_given_up_once_the_rest_could_have_been_computed() 
     transfers = make_transfers(clock=clock)
     submit(transfers, 1, 200, ready_in_s=3.0)
     run(transfers, carry=False)
+    assert transfers.decode.scheduler.next_due_at == clock.now + 3.0 + LEASE_S
     clock.now += 3.0 + LEASE_S - 0.1  # nothing is measured, so the lease's time counts
     transfers.decode.scheduler.expired(clock.now)
     assert transfers.pulls
@@ -166,6 +167,7 @@ async def test_a_lease_ends_when_nobody_pulls() -> None:
     run(transfers, carry=False)
     scheduler = transfers.prefill.scheduler
     assert scheduler.snapshot().num_used_blocks == 200 // BLOCK_SIZE
+    assert scheduler.next_due_at == clock.now + LEASE_S
     clock.now += LEASE_S - 0.1
     scheduler.expired(clock.now)
     assert scheduler.snapshot().num_used_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
 
 import numpy as np
@@ -89,14 +90,14 @@ def test_news_wait_for_their_time_and_for_something_new() -> None:
     assert first.load is not None
     assert first.cache == CacheNews(is_cleared=True)
     stand.clock.now += 10 * INTERVAL_S
-    assert not stand.engine.has_work
+    assert stand.engine.next_due_at == math.inf
     assert not stand.engine.take_outputs()
     stand.submit(1, 1, make_prompt(40))
     admitted = stand.engine.take_outputs()[1]
     assert admitted.load is not None, "time has passed, and there is something new"
     assert admitted.load.num_prefill_tokens == 40
     stand.submit(1, 2, make_prompt(50))
-    assert stand.engine.has_work
+    assert stand.engine.next_due_at == stand.clock.now + INTERVAL_S
     assert stand.engine.take_outputs()[1].load is None, "the admission waits for nothing, the news do"
     load = stand.news(1).load
     assert load is not None

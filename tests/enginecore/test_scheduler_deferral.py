@@ -52,7 +52,7 @@ def test_deferred_row_finds_its_blocks_in_the_cache() -> None:
     engine.plan()
     engine.finish_step(deferred_slots=[0])
     assert engine.plan() is None
-    clock.now += 1
+    clock.now = engine.scheduler.next_due_at
     plan = engine.plan()
     assert plan is not None
     assert plan.new_rows[0].num_computed_tokens == 96

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.enginecore import inbox
+from services.enginecore import inbox, wake_timer
 from services.enginecore import loop as loop_module
 from services.enginecore.loop import EngineLoop
 from services.enginecore.workers.base import Connected, WorkerLost
@@ -446,9 +446,7 @@ async def test_busy_engine_takes_no_more_bytes_than_it_can_hold(monkeypatch) -> 
 
 async def test_flood_of_requests_is_taken_in_over_several_turns(monkeypatch) -> None:
     monkeypatch.setattr(inbox, "INBOX_S", 0.0)  # one call a turn
-    monkeypatch.setattr(
-        loop_module, "_TICK_S", DEADLINE_S
-    )  # a turn that waits for the next tick fails by the deadline
+    monkeypatch.setattr(wake_timer, "TICK_S", DEADLINE_S)  # a turn that waits for it fails by the deadline
     async with running_stack() as (_, engine, frontend):
         session, outbox = engine.loop.open_session()
         for number in range(30):

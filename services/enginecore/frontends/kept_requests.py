@@ -120,6 +120,13 @@ class KeptRequests:
         return self._held_bytes
 
     @property
+    def next_expiry_at(self) -> float:
+        """When `take_expired` may have something to yield; inf: nothing is kept that expires."""
+        if not self._digest_to_request or not self._expiries:
+            return math.inf
+        return self._expiries[0][0] if self._held_bytes <= self._max_bytes else -math.inf
+
+    @property
     def num_unread(self) -> int:
         """Number of requests that run and that nobody reads."""
         return sum(not kept.reader and not kept.has_ended for kept in self._digest_to_request.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,14 +41,16 @@ class NewsDesk:
         self._told_at = clock() - INTERVAL_S
         self._last_load: EngineLoad | None = None
 
-    def has_news(self, scheduler: Scheduler) -> bool:
-        """Return whether something has changed since the last news."""
-        return self._has_cache_news(scheduler) or self._has_changed(scheduler.measure_load())
+    def due_at(self, scheduler: Scheduler, num_sessions: int) -> float:
+        """Return when `take` returns news, in seconds of the clock; inf: nothing has changed since the last ones."""
+        if self._has_cache_news(scheduler) or self._has_changed(scheduler.measure_load()):
+            return self._told_at + _interval_s(num_sessions)
+        return math.inf
 
     def take(self, scheduler: Scheduler, num_sessions: int) -> EngineNews | None:
         """Return what has changed since the last news; None where nothing has, or where it is too early to tell."""
         now = self._clock()
-        if now - self._told_at < max(INTERVAL_S, num_sessions / _MAX_MESSAGES_PER_S):
+        if now < self._told_at + _interval_s(num_sessions):
             return None
         load, has_cache_news = scheduler.measure_load(), self._has_cache_news(scheduler)
         if not has_cache_news and not self._has_changed(load):
@@ -67,6 +70,10 @@ class NewsDesk:
         """Return whether requests came, moved on or ended. The measured times alone are no news."""
         last = self._last_load
         return last is None or _amounts(last) != _amounts(load)
+
+
+def _interval_s(num_sessions: int) -> float:
+    return max(INTERVAL_S, num_sessions / _MAX_MESSAGES_PER_S)
 
 
 def _amounts(load: EngineLoad) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,6 +108,12 @@ class KvLeases:
         for lease in list(self._leases.values()):
             if lease.expires_at is not None and lease.expires_at <= now:
                 self._release(lease)
+
+    @property
+    def next_due_at(self) -> float:
+        """When the next lease expires, in seconds of the clock; inf: none does."""
+        expiries = (lease.expires_at for lease in self._leases.values())
+        return min((at for at in expiries if at is not None), default=math.inf)
 
     def forget(self) -> None:
         """Give back all blocks: their worker is gone."""

@@ -8,6 +8,7 @@ held, for blocks ──► pulling ──► complete: cached ──────
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -41,6 +42,11 @@ class _Pull:
     num_arrived: int = 0
     has_ended: bool = False
     """Nothing more is pulled, and the request may be admitted."""
+
+    @property
+    def ready_at(self) -> float:
+        """When its blocks are there if the frontend's word holds, in seconds of the scheduler's clock."""
+        return self.added_at + min(max(self.source.ready_in_s, 0.0), _MAX_READY_S)
 
     @property
     def is_active(self) -> bool:
@@ -150,13 +156,13 @@ class KvPulls:
             recompute_s: Returns the seconds to compute so many tokens of a prompt here; None: not known.
         """
         for pull in [pull for pull in self._pulls.values() if not pull.has_ended]:
-            due_at = pull.added_at + min(max(pull.source.ready_in_s, 0.0), _MAX_READY_S)
-            if now <= due_at:
-                continue
-            num_here = (pull.table.num_hits + pull.num_arrived) * self._blocks.block_size
-            rest_s = recompute_s(pull.request.num_prompt_tokens - num_here)
-            if now > due_at + (self._lease_s if rest_s is None else min(rest_s, self._lease_s)):
-                self._give_up(pull, f"late by {now - due_at:.2f} s")
+            if now > pull.ready_at and now > self._given_up_at(pull, recompute_s):
+                self._give_up(pull, f"late by {now - pull.ready_at:.2f} s")
+
+    def next_due_at(self, recompute_s: Callable[[int], float | None]) -> float:
+        """Return when `expire`, with the same argument, next gives a pull up; inf: never."""
+        pulls = (pull for pull in self._pulls.values() if not pull.has_ended)
+        return min((self._given_up_at(pull, recompute_s) for pull in pulls), default=math.inf)
 
     def give_way(self, request: Request | None = None) -> bool:
         """Give back the blocks of the latest prompt that has any, for those who need them more.
@@ -200,6 +206,12 @@ class KvPulls:
             else:
                 self._release(pull.request)
         self._pulls.clear()
+
+    def _given_up_at(self, pull: _Pull, recompute_s: Callable[[int], float | None]) -> float:
+        """Return when a pull has been late for as long as computing the rest takes."""
+        num_here = (pull.table.num_hits + pull.num_arrived) * self._blocks.block_size
+        rest_s = recompute_s(pull.request.num_prompt_tokens - num_here)
+        return pull.ready_at + (self._lease_s if rest_s is None else min(rest_s, self._lease_s))
 
     def _num_lacking(self, pull: _Pull) -> int:
         """Return how many more blocks a request needs for its prompt and its first token."""

@@ -87,6 +87,10 @@ class KvTransfers:
         self.leases.expire(now)
         self.pulls.expire(now, recompute_s)
 
+    def next_due_at(self, recompute_s: Callable[[int], float | None]) -> float:
+        """Return when `expire` next ends something, in seconds of the clock; inf: never."""
+        return min(self.leases.next_due_at, self.pulls.next_due_at(recompute_s))
+
     def forget(self) -> None:
         """Drop everything: the worker is gone."""
         self.leases.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -114,6 +115,15 @@ class RequestStates:
         if request is not None and request.slot_version == row.slot_version:
             return request
         return self.draining.get(row)
+
+    @property
+    def next_due_at(self) -> float:
+        """When the next deadline passes, or a deferred request is tried again, in seconds of the clock."""
+        expiring, deferred = self._deadlines.peek(), self._deferred.peek()
+        return min(
+            math.inf if expiring is None else _by_deadline(expiring)[0],
+            math.inf if deferred is None else deferred.deferred_until,
+        )
 
     def next_expired(self, now: float) -> Request | None:
         """Return a request with a deadline that has passed, the earliest deadline first; None if there is none."""

@@ -110,6 +110,12 @@ class Scheduler:
         return len(self._states) > 0 or len(self.transfers) > 0
 
     @property
+    def next_due_at(self) -> float:
+        """When `expired` ends something or `schedule` tries something again, in seconds of the clock; inf: never."""
+        transfers_due_at = self.transfers.next_due_at(self._admission.forecast.prefill_s)
+        return min(self._states.next_due_at, transfers_due_at)
+
+    @property
     def num_in_flight(self) -> int:
         """Number of steps sent whose results have not come."""
         return len(self._in_flight)

@@ -116,9 +116,13 @@ class WorkerConnection:
         Raises:
             WorkerLost: There was no result for too long.
         """
-        if time.monotonic() - max(self._heard_at, due_since) > _SILENCE_S:
+        if time.monotonic() > self.silent_at(due_since):
             self._dialer.note_progress()  # nothing speaks against the worker
             raise WorkerLost(f"no result for {_SILENCE_S:g} s")
+
+    def silent_at(self, due_since: float) -> float:
+        """Return when `check_silence` gives the stream up if no result comes, in seconds of the monotonic clock."""
+        return max(self._heard_at, due_since) + _SILENCE_S
 
     async def _dial(self) -> Connected:
         connected = await self._dialer.dial()
