@@ -72,10 +72,13 @@ class Executor(Protocol):
         ...
 
     async def send(self, plan: StepPlan) -> None:
-        """Send one step, without waiting for its result.
+        """Send one step, without waiting for its result or for the transport.
+
+        Steps that the transport holds up are bounded by the steps in flight: no more are planned without a result.
 
         Raises:
-            WorkerLost: The stream has ended. If it is resumed, the step is sent then.
+            WorkerLost: The stream has ended. If it is resumed, the step is sent then. An end that comes later is
+                raised by `receive`.
         """
         ...
 

@@ -90,6 +90,10 @@ class GrpcExecutor:
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._unwritten: deque[worker_pb2.ExecuteRequest] = deque()
+        """Messages for the stream that the writer has not taken; no more steps than are in flight, and a goodbye."""
+        self._has_unwritten = asyncio.Event()
         self._session_name = ""
         self._encoder = StepEncoder()
         self._steps: ReplayBuffer[step_pb2.Step] = ReplayBuffer()
@@ -130,9 +134,11 @@ class GrpcExecutor:
         self._hello.fingerprint = welcome.facts.model.fingerprint
         self._hello.last_session = terms.name
         self._loss, self._is_draining = None, False
-        self._reader = asyncio.create_task(self._read(self._call, on_event), name="read-results")
+        self._unwritten.clear()
         for step in self._steps.after(terms.last_received):
-            await self._write(step)
+            self._write(worker_pb2.ExecuteRequest(step=step))
+        self._reader = asyncio.create_task(self._read(self._call, on_event), name="read-results")
+        self._writer = asyncio.create_task(self._write_to(self._call, on_event), name="write-steps")
         return Connected(
             worker_facts_from_proto(welcome.facts),
             welcome.max_steps_in_flight,
@@ -143,12 +149,12 @@ class GrpcExecutor:
     async def send(self, plan: StepPlan) -> None:
         step = self._encoder.encode(plan)
         self._steps.append(step)
-        if failpoints.ARMED:
-            failpoints.reach("enginecore.before_step")
-        if not self._is_draining:
-            await self._write(step)
-        if failpoints.ARMED:
-            failpoints.reach("enginecore.after_step")
+        if self._is_draining:
+            return
+        if self._call is None or self._loss is not None:
+            raise self._loss or WorkerLost("not connected")
+        self._write(worker_pb2.ExecuteRequest(step=step))
+        await asyncio.sleep(0)  # the writer begins, and the caller goes on while the transport works
 
     def receive(self) -> list[StepResult]:
         results = list(self._arrived)
@@ -188,10 +194,10 @@ class GrpcExecutor:
         if self._call is not None and self._loss is None and self._reader is not None:
             try:
                 async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
-                    await self._call.write(worker_pb2.ExecuteRequest(goodbye=session_pb2.Goodbye()))
+                    self._write(worker_pb2.ExecuteRequest(goodbye=session_pb2.Goodbye()))
                     await asyncio.wait([self._reader])
-            except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                log.debug("the worker did not hear the goodbye: %r", error)
+            except TimeoutError:
+                log.debug("the worker has not answered the goodbye")
         await self._hang_up()
 
     def _open_channel(self) -> grpc.aio.Channel:
@@ -254,18 +260,36 @@ class GrpcExecutor:
             )
         return welcome
 
-    async def _write(self, step: step_pb2.Step) -> None:
-        if self._call is None or self._loss is not None:
-            raise self._loss or WorkerLost("not connected")
+    def _write(self, message: worker_pb2.ExecuteRequest) -> None:
+        """Have the writer write a message behind those that wait."""
+        self._unwritten.append(message)
+        self._has_unwritten.set()
+
+    async def _write_to(self, call: grpc.aio.StreamStreamCall, on_event: Callable[[], None]) -> None:
+        """Write what comes, in order, until the stream ends. Where it has, only the reader learns why."""
         try:
-            async with asyncio.timeout(_SEND_TIMEOUT_S):
-                await self._call.write(worker_pb2.ExecuteRequest(step=step))
+            while True:
+                while self._unwritten:
+                    await self._write_one(call, self._unwritten.popleft())
+                self._has_unwritten.clear()
+                await self._has_unwritten.wait()
         except TimeoutError:
-            raise WorkerLost(f"the worker took no step for {_SEND_TIMEOUT_S:g} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise self._loss_by(from_rpc_error(error)) from None
-        except asyncio.InvalidStateError:  # the stream has ended
-            raise self._loss_by(await end_of(self._call)) from None
+            self._note_loss(WorkerLost(f"the worker took no step for {_SEND_TIMEOUT_S:g} s"))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            log.debug("the step stream takes no more: %r", error)
+        except Exception as error:
+            log.error("cannot write steps: %r", error, exc_info=error)
+            self._note_loss(WorkerLost(repr(error)))
+        on_event()
+
+    async def _write_one(self, call: grpc.aio.StreamStreamCall, message: worker_pb2.ExecuteRequest) -> None:
+        is_step = message.HasField("step")
+        if is_step and failpoints.ARMED:
+            failpoints.reach("enginecore.before_step")
+        async with asyncio.timeout(_SEND_TIMEOUT_S):
+            await call.write(message)
+        if is_step and failpoints.ARMED:
+            failpoints.reach("enginecore.after_step")
 
     async def _read(self, call: grpc.aio.StreamStreamCall, on_event: Callable[[], None]) -> None:
         """Collect results until the stream ends, and note why it has."""
@@ -281,15 +305,19 @@ class GrpcExecutor:
                     case other:
                         raise ProtocolViolation(f"expected a result, got {other}")
                 on_event()
-            self._loss = self._loss_by(await end_of(call))
+            self._note_loss(self._loss_by(await end_of(call)))
         except grpc.aio.AioRpcError as error:
-            self._loss = self._loss_by(from_rpc_error(error))
+            self._note_loss(self._loss_by(from_rpc_error(error)))
         except TriptychError as error:
-            self._loss = WorkerLost(error.message)
+            self._note_loss(WorkerLost(error.message))
         except Exception as error:
             log.error("cannot read the worker's results: %r", error, exc_info=error)
-            self._loss = WorkerLost(repr(error))
+            self._note_loss(WorkerLost(repr(error)))
         on_event()
+
+    def _note_loss(self, loss: WorkerLost) -> None:
+        """Note why the stream has ended, for whoever receives next. The first reason counts."""
+        self._loss = self._loss or loss
 
     def _take(self, message: step_pb2.Result) -> None:
         """Take each result once and in order."""
@@ -300,10 +328,11 @@ class GrpcExecutor:
         self._arrived.append(result)
 
     async def _hang_up(self) -> None:
-        if self._reader is not None:
+        if self._reader is not None and self._writer is not None:
             self._reader.cancel()
-            await asyncio.wait([self._reader])
-            self._reader = None
+            self._writer.cancel()
+            await asyncio.wait([self._reader, self._writer])
+            self._reader = self._writer = None
         if self._call is not None:
             self._call.cancel()
             self._call = None
