@@ -77,8 +77,9 @@ class Request:
     """Seconds on the scheduler's clock at which a deferred request is tried again."""
     num_in_flight: int = 0
     """Results still to come while it drains."""
-    num_cached_tokens: int = 0
-    """Prompt tokens that its first admission found in the cache. Later admissions do not change it."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that its first admission found in the cache: here, or at the engine that computed its first output.
+    Later admissions do not change it. None: it was never admitted."""
     first_pulled_block: int | None = None
     """Index of the first block of its prompt that came from another worker for it. None: none did."""
     prompt_logprobs_start: int = 0
@@ -128,6 +129,8 @@ class Request:
             if len(emitted):
                 request.own_tokens()
                 request.token_ids.frombytes(emitted.tobytes())
+        for request, num_cached_tokens in zip(requests, submit.cached_tokens, strict=False):
+            request.num_cached_tokens = num_cached_tokens
         return requests
 
     @property

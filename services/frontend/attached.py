@@ -92,7 +92,9 @@ class AttachedStream:
             keep=keep,
         )
         journeys: list[Journey] = []
-        for index, (emitted, seed) in enumerate(zip(request.emitted, request.seeds.tolist(), strict=True)):
+        cached_tokens = request.cached_tokens or (None,) * request.num_choices
+        columns = zip(request.emitted, request.seeds.tolist(), cached_tokens, strict=True)
+        for index, (emitted, seed, num_cached_tokens) in enumerate(columns):
             choice = outputs.add_choice(
                 self.sampling,
                 text.tokenizer,
@@ -102,6 +104,7 @@ class AttachedStream:
                 min_interval_tokens=state.min_interval_tokens,
                 split=split,
             )
+            choice.num_cached_tokens = num_cached_tokens
             token_ids = emitted.tolist()
             self.seen_token_ids[index] = token_ids
             if token_ids and not seen.get(index, _NOTHING).is_finished:

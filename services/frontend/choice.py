@@ -23,7 +23,7 @@ from triptych.types.step import U32, PromptLogprobs
 
 # After a stop string the engine is asked to end the request. It answers within a turn of its loop, with the counts
 # that only it knows. The text is complete by then, so an engine that does not answer delays the end of the stream
-# by no more than this; the usage then lacks the cached tokens, and the timings are 0.
+# by no more than this; the timings are 0 then.
 ACCOUNT_WAIT_S = 0.25
 
 
@@ -112,6 +112,7 @@ class Choice:
         self.num_tokens = 0
         """Output tokens so far; up to the one that completed a stop string."""
         self.num_cached_tokens: int | None = None
+        """Prompt tokens that the first engine with output of it found in its prefix cache. None: not known yet."""
         self.timings = StageTimings()
         self.finish_reason: FinishReason | None = None
         self.num_moves = 0

@@ -231,7 +231,8 @@ async def stream(num_streams: int, num_tokens: int, calls_of_tokens: Calls, call
     await settle(calls_of_ends)
     for token in range(num_tokens):
         token_ids = np.full(num_streams, 40 + token % 50, np.uint32)
-        engine.put(calls=calls_of_tokens, numbers=numbers, token_ids=token_ids)
+        first = {} if token else {"first_numbers": numbers, "first_cached_tokens": np.zeros_like(numbers)}
+        engine.put(calls=calls_of_tokens, numbers=numbers, token_ids=token_ids, **first)
         await settle(calls_of_tokens)
     engine.put(calls=calls_of_ends, finish=FinishReason.LENGTH)
     await settle(calls_of_ends)

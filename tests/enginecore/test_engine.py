@@ -217,3 +217,22 @@ def test_the_oldest_waiting_request_is_told() -> None:
     assert oldest_s() == 3
     step(engine, runner)
     assert oldest_s() == 0
+
+
+def test_first_tokens_are_named_once_and_with_the_first_engine_s_count() -> None:
+    engine, runner = make_engine()
+    submit(engine, 1)
+    submit(engine, 2, num_prompt_tokens=2, cached_tokens=(2,))
+    first = dict[int, int]()
+    while engine.num_requests:
+        step(engine, runner)
+        batch = engine.take_outputs()[SESSION]
+        named = dict(zip(batch.first_numbers.tolist(), batch.first_cached_tokens.tolist(), strict=True))
+        assert not first.keys() & named.keys()
+        assert named.keys() <= set(batch.numbers.tolist())
+        first |= named
+        for end in batch.finished:
+            assert end.num_cached_tokens == first[end.number]
+    assert first == {1: 0, 2: 2}
+    assert engine.scheduler is not None
+    assert engine.scheduler.snapshot().counters.prefix_hits == 0, "what another engine had is no hit here"

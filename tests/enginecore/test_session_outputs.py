@@ -236,3 +236,16 @@ def test_logprobs_of_many_steps_do_not_pile_up() -> None:
         sizes += [batch.num_bytes for batch in outputs.take(9).values()]
     assert len(sizes) == 2
     assert max(sizes) < 2 << 20
+
+
+def test_a_first_token_comes_with_what_was_cached() -> None:
+    outputs = new_outputs()
+    open_session(outputs, 1, 7, 8)
+    output, result = step([1, 1], [7, 8], rows=[0, 2])
+    request = make_request(8, session=1, prompt=[1, 2, 3])
+    request.num_cached_tokens = 2
+    outputs.add_step(replace(output, first=(request,)), result)
+    batch = outputs.take(9)[1]
+    assert (batch.first_numbers.tolist(), batch.first_cached_tokens.tolist()) == ([8], [2])
+    outputs.add_step(*step([1, 1], [7, 8], rows=[0, 2]))
+    assert not len(outputs.take(9)[1].first_numbers)

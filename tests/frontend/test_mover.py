@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.frontend.engines.mover import MAX_UNANSWERED, Mover, MoveTerms
-from tests.helpers.fake_engine import MODEL, FakeEngine, SubmittedChoice, eventually, u32
+from tests.helpers.fake_engine import MODEL, NUM_CACHED, FakeEngine, SubmittedChoice, eventually, u32
 from tests.helpers.frontend import FrontendCore, answer, raw_request
 from tests.helpers.frontend import frontend_core as open_core
 from triptych.errors import GenerationLost, InvalidRequest
@@ -253,3 +253,30 @@ async def test_those_who_wait_for_one_thing_are_looked_at_once(monkeypatch: pyte
         assert core.mover._next_groups() == []
         assert num_looks == 1
         task.cancel()
+
+
+@pytest.mark.parametrize("says_first", [True, False], ids=["", "version before"])
+async def test_usage_has_the_cached_tokens_of_the_first_engine(says_first: bool) -> None:
+    async with two_engines() as (first, second, core):
+        task, choice = await submitted_to(first, second, core)
+        assert choice.request.cached_tokens == ()
+        first.emit(choice, [70], first_cached_tokens=2 if says_first else None)
+        await eventually(lambda: core.metric("generation_tokens_total") == 1)
+        await first.die()
+        moved = await second.next_submit()
+        assert moved.request.cached_tokens == ((2,) if says_first else (None,))
+        second.emit(moved, [71], first_cached_tokens=NUM_CACHED, finish=FinishReason.LENGTH)
+        got = await task
+        assert got.finished.num_moves == 1
+        assert got.finished.usage.num_cached_tokens == (2 if says_first else NUM_CACHED)
+
+
+async def test_usage_after_a_move_without_output_is_of_the_second_engine() -> None:
+    async with two_engines() as (first, second, core):
+        task, _ = await submitted_to(first, second, core)
+        await first.die()
+        moved = await second.next_submit()
+        assert moved.request.cached_tokens == (None,)
+        second.emit(moved, [71], first_cached_tokens=3)
+        second.emit(moved, [72], finish=FinishReason.LENGTH)
+        assert (await task).finished.usage.num_cached_tokens == 3

@@ -245,8 +245,14 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         finish: FinishReason | None = None,
         stop_token_id: int | None = None,
         logprobs: LogprobColumns | None = None,
+        first_cached_tokens: int | None = None,
     ) -> None:
-        """Send one batch that holds this request alone."""
+        """Send one batch that holds this request alone.
+
+        Args:
+            first_cached_tokens: Say that these are its first tokens, and that so many of its prompt were cached. None:
+                say nothing, as an engine of the version before.
+        """
         finished = ()
         if finish is not None:
             finished = (FinishedRequest(request.number, finish, stop_token_id, NUM_CACHED, TIMINGS),)
@@ -259,6 +265,8 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
                 token_ids=u32(token_ids),
                 finished=finished,
                 logprobs=logprobs,
+                first_numbers=u32([] if first_cached_tokens is None else [request.number]),
+                first_cached_tokens=u32([] if first_cached_tokens is None else [first_cached_tokens]),
             ),
         )
 

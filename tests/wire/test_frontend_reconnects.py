@@ -66,6 +66,9 @@ class Sink:
     def on_admitted(self) -> None:
         self.num_admissions += 1
 
+    def on_first_token(self, num_cached_tokens: int) -> None:
+        assert not self.tokens, "a first token after others"
+
     def on_tokens(
         self, token_ids: list[int], logprobs: Any, first_row: int, finish: FinishedRequest | None
     ) -> None:

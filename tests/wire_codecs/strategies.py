@@ -354,6 +354,7 @@ def submits(draw: Any) -> SubmitRequest:
             keep_ms=u32,
             resume_secret=st.binary(max_size=16),
             frontend_state=st.binary(max_size=5),
+            cached_tokens=st.just(()) | st.tuples(*[st.none() | st.integers(0, 2**32 - 2)] * num_choices),
         )
     )
 
@@ -427,7 +428,7 @@ engine_loads = build(
 
 @st.composite
 def output_batches(draw: Any) -> OutputBatch:
-    num_requests = draw(st.integers(0, 4))
+    num_requests, num_first = draw(st.integers(0, 4)), draw(st.integers(0, 3))
     counts = draw(
         st.just([]) | st.lists(st.integers(1, 3), min_size=num_requests, max_size=num_requests),
     )
@@ -442,6 +443,8 @@ def output_batches(draw: Any) -> OutputBatch:
             logprobs=st.none() | logprob_columns(),
             num_free_places=st.none() | u32,
             released=u32_column(),
+            first_numbers=u32_column(num_first),
+            first_cached_tokens=u32_column(num_first),
             attached=st.lists(submits(), max_size=1).map(tuple),
             cache=st.none() | cache_news,
             load=st.none() | engine_loads,

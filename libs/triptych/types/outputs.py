@@ -137,6 +137,10 @@ class OutputBatch:
     """Choices that the engine's queue had room for when this was made; None: not known."""
     released: U32 = field(default_factory=empty_u32)
     """Numbers of requests that the engine cannot end in time. It goes on with them until they are aborted."""
+    first_numbers: U32 = field(default_factory=empty_u32)
+    """[f] requests with their first tokens of this engine."""
+    first_cached_tokens: U32 = field(default_factory=empty_u32)
+    """[f] prompt tokens of each that the first engine with output of it found in its cache."""
     cache: CacheNews | None = None
     load: EngineLoad | None = None
     """As it is with everything that came before this; None: no news."""
@@ -145,7 +149,7 @@ class OutputBatch:
     def num_bytes(self) -> int:
         """The approximate size in memory and in a message."""
         num_bytes = _BATCH_BYTES + 8 * len(self.token_ids) + 64 * len(self.finished)
-        num_bytes += 4 * (len(self.admitted) + len(self.released))
+        num_bytes += 4 * (len(self.admitted) + len(self.released) + 2 * len(self.first_numbers))
         if self.logprobs is not None:
             num_bytes += self.logprobs.nbytes
         for part in self.prompt_logprobs:

@@ -57,6 +57,9 @@ class SubmitRequest:
     """The name under which other workers may pull the prompt's blocks. Empty: they may not."""
     kv_source: KvSource | None = None
     """The place at which the prompt's blocks can be pulled. None: there is none."""
+    cached_tokens: tuple[int | None, ...] = ()
+    """[num_choices] prompt tokens that the engine with the first token of each found in its cache; None: not known.
+    Empty: not known of any."""
 
     @property
     def num_choices(self) -> int:
@@ -68,7 +71,7 @@ class SubmitRequest:
         num_chars = len(self.request_id) + len(self.tenant) + len(self.cache_salt) + len(self.adapter)
         columns = self.numbers.nbytes + self.seeds.nbytes + self.prompt_token_ids.nbytes
         emitted = sum(8 + token_ids.nbytes for token_ids in self.emitted)
-        kept = len(self.resume_secret) + len(self.frontend_state)
+        kept = len(self.resume_secret) + len(self.frontend_state) + 4 * len(self.cached_tokens)
         return columns + emitted + kept + 4 * num_chars + self.sampling.num_bytes + _SCALAR_BYTES
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,7 @@ def submit_to_proto(request: SubmitRequest) -> engine_core_pb2.Submit:
         frontend_state=request.frontend_state,
         kv_lease=request.kv_lease,
         kv_source=source_to_proto(request.kv_source),
+        num_cached_tokens_plus_one=_optional_u32_to_bytes(request.cached_tokens),
     )
     if request.deadline_remaining_ms is not None:
         message.deadline_remaining_ms = request.deadline_remaining_ms
@@ -91,10 +93,13 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
     numbers, seeds = u32_from_bytes(message.numbers), u64_from_bytes(message.seeds)
     prompt_token_ids = u32_from_bytes(message.prompt_token_ids)
     emitted = tuple(map(u32_from_bytes, message.emitted_token_ids))
+    cached = _optional_u32_from_bytes(message.num_cached_tokens_plus_one)
     if not 0 < len(numbers) == len(seeds) or len(emitted) not in (0, len(numbers)):
         raise ProtocolViolation(
             f"submit: {len(numbers)} numbers, {len(seeds)} seeds, emitted tokens of {len(emitted)} choices"
         )
+    if len(cached) not in (0, len(numbers)):
+        raise ProtocolViolation(f"submit: {len(numbers)} numbers, cached tokens of {len(cached)} choices")
     return SubmitRequest(
         request_id=message.request_id,
         numbers=numbers,
@@ -115,6 +120,7 @@ def submit_from_proto(message: engine_core_pb2.Submit) -> SubmitRequest:
         frontend_state=message.frontend_state,
         kv_lease=checked_lease(message.kv_lease) if message.kv_lease else b"",
         kv_source=source_from_proto(message.kv_source) if message.HasField("kv_source") else None,
+        cached_tokens=cached,
     )
 
 
@@ -199,7 +205,7 @@ def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_c
     Args:
         messages_received: Number of the last submit or abort that has taken effect.
     """
-    return engine_core_pb2.OutputBatch(
+    message = engine_core_pb2.OutputBatch(
         batch_id=batch.batch_id,
         admitted=u32_to_bytes(batch.admitted),
         numbers=u32_to_bytes(batch.numbers),
@@ -232,6 +238,10 @@ def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_c
             for part in batch.prompt_logprobs
         ],
     )
+    if len(batch.first_numbers):  # in one batch of hundreds
+        message.first_numbers = u32_to_bytes(batch.first_numbers)
+        message.first_cached_tokens = u32_to_bytes(batch.first_cached_tokens)
+    return message
 
 
 def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
@@ -253,6 +263,8 @@ def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
         ),
         num_free_places=message.num_free_places if message.HasField("num_free_places") else None,
         released=u32_from_bytes(message.released),
+        first_numbers=u32_from_bytes(message.first_numbers),
+        first_cached_tokens=u32_from_bytes(message.first_cached_tokens),
         attached=tuple(map(submit_from_proto, message.attached)),
         cache=_cache_from_proto(message),
         load=_load_from_proto(message.load) if message.HasField("load") else None,
@@ -265,6 +277,10 @@ def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
             )
     else:
         check_equal_lengths(numbers=batch.numbers, token_ids=batch.token_ids)
+    if len(batch.first_numbers) != len(batch.first_cached_tokens):
+        raise ProtocolViolation(
+            f"{len(batch.first_numbers)} first_numbers, but {len(batch.first_cached_tokens)} first_cached_tokens"
+        )
     return batch
 
 
@@ -297,6 +313,18 @@ def _prefix_hash_from_proto(message: engine_core_pb2.PrefixHash) -> PrefixHash:
     return PrefixHash(message.name, message.block_size, message.test_vector)
 
 
+def _optional_u32_to_bytes(values: Sequence[int | None]) -> bytes:
+    """Return a column of values plus one, with 0 for None."""
+    if not values:
+        return b""
+    return u32_to_bytes(np.array([0 if value is None else value + 1 for value in values], np.uint32))
+
+
+def _optional_u32_from_bytes(data: bytes) -> tuple[int | None, ...]:
+    """Return the values of such a column."""
+    return tuple([value - 1 if value else None for value in u32_from_bytes(data).tolist()]) if data else ()
+
+
 def _finished_to_proto(finished: tuple[FinishedRequest, ...]) -> engine_core_pb2.FinishedColumns:
     def u32(values: list[int]) -> bytes:
         return u32_to_bytes(np.array(values, dtype=np.uint32))
@@ -304,9 +332,7 @@ def _finished_to_proto(finished: tuple[FinishedRequest, ...]) -> engine_core_pb2
     return engine_core_pb2.FinishedColumns(
         numbers=u32([f.number for f in finished]),
         reasons=bytes(f.reason for f in finished),
-        stop_token_ids_plus_one=u32(
-            [0 if f.stop_token_id is None else f.stop_token_id + 1 for f in finished]
-        ),
+        stop_token_ids_plus_one=_optional_u32_to_bytes([f.stop_token_id for f in finished]),
         num_cached_tokens=u32([f.num_cached_tokens for f in finished]),
         queued_ns=u64_to_bytes([f.timings.queued_ns for f in finished]),
         prefill_ns=u64_to_bytes([f.timings.prefill_ns for f in finished]),

@@ -13,6 +13,7 @@ from services.enginecore.journal.listener import CallClock
 from services.enginecore.request import Request
 from services.enginecore.scheduler.scheduler import Scheduler
 from triptych.errors import AttachedElsewhere, InvalidRequest, NotKept, TriptychError
+from triptych.types.outputs import FinishedRequest
 from triptych.types.step import U32, LogprobColumns
 from triptych.types.submit import MAX_SUBMIT_BYTES, AttachRequest, SubmitRequest
 
@@ -126,17 +127,21 @@ class Handover:
             NotKept, InvalidRequest: It cannot go on as the client wishes.
         """
         seen: list[U32] = []
+        cached_tokens: list[int | None] = []
         unseen: list[U32] = []
         logprobs: list[list[LogprobColumns]] = []
         for index, key in enumerate(kept.keys):
             num_seen = wish.seen.get(index, 0)
             if (end := kept.ends.get(key.number)) is not None:
                 output = end.token_ids
+                good_end = end.outcome if isinstance(end.outcome, FinishedRequest) else None
+                cached_tokens.append(None if good_end is None else good_end.num_cached_tokens)
             else:
                 assert scheduler is not None, "nothing is kept before there is a scheduler"
                 request = scheduler.find(*key)
                 assert request is not None, "a choice has not ended and is not alive"
                 output = scheduler.output_of(request)
+                cached_tokens.append(request.num_cached_tokens)
             if num_seen > len(output):
                 raise InvalidRequest("seen", f"{num_seen} tokens of a choice that has {len(output)}")
             seen.append(output[:num_seen])
@@ -150,6 +155,7 @@ class Handover:
             numbers=np.array(wish.numbers, np.uint32),
             emitted=tuple(seen),
             deadline_remaining_ms=remaining_ms,
+            cached_tokens=tuple(cached_tokens),
         )
         if attached.num_bytes + sum(4 * len(token_ids) for token_ids in unseen) > MAX_SUBMIT_BYTES:
             raise NotKept(

@@ -9,6 +9,7 @@ import numpy as np
 
 from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
 from services.enginecore.frontends.news import EngineNews
+from services.enginecore.request import Request
 from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.errors import InvalidRequest, QueueFull, TriptychError
 from triptych.types.outputs import (
@@ -50,6 +51,9 @@ class _Gathered:
     finished: list[FinishedRequest] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
+    first_numbers: list[int] = field(default_factory=list)
+    first_cached_tokens: list[int] = field(default_factory=list)
+    """This and the one before: as in `OutputBatch`."""
     attached: list[SubmitRequest] = field(default_factory=list)
 
     @property
@@ -124,7 +128,7 @@ class SessionOutputs:
     def finish(self, end: Finished) -> None:
         request = end.request
         finish = FinishedRequest(
-            request.number, end.reason, end.stop_token_id, request.num_cached_tokens, request.timings
+            request.number, end.reason, end.stop_token_id, request.num_cached_tokens or 0, request.timings
         )
         self._kept.note_end(request, finish)
         self._report_end(ChoiceKey(request.session, request.number), finish)
@@ -174,6 +178,8 @@ class SessionOutputs:
                 gathered.prompt_logprobs.append(RequestPromptLogprobs(request.number, part))
         if not len(output.sessions):
             return
+        for request in output.first:
+            self._note_first(request)
         if result.logprobs is not None and self._kept.logprobs:
             chosen = _select_logprobs(result.logprobs, output.rows, 0)
             if chosen is not None:
@@ -227,6 +233,14 @@ class SessionOutputs:
             chosen = _select_logprobs(result.logprobs, rows, gathered.num_tokens)
         gathered.add(numbers, token_counts, token_ids, chosen)
 
+    def _note_first(self, request: Request) -> None:
+        """Tell the reader of a request, with its first token, what of its prompt was cached."""
+        reader = self._kept.reader_of(ChoiceKey(request.session, request.number))
+        if reader is not None and (gathered := self._gathered.get(reader.session)) is not None:
+            assert request.num_cached_tokens is not None, "a request has a token that was not admitted"
+            gathered.first_numbers.append(reader.number)
+            gathered.first_cached_tokens.append(request.num_cached_tokens)
+
     def _report_end(self, key: ChoiceKey, outcome: FinishedRequest | RequestFailure) -> None:
         """Report the end of a choice to whoever reads it.
 
@@ -277,6 +291,8 @@ def _to_batch(gathered: _Gathered, num_free_places: int, news: EngineNews | None
         attached=tuple(gathered.attached),
         num_free_places=num_free_places,
         released=np.array(gathered.released, dtype=np.uint32),
+        first_numbers=np.array(gathered.first_numbers, dtype=np.uint32),
+        first_cached_tokens=np.array(gathered.first_cached_tokens, dtype=np.uint32),
         cache=news.cache if news is not None else None,
         load=news.load if news is not None else None,
     )

@@ -75,6 +75,8 @@ class ResultReader:
         self._clock = clock
         self._suspect_blocks = _SuspectBlocks(states, in_flight)
         self._last_result_at = clock()
+        self._first: list[Request] = []
+        """Requests that have their first token by the result that is read now."""
 
     def read(self, result: StepResult) -> StepOutput:
         """Take in the oldest step's result.
@@ -97,9 +99,11 @@ class ResultReader:
         output = (
             replace(output, failed=tuple(failed), prompt_logprobs=reported) if failed or reported else output
         )
-        if not self._states.draining:
-            return output
-        return self._with_late_tokens(output, step, result, np.flatnonzero(~is_live))
+        if self._states.draining:
+            output = self._with_late_tokens(output, step, result, np.flatnonzero(~is_live))
+        if self._first:
+            output, self._first = replace(output, first=tuple(self._first)), []
+        return output
 
     def _read_one_each(self, step: InFlightStep, result: StepResult) -> tuple[StepOutput, Flags]:
         """Take in a result of one token for each sampling row.
@@ -170,7 +174,9 @@ class ResultReader:
             self._rows.awaits_first_token[first] = False
             now = self._clock()
             for slot in first.tolist():
-                self._rows.slot_to_request[slot].first_token_at = now
+                request = self._rows.slot_to_request[slot]
+                request.first_token_at = now
+                self._first.append(request)
 
     def _finish_stopped(self, slots: Slots, token_ids: U32, is_at_limit: Flags) -> list[Finished]:
         """End the running requests that these new tokens end. Only the few tokens that may end one are checked."""
@@ -220,6 +226,7 @@ class ResultReader:
             self._states.append_late(request, token_ids.tolist(), limit)
             if request.first_token_at is None:
                 request.first_token_at = self._clock()
+                self._first.append(request)
             if stop is not None:
                 finished.append(self._ends.finish(request, *stop))
             elif not request.num_in_flight:

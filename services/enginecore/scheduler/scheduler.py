@@ -399,7 +399,9 @@ class Scheduler:
                 continue  # it comes back; what it finds of itself says nothing of the cache
             request.planned_at = self._clock()
             self._admission.forecast.note_admitted(len(request.token_ids), row.num_computed_tokens)
-            request.num_cached_tokens = min(row.num_computed_tokens, request.num_prompt_tokens)
+            num_cached_tokens = min(row.num_computed_tokens, request.num_prompt_tokens)
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = num_cached_tokens
             if self._blocks.enable_prefix_caching and self._states.reads_cache(request):
                 self.counters.prefix_queries += request.num_prompt_tokens
-                self.counters.prefix_hits += request.num_cached_tokens
+                self.counters.prefix_hits += num_cached_tokens

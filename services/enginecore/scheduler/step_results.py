@@ -74,6 +74,8 @@ class StepOutput:
     failed: tuple[Failed, ...] = ()
     prompt_logprobs: tuple[tuple[Request, PromptLogprobs], ...] = ()
     """Parts of prompts; the parts of one request are in order."""
+    first: tuple[Request, ...] = ()
+    """The requests whose first tokens these are."""
 
     def with_late_tokens(
         self, late: Sequence[tuple[Request, Slots, U32]], finished: tuple[Finished, ...]

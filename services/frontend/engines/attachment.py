@@ -80,6 +80,9 @@ class Relay:
     def on_admitted(self) -> None:
         self._calls.append(lambda sink: sink.on_admitted())
 
+    def on_first_token(self, num_cached_tokens: int) -> None:
+        self._calls.append(lambda sink: sink.on_first_token(num_cached_tokens))
+
     def on_tokens(
         self,
         token_ids: list[int],

@@ -64,6 +64,8 @@ class Submission:
         if sampling.prompt_logprobs is not None and not journeys[0].awaits_prompt:
             sampling = replace(sampling, prompt_logprobs=None)
         emitted = tuple(np.array(journey.emitted, np.uint32) for journey in journeys)
+        is_moved = journeys[0].is_admitted
+        cached_tokens = [journey.choice.num_cached_tokens for journey in journeys] if is_moved else []
         return SubmitRequest(
             request_id=self.request_id,
             numbers=np.array(numbers, np.uint32),
@@ -77,8 +79,9 @@ class Submission:
             deadline_remaining_ms=self._remaining_ms(),
             whole_output=self.whole_output,
             num_engine_deaths=max(journey.num_deaths for journey in journeys),
-            is_moved=journeys[0].is_admitted,
-            kv_source=None if journeys[0].is_admitted else self.kv_source,
+            is_moved=is_moved,
+            kv_source=None if is_moved else self.kv_source,
+            cached_tokens=tuple(cached_tokens),
             **({} if self.keep is None else self.keep.renew(len(journeys))),
         )
 
@@ -235,6 +238,10 @@ class Journey:
             self.is_admitted = True
             self.choice.on_admitted()
 
+    def on_first_token(self, num_cached_tokens: int) -> None:
+        if self.choice.num_cached_tokens is None:  # else it has had tokens of an engine before
+            self.choice.num_cached_tokens = num_cached_tokens
+
     def on_tokens(
         self,
         token_ids: list[int],
@@ -299,10 +306,13 @@ class Journey:
         self.choice.settle()
 
     def _whole_account(self, finish: FinishedRequest) -> FinishedRequest:
-        """Return the end with the times of all engines, as they were seen here."""
+        """Return the end with the times of all engines, as they were seen here, and the cached tokens of the first."""
         assert self._first_token_ns is not None, "a token, or the end, has come"
         timings = StageTimings(
             prefill_ns=self._first_token_ns - self._started_ns,
             decode_ns=time.monotonic_ns() - self._first_token_ns,
         )
-        return replace(finish, timings=timings)
+        num_cached_tokens = self.choice.num_cached_tokens
+        if num_cached_tokens is None:  # the first engine is of the version before, and did not say
+            num_cached_tokens = finish.num_cached_tokens
+        return replace(finish, timings=timings, num_cached_tokens=num_cached_tokens)

@@ -102,6 +102,9 @@ class RemotePrefill:
     def on_admitted(self) -> None:
         self._answer(True)
 
+    def on_first_token(self, num_cached_tokens: int) -> None:
+        """Do nothing: the client's usage is of the engine that decodes."""
+
     def on_tokens(
         self,
         token_ids: list[int],

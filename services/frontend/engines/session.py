@@ -46,6 +46,9 @@ class OutputSink(Protocol):
     def on_admitted(self) -> None:
         """Note that the engine has admitted the choice."""
 
+    def on_first_token(self, num_cached_tokens: int) -> None:
+        """Note that the engine's first token follows, and how many tokens of the prompt a cache had."""
+
     def on_tokens(
         self,
         token_ids: list[int],
@@ -236,6 +239,11 @@ class EngineSession:
                 except Exception as error:
                     self.abort(entry.number, sink)
                     sink.on_error(error)
+        if len(batch.first_numbers):
+            firsts = zip(batch.first_numbers.tolist(), batch.first_cached_tokens.tolist(), strict=True)
+            for number, num_cached_tokens in firsts:
+                if (sink := sinks.get(number)) is not None:
+                    sink.on_first_token(num_cached_tokens)
         finishes = {finish.number: finish for finish in batch.finished}
         if len(batch.numbers):
             self._dispatch_tokens(batch, finishes)

@@ -148,7 +148,7 @@ class SubmitBatch(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output", "task", "num_engine_deaths", "is_moved", "keep_ms", "resume_secret", "frontend_state", "kv_lease", "kv_source")
+    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output", "task", "num_engine_deaths", "is_moved", "keep_ms", "resume_secret", "frontend_state", "kv_lease", "kv_source", "num_cached_tokens_plus_one")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class Submit(_message.Message):
     FRONTEND_STATE_FIELD_NUMBER: _ClassVar[int]
     KV_LEASE_FIELD_NUMBER: _ClassVar[int]
     KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_PLUS_ONE_FIELD_NUMBER: _ClassVar[int]
     numbers: bytes
     request_id: str
     prompt_token_ids: bytes
@@ -189,10 +190,11 @@ class Submit(_message.Message):
     frontend_state: bytes
     kv_lease: bytes
     kv_source: _kv_transfer_pb2.KvSource
-    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ..., task: _Optional[_Union[_step_pb2.Task, str]] = ..., num_engine_deaths: _Optional[int] = ..., is_moved: bool = ..., keep_ms: _Optional[int] = ..., resume_secret: _Optional[bytes] = ..., frontend_state: _Optional[bytes] = ..., kv_lease: _Optional[bytes] = ..., kv_source: _Optional[_Union[_kv_transfer_pb2.KvSource, _Mapping]] = ...) -> None: ...
+    num_cached_tokens_plus_one: bytes
+    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ..., task: _Optional[_Union[_step_pb2.Task, str]] = ..., num_engine_deaths: _Optional[int] = ..., is_moved: bool = ..., keep_ms: _Optional[int] = ..., resume_secret: _Optional[bytes] = ..., frontend_state: _Optional[bytes] = ..., kv_lease: _Optional[bytes] = ..., kv_source: _Optional[_Union[_kv_transfer_pb2.KvSource, _Mapping]] = ..., num_cached_tokens_plus_one: _Optional[bytes] = ...) -> None: ...
 
 class OutputBatch(_message.Message):
-    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places", "released", "attached", "stored_hashes", "evicted_hashes", "load", "is_cache_cleared")
+    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places", "released", "attached", "stored_hashes", "evicted_hashes", "load", "is_cache_cleared", "first_numbers", "first_cached_tokens")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +212,8 @@ class OutputBatch(_message.Message):
     EVICTED_HASHES_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     IS_CACHE_CLEARED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     admitted: bytes
     numbers: bytes
@@ -227,7 +231,9 @@ class OutputBatch(_message.Message):
     evicted_hashes: bytes
     load: EngineLoad
     is_cache_cleared: bool
-    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_step_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ..., released: _Optional[bytes] = ..., attached: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stored_hashes: _Optional[bytes] = ..., evicted_hashes: _Optional[bytes] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., is_cache_cleared: bool = ...) -> None: ...
+    first_numbers: bytes
+    first_cached_tokens: bytes
+    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_step_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ..., released: _Optional[bytes] = ..., attached: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stored_hashes: _Optional[bytes] = ..., evicted_hashes: _Optional[bytes] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., is_cache_cleared: bool = ..., first_numbers: _Optional[bytes] = ..., first_cached_tokens: _Optional[bytes] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
     __slots__ = ("num_prefill_tokens", "num_running", "num_waiting", "num_free_blocks", "num_free_rows", "prefill_token_s", "decode_step_s", "row_interval_s")
