@@ -69,15 +69,12 @@ class FrontendMetrics:
     request_generation_tokens: Histogram
     params_n: Histogram
     params_max_tokens: Histogram
-    _of_models: dict[str, ModelMetrics] = field(default_factory=dict)
+    _of_models: dict[str, ModelMetrics] = field(init=False, default_factory=dict)
 
     @classmethod
     def create(cls, registry: CollectorRegistry = REGISTRY) -> FrontendMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"{_FRONTEND}{name}", text, ["model_name", *labels], registry=registry)
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"{_FRONTEND}{name}", text, ["model_name"], buckets=buckets, registry=registry)
 
         return cls(
             requests=counter(
@@ -115,7 +112,6 @@ class FrontendMetrics:
                 "Time that the first of them has waited.",
                 registry=registry,
             ),
-            time_to_first_token=histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
             inter_token_latency=CountedHistogram(
                 f"{_FRONTEND}inter_token_latency_seconds",
                 "Between two tokens of a streamed choice; tokens that leave together share their time.",
@@ -123,26 +119,7 @@ class FrontendMetrics:
                 buckets=_TOKEN_SECONDS,
                 registry=registry,
             ),
-            time_per_output_token=histogram(
-                "request_time_per_output_token_seconds",
-                "First token to end, divided by the tokens after the first.",
-                _TOKEN_SECONDS,
-            ),
-            e2e_latency=histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS),
-            queue_time=histogram(
-                "request_queue_time_seconds", "In the engine, before the first step.", _SECONDS
-            ),
-            prefill_time=histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS),
-            decode_time=histogram("request_decode_time_seconds", "First token to last.", _SECONDS),
-            inference_time=histogram("request_inference_time_seconds", "First step to last token.", _SECONDS),
-            request_prompt_tokens=histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
-            request_generation_tokens=histogram(
-                "request_generation_tokens", "Output tokens of a request, all choices together.", _TOKENS
-            ),
-            params_n=histogram("request_params_n", "Choices that a request asks for.", _CHOICES),
-            params_max_tokens=histogram(
-                "request_params_max_tokens", "Output tokens that a choice of a request may have.", _TOKENS
-            ),
+            **_request_histograms(registry),
         )
 
     def of_model(self, name: str) -> ModelMetrics:
@@ -156,6 +133,37 @@ class FrontendMetrics:
     def collectors(self) -> list[Collector]:
         """All of them."""
         return [getattr(self, each.name) for each in fields(self) if not each.name.startswith("_")]
+
+
+def _request_histograms(registry: CollectorRegistry) -> dict[str, Histogram]:
+    """Return name -> each field of `FrontendMetrics` that counts requests by their times and sizes."""
+
+    def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"{_FRONTEND}{name}", text, ["model_name"], buckets=buckets, registry=registry)
+
+    return {
+        "time_to_first_token": histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
+        "time_per_output_token": histogram(
+            "request_time_per_output_token_seconds",
+            "First token to end, divided by the tokens after the first.",
+            _TOKEN_SECONDS,
+        ),
+        "e2e_latency": histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS),
+        "queue_time": histogram(
+            "request_queue_time_seconds", "In the engine, before the first step.", _SECONDS
+        ),
+        "prefill_time": histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS),
+        "decode_time": histogram("request_decode_time_seconds", "First token to last.", _SECONDS),
+        "inference_time": histogram("request_inference_time_seconds", "First step to last token.", _SECONDS),
+        "request_prompt_tokens": histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
+        "request_generation_tokens": histogram(
+            "request_generation_tokens", "Output tokens of a request, all choices together.", _TOKENS
+        ),
+        "params_n": histogram("request_params_n", "Choices that a request asks for.", _CHOICES),
+        "params_max_tokens": histogram(
+            "request_params_max_tokens", "Output tokens that a choice of a request may have.", _TOKENS
+        ),
+    }
 
 
 @dataclass(frozen=True, slots=True)
