@@ -53,17 +53,8 @@ def resolve_for_device(
         FeatureDisabled: A value is not supported on this device.
     """
     rank = find_rank(engine, device)
-    if rank.num_stages > 1 and device.startswith("cuda") and not engine.worker.enforce_eager:
-        raise FeatureDisabled(
-            f"parallel.pipeline_parallel_size = {rank.num_stages}",
-            "stages are not recorded as CUDA graphs yet; set worker.enforce_eager to true",
-        )
-    own_limit, asked = architecture.max_position_embeddings, engine.model.max_model_len
-    if asked > own_limit:
-        raise ConfigError(
-            f"model.max_model_len: {asked} is above the model's own limit {own_limit}; set it to "
-            f"at most {own_limit}, or to 0 for the model's limit"
-        )
+    _check_stages(engine, rank)
+    _check_length(engine, architecture)
     dtype = choose_dtype(engine.model.dtype, architecture, device=device, prefers_bfloat16=prefers_bfloat16)
     quantization = choose_quantization(
         engine.model.quantization,
@@ -118,6 +109,23 @@ def resolve_for_device(
         attention_backend=choose_attention_backend(engine.worker.attention_backend, site),
         batch_invariant=choose_batch_invariance(engine, site, quantization),
     )
+
+
+def _check_stages(engine: EngineConfig, rank: RankFacts) -> None:
+    if rank.num_stages > 1 and rank.device.startswith("cuda") and not engine.worker.enforce_eager:
+        raise FeatureDisabled(
+            f"parallel.pipeline_parallel_size = {rank.num_stages}",
+            "stages are not recorded as CUDA graphs yet; set worker.enforce_eager to true",
+        )
+
+
+def _check_length(engine: EngineConfig, architecture: ModelArchitecture) -> None:
+    own_limit, asked = architecture.max_position_embeddings, engine.model.max_model_len
+    if asked > own_limit:
+        raise ConfigError(
+            f"model.max_model_len: {asked} is above the model's own limit {own_limit}; set it to "
+            f"at most {own_limit}, or to 0 for the model's limit"
+        )
 
 
 def find_rank(engine: EngineConfig, device: str) -> RankFacts:
