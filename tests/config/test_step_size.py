@@ -12,7 +12,7 @@ from services.worker.context.resolve import resolve_for_device
 from tests.worker.tiny import tiny_architecture
 from triptych.config import EngineConfig, SchedulerConfig
 from triptych.config.loader import shared_config
-from triptych.config.step_size import size_for_device, size_for_worker
+from triptych.config.step_size import next_smaller_step, size_for_device, size_for_worker
 from triptych.errors import ConfigError
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
@@ -39,6 +39,27 @@ GB = 10**9
 def test_a_device_s_memory_decides_what_is_not_set(device_bytes, rows, tokens, expected) -> None:
     sized = size_for_device(SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=tokens), device_bytes)
     assert (sized.max_num_seqs, sized.max_num_batched_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "is_chunked", "expected"),
+    [
+        (8192, 256, True, 4096),
+        (1025, 256, True, 512),
+        (1023, 256, True, None),
+        (8192, 4097, True, None),
+        (8192, 256, False, 4096),
+        (6000, 256, False, None),
+    ],
+)
+def test_a_smaller_step_still_holds_all_rows_and_a_prompt_that_is_not_split(
+    tokens: int, rows: int, is_chunked: bool, expected: int | None
+) -> None:
+    config = SchedulerConfig(
+        max_num_seqs=rows, max_num_batched_tokens=tokens, enable_chunked_prefill=is_chunked
+    )
+    smaller = next_smaller_step(config, max_model_len=4000)
+    assert (None if smaller is None else smaller.max_num_batched_tokens) == expected
 
 
 def test_an_engine_takes_its_worker_s_sizes_for_those_that_are_not_set() -> None:

@@ -152,7 +152,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = value(
         0,
         "Token budget of one step, at least max_num_seqs; 0: 8192 on an accelerator with 40 GB of memory or more, 2048 "
-        "on any other device.",
+        "on any other device; halved where an accelerator's free memory does not hold such a step.",
         ENGINE + WORKER,
         ge=0,
         le=1 << 18,

@@ -19,6 +19,8 @@ LARGE_STEP = 256, 8192
 """Rows and tokens of a step on a large device."""
 SMALL_STEP = 64, 2048
 """The same on any other, and on a CPU."""
+LEAST_STEP_TOKENS = 512
+"""Tokens of the smallest step that is taken where memory is short. In smaller ones weights are read too often."""
 
 
 def size_for_device(config: SchedulerConfig, device_bytes: int) -> SchedulerConfig:
@@ -31,6 +33,18 @@ def size_for_device(config: SchedulerConfig, device_bytes: int) -> SchedulerConf
     max_num_seqs = config.max_num_seqs or min(num_rows, config.max_num_batched_tokens or num_rows)
     budget = config.max_num_batched_tokens or max(num_tokens, max_num_seqs)
     return replace(config, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+
+
+def next_smaller_step(config: SchedulerConfig, max_model_len: int) -> SchedulerConfig | None:
+    """Return the config with half the token budget; None if steps would be too small to serve, or to be worth it.
+
+    Args:
+        config: With the sizes that were tried.
+        max_model_len: Most tokens of a request. A step must hold them all where prompts are not split.
+    """
+    num_tokens = config.max_num_batched_tokens // 2
+    least = max(LEAST_STEP_TOKENS, config.max_num_seqs, 0 if config.enable_chunked_prefill else max_model_len)
+    return replace(config, max_num_batched_tokens=num_tokens) if num_tokens >= least else None
 
 
 def size_for_worker(

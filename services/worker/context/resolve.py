@@ -108,6 +108,7 @@ def resolve_for_device(
         ),
         attention_backend=choose_attention_backend(engine.worker.attention_backend, site),
         batch_invariant=choose_batch_invariance(engine, site, quantization),
+        has_step_by_device=not engine.scheduler.max_num_batched_tokens,
     )
 
 

@@ -75,3 +75,6 @@ class ResolvedConfig:
     flash-attn-3 or flashinfer; none on a simulated device."""
     batch_invariant: bool = True
     """`engine.model.batch_invariant` with `auto` resolved."""
+    has_step_by_device: bool = False
+    """The operator has left `engine.scheduler.max_num_batched_tokens` to the device, so that a smaller number may be
+    taken where memory is short."""

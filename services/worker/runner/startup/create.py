@@ -12,13 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from services.worker.attention.base import AttentionBackend
 from services.worker.attention.create import create_attention
 from services.worker.context import host
 from services.worker.context.attention_choice import NATIVE_DTYPES
 from services.worker.context.device import (
     device_name,
-    free_memory,
     leave_cores_to_kernels,
     missing_kernels,
     use_device,
@@ -39,13 +37,12 @@ from services.worker.runner.graph_sizes import graph_token_limit
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.pipeline_stage import create_stage
 from services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
-from services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
 from services.worker.runner.startup.facts import worker_facts
 from services.worker.runner.startup.kv_cache import allocate_kv_cache
-from services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache
+from services.worker.runner.startup.memory_plan import plan_memory
 from services.worker.runner.startup.warm_up import warm_up
 from services.worker.sampling.grammars import GrammarCompiler
-from triptych.errors import ConfigError, ModelError
+from triptych.errors import ModelError
 from triptych.types.facts import Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
 from triptych_kernels.cpu.library import amx_refusal, isa
@@ -97,7 +94,7 @@ def create_runner(
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
-    kv = _plan_kv_cache(config, group, model, create_attention(config), device)
+    config, kv = plan_memory(config, group, model, create_attention(config), device)
     facts = worker_facts(
         config,
         kv,
@@ -235,72 +232,6 @@ def _compiled_ahead(
     from services.worker.runner.startup.compile_ahead import compiled_ahead  # imports triton: not for CPUs
 
     return compiled_ahead(config, group, model)
-
-
-def _plan_kv_cache(
-    config: ResolvedConfig,
-    group: RankGroup,
-    model: CausalLM,
-    attention: AttentionBackend,
-    device: torch.device,
-) -> KvPlan:
-    """Decide the number of KV blocks; on a CUDA device the measured memory of the largest step is left free.
-
-    The rank that can hold the fewest decides for all ranks.
-
-    Raises:
-        ConfigError: See `plan_kv_cache`; or the largest step does not fit.
-    """
-    free_bytes = group.minimum(free_memory(device))
-    if device.type != "cuda":
-        free_bytes //= config.rank.ranks_on_host  # each of them has counted the same memory
-        return _agree_on_blocks(plan_kv_cache(config, free_bytes), group)
-    engine, scheduler = config.engine, config.engine.scheduler
-    unmeasured = plan_kv_cache(config, free_bytes)
-    try:
-        steps = LargestSteps(
-            model,
-            unmeasured.shape,
-            device,
-            attention=attention,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_model_len=unmeasured.max_model_len,
-            rank=config.rank,
-            hidden_size=config.architecture.hidden_size,
-        )
-        max_graph_tokens = 0 if engine.worker.enforce_eager else graph_token_limit(config.architecture)
-        activation_bytes = measure_activations(steps, device, max_graph_tokens=max_graph_tokens)
-        del steps  # its block is memory for the KV cache
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"scheduler.max_num_batched_tokens: {scheduler.max_num_batched_tokens} tokens of "
-            f"{scheduler.max_num_seqs} requests do not fit into the {free_bytes >> 20} MiB free after loading "
-            f"({error}); lower it or scheduler.max_num_seqs"
-        ) from None
-    # measured again: kernels and workspaces that the steps have loaded stay in memory
-    free_bytes, activation_bytes = group.minimum(free_memory(device)), -group.minimum(-activation_bytes)
-    kv = plan_kv_cache(config, free_bytes, activation_bytes=activation_bytes)
-    kv = _agree_on_blocks(kv, group)
-    log.info(
-        "%d KV blocks of %d tokens, %d MiB; %d MiB are left for the longest step",
-        kv.shape.num_blocks,
-        kv.shape.block_size,
-        kv.shape.num_blocks * kv.shape.block_bytes >> 20,
-        activation_bytes >> 20,
-    )
-    return kv
-
-
-def _agree_on_blocks(plan: KvPlan, group: RankGroup) -> KvPlan:
-    """Return the plan with as many blocks as every rank can hold, since stages may have more layers than others."""
-    shape, soft = plan.shape, plan.shape.soft_num_blocks
-    shape = replace(
-        shape,
-        num_blocks=group.minimum(shape.num_blocks),
-        soft_num_blocks=None if soft is None else group.minimum(soft),
-    )
-    return replace(plan, shape=shape, max_model_len=min(plan.max_model_len, shape.num_tokens))
 
 
 def _report_processor(config: ResolvedConfig, num_threads: int) -> None:
