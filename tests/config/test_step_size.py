@@ -109,7 +109,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused_when_they_are_known() -> N
         engine.worker_ready(facts(300, 200), after_crash=False)
 
 
-def test_sizes_left_to_the_device_are_shared_as_the_defaults_of_the_version_before() -> None:
+def test_device_sizes_are_shared_as_the_last_versions_defaults() -> None:
     shared = shared_config(EngineConfig())
     assert (shared["scheduler.max_num_seqs"], shared["scheduler.max_num_batched_tokens"]) == ("64", "2048")
     explicit = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048))

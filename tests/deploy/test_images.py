@@ -125,7 +125,7 @@ def test_its_environment_is_read_by_the_code(service):
     assert "/opt/triptych/bin" in env["PATH"].split(":")
 
 
-def test_only_a_cuda_worker_has_a_compiler_and_its_kernels_go_where_it_may_write(service):
+def test_a_cuda_worker_has_a_compiler_and_a_folder_for_kernels(service):
     env = dict(word.split("=", 1) for word in shlex.split(only(service, "ENV")))
     commands = [value for instruction, value in final_stage(service) if instruction == "RUN"]
     compiles = service == "worker"

@@ -280,10 +280,6 @@ class Chunks:
         )
 
     @property
-    def num_openings(self) -> int:
-        return sum("role" in c.get("delta", {}) for chunk in self.objects for c in chunk["choices"])
-
-    @property
     def reasons(self) -> list[str]:
         choices = [choice for chunk in self.objects for choice in chunk["choices"]]
         return sorted(c["finish_reason"] for c in choices if c["finish_reason"])

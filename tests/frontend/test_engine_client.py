@@ -57,7 +57,7 @@ async def test_a_lost_engine_is_redialled_and_serves_again() -> None:
         assert (await answer(core.generator, raw_request())).token_ids() == hello_reply(None)[:16]  # type: ignore[arg-type]
 
 
-async def test_an_engine_whose_session_is_given_up_gets_no_requests_until_there_is_another() -> None:
+async def test_an_engine_without_a_session_gets_no_requests() -> None:
     async with FakeEngine(hello_reply, resume_ttl_s=10.0) as engine, frontend_core(engine) as core:
         client = core.router.engines[0]
         client.give_up("no sign of life")

@@ -58,7 +58,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_each_service_gets_the_address_of_the_one_before_it_and_all_leave_in_order(tmp_path):
+def test_services_get_addresses_and_leave_in_order(tmp_path):
     cluster = Cluster()
     with cluster:
         cluster.wait_bound(TIMEOUT_S)
@@ -166,7 +166,7 @@ def test_options_reach_the_children_as_flags_and_not_by_the_environment(monkeypa
         cluster.wait_bound(TIMEOUT_S)
 
 
-def test_without_a_signal_of_the_system_a_child_ends_itself_when_its_parent_is_gone(monkeypatch):
+def test_an_orphan_ends_itself_without_a_signal(monkeypatch):
     parents, sent = iter([7, 7, 1]), []
     monkeypatch.setattr(child.os, "getppid", lambda: next(parents))
     monkeypatch.setattr(child.os, "kill", lambda pid, signal_number: sent.append((pid, signal_number)))

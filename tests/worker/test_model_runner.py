@@ -81,7 +81,7 @@ def test_a_whole_prompt_hit_answers_from_the_shared_block_and_writes_nothing():
     assert model.written_slots == [6 * 4, 7 * 4]
 
 
-def test_a_slot_and_its_blocks_serve_the_next_request_in_the_plan_that_frees_them():
+def test_a_slot_and_blocks_are_reused_in_the_plan_that_frees_them():
     runner = echo_runner()
     runner.execute(step_plan(1, new=[new_row(0, range(7), [1, 2])], chunks={0: 7}))
     result = runner.execute(

@@ -129,7 +129,7 @@ def test_only_penalties_wait_for_the_tokens_before(kind: str, waits: bool) -> No
     assert not stream.reads[1].done
 
 
-def test_a_token_that_arrives_late_is_not_written_into_the_next_request_of_its_slot() -> None:
+def test_a_late_token_is_not_written_into_the_next_request() -> None:
     runner, _ = echo_runner()
     first = runner.launch(step_plan(1, new=[new_row(0, [5, 6, 7], [1])], chunks={0: 3}))
     prompt = [9, 10, 11, 12, 13, 14]
@@ -141,7 +141,7 @@ def test_a_token_that_arrives_late_is_not_written_into_the_next_request_of_its_s
     assert third.wait().token_ids.tolist() == continuation(prompt, 1)
 
 
-def test_a_row_that_was_skipped_goes_on_with_the_token_that_has_arrived_meanwhile() -> None:
+def test_a_skipped_row_goes_on_with_the_token_that_arrived() -> None:
     runner, _ = echo_runner()
     runner.launch(step_plan(1, new=[new_row(0, [5, 6], [1])], chunks={0: 2})).wait()
     runner.launch(step_plan(2, skipped=[0], new=[new_row(1, [1], [2])])).wait()
@@ -215,7 +215,7 @@ def test_a_step_that_lacks_memory_once_is_tried_again() -> None:
     assert [int(step.wait().token_ids[0]) for step in (first, second)] == continuation([1, 2], 2)
 
 
-def test_a_step_that_lacks_memory_is_not_tried_again_while_other_ranks_wait_in_it() -> None:
+def test_a_step_that_lacks_memory_is_not_tried_again_by_ranks() -> None:
     model = MemoryHog(VOCAB)
     config = tiny_config(tiny_architecture(vocab_size=VOCAB))
     runner = runner_for(model, config, DeferredStream(), OneRank(0, 2))
@@ -278,7 +278,7 @@ def test_a_step_without_memory_is_computed_without_its_newest_prompts() -> None:
     assert fourth.wait().token_ids.tolist() == [said[0][3], said[1][1], said[2][3]]
 
 
-def test_a_row_that_reads_what_a_failed_prompt_would_have_written_fails_with_it() -> None:
+def test_a_row_that_reads_blocks_of_a_failed_prompt_fails() -> None:
     model = SmallMemory(VOCAB)
     runner, _ = echo_runner(model)
     model.max_tokens = 4

@@ -56,7 +56,7 @@ def test_a_new_row_computes_its_chunk_and_samples_at_its_end():
     assert step.sampling_slots.tolist() == [2]
 
 
-def test_the_sampled_token_is_the_next_steps_input_and_crosses_into_the_new_block():
+def test_a_sampled_token_is_the_next_input_in_a_new_block():
     rows = make_rows()
     take_step(rows, step_plan(1, new=[new_row(0, [5, 6, 7, 8], [9])], chunks={0: 4}), 42)
     batch = gather_input_batch(rows, rows.apply(step_plan(2, blocks=[(0, 3)])))
@@ -67,7 +67,7 @@ def test_the_sampled_token_is_the_next_steps_input_and_crosses_into_the_new_bloc
     assert batch.attention.seq_lens.tolist() == [5]
 
 
-def test_a_chunk_that_ends_early_samples_nothing_and_the_next_goes_on_from_there():
+def test_a_chunk_that_ends_early_samples_nothing():
     rows = make_rows()
     first = take_step(rows, step_plan(1, new=[new_row(1, range(10, 17), [4])], chunks={1: 3}))
     assert first.sampling_slots.size == 0
@@ -119,7 +119,7 @@ def test_a_skipped_row_waits_and_goes_on_unchanged():
     assert batch.positions.tolist() == [1, 2]
 
 
-def test_a_slot_is_reused_in_the_plan_that_frees_it_with_nothing_left_of_the_old_row():
+def test_a_slot_is_reused_in_the_plan_that_frees_it():
     rows = make_rows()
     take_step(rows, step_plan(1, new=[new_row(0, range(9), [1, 2, 3])], chunks={0: 9}), 50)
     plan = step_plan(2, removed=[0], new=[new_row(0, [7, 8], [3], slot_version=2)], chunks={0: 2})
