@@ -147,7 +147,7 @@ class EngineCore:
     def _give_up_output(self, comparison: Comparison) -> None:
         """Give the requests with output back to their frontends if the new worker computes otherwise than the last.
 
-        A frontend knows whether a request may go on elsewhere, or here with other bits, and tells its client.
+        A frontend knows whether a request may go on elsewhere, or here with other bits, and reports it to its client.
         """
         if comparison.likeness >= Likeness.NUMERICS:
             return
@@ -239,7 +239,7 @@ class EngineCore:
             self._outputs.refuse(session, number, error)
 
     def abort(self, session: int, number: int) -> None:
-        """End a choice that nobody waits for any more. One that has ended already is no error."""
+        """End a choice that no client waits for any more. One that has ended already is no error."""
         if (key := self._kept.submitted_as(ChoiceKey(session, number))) is not None:
             self._kept.forget_all_of(key)
             self._abort(key)
@@ -270,7 +270,7 @@ class EngineCore:
             self._scheduler.transfers.note_progress(progress, self._clock())
 
     def expire(self) -> None:
-        """End all requests with a deadline that has passed, and those that nobody has come back for."""
+        """End all requests with a deadline that has passed, and those that no frontend has come back for."""
         self._handover.expire()
         if self._scheduler is not None and self._scheduler.has_work:
             self._start_call(Expired)

@@ -96,7 +96,7 @@ class EngineLoad:
     """The work that a new request would wait for at an engine. Measured times are 0 until something was measured."""
 
     num_prefill_tokens: int
-    """Prompt tokens of all its requests that are still to be computed, as far as that can be told."""
+    """Prompt tokens of all its requests that are still to be computed, as far as that is known."""
     num_running: int
     """Choices that have a row."""
     num_waiting: int

@@ -79,7 +79,7 @@ class SubmitRequest:
 class AttachRequest:
     """A request of another session, which is to go on in this one.
 
-    It is as long as what the client has shown, since nobody has vouched for the number of choices yet.
+    It is as long as what the client has shown, since the number of choices is not confirmed yet.
     """
 
     secret: bytes

@@ -41,7 +41,7 @@ class Handover:
     def attach(self, session: int, wish: AttachRequest, scheduler: Scheduler | None) -> None:
         """Let a request go on in a session. The one that has read it so far hears no more of it.
 
-        A refusal is one output of the session, of the first number, never an exception: nobody has vouched for the
+        A refusal is one output of the session, of the first number, never an exception: nothing confirms the
         others.
         """
         try:
@@ -106,7 +106,7 @@ class Handover:
             self._kept.detach(kept, lost_for_s)
 
     def expire(self) -> None:
-        """End what nobody has come for in time, or what is too much to be kept."""
+        """End what no frontend has come for in time, or what is too much to be kept."""
         if self._kept:
             self._clock.advance()
             for kept in self._kept.take_expired():

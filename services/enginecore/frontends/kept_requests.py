@@ -116,7 +116,7 @@ class KeptRequests:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the requests that have ended or that nobody reads."""
+        """Bytes of the requests that have ended or that no frontend reads."""
         return self._held_bytes
 
     @property
@@ -128,7 +128,7 @@ class KeptRequests:
 
     @property
     def num_unread(self) -> int:
-        """Number of requests that run and that nobody reads."""
+        """Number of requests that run and that no frontend reads."""
         return sum(not kept.reader and not kept.has_ended for kept in self._digest_to_request.values())
 
     def add(self, session: int, submit: SubmitRequest, deadline: float | None) -> None:
@@ -149,7 +149,7 @@ class KeptRequests:
     def find(self, wish: AttachRequest) -> KeptRequest:
         """Return the request that a frontend wants to go on with.
 
-        Its secret is looked up by a digest, so that the time it takes tells nothing about the secrets that there are.
+        Its secret is looked up by a digest, so that the time it takes reveals nothing about the secrets that there are.
 
         Raises:
             NotKept: There is no such request.
@@ -278,7 +278,7 @@ class KeptRequests:
             self._moved_sessions = np.array(list(self._session_to_num_moved), np.int64)
 
     def _settle(self, kept: KeptRequest, lost_for_s: float = 0.0) -> None:
-        """Let a request expire if nobody reads it or it has ended, and count its bytes then."""
+        """Let a request expire if no frontend reads it or it has ended, and count its bytes then."""
         is_held = kept.has_ended or not kept.reader
         held_bytes = kept.num_bytes if is_held else 0
         self._held_bytes += held_bytes - kept.held_bytes

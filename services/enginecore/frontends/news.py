@@ -1,4 +1,4 @@
-"""News of this engine for all frontends, so that each can tell which engine serves a request soonest."""
+"""News of this engine for all frontends, so that each can find which engine serves a request soonest."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NewsDesk:
         """
         Args:
             clock: Monotonic time in seconds.
-            caches_prefixes: Whether requests find what others have computed. If not, the cache is nobody's business.
+            caches_prefixes: Whether requests find what others have computed. If not, the cache is not reported.
         """
         self._clock = clock
         self._caches_prefixes = caches_prefixes
@@ -48,7 +48,7 @@ class NewsDesk:
         return math.inf
 
     def take(self, scheduler: Scheduler, num_sessions: int) -> EngineNews | None:
-        """Return what has changed since the last news; None where nothing has, or where it is too early to tell."""
+        """Return what has changed since the last news; None where nothing has, or where it is too early."""
         now = self._clock()
         if now < self._told_at + _interval_s(num_sessions):
             return None
@@ -59,7 +59,7 @@ class NewsDesk:
         return EngineNews(load, scheduler.cache_changes.take() if has_cache_news else None)
 
     def take_base(self, scheduler: Scheduler) -> Sequence[bytes]:
-        """Return what was cached at the last news, for a frontend that has just come. It is told the load soon."""
+        """Return what was cached at the last news, for a frontend that has just come. The load follows soon."""
         self._last_load = None
         return scheduler.cache_changes.base() if self._caches_prefixes else ()
 

@@ -93,7 +93,7 @@ class SessionOutputs:
         """Begin to gather for a session, and return its first batches.
 
         Args:
-            cached: Hashes of the blocks that are cached, all of which these batches tell.
+            cached: Hashes of the blocks that are cached, all of which these batches report.
         """
         batches = [
             OutputBatch(number, cache=CacheNews(stored=b"".join(cached[first : first + _HASHES_TOGETHER])))
@@ -200,7 +200,7 @@ class SessionOutputs:
 
         Args:
             num_free_places: Choices that the queue has room for now.
-            news: To be told to all sessions now; None: nothing.
+            news: To be sent to all sessions now; None: nothing.
         """
         batches = {}
         for session, gathered in self._gathered.items():
@@ -242,7 +242,7 @@ class SessionOutputs:
             gathered.first_cached_tokens.append(request.num_cached_tokens)
 
     def _report_end(self, key: ChoiceKey, outcome: FinishedRequest | RequestFailure) -> None:
-        """Report the end of a choice to whoever reads it.
+        """Report the end of a choice to the session that reads it.
 
         Args:
             key: The name that it was submitted under.

@@ -30,7 +30,7 @@ class _Lease:
 
 
 class KvLeases:
-    """Owned by `KvTransfers`. A lease ends when all its blocks have been pulled, or nobody has pulled for a while."""
+    """Owned by `KvTransfers`. A lease ends when all its blocks have been pulled, or none has been for a while."""
 
     def __init__(self, blocks: BlockManager, lease_s: float) -> None:
         """`lease_s`: seconds for which blocks are held after the prompt is computed and after each pull."""
@@ -104,7 +104,7 @@ class KvLeases:
             self._release_if_pulled(lease)
 
     def expire(self, now: float) -> None:
-        """Release the leases that nobody has pulled for too long."""
+        """Release the leases that have not been pulled for too long."""
         for lease in list(self._leases.values()):
             if lease.expires_at is not None and lease.expires_at <= now:
                 self._release(lease)

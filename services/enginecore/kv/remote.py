@@ -33,7 +33,7 @@ class KvTransfers:
         """
         Args:
             release: Lets a request be admitted that waited for its blocks.
-            lease_s: Seconds for which blocks are held that nobody pulls.
+            lease_s: Seconds for which blocks are held that are not pulled.
         """
         self.leases = KvLeases(blocks, lease_s)
         self.pulls = KvPulls(blocks, release, lease_s)
@@ -44,7 +44,7 @@ class KvTransfers:
 
     @property
     def has_orders(self) -> bool:
-        """Whether the worker is to be told something, if only by a step that computes nothing."""
+        """Whether the worker is to be sent something, if only by a step that computes nothing."""
         return self.leases.holds.has_orders or self.pulls.holds.has_orders
 
     @property
@@ -83,7 +83,7 @@ class KvTransfers:
             self.leases.note_progress(lease, now)
 
     def expire(self, now: float, recompute_s: Callable[[int], float | None]) -> None:
-        """End leases that nobody pulls and pulls that are late; see `KvPulls.expire`."""
+        """End leases that are not pulled and pulls that are late; see `KvPulls.expire`."""
         self.leases.expire(now)
         self.pulls.expire(now, recompute_s)
 

@@ -91,7 +91,7 @@ class Executor(Protocol):
         ...
 
     def take_kv_progress(self) -> KvProgress | None:
-        """Return how far the worker's transfers of KV blocks have come, if it has told since the last call."""
+        """Return how far the worker's transfers of KV blocks have come, if it has reported since the last call."""
         ...
 
     @property

@@ -213,7 +213,7 @@ class GrpcExecutor:
         self._kv_progress = None
 
     async def _greet_listed(self, call: grpc.aio.StreamStreamCall, *, resume: bool) -> worker_pb2.Welcome:
-        """Return the welcome, unless the pool loses the worker of the session first: nobody may answer there any more.
+        """Return the welcome, unless the pool loses the worker of the session first, which may not answer any more.
 
         Raises:
             WorkerGone: The address does not belong to the pool any more.

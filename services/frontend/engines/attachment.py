@@ -18,7 +18,7 @@ class Attachment:
 
     def __init__(self) -> None:
         self.relays: Sequence[Relay] = ()
-        """[num_choices] once the engine has answered: until then nobody has vouched for their number."""
+        """[num_choices] once the engine has answered: until then their number is the client's claim."""
         self.session: EngineSession | None = None
         """Session that the engine was asked in. Set by it."""
         self._attached: asyncio.Future[SubmitRequest] = asyncio.get_running_loop().create_future()

@@ -144,7 +144,7 @@ class Journey:
         self.facts: ModelFacts | None = None
         """Facts of the engine that computes it, or did last."""
         self.is_admitted = False
-        """An engine has taken it, as its client was told."""
+        """An engine has taken it, and its client knows."""
         self.num_losses = 0
         """Engines lost since it last went on for a while."""
         self.num_deaths = 0

@@ -96,7 +96,7 @@ class RemotePrefill:
             raise
 
     def abort(self) -> None:
-        """End it: nobody needs its blocks. Safe at any time; blocks of a prompt that is computed are let go later."""
+        """End it: its blocks are not needed. Safe at any time; blocks of a prompt that is computed are let go later."""
         self._engine.abort(self._number, self)
 
     def on_admitted(self) -> None:
