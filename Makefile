@@ -1,6 +1,6 @@
 # Triptych. `make` alone lists the targets; README.md has the tour.
 #
-# Set-up is a dependency of everything that needs it: .venv from pyproject.toml and constraints.txt, redone when
+# Set-up is a dependency of everything that needs it: .venv from pyproject.toml and requirements/, redone when
 # one of them changes or when it was interrupted (tools/setup.py), and the embedded model, which lies in
 # $TRIPTYCH_HOME (default ~/.cache/triptych) and outlives `make clean`.
 
@@ -70,7 +70,7 @@ native: $(RUNTIME) ## Compile the native kernels, unless they are up to date (ne
 model: $(RUNTIME) ## Fetch and convert the embedded model, unless it is there
 	@$(BIN)/python -m triptych.hub embedded > /dev/null
 
-$(RUNTIME) $(DEV): .venv/.installed-%: pyproject.toml constraints.txt tools/setup.py
+$(RUNTIME) $(DEV): .venv/.installed-%: pyproject.toml $(wildcard requirements/*.txt) tools/setup.py
 	@test -n "$(PYTHON)" || { \
 	  echo "set-up: found no Python 3.11 to 3.13 with venv; on Debian: apt-get install python3 python3-venv" >&2; exit 1; }
 	@$(PYTHON) tools/setup.py $*
@@ -89,15 +89,19 @@ BUSY_LOOPS ?= 4
 test-loaded: $(DEV) native model ## Run the tests beside busy loops: BUSY_LOOPS=4; a test that fails only here is a defect
 	tools/beside_busy_loops.sh $(BUSY_LOOPS) $(PYTEST) -m "not gpu and not slow" $(ARGS)
 
-# Clients of others and what they need: their versions do not agree with those of .venv.
-CLIENTS := build/clients-venv/.installed
-$(CLIENTS): tests/clients/requirements.txt
-	$(PYTHON) -m venv --clear build/clients-venv
-	build/clients-venv/bin/pip install --quiet --no-deps -r tests/clients/requirements.txt
+# Clients of others and what they need: their versions do not agree with those of .venv. PyTorch is the CPU build, of pip's
+# configured index or else of PyTorch's own.
+CLIENTS := build/clients-venv
+CLIENTS_PIP := $(CLIENTS)/bin/pip install --quiet --no-deps --require-hashes
+$(CLIENTS)/.installed: tests/clients/requirements.txt requirements/torch-cpu.txt
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS_PIP) -r requirements/torch-cpu.txt || \
+	  $(CLIENTS_PIP) -r requirements/torch-cpu.txt --index-url https://download.pytorch.org/whl/cpu
+	$(CLIENTS_PIP) -r tests/clients/requirements.txt
 	touch $@
 
 .PHONY: test-clients
-test-clients: $(DEV) native model $(CLIENTS) ## Run clients of others against the stack: LangChain, lm-eval, GuideLLM (GBs)
+test-clients: $(DEV) native model $(CLIENTS)/.installed ## Run clients of others, Python and JavaScript, against the stack (GBs)
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 SCENARIOS ?= 60
@@ -199,6 +203,10 @@ fix-config: $(DEV) ## Rewrite config/example.yaml
 .PHONY: oracle
 oracle: $(DEV) model ## Record anew the answers that the tests compare with (minutes)
 	$(BIN)/python tests/oracle/record.py $(ARGS)
+
+.PHONY: lock
+lock: ## Write requirements/ and the other locked requirements anew: after a change of constraints.txt or pyproject.toml
+	@$(PYTHON) tools/lock.py
 
 ##@ Clean
 

@@ -18,15 +18,15 @@ BUILD = ROOT / "build"
 BUF = Path(sys.executable).parent / "buf"
 
 REQUIREMENTS = PROTOS / "requirements.txt"
-"""Pins of the generator, which lives in a virtual environment of its own."""
+"""Versions and hashes of the generator, which lives in a virtual environment of its own."""
 PUBLIC = ("triptych/v1", "triptych/admin/v1")
 RELEASED = PROTOS / "public.binpb"
 """The public protos as last released, as a buf image: what later ones must not break."""
 INTERNAL = "triptych/internal/v1"
 BEFORE = PROTOS / "internal.binpb"
 """The internal protos of the protocol version before, as a buf image: what its build sends must be read still."""
-PROTOBUF_6 = "protobuf==6.33.5"
-"""The oldest one that pyproject.toml admits; .venv has a 7."""
+PROTOBUF_6 = PROTOS / "protobuf-6.txt"
+"""Version and hashes of the oldest one that pyproject.toml admits; .venv has a 7."""
 WIRE_RULES = '{"version": "v2", "breaking": {"use": ["WIRE"]}}'
 """Numbers and types must stay; names may change."""
 STUB_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
@@ -132,21 +132,21 @@ def generator() -> Path:
         print(f"building {venv.relative_to(ROOT)} from {REQUIREMENTS.relative_to(ROOT)}", flush=True)
         shutil.rmtree(venv, ignore_errors=True)
         run(sys.executable, "-m", "venv", venv)
-        run(venv / "bin/python", "-m", "pip", "install", "--quiet", "-r", REQUIREMENTS)
+        run(venv / "bin/python", "-m", "pip", "install", "--quiet", "--require-hashes", "-r", REQUIREMENTS)
         stamp.write_bytes(REQUIREMENTS.read_bytes())
     return venv / "bin/python"
 
 
 def protobuf_6() -> Path:
     """A directory that holds protobuf 6 alone, to stand before .venv's on the path."""
-    target = BUILD / PROTOBUF_6.replace("==", "-")
-    stamp = target / ".installed"
-    if not stamp.is_file():
-        print(f"installing {PROTOBUF_6} into {target.relative_to(ROOT)}", flush=True)
+    target = BUILD / PROTOBUF_6.stem
+    stamp = target / f".{PROTOBUF_6.name}"
+    if not stamp.is_file() or stamp.read_bytes() != PROTOBUF_6.read_bytes():
+        print(f"installing {PROTOBUF_6.relative_to(ROOT)} into {target.relative_to(ROOT)}", flush=True)
         shutil.rmtree(target, ignore_errors=True)
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-        run(*pip, "install", "--quiet", "--no-deps", "--target", target, PROTOBUF_6)
-        stamp.touch()
+        run(*pip, "install", "--quiet", "--no-deps", "--require-hashes", "--target", target, "-r", PROTOBUF_6)
+        stamp.write_bytes(PROTOBUF_6.read_bytes())
     return target
 
 

@@ -1,32 +1,35 @@
-"""Builds .venv: pinned dependencies and this project in editable form; started by `make`, stdlib only."""
+"""Builds .venv: locked dependencies and this project in editable form; started by `make`, stdlib only."""
 
 from __future__ import annotations
 
 import argparse
 import fcntl
 import hashlib
-import json
 import re
 import shutil
 import subprocess
 import sys
 import time
-import urllib.parse
 import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-CONSTRAINTS = ROOT / "constraints.txt"
+REQUIREMENTS = ROOT / "requirements"
+"""Exact versions with the SHA-256 of their files, by `make lock`."""
 LOG = ROOT / "build" / "setup.log"
 INCOMPLETE = VENV / ".incomplete"
 """There while an install runs: pip takes a half-unpacked package for a whole one, so what an interrupted
 set-up left is thrown away."""
-INPUTS = (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__))
-
-EXTRAS = {"runtime": "frontend,enginecore,worker,cli", "dev": "frontend,enginecore,worker,cli,bench,dev"}
-STAMPS = {level: VENV / f".installed-{level}" for level in EXTRAS}
+LEVELS = ("runtime", "dev")
+"""Each with its file in requirements/."""
+INPUTS = (
+    ROOT / "pyproject.toml",
+    *(REQUIREMENTS / f"{name}.txt" for name in ("installers", "torch-cpu", "torch-cuda", *LEVELS)),
+    Path(__file__),
+)
+STAMPS = {level: VENV / f".installed-{level}" for level in LEVELS}
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu/"
 PROBE_TIMEOUT_S = 3.0
@@ -34,7 +37,7 @@ PROBE_TIMEOUT_S = 3.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("level", choices=EXTRAS, help="runtime: to serve; dev: to test and check as well")
+    parser.add_argument("level", choices=LEVELS, help="runtime: to serve; dev: to test and check as well")
     level = parser.parse_args().level
     LOG.parent.mkdir(exist_ok=True)
     with (ROOT / "build" / ".setup.lock").open("w") as lock:
@@ -66,13 +69,16 @@ def install(level: str) -> None:
     INCOMPLETE.touch()
     for stamp in STAMPS.values():
         stamp.unlink(missing_ok=True)
-    step("pip and setuptools", pip_install("pip", "setuptools"))
+    step("pip and setuptools", pip_install(*locked("installers")))
     install_torch()
-    # setuptools stands in .venv as pinned; build isolation would fetch the newest one instead.
-    step("triptych and its dependencies", pip_install("--no-build-isolation", "-e", f".[{EXTRAS[level]}]"))
+    # torch again, so that pip sees what it needs: a dependency without a hash is refused.
+    torch = "torch-cuda" if torch_needs_cuda() else "torch-cpu"
+    step("what triptych needs", pip_install(*locked(level, torch)))
+    # setuptools stands in .venv as locked; build isolation would fetch the newest one instead.
+    step("triptych", pip_install("--no-index", "--no-deps", "--no-build-isolation", "-e", "."))
     step("checking them against each other", [str(PYTHON), "-m", "pip", "check"])
     INCOMPLETE.unlink()
-    for done in EXTRAS if level == "dev" else ("runtime",):
+    for done in LEVELS if level == "dev" else ("runtime",):
         STAMPS[done].write_text(digest())
 
 
@@ -91,24 +97,31 @@ def install_torch() -> None:
     """Bring PyTorch in by itself, because its package index depends on the machine.
 
     On the public package index, torch for Linux is the CUDA build, several GB with what it needs; without
-    an NVIDIA driver PyTorch's own index of CPU builds is asked first.
+    an NVIDIA driver the CPU build is looked for first, in PyTorch's own index and in pip's configured one.
     """
-    version = next(
-        line.split("==")[1].split()[0]
-        for line in CONSTRAINTS.read_text().splitlines()
-        if line.startswith("torch==")
-    )
-    requirement = f"torch=={version}"
+    [version] = re.findall(r"^torch==(\S+)", (REQUIREMENTS / "torch-cuda.txt").read_text(), re.MULTILINE)
     if runs(PYTHON, "-c", f"import torch; raise SystemExit(torch.__version__.split('+')[0] != {version!r})"):
         return
+    cpu_build = pip_install(*locked("torch-cpu"), "--no-deps")
+    any_build = pip_install(*locked("torch-cuda"), "--no-deps")
     if has_nvidia_driver():
-        step(f"{requirement} (NVIDIA driver found: {planned_torch(requirement)})", pip_install(requirement))
+        step(f"torch {version} with CUDA, several GB (NVIDIA driver found)", any_build)
     elif answers(TORCH_CPU_INDEX):
-        command = pip_install("--no-deps", "--index-url", TORCH_CPU_INDEX, requirement)
-        step(f"{requirement} (no NVIDIA driver: CPU build of {TORCH_CPU_INDEX})", command)
+        title = f"torch {version} (no NVIDIA driver: CPU build of {TORCH_CPU_INDEX})"
+        step(title, [*cpu_build, "--index-url", TORCH_CPU_INDEX])
     else:
         print(f"  {TORCH_CPU_INDEX} does not answer: torch comes from pip's configured index")
-        step(f"{requirement} ({planned_torch(requirement)})", pip_install(requirement))
+        if runs(*cpu_build, "--dry-run", "--quiet"):
+            step(f"torch {version} (CPU build)", cpu_build)
+        else:
+            step(f"torch {version} with CUDA, several GB", any_build)
+
+
+def torch_needs_cuda() -> bool:
+    """Return whether the torch in .venv is a build that needs CUDA's packages."""
+    code = "import importlib.metadata as m; print(*m.requires('torch') or (), sep='\\n')"
+    lines = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout
+    return re.search("^(nvidia|cuda)-", lines, re.MULTILINE) is not None
 
 
 def has_nvidia_driver() -> bool:
@@ -124,25 +137,14 @@ def answers(url: str) -> bool:
         return False
 
 
-def planned_torch(requirement: str) -> str:
-    """Describe the torch build that pip would fetch from its configured index."""
-    command = pip_install("--dry-run", "--quiet", "--no-deps", "--report", "-", requirement)
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        return "pip could not tell which build"  # the install that follows fails with the reason
-    entry = json.loads(result.stdout)["install"][0]
-    wheel = urllib.parse.unquote(entry["download_info"]["url"].rsplit("/", 1)[-1])
-    cuda = {
-        match[0]
-        for line in entry["metadata"].get("requires_dist", ())
-        if (match := re.match(r"(nvidia|cuda)-[\w-]+", line))
-    }
-    return f"{wheel}, with {len(cuda)} CUDA packages: several GB" if cuda else wheel
+def locked(*names: str) -> list[str]:
+    """Return pip's options for files of requirements/; wheels only, as a build would fetch tools without hashes."""
+    files = [word for name in names for word in ("-r", str(REQUIREMENTS / f"{name}.txt"))]
+    return ["--require-hashes", "--only-binary", ":all:", *files]
 
 
 def pip_install(*arguments: str) -> list[str]:
-    pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check"]
-    return [*pip, "install", "-c", str(CONSTRAINTS), *arguments]
+    return [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", *arguments]
 
 
 def runs(*command: str | Path) -> bool:

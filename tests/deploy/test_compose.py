@@ -231,11 +231,19 @@ def test_the_cpu_is_the_default_and_the_gpu_a_profile():
     assert CONTAINERS["worker"]["image"] != CONTAINERS["worker-gpu"]["image"]
 
 
-def test_the_gpu_image_is_built_with_an_argument_that_its_dockerfile_has():
-    arguments = CONTAINERS["worker-gpu"]["build"]["args"]
-    dockerfile = (ROOT / "services/worker/Dockerfile").read_text()
-    for name in arguments:
-        assert re.search(rf"^ARG {name}=", dockerfile, re.MULTILINE)
+@pytest.mark.parametrize("name", [name for name, container in CONTAINERS.items() if "build" in container])
+def test_an_image_is_built_with_arguments_that_its_dockerfile_has(name):
+    build = CONTAINERS[name]["build"]
+    dockerfile = (ROOT / build["dockerfile"]).read_text()
+    for argument in build["args"]:
+        assert re.search(rf"^ARG {argument}=", dockerfile, re.MULTILINE)
+    base = interpolate(build["args"]["PYTHON_IMAGE"])
+    assert f"ARG PYTHON_IMAGE={base}\n" in dockerfile, "both have one default"
+
+
+def test_the_gpu_image_has_the_build_of_torch_for_gpus():
+    assert CONTAINERS["worker-gpu"]["build"]["args"]["TORCH"] == "cuda"
+    assert "TORCH" not in CONTAINERS["worker"]["build"]["args"]
 
 
 def test_the_model_is_fetched_by_the_hub_into_the_volume_that_the_tiers_read():

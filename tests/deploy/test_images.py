@@ -17,6 +17,7 @@ from pathlib import Path
 import grimp
 import pytest
 from dockerfile_parse import DockerfileParser
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tests.deploy.facts import (
@@ -60,13 +61,10 @@ def copies(service: str) -> list[tuple[list[str], str]]:
     return [(w[:-1], w[-1]) for w in words if not w[0].startswith("--from")]
 
 
-def extra_of(service: str) -> str:
-    (extra,) = [
-        match[1]
-        for name, value in instructions(service)
-        if name == "RUN" and (match := re.search(r'"\.\[(\w+)\]"', value))
-    ]
-    return extra
+def pip_installs(service: str) -> list[str]:
+    """Return what follows `pip install` in each call of it."""
+    runs = [value for name, value in instructions(service) if name == "RUN"]
+    return [call for value in runs for call in re.findall(r"/pip install ([^&|;]*)", value)]
 
 
 def is_ignored(path: Path) -> bool:
@@ -88,12 +86,10 @@ def is_ignored(path: Path) -> bool:
 
 def test_it_builds_in_two_stages_on_a_slim_base(service):
     bases = [value for name, value in instructions(service) if name == "FROM"]
-    assert bases == ["python:${PYTHON_VERSION}-slim AS build", "python:${PYTHON_VERSION}-slim"]
-    (version,) = [v for n, v in instructions(service) if n == "ARG" and v.startswith("PYTHON_VERSION=")]
-    python = importlib.metadata.metadata("triptych")["Requires-Python"]
-    assert (
-        importlib.import_module("packaging.specifiers").SpecifierSet(python).contains(version.split("=")[1])
-    )
+    assert bases == ["${PYTHON_IMAGE} AS build", "${PYTHON_IMAGE}"], "one argument, which may hold a digest"
+    (image,) = [v for n, v in instructions(service) if n == "ARG" and v.startswith("PYTHON_IMAGE=")]
+    version = re.fullmatch(r"PYTHON_IMAGE=python:([0-9.]+)-slim", image)[1]
+    assert SpecifierSet(importlib.metadata.metadata("triptych")["Requires-Python"]).contains(version)
 
 
 def test_it_does_not_run_as_root(service):
@@ -130,7 +126,7 @@ def test_a_cuda_worker_has_a_compiler_and_a_folder_for_kernels(service):
     commands = [value for instruction, value in final_stage(service) if instruction == "RUN"]
     compiles = service == "worker"
     assert ("TRITON_CACHE_DIR" in env) == compiles
-    assert any("*/cpu) exit" in line and "gcc libc6-dev" in line for line in commands) == compiles
+    assert any('"${TORCH}" in cpu) exit' in line and "gcc libc6-dev" in line for line in commands) == compiles
     if compiles:
         assert any("install --directory" in line and env["TRITON_CACHE_DIR"] in line for line in commands)
 
@@ -145,26 +141,29 @@ def test_everything_it_copies_is_there_and_reaches_the_builder(service):
     assert is_ignored(Path("libs/triptych/__pycache__/x.pyc"))
 
 
-def test_it_installs_its_own_extra_as_pinned(service):
-    assert extra_of(service) == service
-    for name, value in instructions(service):
-        if name == "RUN" and "pip install" in value:
-            assert "-c constraints.txt" in value or "constraints.txt)" in value, value
-            assert "--no-cache-dir" in value
+def test_it_installs_by_hash_what_its_service_needs_and_nothing_else(service):
+    *locked, own = pip_installs(service)
+    files = [file for call in locked for file in re.findall(r"-r (\S+)", call)]
+    torch = ["requirements/torch-${TORCH}.txt"] if service == "worker" else []
+    assert files == ["requirements/installers.txt", *torch, f"requirements/{service}.txt"]
+    for call in locked:
+        assert "--require-hashes" in call
+        assert "--no-cache-dir" in call
+        assert "--only-binary :all:" in call or files[0] in call
+    assert own.split() == ["--no-cache-dir", "--no-index", "--no-deps", "--no-build-isolation", "."]
 
 
 def test_what_it_installs_stays_within_its_walls(service):
     assert not requirements_closure(service) & WALLS[service]
 
 
-def test_torch_comes_from_the_index_that_the_builder_names(service):
-    arguments = [value for name, value in instructions(service) if name == "ARG"]
-    has_torch = "torch" in requirements_closure(extra_of(service))
-    assert has_torch == (service == "worker")
-    assert (
-        any(argument.startswith("TORCH_INDEX=") and argument.endswith("/cpu") for argument in arguments)
-        == has_torch
-    )
+def test_the_build_of_torch_is_an_argument(service):
+    arguments = {value for name, value in instructions(service) if name == "ARG"}
+    assert ("torch" in requirements_closure(service)) == (service == "worker")
+    assert ("TORCH=cpu" in arguments) == (service == "worker")
+    if service == "worker":
+        copied = {source for sources, _ in copies(service) for source in sources}
+        assert {f"requirements/torch-{build}.txt" for build in ("cpu", "cuda")} <= copied
 
 
 @pytest.fixture(scope="session")
@@ -217,7 +216,7 @@ def test_all_that_it_imports_is_installed_in_it(service):
     }
     assert {"grpc", "google"} <= third_party
     providers = importlib.metadata.packages_distributions()
-    installed = requirements_closure(extra_of(service)) | {"pip", "setuptools"}
+    installed = requirements_closure(service) | {"pip", "setuptools"}
     missing = {
         name
         for name in third_party
@@ -252,7 +251,7 @@ sys.path.insert(0, {wheel!r})
 
 def run_in_image(service: str, wheel: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` where only the image's wheel and the packages of its extra can be imported."""
-    installed = requirements_closure(extra_of(service)) | {"pip", "setuptools"}
+    installed = requirements_closure(service) | {"pip", "setuptools"}
     allowed = sorted(
         package
         for package, distributions in importlib.metadata.packages_distributions().items()
