@@ -55,7 +55,7 @@ class ChoiceListener(Protocol):
         """End the request because its engine is gone."""
 
 
-class _Nobody:
+class _NoListener:
     """The listener of choices that are closed."""
 
     pace: Pace | None = None
@@ -82,7 +82,7 @@ class _Nobody:
         pass
 
 
-_NOBODY: ChoiceListener = _Nobody()
+_NO_LISTENER: ChoiceListener = _NoListener()
 
 
 def _do_nothing() -> None:
@@ -344,7 +344,7 @@ class Choice:
         abort = self.abort_upstream
         self.stop_upstream = self.abort_upstream = _do_nothing
         abort()
-        self._listener = _NOBODY
+        self._listener = _NO_LISTENER
 
     def stop_early(self) -> None:
         """End it at the engine, and wait a moment for the engine's counts."""
