@@ -9,6 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+
 from tests.chaos.http_door import body_of, delta_of, error_of, refusal_of
 from tests.chaos.recorder import Request
 from triptych.errors import AttachedElsewhere, EngineUnavailable, GenerationLost, QueueFull, TriptychError
@@ -18,6 +20,7 @@ from triptych.types.outputs import StageTimings, Usage
 _PAUSE_S = 0.1
 _PATIENCE_S = 30.0
 """For so long without anything new a stream is tried to be gone on with."""
+_READ_S = 180.0
 _AGAIN = (EngineUnavailable, QueueFull, AttachedElsewhere)
 Post = Callable[[int, Mapping[str, str], Mapping[str, Any]], AsyncIterator[str]]
 """Number of a frontend, headers and body of a request -> the lines of the answer. Raises BrokenOff, Refused."""
@@ -33,6 +36,26 @@ class Refused(Exception):
 
     status: int
     text: str
+
+
+async def post_to(address: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> AsyncIterator[str]:
+    """Ask the server at host:port for a completion and yield the lines of its answer.
+
+    Raises:
+        BrokenOff, Refused: As they say.
+    """
+    url = f"http://{address}/v1/completions"
+    try:
+        async with (
+            httpx.AsyncClient(timeout=_READ_S) as client,
+            client.stream("POST", url, json=dict(body), headers=dict(headers)) as response,
+        ):
+            if response.status_code != 200:
+                raise Refused(response.status_code, (await response.aread()).decode())
+            async for line in response.aiter_lines():
+                yield line
+    except httpx.HTTPError:
+        raise BrokenOff from None
 
 
 @dataclass

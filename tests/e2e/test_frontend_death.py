@@ -1,11 +1,13 @@
-"""Frontends die under streams: each client goes on at another one and gets the same answer, over gRPC and HTTP."""
+"""Frontends die or leave under streams: clients go on at another one and get the same answers, over gRPC and HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ import httpx
 import pytest
 
 from tests.chaos.grounds.processes import Member, ProcessGround, process_ground
+from tests.chaos.load import answers_undisturbed, make_load, run_clients
+from tests.chaos.recorder import Recorder, Request
+from tests.chaos.resuming_http import post_to, resume_over_http
+from tests.chaos.validators import Evidence, violations_of
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import RequestOptions
-from triptych.types.events import DeltaEvent, FinishedEvent
+from triptych.types.events import DeltaEvent, Event, FinishedEvent
 
 pytestmark = pytest.mark.model
 DEADLINE_S = 60.0
@@ -153,6 +159,66 @@ async def test_the_last_event_id_goes_on_over_http(tmp_path: Path) -> None:
             await first.process.wait()
             await stack.start(first.name)
             await stack.wait_ready(first.name)
+        await check_blocks_are_back(stack)
+
+
+class Clients:
+    """Clients that begin at the first of two frontends: half of them over HTTP with event ids, half over gRPC."""
+
+    kinds = ("sampled", "http", "choices", "http", "penalties", "http", "logprobs", "http")
+
+    def __init__(self, stack: ProcessGround, grpc: GenerationClient) -> None:
+        """`grpc`: Knows both frontends."""
+        self._addresses = [f"127.0.0.1:{member.http_port}" for member in stack.of_kind("frontend")]
+        self._grpc = grpc
+        self.begun: set[tuple[int, ...]] = set()
+        """Prompts of which the first frontend has answered something."""
+
+    async def send(self, request: Request, attempt: int) -> AsyncIterator[Event]:
+        """Yield the events of one attempt at a request."""
+        if request.http:
+            events = resume_over_http(self._post, 2, attempt % 2, request, attaches_twice=False)
+        else:
+            events = self._grpc.generate(list(request.prompt), request.sampling)
+        async with aclosing(events) as stream:  # type: ignore[type-var]
+            async for event in stream:
+                if isinstance(event, DeltaEvent):
+                    self.begun.add(request.prompt)
+                yield event
+
+    async def _post(
+        self, number: int, headers: Mapping[str, str], body: Mapping[str, Any]
+    ) -> AsyncIterator[str]:
+        async with aclosing(post_to(self._addresses[number], headers, body)) as lines:  # type: ignore[type-var]
+            async for line in lines:
+                self.begun.add(tuple(body["prompt"]))
+                yield line
+
+
+@pytest.mark.parametrize("drain_s", [0.5, 600.0], ids=["short", "long"])
+async def test_a_frontend_leaves_before_its_streams_end(drain_s: float, tmp_path: Path) -> None:
+    """All streams outlast the short drain, and none keeps the frontend for the long one."""
+    lengths = {"max_tokens": 200, "ignore_eos": True}
+    requests = [
+        replace(request, sampling={**request.sampling, **lengths})
+        for request in make_load(1, 24, vocabulary=range(1000, 9000), max_tokens=200, kinds=Clients.kinds)
+    ]
+    async with ground(tmp_path, frontend=(f"--frontend.drain-s={drain_s}",)) as stack:
+        first, second = stack.of_kind("frontend")
+        async with GenerationClient(f"{first.address},{second.address}") as grpc:
+            clients = Clients(stack, grpc)
+            oracle = await answers_undisturbed(requests, clients.send)
+            clients.begun.clear()
+            recorder = Recorder(asyncio.get_running_loop().time)
+            running = asyncio.create_task(run_clients(requests, recorder, clients.send))
+            async with asyncio.timeout(DEADLINE_S):
+                while len(clients.begun) < len(requests):
+                    await asyncio.sleep(0.02)
+            stack.signal(first.name, signal.SIGTERM)
+            assert await stack.wait_ended(first.name) == 0
+            assert not recorder.ended, "it has waited for them"
+            await running
+        assert not violations_of(Evidence(requests, recorder.history, oracle))
         await check_blocks_are_back(stack)
 
 

@@ -9,13 +9,11 @@ from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.chaos.grounds.processes import DEADLINE_S, ProcessGround
 from tests.chaos.http_door import generate_over_http
 from tests.chaos.load import KINDS
 from tests.chaos.recorder import Request
-from tests.chaos.resuming_http import BrokenOff, Refused, resume_over_http
+from tests.chaos.resuming_http import post_to, resume_over_http
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.validators import Home, Step, violations_of
 from tests.helpers.cut_proxy import CutProxy
@@ -25,7 +23,6 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.errors import EngineUnavailable
 from triptych.types.events import Event
 
-_READ_S = 180.0
 _OPTIONS = {"worker": ("--simulation.base-ms=10",), "frontend": ("--frontend.drain-s=0.3",)}
 
 
@@ -185,21 +182,8 @@ class ClusterGround(ProcessGround):
             async for event in stream:
                 yield event
 
-    async def _post(
-        self, number: int, headers: Mapping[str, str], body: Mapping[str, Any]
-    ) -> AsyncIterator[str]:
-        url = f"http://127.0.0.1:{self.of_kind('frontend')[number].http_port}/v1/completions"
-        try:
-            async with (
-                httpx.AsyncClient(timeout=_READ_S) as client,
-                client.stream("POST", url, json=dict(body), headers=dict(headers)) as response,
-            ):
-                if response.status_code != 200:
-                    raise Refused(response.status_code, (await response.aread()).decode())
-                async for line in response.aiter_lines():
-                    yield line
-        except httpx.HTTPError:
-            raise BrokenOff from None
+    def _post(self, number: int, headers: Mapping[str, str], body: Mapping[str, Any]) -> AsyncIterator[str]:
+        return post_to(f"127.0.0.1:{self.of_kind('frontend')[number].http_port}", headers, body)
 
     async def wait_all_ready(self) -> None:
         """Return when every frontend takes requests and every engine core has its worker."""
@@ -225,10 +209,20 @@ class ClusterGround(ProcessGround):
             return False
 
 
-async def play_in_cluster(scenario: Scenario, directory: Path) -> list[str]:
+class LongAnswersGround(ClusterGround):
+    """The same where all clients stay for answers of 2 to 8 s, so that these see all that breaks."""
+
+    max_tokens = 800
+    kinds = tuple(kind for kind in ClusterGround.kinds if kind not in ("leaving", "deadline"))
+    load_s = 0.2
+
+
+async def play_in_cluster(
+    scenario: Scenario, directory: Path, ground_type: type[ClusterGround] = ClusterGround
+) -> list[str]:
     """Play a scenario with real processes and return what is wrong with what was seen."""
     async with AsyncExitStack() as stack:
-        ground = ClusterGround(
+        ground = ground_type(
             directory,
             stack,
             num_engines=scenario.num_engines,
