@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
@@ -15,9 +16,28 @@ from triptych.types.events import Event
 RETRY_S = 0.1
 LONGEST_S = 240.0
 """A load that takes longer hangs."""
-KINDS = ("greedy", "sampled", "choices", "stop", "penalties", "leaving", "slow", "deadline")
+KINDS = ("greedy", "sampled", "choices", "stop", "penalties", "leaving", "slow", "deadline", "form")
 HTTP_KINDS = ("http", "http-twice")
 """Over HTTP, by clients that go on with streams; those of the second kind at two places at once."""
+FORMS: tuple[Mapping[str, str], ...] = (
+    {"regex": "([A-Z]{2,5}:[0-9]{1,4},){3,9}END"},
+    {
+        "json": json.dumps(
+            {
+                "type": "array",
+                "items": {
+                    "anyOf": [
+                        {"type": "integer", "minimum": 0, "maximum": 9999},
+                        {"type": "string", "pattern": "^[A-Z]{1,9}$"},
+                    ]
+                },
+                "minItems": 3,
+                "maxItems": 9,
+            }
+        )
+    },
+)
+"""Short ones: whatever is drawn, most of them end before their limit."""
 Send = Callable[[Request, int], AsyncIterator[Event]]
 """A request and the number of the attempt -> its events, from one of the frontends."""
 
@@ -54,6 +74,9 @@ def _make(name: str, kind: str, random: Random, vocabulary: range, max_tokens: i
             sampling["ignore_eos"] = True
         case "penalties":
             sampling |= {"presence_penalty": 0.5, "repetition_penalty": 1.2}
+        case "form":
+            form = random.choice(FORMS)
+            sampling |= {"structured_outputs": form, "ignore_eos": False, "max_tokens": max_tokens}
         case "logprobs":
             sampling["logprobs"] = 2
         case "leaving":

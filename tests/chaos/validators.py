@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+import jsonschema
 
 from tests.chaos.recorder import ENDS, Answer, Choice, Request, Seen, answers_of
 
@@ -117,6 +121,28 @@ def _is_of(choice: Choice, whole: Choice | None, is_finished: bool) -> bool:
     )
 
 
+def forms_hold(evidence: Evidence) -> list[str]:
+    """An answer with a form has it, unless it ended at its limit."""
+    forms = {request.name: request.sampling.get("structured_outputs") for request in evidence.requests}
+    return [
+        f"{name}: choice {index} is not of its form: {choice.text!r}"
+        for name, answer in answers_of(evidence.history).items()
+        for index, choice in answer.choices.items()
+        if (form := forms[name]) is not None and choice.ends[:1] == [("STOP", None)]
+        if not _has_form(choice.text, form)
+    ]
+
+
+def _has_form(text: str, form: Mapping[str, str]) -> bool:
+    if "regex" in form:
+        return re.fullmatch(form["regex"], text) is not None
+    try:
+        jsonschema.validate(json.loads(text), json.loads(form["json"]))
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
 def none_lost(evidence: Evidence) -> list[str]:
     """A request whose client stays is answered, whatever breaks."""
     exempt = {request.name for request in evidence.requests if not request.must_finish}
@@ -187,6 +213,7 @@ def all_home(evidence: Evidence) -> list[str]:
 VALIDATORS = (
     one_end,
     unchanged,
+    forms_hold,
     none_lost,
     usage_counted_once,
     deadlines_hold,

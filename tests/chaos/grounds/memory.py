@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -30,31 +29,30 @@ from services.frontend.engines.router import Router
 from services.frontend.generate import Generator
 from services.frontend.grpc.generation_servicer import GenerationServicer
 from services.frontend.openai.app import create_app
+from services.frontend.requests import grammars
 from services.frontend.text_model import TextModel
 from services.worker.service.lease import WorkerLease
 from services.worker.service.servicer import WorkerServicer
 from services.worker.service.session import EngineHello, Grant
 from services.worker.service.sleep import SleepControl
 from services.worker.service.status import StatusPublisher
-from services.worker.service.watchdog import StepClock
 from tests.chaos.grounds.fake_time import Process, current_process, run_in_fake_time
 from tests.chaos.grounds.memory_http import post
 from tests.chaos.grounds.memory_network import Channel, HandlerCollector, Network
 from tests.chaos.grounds.memory_transfers import MemoryTransfers, TransferNetwork
+from tests.chaos.grounds.memory_worker import (
+    STEP_S,
+    TEXT_VOCAB_SIZE,
+    InlineProcess,
+    InlineRunner,
+)
 from tests.chaos.load import HTTP_KINDS, KINDS
 from tests.chaos.recorder import Request
 from tests.chaos.resuming_http import resume_over_http
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.validators import Evidence, Home, Step, violations_of
 from tests.helpers.byte_tokenizer import byte_tokenizer
-from tests.helpers.scheduling import (
-    NAIVE_IDENTITY,
-    VOCAB_SIZE,
-    NaiveWorker,
-    WorkerRow,
-    prefix_fingerprints,
-    sample,
-)
+from tests.helpers.scheduling import NAIVE_IDENTITY, VOCAB_SIZE
 from tests.helpers.stack import NaiveRunner
 from triptych import failpoints
 from triptych.client import dialer as client_dialer
@@ -62,20 +60,15 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.config import EngineConfig
 from triptych.config.fields import FrontendConfig
 from triptych.config.loader import shared_config
-from triptych.errors import (
-    EngineFailure,
-    StaleEpoch,
-)
+from triptych.errors import StaleEpoch
 from triptych.internal.v1 import engine_core_pb2_grpc, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics, FrontendMetrics, WorkerMetrics
 from triptych.rpc import channel as rpc_channel
 from triptych.rpc.service_main import STOP_GRACE_S
 from triptych.types.events import Event
 from triptych.types.facts import Phase
-from triptych.types.step import StepPlan, StepResult
 from triptych.v1 import generation_pb2_grpc
 
-STEP_S = 0.02
 PREFILL_STEP_S = 0.002
 """Seconds of a step where prompts are computed for others: blocks arrive while earlier steps are in flight."""
 DRAIN_S = 30.0
@@ -88,97 +81,6 @@ _MODELS = {
 """Change of a worker -> its identity from then on, and the key of its tokens."""
 UNREAD_EVENTS = 16
 """Events that a client has not read, after which the frontend waits for it."""
-
-
-class KeyedWorker(NaiveWorker):
-    """The naive worker, where a row with penalties looks at the length of its prompt, as real ones do."""
-
-    def __init__(self, key: int) -> None:
-        """`key`: Its model: workers of other keys give other tokens."""
-        super().__init__()
-        self._key = key
-
-    def _draw(self, row: WorkerRow, limit: int, *, is_misled: bool) -> list[int]:
-        if not row.new.sampling.presence_penalty and not self._key:
-            return super()._draw(row, limit, is_misled=is_misled)
-        fingerprint = prefix_fingerprints(row.tokens)[-1] + self._key
-        if row.new.sampling.presence_penalty:
-            fingerprint += row.new.num_prompt_tokens
-        token_id = sample(row.new.seed, len(row.tokens), fingerprint)
-        row.tokens.append(token_id)
-        return [token_id]
-
-
-class InlineRunner:
-    """The worker's runner thread without a thread: a step takes its time on the loop."""
-
-    def __init__(
-        self,
-        runner: NaiveRunner,
-        on_step: Callable[[int, int], None],
-        key: int = 0,
-        *,
-        on_result: Callable[[], None] = lambda: None,
-        step_s: float = STEP_S,
-    ) -> None:
-        """
-        Args:
-            on_step: Called with the session and the id of each step that is computed.
-            key: As of `KeyedWorker`.
-            on_result: Called when its result is there.
-            step_s: Seconds that a step takes.
-        """
-        self._key = key
-        self.steps = StepClock()
-        self._on_result = on_result
-        self._step_s = step_s
-        self._runner = runner
-        self._on_step = on_step
-        self._current = 0
-        self._deliver: Callable[[StepResult | Exception], None] | None = None
-        self._plans: deque[tuple[int, StepPlan]] = deque()
-        self._news = asyncio.Event()
-
-    def open_session(
-        self, deliver: Callable[[StepResult | Exception], None], on_open: Callable[[], None]
-    ) -> int:
-        self._current += 1
-        self._runner.worker = KeyedWorker(self._key)
-        self._deliver = deliver
-        asyncio.get_running_loop().call_soon(on_open)
-        return self._current
-
-    def close_session(self, session: int) -> None:
-        if session == self._current:
-            self._current += 1
-
-    def submit(self, session: int, plan: StepPlan, message: object) -> None:
-        self._plans.append((session, plan))
-        self._news.set()
-
-    async def run(self) -> None:
-        while True:
-            self._news.clear()
-            while self._plans:
-                await asyncio.sleep(self._step_s)
-                session, plan = self._plans.popleft()
-                if session == self._current and self._deliver is not None:
-                    self._compute(session, plan)
-            await self._news.wait()
-
-    def _compute(self, session: int, plan: StepPlan) -> None:
-        assert self._deliver is not None
-        self._on_step(session, plan.step_id)
-        try:
-            outcome: StepResult | Exception = self._runner.launch(plan).wait()
-        except AssertionError:
-            raise
-        except Exception as error:
-            outcome, self._deliver, deliver = EngineFailure(repr(error)), None, self._deliver
-            deliver(outcome)
-            return
-        self._deliver(outcome)
-        self._on_result()
 
 
 class MemoryGround:
@@ -221,6 +123,7 @@ class MemoryGround:
         """Process -> the failpoint at which it is killed."""
         self.reached: set[str] = set()
         """Failpoints at which one was killed."""
+        monkeypatch.setattr(grammars, "LimitedProcess", InlineProcess)
         monkeypatch.setattr(failpoints, "ARMED", True)
         monkeypatch.setattr(failpoints, "reach", self._reach)
         for module in (rpc_channel, grpc_executor, client_dialer):
@@ -450,7 +353,8 @@ class MemoryGround:
         )
         boot_id = f"{name}.{self._lives[name]}"
         identity, key = _MODELS.get(change, (NAIVE_IDENTITY, 0))
-        facts = replace(runner.facts, boot_id=boot_id, model=replace(runner.facts.model, identity=identity))
+        model = replace(runner.facts.model, identity=identity, vocab_size=TEXT_VOCAB_SIZE)
+        facts = replace(runner.facts, boot_id=boot_id, model=model)
         publisher = StatusPublisher()
 
         def note(epoch: int, step_id: int) -> None:
