@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.grounds.cluster import play_in_cluster
+from tests.chaos.grounds.cluster import LongAnswersGround, play_in_cluster
 from tests.chaos.scenario import Scenario, make_scenario
 
 pytestmark = pytest.mark.model  # of which the tokenizer is read
@@ -36,6 +36,16 @@ PROMPTS_ELSEWHERE = (
 )
 async def test_one_of_each_tier_dies(text: str, tmp_path: Path) -> None:
     await _check(Scenario.parse(text), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_two_engines_die_a_second_apart(seed: int, tmp_path: Path) -> None:
+    """Both are started again at once. No stream is lost, though many are at the second one when it dies."""
+    faults = "1.000 kill enginecore-0 0.000; 2.000 kill enginecore-1 0.000"
+    scenario = Scenario.parse(f"seed={seed} engines=2 frontends=2 requests=15: {faults}")
+    found = await play_in_cluster(scenario, tmp_path, LongAnswersGround)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
