@@ -57,15 +57,15 @@ class ProcessGround:
         num_frontends: int,
         options: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
-        """`options`: more flags, by kind."""
+        """`options`: more flags, by kind or by name."""
         self.members: dict[str, Member] = {}
-        options = options or {}
+        self._options = options or {}
         for index in range(num_engines):
-            self._add("worker", index, directory, "--simulation.enabled=true", *options.get("worker", ()))
+            self._add("worker", index, directory, "--simulation.enabled=true")
         for index in range(num_engines):
             worker = self.members[f"worker-{index}"]
             flags = (f"--engine.worker-address={worker.address}", f"--engine.engine-id=engine-{index}")
-            self._add("enginecore", index, directory, *flags, *options.get("enginecore", ()))
+            self._add("enginecore", index, directory, *flags)
         engines = ",".join(self.members[f"enginecore-{index}"].address for index in range(num_engines))
         for index in range(num_frontends):
             http_port = free_port()
@@ -73,7 +73,7 @@ class ProcessGround:
                 f"--frontend.engine-addresses={engines}", "--frontend.admin-port=0",
                 f"--frontend.http-port={http_port}",
             )  # fmt: skip
-            self._add("frontend", index, directory, *flags, *options.get("frontend", ()))
+            self._add("frontend", index, directory, *flags)
             self.members[f"frontend-{index}"].http_port = http_port
 
     def of_kind(self, kind: str) -> list[Member]:
@@ -152,7 +152,8 @@ class ProcessGround:
     def _add(self, kind: str, index: int, directory: Path, *flags: str) -> None:
         leaf, port = "engine" if kind == "enginecore" else kind, free_port()
         own = (f"--{leaf}.port={port}", f"--{leaf}.metrics-port=0")
-        member = Member(kind, index, (*own, *flags), port, log=directory / f"{kind}-{index}.log")
+        more = (*self._options.get(kind, ()), *self._options.get(f"{kind}-{index}", ()))
+        member = Member(kind, index, (*own, *flags, *more), port, log=directory / f"{kind}-{index}.log")
         self.members[member.name] = member
 
 

@@ -1,0 +1,169 @@
+"""Two fine-tunes of one architecture under one name: no stream goes from the weights of one to those of the other."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.chaos.grounds.processes import DEADLINE_S, ProcessGround, process_ground
+from tests.helpers.byte_tokenizer import byte_backend, write_model_directory
+from tests.worker.checkpoints import SIZES
+from triptych.client.grpc_client import GenerationClient
+from triptych.errors import TriptychError
+from triptych.types.events import DeltaEvent, FinishedEvent
+
+NUM_STREAMS = 12
+NUM_TOKENS = 1500
+NUM_BEGUN = 10
+"""Tokens after which a stream has begun."""
+ENGINES = ("enginecore-0", "enginecore-1")
+SHARED = ("--model.served-name=tuned", "--model.dtype=float32")
+
+
+@dataclass
+class Stream:
+    """One answer, as far as its client has seen it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    end: FinishedEvent | TriptychError | None = None
+
+
+def write_fine_tune(directory: Path, seed: int) -> Path:
+    """Write a tiny checkpoint. Those of other seeds differ in nothing but their weights."""
+    directory.mkdir()
+    write_model_directory(directory)
+    sizes = {"vocab_size": byte_backend().get_vocab_size(), "max_position_embeddings": 2048}
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.save_pretrained(directory)
+    return directory
+
+
+async def follow(client: GenerationClient, number: int, stream: Stream) -> None:
+    """Take down a stream to its end."""
+    sampling = {
+        "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.9 * (number % 2), "seed": number,
+    }  # fmt: skip
+    try:
+        async for event in client.generate(f"Once upon {number}", sampling, timeout_s=DEADLINE_S):
+            if isinstance(event, DeltaEvent):
+                stream.token_ids += event.token_ids
+            elif isinstance(event, FinishedEvent):
+                stream.end = event
+    except TriptychError as error:
+        stream.end = error
+
+
+class Clients:
+    """Clients of one frontend."""
+
+    def __init__(self, client: GenerationClient) -> None:
+        self.streams = [Stream() for _ in range(NUM_STREAMS)]
+        self._tasks = [
+            asyncio.create_task(follow(client, number, stream)) for number, stream in enumerate(self.streams)
+        ]
+
+    async def wait_begun(self) -> None:
+        """Return when all have tokens."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not all(len(stream.token_ids) >= NUM_BEGUN for stream in self.streams):
+                assert not any(isinstance(stream.end, TriptychError) for stream in self.streams), self.streams
+                await asyncio.sleep(0.005)
+
+    async def wait_ended(self) -> list[Stream]:
+        """Return the streams when all have ended."""
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*self._tasks)
+        return self.streams
+
+
+async def wait_both_serve(ground: ProcessGround, client: GenerationClient, started: str) -> None:
+    """Return when the frontend of a client gives requests to an engine that was started last."""
+
+    async def ask(number: int) -> None:
+        async for _ in client.generate(f"Once upon {number}", {"max_tokens": 8, "ignore_eos": True}):
+            pass
+
+    await ground.wait_listening(started)
+    before = (await ground.status(started)).num_scheduled_tokens
+    async with asyncio.timeout(DEADLINE_S):
+        while (await ground.status(started)).num_scheduled_tokens == before:
+            await asyncio.gather(*map(ask, range(4)))
+
+
+async def answers_of_each(
+    ground: ProcessGround, clients: Sequence[GenerationClient]
+) -> list[list[list[int]]]:
+    """Return the tokens of all streams as each engine gives them while the other one is away."""
+    answers = []
+    for other in reversed(ENGINES):
+        ground.signal(other, signal.SIGTERM)
+        assert await ground.wait_ended(other) == 0
+        streams = await Clients(clients[0]).wait_ended()
+        assert all(isinstance(stream.end, FinishedEvent) for stream in streams), streams
+        answers.append([stream.token_ids for stream in streams])
+        await ground.start(other)
+        for client in clients:
+            await wait_both_serve(ground, client, other)
+    return answers
+
+
+async def test_a_dead_engine_takes_its_weights_along(tmp_path: Path) -> None:
+    """Streams of one fine-tune end with an error where only the other is left, and wait for it where it comes back."""
+    tunes = [write_fine_tune(tmp_path / name, seed) for seed, name in enumerate(("first", "second"))]
+    flags = {
+        "worker": ("--simulation.enabled=false", "--worker.num-threads=1", *SHARED),
+        "enginecore": SHARED,
+        **{
+            f"{tier}-{index}": (f"--model.model={tune}",)
+            for tier in ("worker", "enginecore")
+            for index, tune in enumerate(tunes)
+        },
+        "frontend": (f"--model.model={tunes[0]}", "--frontend.routing=round_robin"),
+        "frontend-0": ("--frontend.moves=any", "--frontend.move-timeout-s=1"),
+    }
+    async with process_ground(tmp_path, num_engines=2, num_frontends=2, **flags) as ground:
+        hasty, patient = (GenerationClient(member.address) for member in ground.of_kind("frontend"))
+        async with hasty, patient:
+            first, second = await answers_of_each(ground, (hasty, patient))
+            for one, other in zip(first, second, strict=True):
+                assert one[:NUM_BEGUN] != other[:NUM_BEGUN], "they are alike"
+
+            clients = Clients(hasty)
+            await clients.wait_begun()
+            ground.signal(ENGINES[1], signal.SIGKILL)
+            streams = await clients.wait_ended()
+            lost = [stream for stream in streams if isinstance(stream.end, TriptychError)]
+            assert 0 < len(lost) < NUM_STREAMS
+            for number, stream in enumerate(streams):
+                if stream in lost:
+                    assert stream.token_ids == second[number][: len(stream.token_ids)], number
+                    assert "weights" in str(stream.end), stream.end
+                else:
+                    assert stream.token_ids == first[number], number
+
+            await ground.wait_ended(ENGINES[1])
+            await ground.start(ENGINES[1])
+            await wait_both_serve(ground, patient, ENGINES[1])
+            clients = Clients(patient)
+            await clients.wait_begun()
+            ground.signal(ENGINES[1], signal.SIGKILL)
+            await ground.wait_ended(ENGINES[1])
+            await ground.start(ENGINES[1])
+            streams = await clients.wait_ended()
+            num_moved = 0
+            for number, stream in enumerate(streams):
+                assert isinstance(stream.end, FinishedEvent), stream.end
+                assert stream.end.is_exact
+                assert stream.token_ids in (first[number], second[number]), number
+                num_moved += stream.end.num_moves
+            assert num_moved
