@@ -65,7 +65,8 @@ _WARNINGS = (
 )
 _COMPILERS = ("g++", "clang++")
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", *_WARNINGS)
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 1800.0
+"""The longest that one file may take: with a sanitizer, beside others on a busy machine, some take over 5 minutes."""
 _DESCRIPTION = "Compiles the native kernels for this processor, unless they are up to date."
 _PLAIN = "plain torch serves, slower, without 4- and 8-bit weights, int8 caches, recorded steps and batch invariance"
 
