@@ -74,7 +74,7 @@ def install(level: str) -> None:
     # torch again, so that pip sees what it needs: a dependency without a hash is refused.
     torch = "torch-cuda" if torch_needs_cuda() else "torch-cpu"
     step("what triptych needs", pip_install(*locked(level, torch)))
-    # setuptools stands in .venv as locked; build isolation would fetch the newest one instead.
+    # setuptools is in .venv as locked; build isolation would fetch the newest one instead.
     step("triptych", pip_install("--no-index", "--no-deps", "--no-build-isolation", "-e", "."))
     step("checking them against each other", [str(PYTHON), "-m", "pip", "check"])
     INCOMPLETE.unlink()

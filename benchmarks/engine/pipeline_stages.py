@@ -2,7 +2,7 @@
 
 The engine's scheduler is the real one. Time is virtual, so that a figure depends on no machine: a plan and its result
 take --round-trip-us between engine and worker, and the scheduler takes none. Every request has --prompt tokens and gets
---tokens. A stage stands idle while no step is in it.
+--tokens. A stage is idle while no step is in it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
 
 
 def simulate(num_stages: int, arguments: argparse.Namespace, *, is_divided: bool) -> tuple[float, float]:
-    """Return the seconds that all requests take, and the share of them that a stage stands idle."""
+    """Return the seconds that all requests take, and the share of them that a stage is idle."""
     num_rows, half_trip_ns, now_ns = arguments.rows, arguments.round_trip_us * 500, 0
 
     def at_worker() -> int:

@@ -77,7 +77,7 @@ def hash_blocks(
 
 
 def describe_hash(block_size: int) -> PrefixHash:
-    """Return the name of the hash, and a hash of tokens that everybody knows, for the other side to compare.
+    """Return the name of the hash, and a hash of fixed tokens, for the other side to compare.
 
     The tokens are those of this machine, in its order of bytes.
     """

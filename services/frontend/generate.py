@@ -41,7 +41,7 @@ from triptych.types.outputs import Usage
 from triptych.types.sampling import MAX_BIASES, OutputKind
 from triptych.types.step import U32
 
-MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions holds everybody up for tens of ms
+MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions blocks the event loop for tens of ms
 
 
 class ServedModel(NamedTuple):

@@ -135,7 +135,7 @@ class TextModel:
         )
 
     async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of words as they begin a text, and as they stand behind a space."""
+        """Return the token ids of words at the beginning of a text, and behind a space."""
         return await self.run(sum(map(len, words)), self._encode_words, words)
 
     def split_answer(

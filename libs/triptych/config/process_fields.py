@@ -102,8 +102,8 @@ class FrontendConfig:
     )
     move_after_silence_s: float = value(
         1.0,
-        "Seconds without a sign of life from an engine whose stream stands, before requests move to another that gives "
-        "one. It is asked for after 0.33 s.",
+        "Seconds without a sign of life from an engine whose stream is open, before requests move to another that "
+        "gives one. It is asked for after 0.33 s.",
         FRONTEND,
         ge=0.5,
     )

@@ -5,7 +5,7 @@ server ────────────────────────�
 client ────────────────────────────────► server  checks it by tls.client_ca, if that is set (mTLS),
                                                  and its names by tls.client_names
 
-A renewed certificate is what the next connection sees; those that stand are not disturbed.
+A renewed certificate is what the next connection sees; open ones are not disturbed.
 """
 
 from __future__ import annotations

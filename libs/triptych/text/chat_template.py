@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triptych.errors import InvalidRequest, ModelError
 
-# Stands behind a content that is continued; the space shows whether the template trims contents.
+# Placed behind a content that is continued; the space shows whether the template trims contents.
 _CONTINUED = "\x02continued\x03 "
 
 Message = Mapping[str, Any]
@@ -128,7 +128,7 @@ class ChatTemplate:
 
 
 def _cut_behind_content(prompt: str) -> str:
-    """Return the prompt up to the mark, which stands behind the content of the last message."""
+    """Return the prompt up to the mark, which is behind the content of the last message."""
     before, mark, behind = prompt.rpartition(_CONTINUED.rstrip())
     if not mark:
         why = "the model's chat template does not show the content of the last message, so it cannot be continued"

@@ -284,7 +284,7 @@ def _read_pythonic(text: AnswerText, calls: CallWriter, opening: str) -> Reading
 
 
 def _keywords(text: str) -> str:
-    """Return what stands between the parentheses of a Python call, all of it by keyword, as JSON."""
+    """Return what is between the parentheses of a Python call, all of it by keyword, as JSON."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):

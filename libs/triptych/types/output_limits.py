@@ -11,7 +11,7 @@ MAX_REPETITION = 1024  # tokens of a pattern, and how often it repeats
 class RepetitionDetection:
     """End the output where its last tokens repeat a pattern.
 
-    So `a b c b c b c` ends with `max_pattern_size=2, min_count=3`, since `b c` stands there three times.
+    So `a b c b c b c` ends with `max_pattern_size=2, min_count=3`, since `b c` is there three times.
     """
 
     max_pattern_size: int

@@ -1,4 +1,4 @@
-"""output.proto: what a frontend streams and a client reads; where sampling fields stand in a public request."""
+"""output.proto: what a frontend streams and a client reads; where sampling fields are in a public request."""
 
 from __future__ import annotations
 

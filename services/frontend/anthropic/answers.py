@@ -32,7 +32,7 @@ class ToolUseContent(Answer):
     """For the block of type tool_result that has its result."""
     name: str
     input: dict[str, Any]
-    """The arguments. Those that are no JSON object stand as text in the field INVALID_JSON."""
+    """The arguments. Those that are no JSON object are a text in the field INVALID_JSON."""
 
 
 Content = Annotated[TextContent | ThinkingContent | ToolUseContent, Field(discriminator="type")]

@@ -142,7 +142,7 @@ class EngineClient:
         """Return whether choices are in flight on a stream that broke and is not resumed.
 
         Args:
-            after_s: Time in seconds that it has for that, if somebody listens at the address.
+            after_s: Time in seconds that it has for that, if a process listens at the address.
         """
         if self._is_connected or not self.dialer.has_session or not self.num_in_flight:
             return False

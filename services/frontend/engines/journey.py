@@ -120,7 +120,7 @@ class Journey:
             ▲                        │ the engine is lost, or offers it
             └──────── moved ◄────────┘
 
-    Stop strings, text and log-probabilities that were delivered stay in the choice: an engine needs the tokens alone.
+    Stop strings, text and log-probabilities that were delivered stay in the choice: an engine needs the tokens only.
     Penalties, limits and grammars count from the prompt's end, and random numbers depend on seed and position.
     """
 

@@ -51,7 +51,7 @@ class AnswerOptions:
     """Each chunk has the usage so far."""
     wants_logprobs: bool
     echoes_logprobs: bool
-    """The log-probabilities of the prompt stand at the head of those of the output."""
+    """The log-probabilities of the prompt come before those of the output."""
     returns_prompt_logprobs: bool
     returns_token_ids: bool
     names_tokens_by_id: bool

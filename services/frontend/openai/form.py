@@ -21,7 +21,7 @@ _FORM_NAMES = {
 
 
 class Form(NamedTuple):
-    """A form as it stands in a request."""
+    """A form as a request has it."""
 
     form: StructuredOutputs | None = None
     """The form; None is free text."""

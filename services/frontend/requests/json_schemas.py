@@ -192,7 +192,7 @@ def _rewrite_bounds(new: dict[str, Any]) -> None:
     """Say exclusive bounds as the compiler keeps them.
 
     It lets -1 pass as a number of -1.5 up to -1 exclusively: an integer as the bound of a range inside of one integer.
-    The range is made smaller by a millionth there. In draft 4 the bound stands in the other keyword.
+    The range is made smaller by a millionth there. In draft 4 the other keyword has the bound.
     """
     for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(new.get(exclusive), bool):

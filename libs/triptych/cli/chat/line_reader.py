@@ -94,7 +94,7 @@ def _key_bindings() -> KeyBindings:
 
 
 def _prepare(file: Path) -> bool:
-    """Make the history's file, readable by its owner alone and of a bounded size; return whether it can be used."""
+    """Make the history's file, readable by its owner only and of a bounded size; return whether it can be used."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)

@@ -144,7 +144,7 @@ def session_hello(protocol: Protocol, resume_session: str, last_received: int) -
     """Return the client's part of its hello.
 
     Args:
-        protocol: What the client speaks. Its newest version alone: its server may be newer, never older.
+        protocol: What the client speaks. Its newest version only: its server may be newer, never older.
         resume_session: Name of the session to resume. Empty: begin a new one.
         last_received: Number of the last message that has arrived in it.
     """

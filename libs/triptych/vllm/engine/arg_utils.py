@@ -1,6 +1,6 @@
 """The arguments of an engine as an object, which vLLM's programs hand to `from_engine_args`.
 
-The module stands at the path by which they import it from vLLM.
+It is at the path by which they import it from vLLM.
 """
 
 from __future__ import annotations
