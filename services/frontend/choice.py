@@ -14,7 +14,7 @@ from services.frontend.logprobs import BatchLogprobs, PromptReport
 from services.frontend.pacing import Pace
 from services.frontend.requests.tools import AnswerSplit
 from triptych.text.detokenizer import IncrementalDetokenizer
-from triptych.text.stop import StopChecker
+from triptych.text.stop import StopChecker, StopMatch
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings, TokenLogprobs
@@ -157,7 +157,7 @@ class Choice:
         self._token_ids: list[int] = []
         self._without_text: list[int] = []
         """New tokens that become text when they leave, which is cheaper together. Empty with stop strings, which are
-        looked for in each token's text as it comes."""
+        looked for in the text as it comes."""
         self._logprobs: list[TokenLogprobs] = []
         self._splitter = None if split is None else AnswerSplitter(split, tokenizer.token_bytes)
 
@@ -188,8 +188,9 @@ class Choice:
         self.num_tokens = len(emitted)
         self._text = []  # it was sent with the first of them
         if self._detokenizer is not None:
-            pieces = self._detokenizer.pieces(emitted)
-            text, match = self._stop_checker.push(pieces, num_exempt=self._sampling.min_tokens)
+            text, match = self._check_stop_strings(
+                self._detokenizer, emitted, num_exempt=self._sampling.min_tokens
+            )
             if match is not None:
                 raise ValueError(f"hold the stop string {match.stop!r}, which has ended the choice")
             if self._splitter is not None:
@@ -319,21 +320,44 @@ class Choice:
         if not self._sampling.stop:
             self._without_text += visible
             return len(token_ids)
-        pieces = self._detokenizer.pieces(visible)
-        if finish is not None:
-            pieces.append(self._detokenizer.flush())
+        state = self._detokenizer.state
         # A stop string that is complete within the first min_tokens tokens does not count.
         num_exempt = max(0, self._sampling.min_tokens - self.num_tokens)
-        text, match = self._stop_checker.push(pieces, num_exempt=num_exempt)
+        text, match = self._check_stop_strings(
+            self._detokenizer, visible, num_exempt=num_exempt, is_last=finish is not None
+        )
         self._text.append(text)
         if match is not None:
             self.finish_reason, self._stop_reason = FinishReason.STOP, match.stop
             if finish is None:
                 self.stop_early()
-            return min(len(token_ids), match.num_pieces)
+            return min(len(token_ids), self._detokenizer.count_tokens(state, visible, match.end))
         if finish is not None:
             self._text.append(self._stop_checker.flush())
         return len(token_ids)
+
+    def _check_stop_strings(
+        self,
+        detokenizer: IncrementalDetokenizer,
+        token_ids: Sequence[int],
+        *,
+        num_exempt: int,
+        is_last: bool = False,
+    ) -> tuple[str, StopMatch | None]:
+        """Take in the text of tokens; return what may be shown, and the stop string that ends the output.
+
+        Args:
+            num_exempt: The first so many tokens complete no stop string that counts.
+            is_last: No tokens follow, so a character that is not complete never will be.
+        """
+        text = detokenizer.push(token_ids[:num_exempt]) if num_exempt else ""
+        num_exempt_characters = len(text)
+        text += detokenizer.push(token_ids[num_exempt:] if num_exempt else token_ids)
+        if is_last:
+            text += detokenizer.flush()
+            if num_exempt > len(token_ids):
+                num_exempt_characters = len(text)
+        return self._stop_checker.push(text, num_exempt=num_exempt_characters)
 
     def close(self) -> None:
         """Abort it upstream if it still runs, and report no more. Safe at any time, and more than once.

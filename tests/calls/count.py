@@ -63,6 +63,7 @@ NUM_ROWS = 256
 NUM_STREAMS = 64
 NUM_SHOWN = 12
 TICK_S = 0.002
+STOP = ("\n\nUser:", "###", "Observation:")
 _INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>")  # by Python 3.12
 
 
@@ -199,7 +200,9 @@ class LocalEngine(EngineClient):
             self._session.take_in(outputs_from_proto(engine_core_pb2.OutputBatch.FromString(message)), 0)
 
 
-async def stream(num_streams: int, num_tokens: int, calls_of_tokens: Calls, calls_of_ends: Calls) -> None:
+async def stream(
+    num_streams: int, num_tokens: int, calls_of_tokens: Calls, calls_of_ends: Calls, stop: Sequence[str] = ()
+) -> None:
     """Stream some answers of a frontend, a token of each at a time."""
     vocab_size = 300
     engine = LocalEngine(ModelFacts("m", ModelIdentity("0" * 64), vocab_size, 1024, (), "f", "f", "none"))
@@ -209,7 +212,7 @@ async def stream(num_streams: int, num_tokens: int, calls_of_tokens: Calls, call
     generator.set_text_model(TextModel(byte_tokenizer(), {}, ROOT))
 
     async def read(number: int) -> None:
-        sampling = {"max_tokens": num_tokens, "ignore_eos": True, "seed": number}
+        sampling = {"max_tokens": num_tokens, "ignore_eos": True, "seed": number, "stop": list(stop)}
         raw = RawRequest(api="grpc", prompt="Hello the world", request_id=f"r{number}", sampling=sampling)
         encoder = EventEncoder(generation_pb2.ResponseOptions())
         async with aclosing(generator.generate(raw)) as events:
@@ -247,6 +250,14 @@ def count_streamed_token() -> tuple[Calls, int]:
     return calls, NUM_STREAMS * num_tokens
 
 
+def count_stopped_token() -> tuple[Calls, int]:
+    """Count the same where the request has stop strings."""
+    num_tokens, calls = 20, Calls()
+    asyncio.run(stream(NUM_STREAMS, 2, Calls(), Calls(), STOP))
+    asyncio.run(stream(NUM_STREAMS, num_tokens, calls, Calls(), STOP))
+    return calls, NUM_STREAMS * num_tokens
+
+
 def count_frontend_request() -> tuple[Calls, int]:
     """Count what a streamed request over gRPC costs a frontend beside its tokens."""
     calls = Calls()
@@ -259,6 +270,7 @@ COUNTS: dict[str, Callable[[], tuple[Calls, int]]] = {
     "engine_step": count_engine_step,
     "engine_request": count_engine_request,
     "streamed_token": count_streamed_token,
+    "stopped_token": count_stopped_token,
     "frontend_request": count_frontend_request,
 }
 

@@ -120,10 +120,10 @@ def _leak_a_block(patch: pytest.MonkeyPatch) -> None:
 def _forget_half_a_stop_string(patch: pytest.MonkeyPatch) -> None:
     right = StopChecker.push
 
-    def wrong(self: StopChecker, pieces: Any, **options: int) -> Any:
+    def wrong(self: StopChecker, text: str, **options: int) -> Any:
         for matcher in self._matchers:
             matcher.num_matched = 0
-        return right(self, pieces, **options)
+        return right(self, text, **options)
 
     patch.setattr(StopChecker, "push", wrong)
 

@@ -12,6 +12,9 @@ from triptych.types.step import U32
 # A character is at most 4 bytes and a token at least 1, so what is incomplete began within the last 3.
 _CONTEXT_TOKENS = 3
 
+DetokenizerState = tuple[tuple[bytes, int], bool]
+"""The decoder's own state, and whether a leading space is still to be dropped."""
+
 
 class IncrementalDetokenizer:
     """The text of one growing output; owned by one request.
@@ -52,8 +55,30 @@ class IncrementalDetokenizer:
             b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in skipped])
         )
 
+    @property
+    def state(self) -> DetokenizerState:
+        """All that the next tokens depend on, for `count_tokens`."""
+        return self._decoder.getstate(), self._drops_space
+
+    def count_tokens(self, state: DetokenizerState, token_ids: Sequence[int], num_characters: int) -> int:
+        """Return how many tokens complete so many characters; one more than there are if the flush does.
+
+        Args:
+            state: As of before the tokens were pushed.
+        """
+        last = self.state
+        self._set_state(state)
+        num_tokens = 1
+        for piece in self.pieces(token_ids):
+            num_characters -= len(piece)
+            if num_characters <= 0:
+                break
+            num_tokens += 1
+        self._set_state(last)
+        return num_tokens
+
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Like `push`, one text per token: `StopChecker` needs them to find the token that ended it."""
+        """Like `push`, one text per token, which costs more."""
         return [
             self._text(b"" if token_id in self._skipped else self._token_bytes(token_id))
             for token_id in token_ids
@@ -62,6 +87,10 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """The end of the output: U+FFFD for a character that never was completed, else empty."""
         return self._text(b"", final=True)
+
+    def _set_state(self, state: DetokenizerState) -> None:
+        decoder, self._drops_space = state
+        self._decoder.setstate(decoder)
 
     def _text(self, data: bytes, *, final: bool = False) -> str:
         text = self._decoder.decode(data, final)

@@ -11,8 +11,8 @@ class StopMatch:
     """The stop string that ended an output."""
 
     stop: str
-    num_pieces: int
-    """How many pieces of the `push` that found it were needed: the tokens that count."""
+    end: int
+    """Number of characters of the `push` that found it, up to its last one."""
 
 
 class StopChecker:
@@ -20,7 +20,7 @@ class StopChecker:
 
     Text that could still become a stop string is held back. Of several stop strings the one completed
     first wins; of those completed by the same character, the longest. A character costs the same
-    however long the stop strings are.
+    however long the stop strings are, and next to nothing where none could begin or go on.
     """
 
     def __init__(self, stop: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
@@ -30,59 +30,71 @@ class StopChecker:
         self._include = include_stop_str_in_output
         self._held = ""
 
-    def push(self, pieces: Sequence[str], *, num_exempt: int = 0) -> tuple[str, StopMatch | None]:
-        """Take one piece of text per token; return what may be shown, and the match that ends it all.
+    def push(self, text: str, *, num_exempt: int = 0) -> tuple[str, StopMatch | None]:
+        """Take more text; return what may be shown, and the match that ends it all.
 
-        After a match the rest of the pieces is not looked at, and the checker must not be used again.
+        After a match the rest of the text is not looked at, and the checker must not be used again.
 
         Args:
-            num_exempt: The first so many pieces cannot end the output: a stop string that they complete is
+            num_exempt: The first so many characters cannot end the output: a stop string that they complete is
                 ignored. One that begins in them and is completed after them counts.
         """
-        text = self._held
-        for num_pieces, piece in enumerate(pieces, start=1):
-            for index, character in enumerate(piece, start=1):
-                stop = self._advance(character)
-                if stop is not None and num_pieces > num_exempt:
-                    text += piece[:index]
-                    self._held = ""
-                    shown = text if self._include else text[: len(text) - len(stop)]
-                    return shown, StopMatch(stop, num_pieces)
-            text += piece
-        num_held = max((matcher.num_matched for matcher in self._matchers), default=0)
-        num_shown = len(text) - num_held
-        self._held = text[num_shown:]
-        return text[:num_shown], None
+        match, limit, num_held = None, len(text), 0
+        for matcher in self._matchers:
+            if matcher.num_matched or matcher.first in text:
+                if end := matcher.find(text, limit, num_exempt):
+                    match, limit = StopMatch(matcher.string, end), end - 1
+                num_held = max(num_held, matcher.num_matched)
+        whole = self._held + text
+        if match is not None:
+            num_shown = len(self._held) + match.end - (0 if self._include else len(match.stop))
+            self._held = ""
+            return whole[:num_shown], match
+        num_shown = len(whole) - num_held
+        self._held = whole[num_shown:]
+        return whole[:num_shown], None
 
     def flush(self) -> str:
         """The end of the output without a match: what was held back."""
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str) -> str | None:
-        """The longest stop string that `character` completes. Every matcher must see every character."""
-        completed = [matcher.string for matcher in self._matchers if matcher.completes(character)]
-        return completed[0] if completed else None
-
 
 class _Matcher:
-    """Follows one string through a text, a character at a time (Knuth, Morris and Pratt)."""
+    """Follows one string through a text (Knuth, Morris and Pratt), from one place where it could begin to the next."""
 
     def __init__(self, string: str) -> None:
         self.string = string
+        self.first = string[0]
         self.num_matched = 0
         """The longest beginning of the string, short of all of it, that the text ends with."""
         self._fallbacks = _borders(string)
 
-    def completes(self, character: str) -> bool:
-        matched = self.num_matched
-        while matched and self.string[matched] != character:
-            matched = self._fallbacks[matched - 1]
-        if self.string[matched] == character:
-            matched += 1
-        complete = matched == len(self.string)
-        self.num_matched = self._fallbacks[-1] if complete else matched
-        return complete
+    def find(self, text: str, limit: int, num_exempt: int) -> int:
+        """Go on through the first `limit` characters of a text, up to the end of the string.
+
+        Args:
+            num_exempt: The first so many characters complete nothing that counts.
+
+        Returns:
+            How many characters that were; 0: the string is not there.
+        """
+        string, fallbacks, matched, place = self.string, self._fallbacks, self.num_matched, 0
+        while place < limit:
+            if not matched and (place := text.find(self.first, place, limit)) < 0:
+                break
+            while matched and string[matched] != text[place]:
+                matched = fallbacks[matched - 1]
+            if string[matched] == text[place]:
+                matched += 1
+            place += 1
+            if matched == len(string):
+                matched = fallbacks[-1]
+                if place > num_exempt:
+                    self.num_matched = matched
+                    return place
+        self.num_matched = matched
+        return 0
 
 
 def _borders(string: str) -> list[int]:
