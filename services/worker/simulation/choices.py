@@ -11,7 +11,7 @@ Random words alone would hardly ever close a string, so forms would not end.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,7 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError
 
 I64 = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 _BANNED = -100.0
 _QUARTER = 1 << 62  # of the values of 64 bits
@@ -61,8 +62,8 @@ class ConstrainedChoices:
             compiler: None: requests with a form fail.
         """
         self._vocab_size = vocab_size
-        self._word_ids = word_ids
-        self._closing_ids = closing_ids
+        self._is_word = self._flags(word_ids)
+        self._is_closing = self._flags(closing_ids)
         self._eos_token_ids = tuple(eos_token_ids)
         self._history = history
         self._compiler = compiler
@@ -124,17 +125,15 @@ class ConstrainedChoices:
             is_below_min: Whether the output is shorter than min_tokens.
         """
         request = self._requests[slot]
-        banned = self._banned(request, is_below_min=is_below_min)
-        candidates = self._candidates(request)
-        if isinstance(candidates, RowError):
-            return candidates
-        if banned:
-            candidates = np.setdiff1d(candidates, list(banned))
-        if not candidates.size:
+        may_come = self._candidates(request)
+        if isinstance(may_come, RowError):
+            return may_come
+        may_come &= ~self._flags(self._banned(request, is_below_min=is_below_min))
+        if not may_come.any():
             return NOTHING_ALLOWED if request.form is None else MASKED_BY_OTHERS
         if request.form is not None:
-            candidates = self._walk(candidates, request, bits)
-        token_id = _weighted(candidates, request.biases, bits, is_greedy=request.is_greedy)
+            may_come = self._walk(may_come, request, bits)
+        token_id = _weighted(np.flatnonzero(may_come), request.biases, bits, is_greedy=request.is_greedy)
         request.output.append(token_id)
         return token_id
 
@@ -148,13 +147,14 @@ class ConstrainedChoices:
                 banned.add(int(word[-1]))
         return banned
 
-    def _candidates(self, request: _Request) -> I64 | RowError:
-        """Return the tokens that the form, the allowed ids or else the simulation leave, ascending."""
+    def _candidates(self, request: _Request) -> Flags | RowError:
+        """Return the tokens that the form, the allowed ids or else the simulation leave, as flags to be changed."""
         if request.form is None:
             if request.allowed_ids is not None:
-                return request.allowed_ids
-            pushed = [token_id for token_id, bias in request.biases.items() if bias > 0]
-            return np.union1d(self._word_ids, pushed).astype(np.int64) if pushed else self._word_ids
+                return self._flags(request.allowed_ids)
+            flags = self._is_word.copy()
+            flags[[token_id for token_id, bias in request.biases.items() if bias > 0]] = True
+            return flags
         form, started = request.form, time.perf_counter_ns()
         form.advance(np.array(request.output, np.int64))
         words = np.zeros(-(-self._vocab_size // 32), np.uint32)
@@ -164,25 +164,27 @@ class ConstrainedChoices:
         self._mask_ns += time.perf_counter_ns() - started
         if form.error is not None:
             return form.error
-        flags = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size)
-        ids = np.flatnonzero(flags)
-        return ids if request.allowed_ids is None else np.intersect1d(ids, request.allowed_ids)
+        flags = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size).view(np.bool_)
+        return flags if request.allowed_ids is None else flags & self._flags(request.allowed_ids)
 
-    def _walk(self, candidates: I64, request: _Request, bits: int) -> I64:
+    def _walk(self, may_come: Flags, request: _Request, bits: int) -> Flags:
         """Return the tokens among which a form goes on: its end, what closes something, words, or any."""
-        ends = _shared(candidates, [*self._eos_token_ids, *request.stop_ids])
-        if ends.size and (ends.size == candidates.size or bits % (1 << 64) < _QUARTER):
+        is_end = self._flags([*self._eos_token_ids, *request.stop_ids])
+        ends, others = may_come & is_end, may_come & ~is_end
+        if ends.any() and (not others.any() or bits % (1 << 64) < _QUARTER):
             return ends
-        others = np.setdiff1d(candidates, ends)
-        closing = _shared(others, self._closing_ids)
-        if closing.size and (bits * 0x9E3779B97F4A7C15) % (1 << 64) < _QUARTER:
+        closing = others & self._is_closing
+        if (bits * 0x9E3779B97F4A7C15) % (1 << 64) < _QUARTER and closing.any():
             return closing
-        words = _shared(others, self._word_ids)
-        return words if words.size else others
+        words = others & self._is_word
+        return words if words.any() else others
 
-
-def _shared(ids: I64, others: Iterable[int] | I64) -> I64:
-    return np.intersect1d(ids, np.asarray(others, np.int64))
+    def _flags(self, token_ids: Collection[int] | I64) -> Flags:
+        """Return which tokens of the vocabulary are among these, [vocab_size]."""
+        ids = token_ids if isinstance(token_ids, np.ndarray) else np.array([*token_ids], np.int64)
+        flags = np.zeros(self._vocab_size, np.bool_)
+        flags[ids[ids < self._vocab_size]] = True
+        return flags
 
 
 def _weighted(candidates: I64, biases: dict[int, float], bits: int, *, is_greedy: bool) -> int:
