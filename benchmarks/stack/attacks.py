@@ -54,7 +54,7 @@ def _nested(depth: int) -> dict[str, Any]:
 
 ATTACKS = {
     "line breaks as a grammar": Attack(
-        COMPLETIONS, lambda n: _generate(structured_outputs={"grammar": "\n" * (12_000 + n)})
+        COMPLETIONS, lambda n: _generate(structured_outputs={"grammar": "\n" * 12_000 + str(n)})
     ),
     "unknown fields": Attack(
         COMPLETIONS, lambda n: _generate(**{f"maximum_tokens_{n}_{index:03}": 0 for index in range(240)})
@@ -144,7 +144,17 @@ ATTACKS = {
 
 
 def send(address: str, attack: Attack, number: int, key: str) -> int:
-    """Send one request of an attack, and return the status of its answer.
+    """Send the n-th request of an attack, and return the status of its answer; see `send_body`."""
+    return send_body(address, attack.path, write_body(attack, number), key)
+
+
+def write_body(attack: Attack, number: int) -> bytes:
+    """Return the JSON body of the n-th request of an attack."""
+    return json.dumps(attack.make_body(number)).encode()
+
+
+def send_body(address: str, path: str, body: bytes, key: str) -> int:
+    """Send one request, and return the status of its answer.
 
     Args:
         address: HOST:PORT of the HTTP server.
@@ -152,7 +162,7 @@ def send(address: str, attack: Attack, number: int, key: str) -> int:
     connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     try:
-        connection.request("POST", attack.path, json.dumps(attack.make_body(number)), headers)
+        connection.request("POST", path, body, headers)
         response = connection.getresponse()
         response.read()
         return response.status
