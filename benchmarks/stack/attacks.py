@@ -80,7 +80,7 @@ ATTACKS = {
         COMPLETIONS, lambda n: _generate(**_json_schema(n, 9000)), frozenset({400, 413}), cpu_s=6.0
     ),
     "schema of 400 optional properties": Attack(
-        COMPLETIONS, lambda n: _generate(**_json_schema(n, 400)), frozenset({200})
+        COMPLETIONS, lambda n: _generate(**_json_schema(n, 400), seed=n), frozenset({200})
     ),
     "1 MB to /tokenize": Attack(
         TOKENIZE, lambda n: {"model": "embedded", "prompt": str(10**9 + n) * 100_000}, frozenset({200, 400})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,13 @@ import httpx
 import psutil
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
 
 from services.frontend.access.caller import set_tenant
 from services.frontend.limited_process import LimitedProcess
+from services.frontend.requests import grammar_process
 from services.frontend.requests.grammars import MAX_WAITING_FORMS, CompiledForm, GrammarChecker
-from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
+from tests.helpers.byte_tokenizer import EOS, byte_backend, byte_tokenizer
 from tests.helpers.fake_engine import MODEL, FakeEngine, eventually
 from tests.helpers.frontend import frontend_core
 from tests.helpers.grpc_api import alphabet, ask, error_of
@@ -24,7 +27,7 @@ from tests.helpers.http_api import open_api as open_http
 from triptych.client.request import RequestOptions, build_generation
 from triptych.errors import FeatureDisabled, InvalidRequest, QueueFull
 from triptych.types.sampling import SamplingParams
-from triptych.types.structured import MAX_FORM_BYTES, GrammarSyntax, StructuredOutputs
+from triptych.types.structured import MAX_FORM_BYTES, MAX_MASK_ITEMS, GrammarSyntax, StructuredOutputs
 
 FACTS = replace(MODEL, eos_token_ids=(byte_tokenizer().token_id(EOS),))
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
@@ -179,6 +182,31 @@ async def test_forms_whose_masks_are_expensive_are_refused() -> None:
             await checker.compile(form, FACTS, form_path)
     for form in LARGE.values():
         assert is_good(await checker.compile(form, FACTS, form_path))
+
+
+COMMAS = ('",', "],", "},", '"],', '"},', ',"', '","', '{"', '":', "{}", "[]", '"]', '}"', '["', "]]", "}}")
+"""Tokens of usual vocabularies, behind which another property begins, or on the way there."""
+
+
+@pytest.mark.parametrize("num_properties", [100, 400, 490])
+def test_outputs_of_a_wide_object_reach_no_limit(num_properties: int) -> None:
+    backend = byte_backend()
+    backend.add_tokens([AddedToken(text, normalized=False) for text in COMMAS])
+    tokenizer = LLTokenizer(backend.to_str(), eos_token=[backend.token_to_id(EOS)])
+    properties: dict[str, object] = {f"p{i}": {} for i in range(num_properties)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+
+    def num_failed(max_items: int) -> int:
+        trials = grammar_process.Trials.over(tokenizer, max_items)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=trials.limits)
+        outputs = [matcher.deep_copy() for _ in range(60)]
+        for seed, output in enumerate(outputs):
+            grammar_process.begin_output(output, tokenizer, random.Random(seed), trials.marks)
+        return sum(output.is_error() for output in outputs)
+
+    assert num_failed(MAX_MASK_ITEMS) == 0
+    assert num_failed(10 * num_properties) > 0, "the outputs go where masks take the most"
 
 
 async def test_rule_that_leads_only_to_itself_is_refused_in_words() -> None:

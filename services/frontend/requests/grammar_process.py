@@ -31,10 +31,26 @@ from services.frontend.requests.answer_grammars import AnswerGrammar, Tool
 from services.frontend.requests.json_schemas import normalize
 
 _MAX_ERROR_CHARS = 500
-_NUM_TRIALS, _TRIAL_TOKENS = 2, 8  # outputs that are tried, and their tokens
+_NUM_TRIALS, _TRIAL_TOKENS = 4, 16  # outputs that are tried, and their tokens
+_PUNCTUATION = frozenset(b"\"'{}[](),:;0123456789 ")
 
 
 _FORM_PART = -1
+
+
+class Trials(NamedTuple):
+    """The limits under which a form is tried, and the tokens by which its outputs come forward."""
+
+    limits: LLParserLimits
+    marks: int
+    """Bit t is set for each token t that is only punctuation, digits and spaces."""
+
+    @classmethod
+    def over(cls, tokenizer: LLTokenizer, max_mask_items: int) -> Trials:
+        """Return the trials over a vocabulary."""
+        texts = (tokenizer.decode_bytes([token_id]) for token_id in range(tokenizer.vocab_size))
+        bits = "".join("1" if text and _PUNCTUATION.issuperset(text) else "0" for text in texts)
+        return cls(LLParserLimits(step_max_items=max_mask_items), int(bits[::-1], 2))
 
 
 class Grammar(NamedTuple):
@@ -154,13 +170,13 @@ def _parts_of(grammar: str) -> list[dict[str, Any]]:
     return [{"lark_grammar": grammar}]
 
 
-def _find_part(whole: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits) -> int | None:
+def _find_part(whole: dict[str, Any], tokenizer: LLTokenizer, trials: Trials) -> int | None:
     """Return the part of an answer for which it is refused, or None if each is good by itself."""
-    if whole["form"] is not None and "error" in answer(whole["form"], tokenizer, limits):
+    if whole["form"] is not None and "error" in answer(whole["form"], tokenizer, trials):
         return _FORM_PART
     for number, _, parameters, is_strict in whole["tools"]:
         form = {"json": parameters, "whitespace": {}, "is_strict": is_strict}
-        if "error" in answer(form, tokenizer, limits):
+        if "error" in answer(form, tokenizer, trials):
             return int(number)
     return None
 
@@ -170,24 +186,24 @@ def _has_start_rule(grammar: str) -> bool:
     return re.search(r"^[ \t]*([?!]*start\b[^:\n]*:(?!:)|%llguidance\b)", grammar, re.MULTILINE) is not None
 
 
-def answer(form: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, Any]:
+def answer(form: dict[str, Any], tokenizer: LLTokenizer, trials: Trials) -> dict[str, Any]:
     """Compile a form as the worker will, and try the beginnings of a few outputs."""
-    result = _compile(form, tokenizer, limits)
+    result = _compile(form, tokenizer, trials)
     if "error" in result and "answer" in form:
-        part = _find_part(form["answer"], tokenizer, limits)
+        part = _find_part(form["answer"], tokenizer, trials)
         return result if part is None else {**result, "part": part}
     return result
 
 
-def _compile(form: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, Any]:
+def _compile(form: dict[str, Any], tokenizer: LLTokenizer, trials: Trials) -> dict[str, Any]:
     try:
         grammar = to_grammar(form, tokenizer)
-        matcher = LLMatcher(tokenizer, grammar.text, log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, grammar.text, log_level=0, limits=trials.limits)
         for seed in range(_NUM_TRIALS):
             if matcher.is_error():
                 break
             trial = matcher.deep_copy()
-            _begin_output(trial, tokenizer, random.Random(seed))
+            begin_output(trial, tokenizer, random.Random(seed), trials.marks)
             if trial.is_error():
                 matcher = trial
     except Exception as error:
@@ -197,25 +213,26 @@ def _compile(form: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimit
     return {"grammar": grammar.text, "not_enforced": grammar.not_enforced}
 
 
-def _begin_output(matcher: LLMatcher, tokenizer: LLTokenizer, choice: random.Random) -> None:
+def begin_output(matcher: LLMatcher, tokenizer: LLTokenizer, choice: random.Random, marks: int) -> None:
     """Take some tokens that the form allows, drawn by `choice`. Where a limit is reached the matcher has an error then.
 
     Some limits are not checked when a form is compiled: 1,800 optional properties compile and have a first mask, and
-    fail at the first token.
+    fail at the first token. Every other token is punctuation where it can be: texts go on for long otherwise, and what
+    takes the most is what may follow behind them.
     """
     for _ in range(_TRIAL_TOKENS):
-        token_id = _draw(matcher.compute_bitmask(), choice)
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        token_id = _draw(mask & marks if choice.random() < 0.5 and mask & marks else mask, choice)
         if token_id is None or token_id in tokenizer.eos_tokens or not matcher.consume_token(token_id):
             return
 
 
-def _draw(mask: bytes, choice: random.Random) -> int | None:
-    """Return a token that a mask allows, bit t % 8 of byte t // 8 for token t; None if it allows none."""
-    start = choice.randrange(len(mask))
-    for place in (*range(start, len(mask)), *range(start)):
-        if byte := mask[place]:
-            return 8 * place + choice.choice([bit for bit in range(8) if byte >> bit & 1])
-    return None
+def _draw(mask: int, choice: random.Random) -> int | None:
+    """Return a token whose bit is set; None if none is."""
+    if not mask:
+        return None
+    later = mask >> (start := choice.randrange(mask.bit_length()))
+    return start + (later & -later).bit_length() - 1
 
 
 _NO_TEXT = "NoExtensionBias"
@@ -240,5 +257,5 @@ def begin(
         )
     except Exception as error:
         return {"error": _shortened(str(error))}, None
-    limits = LLParserLimits(step_max_items=message["max_mask_items"])
-    return {}, functools.partial(answer, tokenizer=tokenizer, limits=limits)
+    trials = Trials.over(tokenizer, message["max_mask_items"])
+    return {}, functools.partial(answer, tokenizer=tokenizer, trials=trials)
