@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 _NET = 0x40000000  # CLONE_NEWNET
@@ -47,6 +48,18 @@ class Hosts:
     def heal(self, name: str) -> None:
         """Put the cable back."""
         self._set_link(name, "up")
+
+    def give_name(self, name: str, alias: str, to: str) -> None:
+        """Let a name mean the address of a host, on another host. Call it before the first process there starts."""
+        file = (
+            self._folder(name) / "hosts"
+        )  # ip-netns(8): it is mounted over /etc/hosts, so it is never replaced
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"127.0.0.1 localhost\n{self.address(to)} {alias}\n")
+
+    def _folder(self, name: str) -> Path:
+        """Return the folder of a host's own files of /etc."""
+        return Path("/etc/netns", self._names[name][0])
 
     def run(self, name: str, function: Callable[[], _T]) -> _T:
         """Return what a function returns whose connections begin on a host; it must not start threads."""
@@ -89,6 +102,8 @@ class Hosts:
 
     def close(self) -> None:
         """Remove them, and the cables with them."""
+        for name in self._names:
+            shutil.rmtree(self._folder(name), ignore_errors=True)
         for namespace in (self._switch, *(name for name, _ in self._names.values())):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
