@@ -1,6 +1,7 @@
 """A child process that works on what clients send, under a limit of CPU time, so that it can hang or crash alone.
 
-It answers each line of its input by one line, both JSON objects. A message is limited by the timer that the child sets
+It answers each line of its input by one line, both JSON objects. Bytes may follow a line, as many as it says: texts and
+ids that are long take no time to write as JSON then. A message is limited by the timer that the child sets
 on its own CPU time (`ITIMER_PROF`), which ends it: a busy machine makes it slower and refuses nothing.
 """
 
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from services.frontend.fair_threads import add_cpu_time
 
@@ -55,12 +56,13 @@ class LimitedProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Return the answer to a message.
+    def ask(self, message: dict[str, Any], limit_s: float, data: bytes = b"") -> dict[str, Any]:
+        """Return the answer to a message. Where bytes belong to it, they are its `data`.
 
         Args:
             message: JSON; any mapping is an object.
             limit_s: CPU time that the answer may take, in seconds.
+            data: Bytes that belong to the message, as its `data` there.
 
         Raises:
             ProcessEnded: It has used up its time, or crashed. It cannot be used any more.
@@ -77,20 +79,32 @@ class LimitedProcess:
         timer = threading.Timer(_WALL_FACTOR * limit_s, kill)
         timer.daemon = True
         timer.start()
-        line = b""
+        head = {**message, "limit_s": limit_s, "num_bytes": len(data)}
+        answer: dict[str, Any] | None = None
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(
-                    json.dumps({**message, "limit_s": limit_s}, default=dict).encode() + b"\n"
-                )
+                process.stdin.write(json.dumps(head, default=dict).encode() + b"\n")
+                process.stdin.write(data)
                 process.stdin.flush()
-                line = process.stdout.readline()
+                answer = _read_answer(process.stdout)
         finally:
             timer.cancel()
-        if not line:
+        if answer is None:
             was_late = process.wait() == -signal.SIGPROF or is_late.is_set()
             add_cpu_time(limit_s if was_late else 0.0)
             raise ProcessEnded(was_late)
-        answer: dict[str, Any] = json.loads(line)
         add_cpu_time(answer.pop("cpu_s"))
         return answer
+
+
+def _read_answer(stream: IO[bytes]) -> dict[str, Any] | None:
+    """Read one answer, or return None if the stream ends before it is whole."""
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        return None
+    answer: dict[str, Any] = json.loads(line)
+    if num_bytes := answer.pop("num_bytes", 0):
+        answer["data"] = stream.read(num_bytes)
+        if len(answer["data"]) < num_bytes:
+            return None
+    return answer

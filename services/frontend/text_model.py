@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from services.frontend.chat_renderer import ChatRenderer, TakesLong
 from services.frontend.fair_threads import FairThreads
+from services.frontend.long_texts import LONG_TEXT, LongTextEncoder
 from services.frontend.requests.answer_forms import DEMANDED_FORMAT
 from services.frontend.requests.grammars import GrammarChecker
 from services.frontend.requests.parse import prompt_has_too_many_chars
@@ -70,6 +71,7 @@ class TextModel:
         self.defaults = check_defaults(defaults)
         """Sampling fields that the checkpoint sets for requests that leave them out."""
         self.grammars = GrammarChecker(tokenizer)
+        self._long_texts = LongTextEncoder(tokenizer)
         self._threads = FairThreads(_NUM_THREADS, inline_size=INLINE_SIZE, what="long prompts")
 
     @classmethod
@@ -126,7 +128,7 @@ class TextModel:
         is_short = num_contexts > 1 and len(text) <= ALWAYS_TOKENIZED
         if max_chars is not None and not is_short and len(text) > num_contexts * max_model_len * max_chars:
             raise prompt_has_too_many_chars(path, len(text), max_model_len, max_chars, num_contexts)
-        return await self.run(len(text), self._encode, text, adds_special, max_tokens, keeps_beginning)
+        return await self.run(len(text), self._encode, text, path, adds_special, max_tokens, keeps_beginning)
 
     async def find_offsets(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int]]:
         """Return where in a text each of its tokens begins and ends, in code points."""
@@ -210,15 +212,16 @@ class TextModel:
         return await self.run(len(prompt_token_ids), lambda: detokenizer.push(prompt_token_ids.tolist()))
 
     def _encode(
-        self, text: str, add_special_tokens: bool, max_tokens: int | None, keeps_beginning: bool
+        self, text: str, path: str, add_special_tokens: bool, max_tokens: int | None, keeps_beginning: bool
     ) -> U32:
-        ids = self.tokenizer.encode(
-            text,
-            add_special_tokens=add_special_tokens,
-            max_tokens=max_tokens,
-            keeps_beginning=keeps_beginning,
-        )
-        return np.array(ids, dtype=np.uint32)
+        arguments: Any = {
+            "add_special_tokens": add_special_tokens,
+            "max_tokens": max_tokens,
+            "keeps_beginning": keeps_beginning,
+        }
+        if len(text) > LONG_TEXT:
+            return self._long_texts.encode(text, path, **arguments)
+        return np.array(self.tokenizer.encode(text, **arguments), dtype=np.uint32)
 
     def _encode_words(self, words: Sequence[str]) -> list[list[int]]:
         bare_words = dict.fromkeys(word.lstrip(" ") for word in words)

@@ -56,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "services.frontend.engines.status_watch": {"grpc"},
     "services.frontend.grpc": {"grpc", "google"},
     "services.frontend.requests.grammar_process": {"llguidance"},
+    "services.frontend.tokenizer_process": {"tokenizers"},
     "services.frontend.anthropic": HTTP,
     "services.frontend.operators": HTTP,
     "services.frontend.operators.routes": HTTP | {"grpc", "google"},
