@@ -23,7 +23,7 @@ NUM_TOKENS = 1500
 NUM_BEGUN = 10
 """Tokens after which a stream has begun."""
 ENGINES = ("enginecore-0", "enginecore-1")
-SHARED = ("--model.served-name=tuned", "--model.dtype=float32")
+SHARED = ("--model.served-name=tuned", "--model.dtype=float32", "--model.batch-invariant=true")
 
 
 @dataclass
