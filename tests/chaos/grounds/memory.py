@@ -1,6 +1,6 @@
 """The ground in one process and fake time: all three tiers as they are, over a network without a network.
 
-What is not ours to test here is replaced: gRPC's transport, the worker's thread, and the model, which is the naive one
+What is not ours to test here is replaced: gRPC's transport, threads, processes, and the model, which is the naive one
 that holds every rule of the step protocol and the KV cache against what it is told.
 """
 
