@@ -20,7 +20,7 @@ KINDS = ("greedy", "sampled", "choices", "stop", "penalties", "leaving", "slow",
 HTTP_KINDS = ("http", "http-twice")
 """Over HTTP, by clients that go on with streams; those of the second kind at two places at once."""
 FORMS: tuple[Mapping[str, str], ...] = (
-    {"regex": "([A-Z]{2,5}:[0-9]{1,4},){3,9}END"},
+    {"regex": "([A-Z]{2,5}:[0-9]{1,4},){2,5}END"},
     {
         "json": json.dumps(
             {
