@@ -1,0 +1,22 @@
+"""Prometheus metrics: every name is here, one set per tier, one small HTTP server per process."""
+
+from prometheus_client import disable_created_metrics
+
+from triptych.observe.metrics.enginecore import EngineMetrics
+from triptych.observe.metrics.frontend import FrontendMetrics, ModelMetrics
+from triptych.observe.metrics.frontend_engines import EngineGauges, EngineState, VllmNames
+from triptych.observe.metrics.process import LoopLag
+from triptych.observe.metrics.worker import WorkerMetrics
+
+__all__ = [
+    "EngineGauges",
+    "EngineMetrics",
+    "EngineState",
+    "FrontendMetrics",
+    "LoopLag",
+    "ModelMetrics",
+    "VllmNames",
+    "WorkerMetrics",
+]
+
+disable_created_metrics()  # a series with the time of creation beside each counter: twice as many

@@ -1,0 +1,163 @@
+"""Metrics of a frontend's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
+
+from triptych.observe.counted_histogram import CountedHistogram, CountedSamples
+
+PREFIX = "triptych_frontend_"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_CHOICES = (1, 2, 5, 10, 20, 50, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendMetrics:
+    """Prometheus metrics of the frontend.
+
+    What comes behind `triptych_frontend_` is vLLM's own name wherever vLLM has the same quantity; see `VllmNames`.
+    """
+
+    requests: Counter
+    active: Gauge
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    request_success: Counter
+    moves: Counter
+    sessions: Counter
+    attached: Counter
+    waiting_for_engine: Gauge
+    oldest_waiting_for_engine_seconds: Gauge
+    time_to_first_token: Histogram
+    inter_token_latency: CountedHistogram
+    time_per_output_token: Histogram
+    e2e_latency: Histogram
+    queue_time: Histogram
+    prefill_time: Histogram
+    decode_time: Histogram
+    inference_time: Histogram
+    request_prompt_tokens: Histogram
+    request_generation_tokens: Histogram
+    params_n: Histogram
+    params_max_tokens: Histogram
+    _of_models: dict[str, ModelMetrics] = field(init=False, default_factory=dict)
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry = REGISTRY) -> FrontendMetrics:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{PREFIX}{name}", text, ["model_name", *labels], registry=registry)
+
+        return cls(
+            requests=counter(
+                "requests",
+                "Requests ended, by API and outcome; no model if none was found.",
+                "api",
+                "outcome",
+            ),
+            active=Gauge(f"{PREFIX}active_requests", "Requests that run now.", registry=registry),
+            prompt_tokens=counter("prompt_tokens", "Prompt tokens that an engine has taken."),
+            generation_tokens=counter("generation_tokens", "Output tokens, counted as they come."),
+            request_success=counter("request_success", "Choices that ended, by reason.", "finished_reason"),
+            moves=counter(
+                "moves",
+                "Choices whose engine was lost or gave them up: moved to one that computes the same bits, or others, "
+                "failed for want of an engine, or suspected of what the engines died of.",
+                "outcome",
+            ),
+            sessions=Counter(
+                f"{PREFIX}engine_sessions",
+                "Sessions with engines: begun, resumed after a broken stream, or lost with what was in flight.",
+                ["outcome"],
+                registry=registry,
+            ),
+            attached=counter(
+                "attached_streams", "Streams that began elsewhere and were asked to go on here.", "outcome"
+            ),
+            waiting_for_engine=Gauge(
+                f"{PREFIX}choices_waiting_for_engine",
+                "Choices that have lost their engine and wait for another.",
+                registry=registry,
+            ),
+            oldest_waiting_for_engine_seconds=Gauge(
+                f"{PREFIX}oldest_choice_waiting_for_engine_seconds",
+                "Time that the first of them has waited.",
+                registry=registry,
+            ),
+            inter_token_latency=CountedHistogram(
+                f"{PREFIX}inter_token_latency_seconds",
+                "Between two tokens of a streamed choice; tokens that leave together share their time.",
+                "model_name",
+                buckets=_TOKEN_SECONDS,
+                registry=registry,
+            ),
+            **_request_histograms(registry),
+        )
+
+    def of_model(self, name: str) -> ModelMetrics:
+        """Return the metrics of requests for one model."""
+        if name not in self._of_models:  # looking up each costs 10 us
+            metrics = (getattr(self, each.name).labels(name) for each in fields(ModelMetrics))
+            self._of_models[name] = ModelMetrics(*metrics)
+        return self._of_models[name]
+
+    @property
+    def collectors(self) -> list[Collector]:
+        """All of them."""
+        return [getattr(self, each.name) for each in fields(self) if not each.name.startswith("_")]
+
+
+def _request_histograms(registry: CollectorRegistry) -> dict[str, Histogram]:
+    """Return name -> each field of `FrontendMetrics` that counts requests by their times and sizes."""
+
+    def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"{PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=registry)
+
+    return {
+        "time_to_first_token": histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
+        "time_per_output_token": histogram(
+            "request_time_per_output_token_seconds",
+            "First token to end, divided by the tokens after the first.",
+            _TOKEN_SECONDS,
+        ),
+        "e2e_latency": histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS),
+        "queue_time": histogram(
+            "request_queue_time_seconds", "In the engine, before the first step.", _SECONDS
+        ),
+        "prefill_time": histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS),
+        "decode_time": histogram("request_decode_time_seconds", "First token to last.", _SECONDS),
+        "inference_time": histogram("request_inference_time_seconds", "First step to last token.", _SECONDS),
+        "request_prompt_tokens": histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
+        "request_generation_tokens": histogram(
+            "request_generation_tokens", "Output tokens of a request, all choices together.", TOKENS
+        ),
+        "params_n": histogram("request_params_n", "Choices that a request asks for.", _CHOICES),
+        "params_max_tokens": histogram(
+            "request_params_max_tokens", "Output tokens that a choice of a request may have.", TOKENS
+        ),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """Those of `FrontendMetrics` that have no label beside the model's name."""
+
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    time_to_first_token: Histogram
+    inter_token_latency: CountedSamples
+    time_per_output_token: Histogram
+    e2e_latency: Histogram
+    queue_time: Histogram
+    prefill_time: Histogram
+    decode_time: Histogram
+    inference_time: Histogram
+    request_prompt_tokens: Histogram
+    request_generation_tokens: Histogram
+    params_n: Histogram
+    params_max_tokens: Histogram

@@ -1,0 +1,55 @@
+"""Metrics of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+_GAP_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.005, 0.02, 0.1)
+_MASK_SECONDS = (2e-5, 1e-4, 5e-4, 0.002, 0.005, 0.02, 0.1, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMetrics:
+    """Prometheus metrics of a worker."""
+
+    steps: Counter
+    tokens: Counter
+    stage_seconds: Counter
+    step_gap_seconds: Histogram
+    mask_seconds: Histogram
+    kv_blocks: Gauge
+    weight_bytes: Gauge
+    load_seconds: Gauge
+    kernels: Gauge
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry = REGISTRY) -> WorkerMetrics:
+        return cls(
+            Counter("triptych_worker_steps", "Steps computed.", registry=registry),
+            Counter("triptych_worker_tokens", "Tokens computed.", registry=registry),
+            Counter(
+                "triptych_worker_stage_seconds",
+                "Time by stage: prepare, forward, sample, idle.",
+                ["stage"],
+                registry=registry,
+            ),
+            Histogram(
+                "triptych_worker_step_gap_seconds",
+                "Between the last kernel of a step and the first of the next, waits for a plan included; "
+                "only of devices that measure it.",
+                buckets=_GAP_SECONDS,
+                registry=registry,
+            ),
+            Histogram(
+                "triptych_worker_mask_seconds",
+                "Time that a step spends on the masks of structured outputs; only of steps with some.",
+                buckets=_MASK_SECONDS,
+                registry=registry,
+            ),
+            Gauge("triptych_worker_kv_blocks", "KV blocks built.", registry=registry),
+            Gauge("triptych_worker_weight_bytes", "Bytes of weights held.", registry=registry),
+            Gauge("triptych_worker_load_seconds", "Process start to weights loaded.", registry=registry),
+            Gauge("triptych_worker_kernels", "1 for what computes.", ["kernels"], registry=registry),
+        )
