@@ -33,6 +33,7 @@ READY_NAME = {
 OPTION_BY_ENV: dict[str, Option] = {option.env: option for option in iter_options()}
 OTHER_ENV = {
     "TRIPTYCH_API_KEY",
+    "TRIPTYCH_COMMIT",
     "TRIPTYCH_CONFIG",
     "TRIPTYCH_HOME",
     "TRIPTYCH_MACHINE_DIR",

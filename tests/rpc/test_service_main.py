@@ -9,10 +9,12 @@ import os
 import signal
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from triptych.config import EngineConfig, TlsConfig
 from triptych.config.loader import ServiceArguments
@@ -98,6 +100,28 @@ async def test_sigterm_drains_and_stops(arguments: ServiceArguments) -> None:
     assert (code, app.calls) == (ExitCode.OK, ["start", "drain", "stop"])
     assert set(ports) == {"pid", "port", "metrics_port", "extra_port"}
     assert app.background["the work"].cancelled()
+
+
+async def test_metrics_of_the_process_are_there_while_it_serves(arguments: ServiceArguments) -> None:
+    def version() -> float | None:
+        labels = {"version": metadata.version("triptych"), "commit": "", "service": "worker"}
+        return REGISTRY.get_sample_value("triptych_build_info", labels)
+
+    found = []
+
+    class Asked(App):
+        async def drain(self) -> None:
+            found.append(version())
+
+    for _ in range(2):  # a second app in one process registers them again
+        assert version() is None
+        stopping = asyncio.create_task(stop_when_ready(arguments))
+        async with asyncio.timeout(DEADLINE_S):
+            await run(arguments, Asked)
+        await stopping
+        assert arguments.ready_file is not None
+        arguments.ready_file.unlink(missing_ok=True)
+    assert found == [1, 1]
 
 
 @pytest.mark.parametrize(

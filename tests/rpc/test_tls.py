@@ -195,6 +195,22 @@ async def test_a_renewed_certificate_is_shown_to_the_next_connection(authority, 
         assert "third.example" in await asyncio.to_thread(names_shown, server.port, authority.file)
 
 
+def test_the_end_of_the_certificate_is_that_of_the_one_shown(authority):
+    def end_of_file() -> float:
+        pem = (authority.folder / "server.pem").read_bytes()
+        return x509.load_pem_x509_certificates(pem)[0].not_valid_after_utc.timestamp()
+
+    tls = create_server_tls(authority.server("server", "first.example"))
+    assert tls is not None
+    first = end_of_file()
+    assert tls.expires_at_unix_s == first
+    authority.issue("server", "second.example", expired=True)
+    assert tls.expires_at_unix_s == end_of_file() != first
+    renewed = end_of_file()
+    (authority.folder / "server.pem").write_text("not PEM")
+    assert tls.expires_at_unix_s == renewed, "the one before is still shown"
+
+
 async def test_a_renewed_client_ca_counts_for_the_next_connection(authority, tmp_path):
     clients = Authority(tmp_path)
     file = tmp_path / "clients.pem"

@@ -49,6 +49,13 @@ def check_certificates(option: str, path: str, content: bytes, *, now_unix_s: fl
         log.warning("%s: the certificate in %s expired at %s", option, path, ends[0].isoformat())
 
 
+def find_first_end(content: bytes) -> datetime:
+    """Return when the first certificate of a PEM file expires, which `check_certificates` has passed."""
+    pem = _CERTIFICATE.search(content.decode("ascii", errors="replace"))
+    assert pem is not None, "it was checked"
+    return find_end(ssl.PEM_cert_to_DER_cert(pem[0]))
+
+
 def check_key(option: str, path: str, content: bytes) -> None:
     """Check that a PEM file has a private key without a passphrase.
 

@@ -22,6 +22,7 @@ from triptych.errors import ConfigError
 from triptych.observe import logging as observe_logging
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import LoopLag
+from triptych.observe.metrics.process import process_metrics
 from triptych.observe.metrics_server import MetricsServer
 from triptych.rpc.open_files import raise_file_limit
 from triptych.rpc.server import RpcServer, is_loopback, stop_event, write_ready_file
@@ -113,6 +114,15 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
     raise_file_limit()
     stop = stop_event()
     app = create(config)
+    tls = app.server_tls
+    expires_at = None if tls is None else lambda: tls.expires_at_unix_s
+    with process_metrics(app.log_name(config), expires_at):
+        return await _serve(app, arguments, stop)
+
+
+async def _serve(app: ServiceApp, arguments: ServiceArguments, stop: asyncio.Event) -> int:
+    """Serve and stop as `run` does. Return the exit code."""
+    config = app.config
     section = getattr(config, app.section)
     metrics = MetricsServer(is_live=lambda: not app.server.is_dead, is_ready=lambda: app.server.is_ready)
     ports = {

@@ -25,7 +25,7 @@ import grpc.aio
 from triptych.config import TlsConfig
 from triptych.config.watched_files import WatchedFiles
 from triptych.errors import ConfigError, PermissionDenied
-from triptych.rpc.certificates import check_certificates, check_key, check_pair, read_pem
+from triptych.rpc.certificates import check_certificates, check_key, check_pair, find_first_end, read_pem
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class _Identity:
     client_ca: bytes | None
     context: ssl.SSLContext
     """The same, for an HTTP server."""
+    expires_at_unix_s: float
+    """End of the certificate."""
 
 
 class ServerTls:
@@ -59,6 +61,11 @@ class ServerTls:
         self._identity = WatchedFiles(
             paths, functools.partial(_read_identity, config), what="certificates (tls.certificate, tls.key)"
         )
+
+    @property
+    def expires_at_unix_s(self) -> float:
+        """The end of the certificate that is shown now."""
+        return self._identity.get().expires_at_unix_s
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Return the credentials of a gRPC server, which asks for renewed files at each handshake."""
@@ -190,7 +197,8 @@ def _to_grpc(identity: _Identity) -> Any:
 def _read_identity(config: TlsConfig) -> _Identity:
     certificate, key = _read_pair(config)
     client_ca = _read_cas("tls.client_ca", config.client_ca) if config.client_ca else None
-    return _Identity(certificate, key, client_ca, _create_context(config))
+    expires_at = find_first_end(certificate).timestamp()
+    return _Identity(certificate, key, client_ca, _create_context(config), expires_at)
 
 
 def _read_client(config: TlsConfig) -> ClientCredentials:
