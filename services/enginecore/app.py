@@ -20,6 +20,7 @@ from triptych.config.loader import shared_config
 from triptych.errors import ConfigError, StaleEpoch
 from triptych.internal.v1 import engine_core_pb2_grpc
 from triptych.observe.metrics import EngineMetrics
+from triptych.observe.metrics.enginecore import JOURNAL_STATES, MAX_PRIORITY_LABEL
 from triptych.rpc import collector
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
@@ -27,6 +28,7 @@ from triptych.rpc.service_main import ServiceApp
 from triptych.rpc.tls import create_client_tls
 from triptych.types.exit_codes import ExitCode
 from triptych.types.facts import EngineStatus
+from triptych.types.kv_transfer import TransferCounts
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +101,11 @@ class EngineCoreApp(ServiceApp):
     async def _export_metrics(self) -> None:
         last = None
         while True:
-            last = _export_status(self._metrics, self._loop.status(), last)
+            last = export_status(self._metrics, self._loop.status(), last)
             await asyncio.sleep(_METRICS_INTERVAL_S)
 
 
-def _export_status(metrics: EngineMetrics, status: EngineStatus, last: EngineStatus | None) -> EngineStatus:
+def export_status(metrics: EngineMetrics, status: EngineStatus, last: EngineStatus | None) -> EngineStatus:
     """Set the gauges, and advance the counters by what has happened since `last`.
 
     Returns:
@@ -126,6 +128,38 @@ def _export_status(metrics: EngineMetrics, status: EngineStatus, last: EngineSta
         (metrics.prefix_hits, "prefix_hits"),
     ):
         counter.inc(getattr(status, name) - (getattr(last, name) if last else 0))
+    _export_priorities(metrics, status, last)
+    _export_transfers(metrics, status, last)
+    for state in JOURNAL_STATES:
+        metrics.journal_state.labels(state).set(status.journal == state)
+    metrics.journal_bytes.set(status.journal_bytes)
+    metrics.journal_oldest.set(status.journal_oldest_at_ms / 1000)
     for reason, count in status.num_finished.items():
         metrics.finished.labels(reason).inc(count - (last.num_finished.get(reason, 0) if last else 0))
     return status
+
+
+def _export_priorities(metrics: EngineMetrics, status: EngineStatus, last: EngineStatus | None) -> None:
+    """Set the gauges of the priorities that requests wait with, and clear those of before."""
+    counts = dict.fromkeys(map(_priority_label, last.num_waiting_by_priority if last else ()), 0)
+    for priority, count in status.num_waiting_by_priority.items():
+        label = _priority_label(priority)
+        counts[label] = counts.get(label, 0) + count
+    for label, count in counts.items():
+        metrics.waiting_by_priority.labels(label).set(count)
+
+
+def _priority_label(priority: int) -> int:
+    return max(-MAX_PRIORITY_LABEL, min(priority, MAX_PRIORITY_LABEL))
+
+
+def _export_transfers(metrics: EngineMetrics, status: EngineStatus, last: EngineStatus | None) -> None:
+    """Advance the counters of KV blocks that went to other workers and came from them."""
+    now, before = status.kv_transfers, last.kv_transfers if last else TransferCounts()
+    transfers, num_bytes = metrics.kv_transfers, metrics.kv_transfer_bytes
+    transfers.labels("in", "complete").inc(now.num_in_complete - before.num_in_complete)
+    transfers.labels("in", "failed").inc(now.num_in_failed - before.num_in_failed)
+    transfers.labels("out", "complete").inc(now.num_out_complete - before.num_out_complete)
+    transfers.labels("out", "failed").inc(now.num_out_expired - before.num_out_expired)
+    num_bytes.labels("in").inc((now.num_in_blocks - before.num_in_blocks) * status.block_bytes)
+    num_bytes.labels("out").inc((now.num_out_blocks - before.num_out_blocks) * status.block_bytes)

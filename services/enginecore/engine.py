@@ -385,6 +385,10 @@ class EngineCore:
             paused=self.is_paused,
             journal=self._listener.state if self._listener else "off",
         )
+        if (journal := self._listener) is not None:
+            status = replace(
+                status, journal_bytes=journal.num_bytes, journal_oldest_at_ms=journal.oldest_at_ms
+            )
         if self._scheduler is None or self._facts is None:
             return status
         status = replace(status, num_kept=self._kept.num_unread)

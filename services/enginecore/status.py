@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, replace
 
 from services.enginecore.scheduler.scheduler import Scheduler
@@ -24,5 +25,7 @@ def with_scheduler(status: EngineStatus, scheduler: Scheduler, kv: KvShape, *, n
         soft_num_blocks=kv.soft_num_blocks,
         block_bytes=kv.block_bytes,
         block_size=kv.block_size,
+        num_waiting_by_priority=Counter(request.priority for request in snapshot.waiting),
+        kv_transfers=replace(scheduler.transfers.counts),
         **asdict(snapshot.counters),
     )

@@ -27,7 +27,7 @@ from tests.helpers.scheduling import Clock, make_prompt
 from tests.helpers.stack import make_config
 from tools.replay import __main__ as replay_command
 from triptych.errors import ConfigError, TriptychError, WrongState
-from triptych.types.facts import PauseMode
+from triptych.types.facts import EngineStatus, PauseMode
 from triptych.types.journal import Aborted, Closed, Expired, JournalEvent, Planned, ResultTaken, Submitted
 from triptych.types.kv_transfer import KvProgress
 from triptych.types.sampling import SamplingParams
@@ -166,6 +166,7 @@ class Events(list[JournalEvent]):
     """An engine's listener that keeps what it hears."""
 
     state = "recording"
+    num_bytes = oldest_at_ms = 0
 
     def on_event(self, event: JournalEvent) -> None:
         self.append(event)
@@ -474,6 +475,22 @@ def test_journals_of_earlier_runs_make_room_oldest_first(tmp_path: Path) -> None
     }
     with JournalReader(tmp_path) as newest:
         assert newest.path.name == "engine-0-5000.journal"
+
+
+def test_status_says_what_the_journals_take(tmp_path: Path) -> None:
+    def status_of(run: RecordedRun) -> EngineStatus:
+        return run.engine.status(ready=True, why_not_ready="", steps_in_flight=1)
+
+    first = RecordedRun(tmp_path, started_at_ms=5)
+    assert (status_of(first).journal_bytes, status_of(first).journal_oldest_at_ms) == (0, 0)
+    first.start().engine.close()
+    run = RecordedRun(tmp_path, started_at_ms=30).start()
+    run.engine.close()
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    status = status_of(run)
+    assert status.journal == "closed"
+    assert status.journal_bytes == size
+    assert status.journal_oldest_at_ms == 5
 
 
 def test_the_journal_holds_each_call_once_and_in_order(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.scheduling import (
     make_scheduler,
     naive_generation,
 )
+from triptych.types.kv_transfer import TransferCounts
 from triptych.types.sampling import SamplingParams
 
 PREFILL_SESSION = 9
@@ -74,6 +75,13 @@ async def test_a_pulled_prompt_is_not_computed_again() -> None:
     assert transfers.result_of(1)[0] == expected(1, 200)
     assert request.num_cached_tokens == 200 // BLOCK_SIZE * BLOCK_SIZE
     assert transfers.decode.worker.num_tokens_computed == 200 % BLOCK_SIZE + 12 - 1
+    num_blocks = 200 // BLOCK_SIZE
+    assert transfers.decode.scheduler.transfers.counts == TransferCounts(
+        num_in_complete=1, num_in_blocks=num_blocks
+    )
+    assert transfers.prefill.scheduler.transfers.counts == TransferCounts(
+        num_out_complete=1, num_out_blocks=num_blocks
+    )
     check_all_given_back(transfers)
 
 
@@ -115,6 +123,8 @@ async def test_a_failed_pull_keeps_what_has_arrived_and_computes_the_rest() -> N
     run(transfers)
     assert transfers.result_of(1)[0] == expected(1, 200)
     assert request.num_cached_tokens == BLOCK_SIZE
+    counts = transfers.decode.scheduler.transfers.counts
+    assert counts == TransferCounts(num_in_failed=1, num_in_blocks=1)
 
 
 async def test_a_spoiled_pull_keeps_nothing() -> None:
@@ -174,6 +184,7 @@ async def test_a_lease_ends_when_nobody_pulls() -> None:
     clock.now += 0.2
     scheduler.expired(clock.now)
     assert scheduler.snapshot().num_used_blocks == 0
+    assert scheduler.transfers.counts == TransferCounts(num_out_expired=1)
     plan = transfers.plan_prefill()
     assert plan is not None
     assert plan.kv_orders is not None
@@ -261,7 +272,7 @@ async def test_running_requests_take_what_has_arrived() -> None:
     transfers.decode.add(make_request(2, make_prompt(200, seed=2), max_tokens=300))
     transfers.turn()
     request = submit(transfers, 1, 250)
-    while transfers.decode.scheduler.transfers.pulls.num_pulled_blocks < 250 // BLOCK_SIZE:
+    while transfers.decode.scheduler.transfers.counts.num_in_blocks < 250 // BLOCK_SIZE:
         assert transfers.turn()
         assert transfers.carry_block(1) or not transfers.pulls or transfers.decode.plans
         transfers.report()
@@ -298,8 +309,8 @@ async def test_what_has_arrived_is_given_back(end: str) -> None:
     submit(transfers, 1, 200)
     late = give_source(make_request(3, make_prompt(200, seed=1), max_tokens=2, deadline=clock.now + 1), 1)
     transfers.decode.add(late)
-    pulls = transfers.decode.scheduler.transfers.pulls
-    while pulls.num_pulled_blocks < 200 // BLOCK_SIZE:
+    counts = transfers.decode.scheduler.transfers.counts
+    while counts.num_in_blocks < 200 // BLOCK_SIZE:
         transfers.turn()
         for pull_id in list(transfers.pulls):
             transfers.carry_block(pull_id)

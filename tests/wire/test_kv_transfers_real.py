@@ -129,7 +129,7 @@ async def test_pulls_beside_streams_that_end_change_no_answer(checkpoint: Path) 
         clients = Clients(stack)
         await clients.run(NUM_REQUESTS)
         num_pulled = sum(request.is_pulled for request in clients.answered)
-        num_blocks = stack.decode_engine.loop._engine.scheduler.transfers.pulls.num_pulled_blocks  # type: ignore[union-attr]
+        num_blocks = stack.decode_engine.loop._engine.scheduler.transfers.counts.num_in_blocks  # type: ignore[union-attr]
         wrong = [
             f"{'pulled prompt' if request.is_pulled else 'short stream'} of {len(request.prompt)}: "
             f"{request.tokens}, alone {alone}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from triptych.types.identity import ModelIdentity
-from triptych.types.kv_transfer import KvEndpoint
+from triptych.types.kv_transfer import KvEndpoint, TransferCounts
 
 _KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 _KV_SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # of each key and each value, where elements have one
@@ -151,6 +151,13 @@ class EngineStatus:
     """The worker sleeps until an operator wakes it."""
     oldest_waiting_s: float = 0.0
     """Seconds for which the request that waits for a row longest has been queued. 0: none waits."""
+    num_waiting_by_priority: dict[int, int] = field(default_factory=dict)
+    """Priority -> requests of it that wait for a row."""
+    kv_transfers: TransferCounts = field(default_factory=TransferCounts)
+    journal_bytes: int = 0
+    """Bytes of this engine's journals, those of earlier runs included."""
+    journal_oldest_at_ms: int = 0
+    """Unix time of the start of the earliest run that they hold. 0: they hold none."""
     num_kept: int = 0
     """Requests that run on without a frontend that reads them."""
     draining: bool = False

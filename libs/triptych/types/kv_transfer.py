@@ -122,3 +122,26 @@ class KvProgress:
 
     pulls: tuple[PullProgress, ...] = field(default=())
     leases: tuple[LeaseProgress, ...] = field(default=())
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """An engine's transfers of KV blocks since its start, by how they ended. The counts never fall."""
+
+    num_in_complete: int = 0
+    """Prompts whose blocks have all come from other workers."""
+    num_in_failed: int = 0
+    """Prompts of which a part was computed here in the end, because blocks were late or did not come."""
+    num_in_blocks: int = 0
+    """Blocks that have come."""
+    num_out_complete: int = 0
+    """Prompts whose blocks other workers have pulled, all of them."""
+    num_out_expired: int = 0
+    """Prompts whose blocks nobody has pulled in time, or not all."""
+    num_out_blocks: int = 0
+    """Blocks that were pulled."""
+
+    def add(self, other: TransferCounts) -> None:
+        """Add the counts of an earlier scheduler."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))

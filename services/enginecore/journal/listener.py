@@ -15,6 +15,14 @@ class EngineListener(Protocol):
     def state(self) -> str:
         """State of the recording, for `EngineStatus.journal`."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all recordings of this engine take."""
+
+    @property
+    def oldest_at_ms(self) -> int:
+        """Unix time of the start of the earliest run that is recorded. 0: none is."""
+
     def on_event(self, event: JournalEvent) -> None:
         """Take in one event. A call is reported before it is carried out, and a step when it has been decided."""
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from importlib import metadata
 from io import BufferedWriter, FileIO
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 from services.enginecore.engine import EngineCore
@@ -35,6 +36,14 @@ class JournalRecorder(EngineListener):
     def state(self) -> str:
         """One of recording, full, failed and closed."""
         return self._file.state
+
+    @property
+    def num_bytes(self) -> int:
+        return self._file.num_bytes
+
+    @property
+    def oldest_at_ms(self) -> int:
+        return self._file.oldest_at_ms
 
     def on_event(self, event: JournalEvent) -> None:
         is_idle = isinstance(event.what, Planned) and event.what.plan is None
@@ -86,6 +95,15 @@ _FLUSH_S = 1.0
 _CLOSING_BYTES = 256  # kept free for the record that says why a recording ends
 
 
+class _EarlierJournal(NamedTuple):
+    """The journal of an earlier run."""
+
+    started_at_ms: int
+    """Unix time of the run's start."""
+    path: Path
+    num_bytes: int
+
+
 class JournalFile:
     """The journal of one run. The engine's listener owns it.
 
@@ -111,15 +129,22 @@ class JournalFile:
         self._max_bytes = max_bytes
         self._header = header
         self._file: BufferedWriter[FileIO] | None = None
-        self._earlier: deque[tuple[Path, int]] = deque()
-        """Journals of earlier runs and their sizes, oldest first."""
-        self._num_bytes = 0
+        self._earlier: deque[_EarlierJournal] = deque()
+        """Journals of earlier runs, oldest first."""
+        self.num_bytes = 0
         """Bytes of this journal and of all earlier ones."""
         self._flushed_at_s = 0.0
 
     @property
     def is_recording(self) -> bool:
         return self.state == "recording"
+
+    @property
+    def oldest_at_ms(self) -> int:
+        """Unix time of the start of the earliest run with a journal. 0: none has one."""
+        if self._earlier:
+            return self._earlier[0].started_at_ms
+        return self._header.started_at_ms if self.num_bytes else 0
 
     def write(self, event: JournalEvent) -> None:
         """Append one event, unless the recording has ended."""
@@ -138,7 +163,7 @@ class JournalFile:
                 )
                 return
             self._file.write(data)
-            self._num_bytes += len(data)
+            self.num_bytes += len(data)
             if event.at_s - self._flushed_at_s > _FLUSH_S:
                 self._file.flush()
                 self._flushed_at_s = event.at_s
@@ -167,7 +192,7 @@ class JournalFile:
         file = BufferedWriter(FileIO(self._path, "x", opener=_open_private), BUFFER_BYTES)
         data = framed(header_to_bytes(self._header))
         file.write(data)
-        self._num_bytes += len(data)
+        self.num_bytes += len(data)
         log.info("recording steps into %s", self._path)
         return file
 
@@ -175,23 +200,25 @@ class JournalFile:
         """Find this engine's earlier journals. Other engines may share the directory."""
         starts = []
         for path in self._directory.glob(f"*{JOURNAL_SUFFIX}"):
-            stem, _, start = path.stem.rpartition("-")
-            if stem == self._stem and start.isdecimal():
-                starts.append((int(start), path))
-        for _, path in sorted(starts):
-            self._earlier.append((path, size := path.stat().st_size))
-            self._num_bytes += size
+            stem, _, text = path.stem.rpartition("-")
+            if stem == self._stem and text.isdecimal():
+                starts.append((int(text), path))
+        for start, path in sorted(starts):
+            earlier = _EarlierJournal(start, path, path.stat().st_size)
+            self._earlier.append(earlier)
+            self.num_bytes += earlier.num_bytes
 
     def _has_space(self, num_bytes: int) -> bool:
-        while self._num_bytes + num_bytes > self._max_bytes and self._earlier:
-            path, size = self._earlier.popleft()
-            path.unlink(missing_ok=True)
-            self._num_bytes -= size
-        return self._num_bytes + num_bytes <= self._max_bytes
+        while self.num_bytes + num_bytes > self._max_bytes and self._earlier:
+            oldest = self._earlier.popleft()
+            oldest.path.unlink(missing_ok=True)
+            self.num_bytes -= oldest.num_bytes
+        return self.num_bytes + num_bytes <= self._max_bytes
 
     def _end(self, state: str, last_record: bytes) -> None:
         assert self._file is not None
         self._file.write(last_record)
+        self.num_bytes += len(last_record)
         self._file.close()
         self._file, self.state = None, state
 

@@ -12,7 +12,7 @@ from services.enginecore.kv.block_table import BlockTable
 from services.enginecore.kv.holds import BlockHolds
 from services.enginecore.kv.manager import BlockManager
 from services.enginecore.request import Request, RequestState
-from triptych.types.kv_transfer import KvExport, LeaseProgress
+from triptych.types.kv_transfer import KvExport, LeaseProgress, TransferCounts
 from triptych.types.row_key import RowKey
 
 
@@ -32,10 +32,15 @@ class _Lease:
 class KvLeases:
     """Owned by `KvTransfers`. A lease ends when all its blocks have been pulled, or none has been for a while."""
 
-    def __init__(self, blocks: BlockManager, lease_s: float) -> None:
-        """`lease_s`: seconds for which blocks are held after the prompt is computed and after each pull."""
+    def __init__(self, blocks: BlockManager, lease_s: float, counts: TransferCounts) -> None:
+        """
+        Args:
+            lease_s: Seconds for which blocks are held after the prompt is computed and after each pull.
+            counts: Counted up here, as far as they are of what goes out.
+        """
         self._blocks = blocks
         self._lease_s = lease_s
+        self._counts = counts
         self._leases: dict[bytes, _Lease] = {}
         self.holds: BlockHolds[bytes, None] = BlockHolds(blocks)
 
@@ -98,6 +103,7 @@ class KvLeases:
         lease = self._leases.get(progress.lease)
         if lease is None or progress.num_blocks <= lease.num_pulled:
             return
+        self._counts.num_out_blocks += progress.num_blocks - lease.num_pulled
         lease.num_pulled = progress.num_blocks
         if lease.expires_at is not None:
             lease.expires_at = now + self._lease_s
@@ -107,6 +113,7 @@ class KvLeases:
         """Release the leases that have not been pulled for too long."""
         for lease in list(self._leases.values()):
             if lease.expires_at is not None and lease.expires_at <= now:
+                self._counts.num_out_expired += 1
                 self._release(lease)
 
     @property
@@ -122,6 +129,7 @@ class KvLeases:
 
     def _release_if_pulled(self, lease: _Lease) -> None:
         if lease.num_pulled >= len(lease.table.block_ids):
+            self._counts.num_out_complete += 1
             self._release(lease)
 
     def _release(self, lease: _Lease) -> None:

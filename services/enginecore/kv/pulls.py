@@ -16,7 +16,7 @@ from services.enginecore.kv.block_table import BlockTable
 from services.enginecore.kv.holds import BlockHolds
 from services.enginecore.kv.manager import BlockManager
 from services.enginecore.request import Request
-from triptych.types.kv_transfer import KvPull, KvSource, PullProgress
+from triptych.types.kv_transfer import KvPull, KvSource, PullProgress, TransferCounts
 
 log = logging.getLogger(__name__)
 
@@ -60,22 +60,28 @@ class KvPulls:
     Running requests get it back if they need it, the last first.
     """
 
-    def __init__(self, blocks: BlockManager, release: Callable[[Request], None], lease_s: float) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        release: Callable[[Request], None],
+        lease_s: float,
+        counts: TransferCounts,
+    ) -> None:
         """
         Args:
+            counts: Counted up here, as far as they are of what comes in.
             release: Lets a request be admitted.
             lease_s: Seconds that are waited where nothing is known of the time to compute a prompt here.
         """
         self._blocks = blocks
         self._release = release
         self._lease_s = lease_s
+        self._counts = counts
         self._pulls: dict[Request, _Pull] = {}
         """By arrival."""
         self._last_id = 0
         self.holds: BlockHolds[int, KvPull] = BlockHolds(blocks)
         """The blocks that are written, by pull id."""
-        self.num_pulled_blocks = 0
-        """Blocks that have come from other workers since the start."""
 
     def __len__(self) -> int:
         return len(self._pulls)
@@ -144,6 +150,7 @@ class KvPulls:
         if progress.failure:
             self._give_up(pull, progress.failure)
         elif pull.num_arrived == num_wanted:
+            self._counts.num_in_complete += 1
             self._end(pull)
 
     def expire(self, now: float, recompute_s: Callable[[int], float | None]) -> None:
@@ -204,6 +211,7 @@ class KvPulls:
             if pull.has_ended:
                 self._blocks.free(pull.table)
             else:
+                self._counts.num_in_failed += 1
                 self._release(pull.request)
         self._pulls.clear()
 
@@ -244,6 +252,7 @@ class KvPulls:
             pull.num_arrived,
             why,
         )
+        self._counts.num_in_failed += 1
         self._end(pull, holds_arrived=holds_arrived)
 
     def _end(self, pull: _Pull, *, holds_arrived: bool = True) -> None:
@@ -257,7 +266,7 @@ class KvPulls:
         if pull.pull_id:
             table = pull.table
             self._blocks.cache_arrived(table, table.num_hits + pull.num_arrived)
-            self.num_pulled_blocks += pull.num_arrived
+            self._counts.num_in_blocks += pull.num_arrived
             if pull.num_arrived:
                 request.first_pulled_block = table.num_hits
         if holds_arrived:

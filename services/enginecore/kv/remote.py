@@ -15,7 +15,7 @@ from services.enginecore.kv.pulls import KvPulls
 from services.enginecore.request import Request
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError
-from triptych.types.kv_transfer import KvEndpoint, KvOrders, KvProgress
+from triptych.types.kv_transfer import KvEndpoint, KvOrders, KvProgress, TransferCounts
 from triptych.types.submit import SubmitRequest
 
 LEASE_S = 10.0
@@ -35,8 +35,9 @@ class KvTransfers:
             release: Lets a request be admitted that waited for its blocks.
             lease_s: Seconds for which blocks are held that are not pulled.
         """
-        self.leases = KvLeases(blocks, lease_s)
-        self.pulls = KvPulls(blocks, release, lease_s)
+        self.counts = TransferCounts()
+        self.leases = KvLeases(blocks, lease_s, self.counts)
+        self.pulls = KvPulls(blocks, release, lease_s, self.counts)
 
     def __len__(self) -> int:
         """Return how many leases and pulls there are."""

@@ -276,6 +276,7 @@ class Scheduler:
         assert previous._blocks.block_size == self._blocks.block_size, "block hashes depend on it"
         previous.requeue_all()
         self._ends.counters = previous.counters
+        self.transfers.counts.add(previous.transfers.counts)
         self._admission.forecast = previous._admission.forecast
         self._states.adopt(previous._states)
         failed = []

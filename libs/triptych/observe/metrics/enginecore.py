@@ -8,6 +8,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from triptych.observe.metrics.frontend import TOKENS
 
+JOURNAL_STATES = ("off", "recording", "full", "failed", "closed")
+MAX_PRIORITY_LABEL = 10
+"""Greatest priority with a series of its own, and less its sign the least: a client may choose any 32-bit number."""
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -17,6 +20,7 @@ class EngineMetrics:
 
     running: Gauge
     waiting: Gauge
+    waiting_by_priority: Gauge
     used_blocks: Gauge
     blocks: Gauge
     touched_blocks: Gauge
@@ -33,11 +37,16 @@ class EngineMetrics:
     oldest_waiting_seconds: Gauge
     kept: Gauge
     iteration_tokens: Histogram
+    kv_transfers: Counter
+    kv_transfer_bytes: Counter
+    journal_state: Gauge
+    journal_bytes: Gauge
+    journal_oldest: Gauge
 
     @classmethod
     def create(cls, registry: CollectorRegistry = REGISTRY) -> EngineMetrics:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"triptych_engine_{name}", text, registry=registry)
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"triptych_engine_{name}", text, labels, registry=registry)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"triptych_engine_{name}", text, labels, registry=registry)
@@ -45,6 +54,11 @@ class EngineMetrics:
         return cls(
             running=gauge("running_requests", "Requests with a row in the worker."),
             waiting=gauge("waiting_requests", "Requests waiting for one."),
+            waiting_by_priority=gauge(
+                "waiting_requests_by_priority",
+                f"The same by priority; {-MAX_PRIORITY_LABEL} and {MAX_PRIORITY_LABEL} stand for all beyond them, too.",
+                ("priority",),
+            ),
             used_blocks=gauge("used_blocks", "KV blocks held."),
             blocks=gauge("blocks", "KV blocks that requests may hold."),
             touched_blocks=gauge(
@@ -76,5 +90,20 @@ class EngineMetrics:
                 "Tokens of a step.",
                 buckets=TOKENS,
                 registry=registry,
+            ),
+            kv_transfers=counter(
+                "kv_transfers",
+                "Prompts whose KV blocks went to another worker (out) or came from one (in), and outcome: complete, or "
+                "failed: computed here after all, or not pulled in time.",
+                ("direction", "outcome"),
+            ),
+            kv_transfer_bytes=counter(
+                "kv_transfer_bytes", "Bytes of these blocks, on one rank.", ("direction",)
+            ),
+            journal_state=gauge("journal_state", "1 for the state of the step journal.", ("state",)),
+            journal_bytes=gauge("journal_bytes", "Bytes of this engine's journals, earlier runs included."),
+            journal_oldest=gauge(
+                "journal_oldest_timestamp_seconds",
+                "Unix time of the start of the earliest run that they hold; 0: they hold none.",
             ),
         )
