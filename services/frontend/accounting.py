@@ -39,6 +39,7 @@ class RequestRecord:
         self._last_output: dict[int, float] = {}
         """Index of a streamed choice -> time of its last output."""
         self._num_counted = 0  # output tokens
+        self._most_tokens = 0  # of one choice
         self.model = ""
         self.usage = Usage()
         """Kept up to date by the generator."""
@@ -100,6 +101,7 @@ class RequestRecord:
 
     def note_choice(self, reason: str, num_tokens: int, timings: StageTimings) -> None:
         """A choice of a request that ended well has ended for this reason."""
+        self._most_tokens = max(self._most_tokens, num_tokens)
         if (metrics := self._of_model) is None:
             return
         self._metrics.request_success.labels(self.model, reason).inc()
@@ -136,6 +138,7 @@ class RequestRecord:
             if self.finish:
                 metrics.e2e_latency.observe(total_s)
                 metrics.request_generation_tokens.observe(usage.num_output_tokens)
+                metrics.request_max_num_generation_tokens.observe(self._most_tokens)
         fields = {
             "request_id": self._request_id,
             "api": self._api,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -97,6 +98,16 @@ class AliveRequests:
         outputs = RequestOutputs(name, pace)
         with self._hold(outputs, raw):
             yield outputs
+
+    def count_without_token(self) -> Counter[str]:
+        """Count the choices that no token has come for, by tenant. May be called on any thread."""
+        counts = Counter[str]()
+        for alive in self:
+            choices = list(alive.outputs.choices)
+            waiting = sum(choice.finish_reason is None and not choice.num_tokens for choice in choices)
+            if waiting:
+                counts[alive.tenant] += waiting
+        return counts
 
     def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
         """End requests of the caller's tenant with what they have.

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 
-from services.frontend.access.keys import ApiKeys, create_api_keys
+from services.frontend.access.caller import Caller
+from services.frontend.access.keys import ApiKeys, create_api_keys, label_of_tenant
 from services.frontend.alive_requests import AliveRequests
 from services.frontend.engines.client import EngineClient
 from services.frontend.engines.discovery import EngineDiscovery
@@ -32,11 +34,19 @@ from services.frontend.grpc.generation_servicer import SERVICE, GenerationServic
 from services.frontend.grpc.interceptors import AuditInterceptor, KeyInterceptor
 from services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
 from services.frontend.grpc.vllm_servicer import VLLM_SERVICE, VllmServicer
+from services.frontend.limited_process import child_totals
 from triptych.compat import vllm_engine_pb2_grpc
 from triptych.config import EngineConfig, FrontendConfig
+from triptych.config.api_keys import ANY_TENANT
 from triptych.errors import ConfigError, TriptychError
 from triptych.observe.logging import with_fields
-from triptych.observe.metrics import EngineGauges, FrontendMetrics, VllmNames
+from triptych.observe.metrics import (
+    ChildMetrics,
+    ChoiceGauges,
+    EngineGauges,
+    FrontendMetrics,
+    VllmNames,
+)
 from triptych.rpc import collector
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.open_files import fit_connections, raise_file_limit
@@ -74,7 +84,8 @@ class FrontendApp(ServiceApp):
         self._router = Router(
             _read_aliases(config.frontend.model_aliases), create_policy(config.frontend.routing)
         )
-        metrics = FrontendMetrics.create()
+        self._keys = create_api_keys(config.frontend)
+        metrics = self._metrics = FrontendMetrics.create()
         self._mover = Mover(self._router, metrics, MoveTerms.of(config.frontend))
         self._status_watch = StatusWatch()
         self._generator = Generator(
@@ -85,15 +96,17 @@ class FrontendApp(ServiceApp):
             config.frontend.keep_s,
             config.frontend.max_logit_bias,
             self._status_watch.why_waiting,
+            lambda caller, unit: note_rate_limited(metrics, self._keys, caller, unit),
         )
         self._discovery = _create_discovery(config, self._router, self._status_watch, metrics)
         gauges = EngineGauges(
             self._status_watch.latest, lambda: self._status_watch.states(self._router.engines)
         )
-        REGISTRY.register(gauges)
+        choices = ChoiceGauges(lambda: count_choices_without_token(self._generator.alive, self._keys))
+        for source in (gauges, choices, ChildMetrics(child_totals)):
+            REGISTRY.register(source)
         if config.frontend.metrics_vllm_names:
             REGISTRY.register(VllmNames((gauges, *metrics.collectors)))
-        self._keys = create_api_keys(config.frontend)
         self.server = create_server(
             config.frontend, self._generator, self._status_watch, self._keys, self.server_tls
         )
@@ -137,6 +150,7 @@ class FrontendApp(ServiceApp):
             _split(config.cors_origins),
             refuses_unknown=config.unknown_fields == "refuse",
             ping_interval_s=config.ping_interval_s,
+            on_response=self._note_response,
         )
         server = HttpServer(
             app,
@@ -158,7 +172,7 @@ class FrontendApp(ServiceApp):
         from services.frontend.operators.app import create_operators_app
 
         config = self.config.frontend
-        app = create_operators_app(self._router, self._generator, self._keys)
+        app = create_operators_app(self._router, self._generator, self._keys, self._note_response)
         server = HttpServer(
             app,
             config.admin_host,
@@ -168,6 +182,9 @@ class FrontendApp(ServiceApp):
             tls=self.server_tls,
         )
         return await self._serve("admin-http", server)
+
+    def _note_response(self, route: str, status: int) -> None:
+        self._metrics.http_responses.labels(route, status).inc()
 
     async def _serve(self, name: str, server: HttpServer) -> int:
         """Start a server and return its port."""
@@ -249,6 +266,20 @@ def _create_discovery(
     )
     work = (EngineClient.run, status_watch.follow)
     return EngineDiscovery(config.frontend.engine_addresses, router, create, work=work)
+
+
+def note_rate_limited(metrics: FrontendMetrics, keys: ApiKeys | None, caller: Caller, unit: str) -> None:
+    """Count a request that was refused because its key has used up a limit."""
+    tenant = ANY_TENANT if caller.tenant is None else label_of_tenant(caller.tenant, keys)
+    metrics.rate_limited.labels(tenant, unit.partition(" ")[0]).inc()
+
+
+def count_choices_without_token(alive: AliveRequests, keys: ApiKeys | None) -> Mapping[str, int]:
+    """Count the choices that wait for their first token, by the tenant as metrics name it."""
+    counts = Counter[str]()
+    for tenant, count in alive.count_without_token().items():
+        counts[label_of_tenant(tenant, keys)] += count
+    return counts
 
 
 def _with_connections_that_fit(config: EngineConfig) -> EngineConfig:

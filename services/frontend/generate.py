@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from types import MappingProxyType
 from typing import NamedTuple
 
-from services.frontend.access.caller import current_caller, set_tenant
+from services.frontend.access.caller import Caller, current_caller, set_tenant
 from services.frontend.access.rate_limits import RateLimits
 from services.frontend.accounting import RequestRecord
 from services.frontend.alive_requests import AliveRequests
@@ -75,9 +75,11 @@ class Generator:
         keep_s: float = 0,
         max_biases: int = MAX_BIASES,
         why_waiting: Callable[[], str] = str,
+        on_rate_limited: Callable[[Caller, str], None] = lambda caller, unit: None,
     ) -> None:
         """
         Args:
+            on_rate_limited: See `RateLimits`.
             why_waiting: Returns why requests that are taken wait; empty if they do not.
             max_messages_per_s: See `Pace`.
             keep_s: Seconds for which engines keep streams without a frontend. 0: not at all.
@@ -93,7 +95,7 @@ class Generator:
         self._text: TextModel | None = None
         self.alive = AliveRequests()
         self._pace = Pace(max_messages_per_s, self.alive.__len__)
-        self._rate_limits = RateLimits()
+        self._rate_limits = RateLimits(on_refused=on_rate_limited)
         self._is_draining = False
         self._started_unix_s = int(time.time())
 

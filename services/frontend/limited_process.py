@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from services.frontend.fair_threads import add_cpu_time
+from triptych.observe.metrics import ChildTotals
 
 _CHILD = Path(__file__).with_name("limited_child.py")
 _WALL_FACTOR = 12
 """So many times the CPU time may pass by the clock: it is ended then even if it does not compute."""
+OUTCOMES = ("started", "done", "refused", "late", "crashed")
+_totals: dict[str, ChildTotals] = {}  # threads of several owners write it, one set of metrics reads it
+_totals_lock = threading.Lock()
 
 
 class ProcessEnded(Exception):
@@ -42,6 +46,8 @@ class LimitedProcess:
     def __init__(self, script: Path) -> None:
         command = [sys.executable, "-P", str(_CHILD), str(script)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._work = script.stem.removesuffix("_process")
+        self._is_new = True
 
     def __del__(self) -> None:
         process = self._process
@@ -91,10 +97,25 @@ class LimitedProcess:
             timer.cancel()
         if answer is None:
             was_late = process.wait() == -signal.SIGPROF or is_late.is_set()
-            add_cpu_time(limit_s if was_late else 0.0)
+            self._note("late" if was_late else "crashed", limit_s if was_late else 0.0)
             raise ProcessEnded(was_late)
-        add_cpu_time(answer.pop("cpu_s"))
+        outcome = "started" if self._is_new else "refused" if "error" in answer else "done"
+        self._is_new = False
+        self._note(outcome, answer.pop("cpu_s"))
         return answer
+
+    def _note(self, outcome: str, cpu_s: float) -> None:
+        add_cpu_time(cpu_s)
+        with _totals_lock:
+            totals = _totals.setdefault(self._work, ChildTotals(dict.fromkeys(OUTCOMES, 0), 0.0))
+            outcomes = {**totals.outcomes, outcome: totals.outcomes[outcome] + 1}
+            _totals[self._work] = ChildTotals(outcomes, totals.cpu_s + cpu_s)
+
+
+def child_totals() -> dict[str, ChildTotals]:
+    """Return what the processes of each script have done since the start, by the script's name without `_process`."""
+    with _totals_lock:
+        return dict(_totals)
 
 
 def _read_answer(stream: IO[bytes]) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -108,6 +109,15 @@ async def test_it_serves_both_doors_and_drains_on_sigterm(tmp_path: Path) -> Non
             base = f"http://127.0.0.1:{ports['http_port']}"
             assert (await http.get(f"{base}/health")).status_code == 200
             assert (await http.get(f"{base}/v1/models")).json()["data"][0]["id"] == "tiny"
+            metrics = (await http.get(f"http://127.0.0.1:{ports['metrics_port']}/metrics")).text
+            for line in (
+                'triptych_frontend_http_responses_total{route="/v1/models",status="200"} 1.0',
+                "# TYPE triptych_frontend_choices_without_token gauge",
+                "# TYPE triptych_frontend_child_tasks_total counter",
+                "# TYPE triptych_frontend_rate_limited_requests_total counter",
+            ):
+                assert line in metrics
+            assert re.search(r'triptych_build_info\{.*service="frontend".*\} 1', metrics)
 
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             call = stub.StreamGenerate(ask("last", text="Hello"))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.frontend.access.keys import MAX_TENANT_LABELS, ApiKeys, label_of_tenant
+from services.frontend.app import count_choices_without_token
 from services.frontend.engines.status_watch import StatusWatch
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import answer, collect, frontend_core, raw_request
 from tests.helpers.grpc_api import open_api
 from triptych.admin.v1 import admin_pb2
+from triptych.config.api_keys import entry_line
 from triptych.errors import ModelNotFound
 from triptych.observe.metrics import EngineGauges, FrontendMetrics, VllmNames
 from triptych.types.events import DeltaEvent
@@ -26,6 +31,7 @@ PER_REQUEST = (
     "e2e_request_latency_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
+    "request_max_num_generation_tokens",
     "request_params_n",
     "request_params_max_tokens",
 )
@@ -47,6 +53,7 @@ async def test_an_answer_is_observed_once_in_each_histogram_of_its_model() -> No
         assert core.metric("generation_tokens_total", model_name="tiny") == num_tokens
         assert core.metric("request_generation_tokens_sum", model_name="tiny") == num_tokens
         assert core.metric("request_params_max_tokens_sum") == 9
+        assert core.metric("request_max_num_generation_tokens_sum", model_name="tiny") == 9
         assert core.metric("request_success_total", model_name="tiny", finished_reason="length") == 2
         assert {name: core.metric(f"{name}_count") for name in PER_REQUEST} == dict.fromkeys(PER_REQUEST, 1)
         assert {name: core.metric(f"{name}_count") for name in PER_CHOICE} == dict.fromkeys(PER_CHOICE, 2)
@@ -77,6 +84,48 @@ async def test_tokens_of_a_whole_answer_are_counted_at_its_end() -> None:
         await task
         assert core.metric("generation_tokens_total") == 3
         assert core.metric("inter_token_latency_seconds_count") == 0
+
+
+async def test_the_longest_choice_is_observed() -> None:
+    async with FakeEngine(lambda request: [65] * (3 + 4 * request.index) + [299]) as engine:
+        async with frontend_core(engine) as core:
+            await answer(core.generator, raw_request(sampling={"max_tokens": 20, "n": 3}))
+            lengths = core.metric("request_generation_tokens_sum")
+            assert core.metric("request_max_num_generation_tokens_sum") == 3 + 4 * 2 + 1
+            assert lengths > 3 + 4 * 2 + 1
+
+
+async def test_choices_without_a_token_are_counted_by_tenant(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(entry_line("a", "key-a", tenant="acme"))
+    keys = ApiKeys(file)
+    async with FakeEngine() as engine, frontend_core(engine) as core:
+        counts = functools.partial(count_choices_without_token, core.generator.alive, keys)
+        assert counts() == {}
+        tasks = [
+            asyncio.create_task(collect(core.generator, raw_request(tenant=tenant, sampling={"n": n})))
+            for tenant, n in (("acme", 3), ("made-up-1", 1), ("made-up-2", 1), ("", 1))
+        ]
+        await engine.next_submit(5)
+        await eventually(lambda: counts() == {"acme": 3, "other": 2, "": 1})
+        first = next(choice for choice in engine.submitted if choice.request.tenant == "acme")
+        engine.emit(first, [65])
+        await eventually(lambda: counts()["acme"] == 2)
+        for choice in engine.submitted:
+            engine.emit(choice, [65], finish=FinishReason.LENGTH)
+        await asyncio.gather(*tasks)
+        assert counts() == {}
+
+
+def test_tenants_beyond_a_bound_have_one_label(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    lines = [entry_line(f"k{i}", f"key-{i}", tenant=f"t{i}") for i in range(MAX_TENANT_LABELS + 5)]
+    file.write_text("\n".join(lines))
+    keys = ApiKeys(file)
+    labels = {label_of_tenant(f"t{i}", keys) for i in range(MAX_TENANT_LABELS + 50)}
+    assert labels == {*(f"t{i}" for i in range(MAX_TENANT_LABELS)), "other"}
+    assert label_of_tenant("", keys) == ""
+    assert label_of_tenant("t0", None) == "other", "without keys a tenant is what a client claims"
 
 
 async def test_a_refused_request_has_no_model_and_no_latency() -> None:

@@ -11,13 +11,17 @@ import grpc.aio
 import openai
 import pytest
 from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry
 
 from services.frontend.access.caller import Caller
+from services.frontend.access.keys import ApiKeys
 from services.frontend.access.rate_limits import WINDOW_S, RateLimits
+from services.frontend.app import note_rate_limited
 from tests.frontend.test_access import Doors, open_doors, request
 from tests.helpers.grpc_api import error_of
 from triptych import errors
 from triptych.config.api_keys import entry_line
+from triptych.observe.metrics import FrontendMetrics
 from triptych.v1 import generation_pb2
 
 
@@ -87,6 +91,45 @@ def test_a_limit_that_changes_counts_what_is_in_the_window():
         errors.RateLimited, match="4 requests within a minute, the limit is 2; try again in 60"
     ):
         limits.admit(Caller("k", requests_per_minute=2))
+
+
+def test_refusals_are_reported_with_what_was_used_up():
+    refused = []
+    limits = RateLimits(lambda: 0.0, lambda caller, unit: refused.append((caller.name, unit)))
+    few, tokens = Caller("few", requests_per_minute=1), Caller("tokens", tokens_per_minute=5)
+    limits.admit(few)
+    limits.charge(tokens, 6)
+    for attempt in (
+        lambda: limits.admit(few),
+        lambda: limits.admit(tokens),
+        lambda: limits.admit_tokens(tokens),
+    ):
+        with pytest.raises(errors.RateLimited):
+            attempt()
+    assert refused == [("few", "requests"), ("tokens", "tokens"), ("tokens", "tokens")]
+
+
+def test_refusals_are_counted_by_tenant_and_limit(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text(entry_line("few", "key-few", tenant="acme") + "\n" + entry_line("g", "key-g", tenant="*"))
+    keys, registry = ApiKeys(file), CollectorRegistry()
+    metrics = FrontendMetrics.create(registry)
+    note_rate_limited(metrics, keys, Caller("few", "acme"), "requests")
+    note_rate_limited(metrics, keys, Caller("few", "acme"), "streams that are not kept")
+    note_rate_limited(metrics, keys, Caller("g", None), "tokens")
+    note_rate_limited(metrics, keys, Caller("gone", "removed from the file"), "tokens")
+    found = {
+        (sample.labels["tenant"], sample.labels["limit"]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "triptych_frontend_rate_limited_requests_total"
+    }
+    assert found == {
+        ("acme", "requests"): 1,
+        ("acme", "streams"): 1,
+        ("*", "tokens"): 1,
+        ("other", "tokens"): 1,
+    }
 
 
 # Both APIs

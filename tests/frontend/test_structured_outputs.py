@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from services.frontend.access.caller import set_tenant
-from services.frontend.limited_process import LimitedProcess
+from services.frontend.limited_process import LimitedProcess, child_totals
 from services.frontend.requests import grammar_process
 from services.frontend.requests.grammars import MAX_WAITING_FORMS, CompiledForm, GrammarChecker
 from tests.helpers.byte_tokenizer import EOS, byte_backend, byte_tokenizer
@@ -26,6 +26,7 @@ from tests.helpers.grpc_api import open_api as open_grpc
 from tests.helpers.http_api import open_api as open_http
 from triptych.client.request import RequestOptions, build_generation
 from triptych.errors import FeatureDisabled, InvalidRequest, QueueFull
+from triptych.observe.metrics import ChildTotals
 from triptych.types.sampling import SamplingParams
 from triptych.types.structured import MAX_FORM_BYTES, MAX_MASK_ITEMS, GrammarSyntax, StructuredOutputs
 
@@ -248,6 +249,29 @@ async def test_refused_forms_are_remembered() -> None:
             with pytest.raises(InvalidRequest, match=rf"^other\.path: {why}"):
                 await checker.compile(form, FACTS, lambda _: "other.path")
     assert set(psutil.Process().children()) == known
+
+
+async def test_compilations_are_counted_by_outcome() -> None:
+    def since(before: dict[str, ChildTotals]) -> dict[str, int]:
+        first = before["grammar"].outcomes if "grammar" in before else dict[str, int]()
+        outcomes = child_totals()["grammar"].outcomes
+        return {
+            name: count - first.get(name, 0) for name, count in outcomes.items() if count > first.get(name, 0)
+        }
+
+    before = child_totals()
+    checker = GrammarChecker(byte_tokenizer(), limit_s=1.0)
+    await checker.compile(FORMS["regex"], FACTS, form_path)
+    await checker.compile(FORMS["regex"], FACTS, form_path)  # it is known
+    assert since(before) == {"started": 1, "done": 1}
+    with pytest.raises(InvalidRequest):
+        await checker.compile(StructuredOutputs(regex="("), FACTS, form_path)
+    assert since(before) == {"started": 1, "done": 1, "refused": 1}
+    cpu_s = child_totals()["grammar"].cpu_s
+    with pytest.raises(InvalidRequest):
+        await checker.compile(StructuredOutputs(grammar=SLOW), FACTS, form_path)
+    assert since(before) == {"started": 1, "done": 1, "refused": 1, "late": 1}
+    assert child_totals()["grammar"].cpu_s >= cpu_s + 1.0
 
 
 async def test_slow_forms_of_one_tenant_do_not_hold_those_of_another() -> None:

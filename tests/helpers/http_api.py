@@ -16,6 +16,7 @@ from services.frontend.access.keys import ApiKeys
 from services.frontend.generate import Generator
 from services.frontend.openai.app import create_app
 from services.frontend.openai.connections import ConnectionLimits
+from services.frontend.openai.request_guard import OnResponse
 from services.frontend.openai.server import HttpServer
 from tests.helpers.fake_generator import FakeGenerator
 from triptych.rpc.tls import ServerTls
@@ -73,6 +74,7 @@ async def open_api(
     cors_origins: Sequence[str] = (),
     refuses_unknown: bool = True,
     ping_interval_s: float = 15.0,
+    on_response: OnResponse = lambda route, status: None,
 ) -> AsyncIterator[HttpApi]:
     """Over a new fake generator, or over the given one, of any kind.
 
@@ -80,7 +82,12 @@ async def open_api(
     """
     generator = generator or FakeGenerator()
     app = create_app(
-        generator, keys, cors_origins, refuses_unknown=refuses_unknown, ping_interval_s=ping_interval_s
+        generator,
+        keys,
+        cors_origins,
+        refuses_unknown=refuses_unknown,
+        ping_interval_s=ping_interval_s,
+        on_response=on_response,
     )
     server = HttpServer(app, "127.0.0.1", 0, limits=limits, tls=tls)
     port = await server.start()

@@ -21,9 +21,18 @@ WINDOW_S = 60.0
 class RateLimits:
     """The windows of all keys. A limit that changes in the file of keys counts for what is in its window already."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: monotonic time in seconds."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        on_refused: Callable[[Caller, str], None] = lambda caller, unit: None,
+    ) -> None:
+        """
+        Args:
+            clock: Monotonic time in seconds.
+            on_refused: Hears of each refusal, and what the caller has used up.
+        """
         self._clock = clock
+        self._on_refused = on_refused
         self._requests: dict[str, _Window] = {}
         """Name of a key -> its requests."""
         self._guesses: dict[str, _Window] = {}
@@ -39,8 +48,8 @@ class RateLimits:
         if not caller.requests_per_minute and not caller.tokens_per_minute:
             return
         now_s = self._clock()
-        self._check(self._requests, caller.name, caller.requests_per_minute, "requests", now_s)
-        self._check(self._tokens, caller.name, caller.tokens_per_minute, "tokens", now_s)
+        self._check(self._requests, caller, caller.requests_per_minute, "requests", now_s)
+        self._check(self._tokens, caller, caller.tokens_per_minute, "tokens", now_s)
         if caller.requests_per_minute:
             self._requests.setdefault(caller.name, _Window()).add(1, now_s)
 
@@ -54,7 +63,7 @@ class RateLimits:
             RateLimited: The key has used up its requests by such guesses.
         """
         limit, name = caller.requests_per_minute, caller.name
-        self._check(self._guesses, name, limit, "streams that are not kept", self._clock())
+        self._check(self._guesses, caller, limit, "streams that are not kept", self._clock())
         try:
             yield
         except (NotKept, InvalidRequest):
@@ -71,21 +80,24 @@ class RateLimits:
             RateLimited: The key has used up its tokens.
         """
         if caller.tokens_per_minute:
-            self._check(self._tokens, caller.name, caller.tokens_per_minute, "tokens", self._clock())
+            self._check(self._tokens, caller, caller.tokens_per_minute, "tokens", self._clock())
 
     def charge(self, caller: Caller, num_tokens: int) -> None:
         """Count tokens of a request, when they are known: they may exceed the limit, and the next request waits."""
         if caller.tokens_per_minute and num_tokens:
             self._tokens.setdefault(caller.name, _Window()).add(num_tokens, self._clock())
 
-    @staticmethod
-    def _check(windows: dict[str, _Window], name: str, limit: int, unit: str, now_s: float) -> None:
+    def _check(
+        self, windows: dict[str, _Window], caller: Caller, limit: int, unit: str, now_s: float
+    ) -> None:
+        name = caller.name
         window = windows.get(name)
         if not limit or window is None:
             return
         used, wait_s = window.used_and_wait(limit, now_s)
         if used < limit:
             return
+        self._on_refused(caller, unit)
         message = f"API key {name!r}: {used} {unit} within a minute, the limit is {limit}; try again in {wait_s:.1f} s"
         error = RateLimited(message, wait_s)
         error.metadata = {"limit": str(limit), "unit": unit, "value": str(used)}

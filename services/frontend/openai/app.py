@@ -20,7 +20,7 @@ from services.frontend.openai.errors import install_handlers
 from services.frontend.openai.in_flight import InFlight
 from services.frontend.openai.key_guard import DOCS_PATH, DOCUMENT_PATH, STATIC_PATH, KeyGuard
 from services.frontend.openai.request_body import BodyReader
-from services.frontend.openai.request_guard import RequestGuard
+from services.frontend.openai.request_guard import OnResponse, RequestGuard
 from services.frontend.openai.responses import routes as responses_routes
 from services.frontend.openai.status_routes import VERSION
 from services.frontend.openai.streams import NOT_ENFORCED_HEADER
@@ -33,6 +33,7 @@ def create_app(
     *,
     refuses_unknown: bool = True,
     ping_interval_s: float = 15.0,
+    on_response: OnResponse = lambda route, status: None,
 ) -> FastAPI:
     """Return the app, not bound to a port yet. The server uses `app.state.in_flight` to stop it.
 
@@ -41,6 +42,7 @@ def create_app(
         cors_origins: Origins whose pages may call from a browser; `*`: any.
         refuses_unknown: See `BodyReader`.
         ping_interval_s: Time after which a stream that has nothing to say sends a line without data. 0: never.
+        on_response: See `RequestGuard`.
     """
     app = FastAPIOffline(
         title="Triptych",
@@ -63,7 +65,9 @@ def create_app(
     install_handlers(app, dialects=[anthropic_objects.DIALECT])
     if keys is not None:
         app.add_middleware(KeyGuard, keys=keys)
-    app.add_middleware(RequestGuard)  # outside of the others, whose errors it answers
+    app.add_middleware(
+        RequestGuard, on_response=on_response
+    )  # outside of the others, whose errors it answers
     if cors_origins:
         # Outside of that: a page reads no error without these headers, and a preflight has no key.
         app.add_middleware(

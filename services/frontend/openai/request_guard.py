@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,13 +15,20 @@ from triptych.observe.trace import set_trace
 from triptych.rpc.interceptors import new_request_id
 
 MAX_BODY_BYTES = 10 << 20
+OTHER_ROUTES = "other"
+"""The name of what is no route, or was refused before its route was looked for."""
+
+OnResponse: TypeAlias = Callable[[str, int], None]
+"""Takes the template of the route's path, never the path that a client sent, and the status."""
 
 
 class RequestGuard:
     """ASGI middleware outside of Starlette's own handling of errors, which would log a bug twice."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, on_response: OnResponse) -> None:
+        """`on_response`: Hears of each answer."""
         self._app = app
+        self._on_response = on_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,6 +46,7 @@ class RequestGuard:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
+                self._on_response(getattr(scope.get("route"), "path", OTHER_ROUTES), message["status"])
                 sent = MutableHeaders(scope=message)
                 sent[REQUEST_ID_HEADER] = request_id
                 if (dialect := dialect_of(scope)) is not None:

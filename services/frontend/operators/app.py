@@ -17,16 +17,22 @@ from services.frontend.openai.errors import install_handlers
 from services.frontend.openai.in_flight import InFlight
 from services.frontend.openai.key_guard import DOCS_PATH, DOCUMENT_PATH, STATIC_PATH, KeyGuard
 from services.frontend.openai.request_body import BodyReader
-from services.frontend.openai.request_guard import RequestGuard
+from services.frontend.openai.request_guard import OnResponse, RequestGuard
 from services.frontend.openai.status_routes import VERSION
 from services.frontend.operators.routes import router as routes
 from triptych.errors import PermissionDenied
 
 
-def create_operators_app(router: Router, generator: Generator, keys: ApiKeys | None = None) -> FastAPI:
+def create_operators_app(
+    router: Router,
+    generator: Generator,
+    keys: ApiKeys | None = None,
+    on_response: OnResponse = lambda route, status: None,
+) -> FastAPI:
     """Return the app, not bound to a port yet.
 
     Args:
+        on_response: See `RequestGuard`.
         keys: The API keys of which an administrator's must be sent. None: none is asked for.
     """
     app = FastAPIOffline(
@@ -49,7 +55,7 @@ def create_operators_app(router: Router, generator: Generator, keys: ApiKeys | N
     app.add_middleware(OriginGuard)
     if keys is not None:
         app.add_middleware(KeyGuard, keys=keys, needs_admin=True)
-    app.add_middleware(RequestGuard)
+    app.add_middleware(RequestGuard, on_response=on_response)
     app.add_middleware(AuditGuard)  # outside of the others, so that what they refuse has its line, too
     return app
 

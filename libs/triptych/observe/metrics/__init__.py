@@ -3,7 +3,13 @@
 from prometheus_client import disable_created_metrics
 
 from triptych.observe.metrics.enginecore import EngineMetrics
-from triptych.observe.metrics.frontend import FrontendMetrics, ModelMetrics
+from triptych.observe.metrics.frontend import (
+    ChildMetrics,
+    ChildTotals,
+    ChoiceGauges,
+    FrontendMetrics,
+    ModelMetrics,
+)
 from triptych.observe.metrics.frontend_engines import EngineGauges, EngineState, VllmNames
 from triptych.observe.metrics.process import BuildInfo, CertificateExpiry, LoopLag
 from triptych.observe.metrics.worker import WorkerMetrics
@@ -11,6 +17,9 @@ from triptych.observe.metrics.worker import WorkerMetrics
 __all__ = [
     "BuildInfo",
     "CertificateExpiry",
+    "ChildMetrics",
+    "ChildTotals",
+    "ChoiceGauges",
     "EngineGauges",
     "EngineMetrics",
     "EngineState",

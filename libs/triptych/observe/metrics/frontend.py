@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from triptych.observe.counted_histogram import CountedHistogram, CountedSamples
@@ -32,6 +34,8 @@ class FrontendMetrics:
     moves: Counter
     sessions: Counter
     attached: Counter
+    rate_limited: Counter
+    http_responses: Counter
     waiting_for_engine: Gauge
     oldest_waiting_for_engine_seconds: Gauge
     time_to_first_token: Histogram
@@ -44,6 +48,7 @@ class FrontendMetrics:
     inference_time: Histogram
     request_prompt_tokens: Histogram
     request_generation_tokens: Histogram
+    request_max_num_generation_tokens: Histogram
     params_n: Histogram
     params_max_tokens: Histogram
     _of_models: dict[str, ModelMetrics] = field(init=False, default_factory=dict)
@@ -53,12 +58,12 @@ class FrontendMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"{PREFIX}{name}", text, ["model_name", *labels], registry=registry)
 
+        def counter_of_all(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{PREFIX}{name}", text, labels, registry=registry)
+
         return cls(
             requests=counter(
-                "requests",
-                "Requests ended, by API and outcome; no model if none was found.",
-                "api",
-                "outcome",
+                "requests", "Requests ended, by API and outcome; no model: none was found.", "api", "outcome"
             ),
             active=Gauge(f"{PREFIX}active_requests", "Requests that run now.", registry=registry),
             prompt_tokens=counter("prompt_tokens", "Prompt tokens that an engine has taken."),
@@ -70,14 +75,26 @@ class FrontendMetrics:
                 "failed for want of an engine, or suspected of what the engines died of.",
                 "outcome",
             ),
-            sessions=Counter(
-                f"{PREFIX}engine_sessions",
+            sessions=counter_of_all(
+                "engine_sessions",
                 "Sessions with engines: begun, resumed after a broken stream, or lost with what was in flight.",
-                ["outcome"],
-                registry=registry,
+                "outcome",
             ),
             attached=counter(
                 "attached_streams", "Streams that began elsewhere and were asked to go on here.", "outcome"
+            ),
+            rate_limited=counter_of_all(
+                "rate_limited_requests",
+                "Requests refused because their API key has used up a limit, by the key's tenant and what is limited: "
+                "requests, tokens, or streams (asked for where none is kept).",
+                "tenant",
+                "limit",
+            ),
+            http_responses=counter_of_all(
+                "http_responses",
+                "HTTP answers by the template of the route's path and by status; `other`: no route.",
+                "route",
+                "status",
             ),
             waiting_for_engine=Gauge(
                 f"{PREFIX}choices_waiting_for_engine",
@@ -136,6 +153,9 @@ def _request_histograms(registry: CollectorRegistry) -> dict[str, Histogram]:
         "request_generation_tokens": histogram(
             "request_generation_tokens", "Output tokens of a request, all choices together.", TOKENS
         ),
+        "request_max_num_generation_tokens": histogram(
+            "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", TOKENS
+        ),
         "params_n": histogram("request_params_n", "Choices that a request asks for.", _CHOICES),
         "params_max_tokens": histogram(
             "request_params_max_tokens", "Output tokens that a choice of a request may have.", TOKENS
@@ -159,5 +179,59 @@ class ModelMetrics:
     inference_time: Histogram
     request_prompt_tokens: Histogram
     request_generation_tokens: Histogram
+    request_max_num_generation_tokens: Histogram
     params_n: Histogram
     params_max_tokens: Histogram
+
+
+class ChoiceGauges(Collector):
+    """The choices that wait for their first token, by tenant."""
+
+    def __init__(self, count_without_token: Callable[[], Mapping[str, int]]) -> None:
+        """`count_without_token`: Returns the choices by the label of their tenant. Called on any thread."""
+        self._count_without_token = count_without_token
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            f"{PREFIX}choices_without_token",
+            "Choices that no token has come for: they wait, or their prompts are computed. By tenant, if an API key is "
+            "of it; `other`: all others.",
+            labels=["tenant"],
+        )
+        for tenant, count in self._count_without_token().items():
+            family.add_metric([tenant], count)
+        yield family
+
+
+class ChildTotals(NamedTuple):
+    """The work that child processes of one kind have done since the start."""
+
+    outcomes: Mapping[str, int]
+    """Outcome -> tasks that ended so."""
+    cpu_s: float
+    """CPU time of the tasks."""
+
+
+class ChildMetrics(Collector):
+    """The work on clients' forms, conversations and long texts in child processes."""
+
+    def __init__(self, totals: Callable[[], Mapping[str, ChildTotals]]) -> None:
+        """`totals`: Returns the totals by kind of work. Called on any thread."""
+        self._totals = totals
+
+    def collect(self) -> Iterator[Metric]:
+        tasks = CounterMetricFamily(
+            f"{PREFIX}child_tasks",
+            "Tasks of child processes, by work (grammar: a form of structured outputs is compiled; template: a "
+            "conversation is rendered; tokenizer: a long text is tokenized) and outcome: done, refused, late "
+            "(its process used up its CPU time and was killed), crashed; and started: a process has begun.",
+            labels=["work", "outcome"],
+        )
+        cpu = CounterMetricFamily(
+            f"{PREFIX}child_cpu_seconds", "CPU time of these tasks, starts included.", labels=["work"]
+        )
+        for work, totals in self._totals().items():
+            for outcome, count in totals.outcomes.items():
+                tasks.add_metric([work, outcome], count)
+            cpu.add_metric([work], totals.cpu_s)
+        yield from (tasks, cpu)

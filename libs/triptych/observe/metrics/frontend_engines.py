@@ -20,6 +20,8 @@ _NOT_VLLM = (
     "engines",
     "engine_sessions",
     "attached_streams",
+    "rate_limited_requests",
+    "http_responses",
     "choices_waiting_for_engine",
     "oldest_choice_waiting_for_engine_seconds",
 )
