@@ -86,8 +86,8 @@ class EngineMetrics:
             ),
             kept=gauge("kept_requests", "Requests that run on without a frontend that reads them."),
             iteration_tokens=Histogram(
-                "triptych_engine_iteration_tokens",
-                "Tokens of a step.",
+                "triptych_engine_iteration_tokens_total",
+                "Tokens of a step, as vLLM's histogram of this name.",
                 buckets=TOKENS,
                 registry=registry,
             ),
