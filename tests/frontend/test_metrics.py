@@ -167,9 +167,15 @@ async def test_vllm_s_names_say_the_same_in_the_text_that_scrapers_read() -> Non
         metrics = FrontendMetrics.create(CollectorRegistry())
         metrics.of_model("tiny").generation_tokens.inc(4)
         metrics.of_model("tiny").time_to_first_token.observe(0.3)
+        metrics.of_model("tiny").request_max_num_generation_tokens.observe(4)
+        metrics.http_responses.labels("/v1/models", 200).inc()
+        metrics.rate_limited.labels("acme", "tokens").inc()
         registry = CollectorRegistry()
         registry.register(VllmNames((EngineGauges(watch.latest, list), *metrics.collectors)))
-        families = text_string_to_metric_families(generate_latest(registry).decode())
+        text = generate_latest(registry).decode()
+        assert "/v1/models" not in text, "vLLM has other names for these"
+        assert "acme" not in text
+        families = text_string_to_metric_families(text)
         values = {
             sample.name: sample.value
             for family in families
@@ -182,6 +188,7 @@ async def test_vllm_s_names_say_the_same_in_the_text_that_scrapers_read() -> Non
         assert values["vllm:cache_config_info"] == 1
         assert values["vllm:generation_tokens_total"] == 4
         assert values["vllm:time_to_first_token_seconds_count"] == 1
+        assert values["vllm:request_max_num_generation_tokens_sum"] == 4
         assert not [name for name in values if "triptych" in name]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
