@@ -17,7 +17,7 @@ from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, Resu
 
 PROMPT = list(range(20, 20 + 5 * BLOCK_SIZE + 1))
 NUM_CACHED = 5 * BLOCK_SIZE
-NUM_TOKENS = 40
+NUM_TOKENS = 120  # so that an engine has some to go when its client has read a few, on a busy machine too
 DEADLINE_S = 30.0
 
 
