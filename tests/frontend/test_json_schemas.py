@@ -79,7 +79,20 @@ REWRITTEN = [
     ({"propertyNames": True}, {}),
     (
         {"propertyNames": {"enum": ["a.b", "c"]}, "additionalProperties": {"type": "integer"}},
-        {"patternProperties": {r"^(?:a\.b|c)$": {"type": "integer"}}, "additionalProperties": False, "type": "object"},
+        {"properties": {"a.b": {"type": "integer"}, "c": {"type": "integer"}}, "additionalProperties": False,
+         "type": "object"},
+    ),
+    (
+        {"properties": {"c": {"const": 1}}, "propertyNames": {"enum": ["b", "c"]}, "additionalProperties": {}},
+        {"properties": {"b": {}, "c": {"const": 1}}, "additionalProperties": False, "type": "object"},
+    ),
+    (
+        {"properties": {"c": {}}, "propertyNames": {"enum": ["b", "c"]}, "additionalProperties": False},
+        {"properties": {"c": {}}, "additionalProperties": False, "type": "object"},
+    ),
+    (
+        {"propertyNames": {"pattern": "^a"}, "additionalProperties": {"type": "integer"}},
+        {"patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": False, "type": "object"},
     ),
     (
         {"properties": {"ab": {}}, "propertyNames": {"minLength": 2}},
@@ -109,6 +122,7 @@ REWRITTEN = [
             {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
             {"propertyNames": {"pattern": "^a"}, "patternProperties": {"b$": {}}},
             {"properties": {"b": {}}, "propertyNames": {"pattern": "^a"}},
+            {"properties": {"b": {}}, "propertyNames": {"enum": ["a"]}},
             {"type": "string", "format": "uri"},
             True,
         )
@@ -121,6 +135,24 @@ def test_schemas_are_rewritten_to_what_means_the_same(schema: Any, expected: Any
     before = json.dumps(schema)
     assert normalize(schema, is_strict=True, can_match=lambda _: True) == (expected, ())
     assert json.dumps(schema) == before
+
+
+async def test_a_map_with_listed_names_has_each_once(checker: GrammarChecker) -> None:
+    """Schemas of `z.record(z.enum(…), …)` of zod require all of the names."""
+    kinds = {
+        "propertyNames": {"type": "string", "enum": ["cat", "dog"]},
+        "additionalProperties": {"type": "boolean"},
+    }
+    for required, fewer in ((["cat", "dog"], False), ([], True)):
+        matcher = await matcher_of(checker, record(kinds={"type": "object", **kinds, "required": required}))
+        assert allows(matcher, '{"kinds":{"cat":true,"dog":false}}')
+        assert allows(matcher, '{"kinds":{"cat":true}}') == fewer
+        for wrong in (
+            '"cat":true,"dog":true,"cat":true',
+            '"cat":true,"dog":1',
+            '"cat":true,"dog":true,"cow":true',
+        ):
+            assert not allows(matcher, f'{{"kinds":{{{wrong}}}}}')
 
 
 VALUES = ["-1", "-1.0", "-1.5", "-1.50", "-1.2", "-1.000001", "0", "-0", "0.0", "1", "1.0", "1.5", "1e0", "-1e0", "10",

@@ -255,22 +255,30 @@ def _rewrite_times(new: dict[str, Any]) -> None:
 
 
 def _rewrite_property_names(new: dict[str, Any]) -> None:
-    """Turn a condition on the names of properties into a pattern of them."""
+    """Turn a condition on the names of properties into properties, or into a pattern of them."""
     names = new.get("propertyNames")
     if names is True or (isinstance(names, Mapping) and not set(names) - {"type"} and _is_string(names)):
         del new["propertyNames"]
         return
-    pattern = _pattern_of_names(names) if isinstance(names, Mapping) else None
-    others = new.get("additionalProperties", True)
-    if pattern is None or "patternProperties" in new or (new.get("properties") and others not in (True, {})):
+    declared, others = new.get("properties") or {}, new.get("additionalProperties", True)
+    if not isinstance(names, Mapping) or not isinstance(declared, Mapping) or "patternProperties" in new:
         return
-    declared = new.get("properties")
-    if declared and not all(re.search(pattern, name) for name in declared):
-        return
+    if (listed := _listed_names(names)) is not None:
+        if declared.keys() - set(listed):
+            return
+        # Not a pattern, by which a name might come twice, and of which nothing is left where all are required.
+        kept = listed if others is not False else [name for name in listed if name in declared]
+        new["properties"] = {name: declared.get(name, others) for name in kept}
+    else:
+        pattern = _pattern_of_names(names)
+        if pattern is None or (declared and others not in (True, {})):
+            return
+        if not all(re.search(pattern, name) for name in declared):
+            return
+        if others is not False:
+            new["patternProperties"] = {pattern: others}
     del new["propertyNames"]
     new["additionalProperties"] = False
-    if others is not False:
-        new["patternProperties"] = {pattern: others}
     new.setdefault("type", "object")
 
 
@@ -278,14 +286,19 @@ def _is_string(schema: Mapping[str, Any]) -> bool:
     return schema.get("type", "string") == "string"
 
 
+def _listed_names(names: Mapping[str, Any]) -> list[str] | None:
+    """Return the names that a schema of names lists; None if it describes them in another way."""
+    keys = set(names) - {"type", "title", "description"}
+    texts = [names["const"]] if keys == {"const"} else names.get("enum") if keys == {"enum"} else None
+    is_list = isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)
+    return texts if is_list and _is_string(names) else None
+
+
 def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
     """Return the pattern that names fit; None if they are described in another way."""
     keys = set(names) - {"type", "title", "description"}
     if not _is_string(names):
         return None
-    texts = [names["const"]] if keys == {"const"} else names.get("enum") if keys == {"enum"} else None
-    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
-        return f"^(?:{'|'.join(map(_escaped, texts))})$"
     if keys == {"pattern"} and isinstance(names["pattern"], str):
         pattern: str = names["pattern"]
         try:
@@ -296,11 +309,6 @@ def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
     if keys and keys <= {"minLength", "maxLength"} and all(type(names[key]) is int for key in keys):
         return f"^.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
     return None
-
-
-def _escaped(text: str) -> str:
-    """Return a text as a regular expression; only what has a meaning there is escaped."""
-    return re.sub(r"([\\.^$*+?()\[\]{}|])", r"\\\1", text)
 
 
 def _rewrite_unevaluated(new: dict[str, Any]) -> None:
