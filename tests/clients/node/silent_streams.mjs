@@ -1,10 +1,12 @@
-// The official openai package reads streams that are silent for a while: node silent_streams.mjs http://ADDRESS/v1 NUM
+// The official packages of OpenAI and Anthropic read streams that are silent for a while: node silent_streams.mjs http://ADDRESS NUM
 // Prints, for each API and each stream of it, the text that has come, or what went wrong.
 
+import Anthropic from "@anthropic-ai/sdk";
 import OpenAI from "openai";
 
-const [baseURL, num] = process.argv.slice(2);
-const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
+const [address, num] = process.argv.slice(2);
+const client = new OpenAI({ baseURL: `${address}/v1`, apiKey: "none", maxRetries: 0 });
+const anthropic = new Anthropic({ baseURL: address, apiKey: "none", maxRetries: 0 });
 const model = "tiny/fake";
 const messages = [{ role: "user", content: "hi" }];
 
@@ -29,8 +31,12 @@ async function response() {
   return text;
 }
 
+async function message() {
+  return anthropic.messages.stream({ model, max_tokens: 50, messages }).finalText();
+}
+
 const ids = { include_event_ids: true };
-const kinds = [() => completion(), () => completion(ids), () => chat(), () => chat(ids), () => response()];
+const kinds = [() => completion(), () => completion(ids), () => chat(), () => chat(ids), () => response(), () => message()];
 const streams = kinds.flatMap((read) => Array.from({ length: Number(num) }, read));
 for (const result of await Promise.allSettled(streams)) {
   console.log(result.status === "fulfilled" ? result.value : `failed: ${result.reason}`);

@@ -1,4 +1,4 @@
-"""A LangChain program, run by test_public_clients.py with the clients' Python: prints what it got as JSON."""
+"""A LangChain program, run by test_public_clients.py: prints what it got as JSON."""
 
 from __future__ import annotations
 
