@@ -99,6 +99,58 @@ async def test_silence_of_all_engines_moves_nothing() -> None:
         task.cancel()
 
 
+async def test_an_idle_engine_that_is_asked_is_not_taken_for_silent() -> None:
+    """It had no reason to speak while others were busy and never asked it for a sign of life."""
+    async with two_engines(is_mute=True) as (first, second, core):
+        busy, choice = await submitted_to(first, second, core, sampling={"max_tokens": 60})
+
+        async def talk() -> None:
+            while True:
+                first.emit(choice, [70])
+                await asyncio.sleep(0.1)
+
+        talking = asyncio.create_task(talk())
+        await asyncio.sleep(1.5 * TERMS.after_silence_s)
+        first.set_ready(False, "busy")
+        await eventually(lambda: sum(client.is_ready for client in core.router.engines) == 1)
+        asked = asyncio.create_task(answer(core.generator, raw_request([5], sampling={"max_tokens": 9})))
+        taken = await second.next_submit()
+        first.set_ready(True)
+        await asyncio.sleep(1.5 * TERMS.after_silence_s)
+        second.emit(taken, [71], finish=FinishReason.STOP)
+        got = await asked
+        assert (got.token_ids(), got.finished.num_moves) == ([71], 0)
+        for task in (talking, busy):
+            task.cancel()
+
+
+async def test_a_mover_of_idle_engines_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks = 0
+    watch = Mover._watch_engines
+
+    def counting(self: Mover, *args: Any, **options: Any) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        watch(self, *args, **options)
+
+    async def quiet() -> None:
+        num_before = -1
+        async with asyncio.timeout(20):
+            while num_looks != num_before:
+                num_before = num_looks
+                await asyncio.sleep(0.6)
+
+    monkeypatch.setattr(Mover, "_watch_engines", counting)
+    async with two_engines() as (first, second, core):
+        await quiet()
+        task, choice = await submitted_to(first, second, core)
+        num_before = num_looks
+        await eventually(lambda: num_looks >= num_before + 3)
+        first.emit(choice, [70], finish=FinishReason.STOP)
+        await task
+        await quiet()
+
+
 async def test_an_engine_started_again_says_that_the_one_before_died() -> None:
     async with two_engines() as (first, second, core):
         task, choice = await submitted_to(first, second, core)

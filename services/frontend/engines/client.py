@@ -133,6 +133,12 @@ class EngineClient:
         """Return the seconds for which a stream on which choices are in flight has brought nothing; 0 without one."""
         return self.life.silent_for(now) if self.num_in_flight else 0.0
 
+    def due_at(self, *, after_s: float, after_silence_s: float) -> float:
+        """Return when a look at it is due, with choices in flight: by `is_lost`, or by its silence."""
+        if self._is_connected:
+            return self.life.due_at(after_silence_s)
+        return self.life.lost_at + after_s
+
     def beat(self, now: float) -> None:
         """Ask for a sign of life, unless one has come or was asked for a moment ago."""
         if self._session is not None and self.life.take_beat(now):
@@ -189,6 +195,8 @@ class EngineClient:
             raise EngineUnavailable(f"engine {self.name}: its session has no request numbers left; try again")
         request = create(session.take_numbers(len(sinks)))
         session.outbox.check_free_places(request.num_choices, request.num_bytes)
+        if not session.num_in_flight:
+            self.life.note_asked()
         session.submit(request, sinks, prompt)
         return request.numbers.tolist()
 

@@ -94,6 +94,9 @@ class Submission:
 class Travels(Protocol):
     """Owner of the choices that have lost their engine."""
 
+    def on_begun(self) -> None:
+        """Note that a choice is at an engine."""
+
     def on_death(self, journey: Journey, loss: EngineLoss) -> None:
         """Note that an engine has died while a choice, which may be the reason, was computed there."""
 
@@ -199,6 +202,7 @@ class Journey:
             self.choice.note_moved(is_exact=is_exact or not self.emitted)
         self.choice.engine_names.append(engine.name)
         self.engine, self.number, self.facts = engine, number, facts
+        self._travels.on_begun()
         self._was_computed = False
 
     def stop(self) -> None:

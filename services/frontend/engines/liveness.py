@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from triptych.rpc.status import is_connection_refused
@@ -23,6 +24,8 @@ class Liveness:
         """The address refuses connections: the process has ended."""
         self.has_died = False
         """The process that the session was with has ended, unless it has said that it would."""
+        self._asked_at = 0.0
+        """When something was submitted to it last that was idle. It had no reason to speak before."""
         self._beat_at = 0.0
         """When a sign of life was asked for last."""
         self._has_stream = False
@@ -37,6 +40,10 @@ class Liveness:
 
     def note_message(self) -> None:
         self.heard_at = time.monotonic()
+
+    def note_asked(self) -> None:
+        """Note that something is submitted to it while nothing is in flight."""
+        self._asked_at = time.monotonic()
 
     def note_process(self, before: EngineWelcome | None, welcome: EngineWelcome) -> None:
         """Note which process answers. `before`: the last welcome, maybe of another one."""
@@ -53,7 +60,13 @@ class Liveness:
 
     def silent_for(self, now: float) -> float:
         """Return the seconds for which the stream has brought nothing; 0 if there is none, or no answer to beats."""
-        return now - self.heard_at if self._has_stream and self._has_beats else 0.0
+        return now - self._quiet_since if self._has_stream and self._has_beats else 0.0
+
+    def due_at(self, after_silence_s: float) -> float:
+        """Return when to ask for a sign of life, or when its silence is too long; inf: it answers no beats."""
+        if not (self._has_stream and self._has_beats):
+            return math.inf
+        return min(max(self._quiet_since, self._beat_at) + BEAT_S, self._quiet_since + after_silence_s)
 
     def take_beat(self, now: float) -> bool:
         """Return whether to ask for a sign of life now: none has come or was asked for within a moment."""
@@ -62,6 +75,10 @@ class Liveness:
             return False
         self._beat_at = now
         return True
+
+    @property
+    def _quiet_since(self) -> float:
+        return max(self.heard_at, self._asked_at)
 
     def pardon_silence(self, now: float) -> None:
         """Forget a silence: this process did not listen."""

@@ -34,8 +34,8 @@ MAX_UNANSWERED = 128
 """Choices moved to one engine that it has not answered yet."""
 _FIRST_PAUSE_S = 0.02  # at most: the frontends of an engine that died do not come to the next one all at once
 _PAUSE_S = 0.005  # at most, between two turns
-_TICK_S = 0.05  # how late a silent engine, or a new one, may be noticed
-_IDLE_TICK_S = 0.25  # while nothing is in flight
+_TICK_S = 0.05  # between two looks while a choice waits, or an engine is lost that has no peer
+_CHANGE_S = 0.025  # after a change of an engine, so that many of them cost one look
 _STALL_S = 0.2  # this process was late itself by more: no engine's silence counts
 _FRESH_S = 1.5 * BEAT_S  # an engine that was asked for signs of life has given one within this time
 _REFUSED_S = 0.2  # before engines are asked again that have all refused
@@ -81,15 +81,31 @@ class Mover:
         self._unanswered: Counter[EngineClient] = Counter()
         """Engine -> choices moved to it that it has not answered."""
         self._news = asyncio.Event()
+        self._is_watching = False
+        """Whether something is in flight or waits, so that changes of engines matter."""
+        self._is_change_noted = False
+        router.subscribe(self._on_change)
 
     @property
     def num_waiting(self) -> int:
         """Number of choices that wait for an engine."""
         return len(self._waiting)
 
+    def on_begun(self) -> None:
+        """Begin to watch the engines, if nothing was in flight."""
+        if not self._is_watching and self._terms.policy != "never":
+            self._news.set()
+
+    def _on_change(self) -> None:
+        """Look at the engines in a moment: one of them is there, or gone."""
+        if self._is_watching and not self._is_change_noted:
+            self._is_change_noted = True
+            asyncio.get_running_loop().call_later(_CHANGE_S, self._news.set)
+
     def on_death(self, journey: Journey, loss: EngineLoss) -> None:
         """Note that an engine has died while a choice, which may be the reason, was computed there."""
         self._inquiry.note_lost(journey, loss)
+        self._news.set()
 
     def on_lost(self, journey: Journey, loss: EngineLoss) -> None:
         """Take a choice whose engine is gone."""
@@ -138,14 +154,15 @@ class Mover:
         """Watch the engines, and move what waits, until cancelled."""
         watched_at = self._clock()
         while True:
-            is_busy = self._waiting or any(engine.num_in_flight for engine in self._router.engines)
-            tick_s = _TICK_S if is_busy else _IDLE_TICK_S
+            rest_s = self._rest_s(self._clock())
+            self._is_watching = rest_s is not None
             with suppress(TimeoutError):
-                async with asyncio.timeout(tick_s):
+                async with asyncio.timeout(rest_s):
                     await self._news.wait()
             self._news.clear()
+            self._is_change_noted = False
             now = self._clock()
-            self._watch_engines(now, is_late=now - watched_at > tick_s + _STALL_S)
+            self._watch_engines(now, is_late=rest_s is not None and now - watched_at > rest_s + _STALL_S)
             watched_at = now
             for journey in self._inquiry.review():
                 self._convict(journey)
@@ -153,6 +170,25 @@ class Mover:
                 self._give_up_late(now)
                 await self._move()
             self._show_waiting(now)
+
+    def _rest_s(self, now: float) -> float | None:
+        """Return the seconds after which a look is due without news; None: nothing waits, and nothing is in flight.
+
+        Looks are so frequent that a stall of this process between two of them is no silence of an engine.
+        """
+        if self._waiting:
+            return _TICK_S
+        if self._terms.policy == "never":
+            return None
+        after_s, after_silence_s = self._terms.after_s, self._terms.after_silence_s
+        due = [
+            engine.due_at(after_s=after_s, after_silence_s=after_silence_s)
+            for engine in self._router.engines
+            if engine.num_in_flight
+        ]
+        if not due:
+            return None
+        return max(min(min(due) - now, after_silence_s / 4), _TICK_S)
 
     def _show_waiting(self, now: float) -> None:
         oldest_at = min((journey.lost_at for journey in self._waiting), default=now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from services.frontend.engines.client import EngineClient
@@ -47,6 +47,7 @@ class Router:
         self._kinds: tuple[int, Mapping[KindKey, EngineKind]] = (0, {})
         """The kinds of the ready engines, and the number of changes that they take in."""
         self._takes_streams = False
+        self._listeners: list[Callable[[], None]] = []
         self.changed = asyncio.Event()
         """Set by `on_change`; the task that waits for it clears it."""
 
@@ -71,6 +72,12 @@ class Router:
         """An engine's readiness or facts may have changed."""
         self._num_changes += 1
         self.changed.set()
+        for listener in self._listeners:
+            listener()
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Have a function called at each change."""
+        self._listeners.append(listener)
 
     @property
     def is_ready(self) -> bool:
