@@ -191,9 +191,10 @@ class Generator:
                     yield event
             finally:
                 outputs.close()
-                record.usage = _usage(request.prompt_token_ids, outputs)
+                if not record.finish:  # else it is complete
+                    record.usage = _usage(request.prompt_token_ids, outputs)
                 record.note_outputs(outputs)
-                self._rate_limits.charge(caller, outputs.num_tokens)
+                self._rate_limits.charge(caller, record.usage.num_output_tokens)
                 if alarm is not None:
                     alarm.cancel()
 

@@ -129,7 +129,7 @@ def fit_to_context(request: ValidRequest, num_prompt_tokens: int, max_model_len:
         if len(token_ids) >= max_tokens:
             why = f"{len(token_ids)} tokens leave nothing to generate: max_tokens is {max_tokens}"
             raise InvalidRequest(f"{raw.path('emitted')}[{number}].token_ids", why)
-    return replace(sampling, max_tokens=max_tokens)
+    return sampling if sampling.max_tokens == max_tokens else replace(sampling, max_tokens=max_tokens)
 
 
 def prompt_has_too_many_chars(
