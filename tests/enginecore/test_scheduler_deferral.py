@@ -120,3 +120,24 @@ def test_deferred_request_may_end_or_lose_its_worker(ends: str) -> None:
     assert successor.schedule() is None
     clock.now += 1
     assert successor.schedule() is not None
+
+
+def test_pauses_begin_anew_for_a_row_that_has_gone_on() -> None:
+    clock = Clock()
+    engine = Engine(make_scheduler(clock=clock), steps_in_flight=1)
+    engine.add(make_request(0, make_prompt(10), max_tokens=8))
+
+    def defer() -> float:
+        assert engine.plan() is not None
+        engine.finish_step(deferred_slots=[0])
+        pause_s: float = engine.scheduler.next_due_at - clock.now
+        clock.now = engine.scheduler.next_due_at
+        return pause_s
+
+    first, second = defer(), defer()
+    assert second == pytest.approx(2 * first)
+    for _ in range(3):
+        engine.plan()
+        engine.finish_step()
+        clock.now += 1
+    assert defer() == pytest.approx(first)

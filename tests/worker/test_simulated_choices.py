@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from services.worker.sampling import form_output
+from services.worker.sampling.form_output import LATE, FormOutput
 from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.simulation.vocabulary import read_closing_ids, read_word_ids
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
@@ -95,6 +97,20 @@ def test_batches_and_preemptions_change_nothing(make, options):
     assert engine.generate([[seed + 1] for seed in range(6)], sampling) == expected
     if "num_blocks" in options:
         assert engine.scheduler.counters.num_preemptions, "else the test says nothing"
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_rows_whose_masks_are_late_get_the_same_tokens(make, monkeypatch, steps_in_flight):
+    sampling, prompts = regex("[a-f]{9}", seed=4), [[1], [2], [3]]
+    expected = make(steps_in_flight=1).generate(prompts, sampling)
+    monkeypatch.setattr(
+        form_output, "SLOW_MASK_S", -1.0
+    )  # all are slow, and one of them is computed in a step
+    monkeypatch.setattr(form_output, "SLOW_MASKS_S", 0.0)
+    late = []
+    monkeypatch.setattr(FormOutput, "leave", lambda form: (late.append(form), form._fail(LATE)))
+    assert make(steps_in_flight=steps_in_flight).generate(prompts, sampling) == expected
+    assert late, "else the test says nothing"
 
 
 def test_output_matches_its_regex(make):

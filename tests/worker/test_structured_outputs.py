@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 import threading
-import time
 from pathlib import Path
 
 import jsonschema
-import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
@@ -18,11 +15,14 @@ from llguidance import LLMatcher
 from services.worker.loader.load import load_model
 from services.worker.loader.random import RandomCheckpoint
 from services.worker.sampling import grammars as grammars_module
-from services.worker.sampling.form_output import MASK_BURST_S, MASK_S, NOT_READY
-from services.worker.sampling.grammars import MAX_COMPILED, Compilation, GrammarCompiler, GrammarError
+from services.worker.sampling.form_output import (
+    NOT_READY,
+)
+from services.worker.sampling.grammars import MAX_COMPILED, GrammarCompiler, GrammarError
 from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
 from tests.worker.deferred import DeferredStream
+from tests.worker.fake_matchers import ExhaustedMatcher, HeldCompiler
 from tests.worker.sampler_bench import SamplerBench
 from tests.worker.step_runs import assert_same, runner_for
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config
@@ -269,7 +269,7 @@ def test_mask_that_takes_too_many_items_fails_its_row_alone(bench):
     sampled = bench.sample(logits_at(0, 2), [1, 3])
     ((row, error),) = sampled.failures
     assert row == 0
-    assert "Too many items (limit 10000" in error.message
+    assert "Too many items (limit 8000" in error.message
     assert sampled.token_ids[1] == alone[0]
 
 
@@ -279,50 +279,6 @@ def test_token_refused_for_a_limit_tells_the_limit(bench):
     error = failure_of(bench, params, output=TOKENIZER.encode('{"'))
     assert error.code is RowErrorCode.INVALID_REQUEST
     assert "max is 2000" in error.message
-
-
-class ExhaustedMatcher:
-    """A matcher that gives up in its first mask, as llguidance's do: the mask allows the end only."""
-
-    def __init__(self) -> None:
-        self._has_failed = False
-
-    def deep_copy(self):
-        return self
-
-    def validate_tokens(self, token_ids):
-        return 0
-
-    def unsafe_compute_mask_ptr(self, address, num_bytes):
-        mask = np.zeros(num_bytes * 8, np.uint8)
-        mask[EOS_ID] = 1
-        ctypes.memmove(address, np.packbits(mask, bitorder="little").tobytes(), num_bytes)
-        self._has_failed = True
-
-    def is_error(self):
-        return self._has_failed
-
-    def get_error(self):
-        return "too many items\n<state>"
-
-
-class HeldCompiler:
-    """Compiles when a test says so."""
-
-    def __init__(self, matcher=None) -> None:
-        self.compilations: dict[str, Compilation] = {}
-        self._matcher = matcher
-
-    def start(self, grammar):
-        compilation = self.compilations.setdefault(grammar, Compilation())
-        if self._matcher is not None and not compilation.done():
-            compilation.set_result(self._matcher)
-        return compilation
-
-    def finish(self, grammars):
-        for grammar, compilation in self.compilations.items():
-            if not compilation.done():
-                compilation.set_result(grammars.start(grammar).result(30))
 
 
 def test_parser_at_its_limit_fails_and_does_not_end_the_output():
@@ -397,37 +353,6 @@ def test_ranks_leave_out_the_same_rows(grammars, own_misses, other_misses):
         compiler.finish(grammars)
     failures = held.sample(logits_at(0), [1]).failures
     assert failures == (((0, NOT_READY),) if own_misses or other_misses else ())
-
-
-class SlowMatcher(ExhaustedMatcher):
-    """Its masks cost much CPU time, and allow everything."""
-
-    def unsafe_compute_mask_ptr(self, address, num_bytes):
-        end = time.thread_time() + 0.03
-        while time.thread_time() < end:
-            pass
-        ctypes.memset(address, 0xFF, num_bytes)
-
-    def is_accepting(self):
-        return False
-
-    def consume_token(self, token_id):
-        return True
-
-
-def test_request_whose_masks_take_too_long_fails_alone(monkeypatch):
-    monkeypatch.setattr(StructuredForms, "lets_pass", lambda self, slot, token_id: False)
-    bench = SamplerBench(vocab_size=VOCAB_SIZE, eos=EOS_ID, grammars=HeldCompiler(SlowMatcher()))
-    bench.enter(0, SamplingParams())
-    bench.enter(1, regex("a+"))
-    num_steps = 0
-    while not (failures := bench.sample(logits_at(0, 2), [0, 1]).failures):
-        num_steps += 1
-        assert bench.sampler.take_mask_ns() > 0
-    ((row, error),) = failures
-    assert (row, error.code) == (1, RowErrorCode.INVALID_REQUEST)
-    assert "make it less ambiguous" in error.message
-    assert num_steps == pytest.approx(MASK_BURST_S / (0.03 - MASK_S), abs=2)
 
 
 def test_short_grammars_do_not_wait_for_long_ones(tmp_path):

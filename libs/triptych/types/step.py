@@ -213,7 +213,8 @@ class RowErrorCode(Enum):
     INVALID_REQUEST = auto()
     """The client, with other parameters. The message begins with the field and a colon."""
     NOT_READY = auto()
-    """The row has not failed: its form is still being compiled. The engine plans it again, a little later."""
+    """The row has not failed: its form is still being compiled, or its mask would take the step too long. The engine
+    plans it again, a little later."""
 
 
 @dataclass(frozen=True, slots=True)

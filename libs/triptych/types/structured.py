@@ -10,16 +10,18 @@ from typing import Any
 
 MAX_FORM_BYTES = 1 << 17
 """The largest form in bytes of UTF-8: about 5,000 properties of a schema."""
-MAX_MASK_ITEMS = 10_000
+MAX_MASK_ITEMS = 8000
 """The most parser items that one mask may take in a worker, where llguidance's own limit is 50,000.
 
-An object of 500 optional properties, which is as many as a row of the parser holds, begins rows of 2,000 items behind
-each comma that a token may end with: 6,000 to 7,000 items over SmolLM2's vocabulary. An ambiguous grammar reaches the
-limit in 6 ms; 50,000 items take it 700 ms."""
-MAX_TRIED_ITEMS = 8000
+An object of 400 optional properties begins rows of 1,600 items behind each comma that a token may end with: 4,000 items
+ended one of six outputs over SmolLM2's vocabulary, 8,000 none of 150. The worst ambiguous grammars take 130 ms for so
+many; there is a limit of time as well."""
+MAX_TRIED_ITEMS = 7000
 """The same when a frontend tries a form. It is less, since outputs may need more than those that were tried.
 
 A form that is accepted should not fail in the middle of an answer."""
+MAX_TRIED_MASK_S = 0.02
+"""CPU time that a mask may take when a frontend tries a form. A mask of 500 optional properties takes 4 ms."""
 
 
 FORM_NAMES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")

@@ -300,9 +300,10 @@ class RequestStates:
         self._wait(request)
 
     def defer(self, request: Request, now: float) -> None:
-        """Take a started request off whose form the worker has not compiled yet, and try it again after a pause.
+        """Take a started request off for which the worker is not ready, and try it again after a pause.
 
-        The KV of its known tokens is valid. Tokens in flight are lost: the worker had none to go on from.
+        The KV of its known tokens is valid. Tokens in flight are lost: the worker had none to go on from. Pauses grow,
+        and begin anew for a request that has gone on since the last one.
         """
         if request.is_draining:
             self.finish_draining(request)
@@ -311,6 +312,8 @@ class RequestStates:
             self._take_off(request)
             request.num_in_flight = 0
             self._wait(request, waits_for=WaitsFor.FORM)
+        if now - request.deferred_until > _LONGEST_PAUSE_S:
+            request.num_deferrals = 0
         pause_s = min(_FIRST_PAUSE_S * 2**request.num_deferrals, _LONGEST_PAUSE_S)
         request.num_deferrals = min(request.num_deferrals + 1, _MAX_DOUBLINGS)
         request.deferred_until = now + pause_s

@@ -4,7 +4,7 @@
 their answers:
 
     {"tokenizer": JSON, "vocab_size": n, "eos_token_ids": [...],
-     "max_mask_items": n}                                            {} or {"error": why}    first, once
+     "max_mask_items": n, "max_mask_s": seconds}                     {} or {"error": why}    first, once
     {"json": schema, "whitespace": {...}, "is_strict": ...}          {"grammar": text, "not_enforced": [[part, place]]}
     {"regex": ...}, {"choice": [...]}, {"lark": ...}, {"gbnf": ...}  or {"error": why, "part": which}
     {"any": lark or GBNF}
@@ -21,6 +21,7 @@ import functools
 import json
 import random
 import re
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,15 +43,17 @@ class Trials(NamedTuple):
     """The limits under which a form is tried, and the tokens by which its outputs come forward."""
 
     limits: LLParserLimits
+    max_mask_s: float
+    """CPU time that a mask may take."""
     marks: int
     """Bit t is set for each token t that is only punctuation, digits and spaces."""
 
     @classmethod
-    def over(cls, tokenizer: LLTokenizer, max_mask_items: int) -> Trials:
+    def over(cls, tokenizer: LLTokenizer, max_mask_items: int, max_mask_s: float) -> Trials:
         """Return the trials over a vocabulary."""
         texts = (tokenizer.decode_bytes([token_id]) for token_id in range(tokenizer.vocab_size))
         bits = "".join("1" if text and _PUNCTUATION.issuperset(text) else "0" for text in texts)
-        return cls(LLParserLimits(step_max_items=max_mask_items), int(bits[::-1], 2))
+        return cls(LLParserLimits(step_max_items=max_mask_items), max_mask_s, int(bits[::-1], 2))
 
 
 class Grammar(NamedTuple):
@@ -199,32 +202,42 @@ def _compile(form: dict[str, Any], tokenizer: LLTokenizer, trials: Trials) -> di
     try:
         grammar = to_grammar(form, tokenizer)
         matcher = LLMatcher(tokenizer, grammar.text, log_level=0, limits=trials.limits)
+        slowest_s = 0.0
         for seed in range(_NUM_TRIALS):
             if matcher.is_error():
                 break
             trial = matcher.deep_copy()
-            begin_output(trial, tokenizer, random.Random(seed), trials.marks)
+            slowest_s = max(slowest_s, begin_output(trial, tokenizer, random.Random(seed), trials.marks))
             if trial.is_error():
                 matcher = trial
     except Exception as error:
         return {"error": _shortened(str(error))}
     if matcher.is_error():
         return {"error": _shortened(matcher.get_error())}
+    if slowest_s > trials.max_mask_s:
+        limit = f"the limit of {1e3 * trials.max_mask_s:g} ms"
+        return {
+            "error": f"a token takes {1e3 * slowest_s:.0f} ms of CPU time, above {limit}; make it less ambiguous"
+        }
     return {"grammar": grammar.text, "not_enforced": grammar.not_enforced}
 
 
-def begin_output(matcher: LLMatcher, tokenizer: LLTokenizer, choice: random.Random, marks: int) -> None:
-    """Take some tokens that the form allows, drawn by `choice`. Where a limit is reached the matcher has an error then.
+def begin_output(matcher: LLMatcher, tokenizer: LLTokenizer, choice: random.Random, marks: int) -> float:
+    """Take some tokens that the form allows, drawn by `choice`; return the CPU time of the slowest mask.
 
-    Some limits are not checked when a form is compiled: 1,800 optional properties compile and have a first mask, and
-    fail at the first token. Every other token is punctuation where it can be: texts go on for long otherwise, and what
-    takes the most is what may follow behind them.
+    Where a limit is reached the matcher has an error then. Some limits are not checked when a form is compiled: 1,800
+    optional properties compile and have a first mask, and fail at the first token. Every other token is punctuation
+    where it can be: texts go on for long otherwise, and what takes the most is what may follow behind them.
     """
+    slowest_s = 0.0
     for _ in range(_TRIAL_TOKENS):
+        started = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        slowest_s = max(slowest_s, time.thread_time() - started)
         token_id = _draw(mask & marks if choice.random() < 0.5 and mask & marks else mask, choice)
         if token_id is None or token_id in tokenizer.eos_tokens or not matcher.consume_token(token_id):
-            return
+            break
+    return slowest_s
 
 
 def _draw(mask: int, choice: random.Random) -> int | None:
@@ -257,5 +270,5 @@ def begin(
         )
     except Exception as error:
         return {"error": _shortened(str(error))}, None
-    trials = Trials.over(tokenizer, message["max_mask_items"])
+    trials = Trials.over(tokenizer, message["max_mask_items"], message["max_mask_s"])
     return {}, functools.partial(answer, tokenizer=tokenizer, trials=trials)

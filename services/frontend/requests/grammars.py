@@ -19,7 +19,7 @@ from services.frontend.requests.tools import tool_path
 from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.facts import ModelFacts
-from triptych.types.structured import MAX_TRIED_ITEMS, StructuredOutputs, compiled
+from triptych.types.structured import MAX_TRIED_ITEMS, MAX_TRIED_MASK_S, StructuredOutputs, compiled
 
 COMPILE_LIMIT_S = 5.0
 """CPU time that a form may take to compile."""
@@ -194,6 +194,7 @@ def _start_process(tokenizer: Tokenizer, model: ModelFacts, path: str) -> Limite
         "vocab_size": model.vocab_size,
         "eos_token_ids": model.eos_token_ids,
         "max_mask_items": MAX_TRIED_ITEMS,
+        "max_mask_s": MAX_TRIED_MASK_S,
     }
     try:
         answer = process.ask(message, _START_LIMIT_S)

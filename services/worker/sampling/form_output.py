@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import CancelledError, wait
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,22 @@ GRACE_S = 0.005
 """The longest wait of a step for grammars whose rows may be left out: most need no more, and come in one step then."""
 MASK_BURST_S, MASK_S = 0.25, 0.002
 """CPU time that the masks of one request may take: at the beginning, as automata are built, and for each token more."""
+SLOW_MASK_S = 0.0005
+"""A mask that is expected to take more counts as slow."""
+SLOW_MASKS_S = 0.008
+"""The slow masks of one step may take so much time together; the rows of the others leave the step."""
+UNKNOWN_MASK_S = 0.002
+"""The first mask of a grammar is taken to need so much."""
+_FADING = 0.5  # of what a mask is expected to take, with each one of the grammar that takes less
+MASK_LIMIT_S = 0.03
+"""CPU time that one mask may take. A mask of 500 optional properties takes 4 ms, those of other forms take less."""
 NOT_READY = RowError(
     "structured_outputs: the grammar is being compiled", RowErrorCode.NOT_READY, kv_is_valid=True
 )
 NO_COMPILER = RowError("structured_outputs: this worker was started without a tokenizer", kv_is_valid=True)
+LATE = RowError(
+    "structured_outputs: the mask is computed in a later step", RowErrorCode.NOT_READY, kv_is_valid=True
+)
 MASKED_BY_OTHERS = RowError.of_client(
     "structured_outputs: allowed_token_ids, logit_bias or min_tokens mask every token that this form allows here; "
     "allow more, or leave them out"
@@ -35,6 +47,10 @@ _NO_MATCH = "doesn't satisfy the grammar"
 _NOT_COMPILED = RowError(
     f"structured_outputs: the grammar is not compiled after {COMPILE_TIMEOUT_S:g} s; try again",
     kv_is_valid=True,
+)
+_SLOW_MASK = RowError.of_client(
+    f"structured_outputs: a mask of this form took more CPU time than the limit of {1e3 * MASK_LIMIT_S:g} ms; make it "
+    "less ambiguous"
 )
 _SLOW_MASKS = RowError.of_client(
     f"structured_outputs: the masks of this form took {MASK_BURST_S:g} s of CPU time more than the limit of "
@@ -121,13 +137,29 @@ class FormOutput:
             self._fail(RowError(f"structured_outputs: {_first_line(str(error))}", kv_is_valid=True))
 
     def fill(self, bits: NDArray[np.uint32]) -> None:
-        """Write the mask, [words], and measure it. The request fails if its masks take too long altogether."""
+        """Write the mask, [words], and measure it. The request fails if it takes too long, or all its masks do."""
         assert self.matcher is not None, "nothing to fill it from"
+        assert self.compilation is not None, "it gave the matcher"
         started = time.thread_time()
         self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self._mask_s = max(self._mask_s + time.thread_time() - started - MASK_S, 0.0)
+        took_s = time.thread_time() - started
+        self.compilation.mask_s = max(took_s, _FADING * (self.compilation.mask_s or 0.0))
+        self._mask_s = max(self._mask_s + took_s - MASK_S, 0.0)
+        if self.matcher.is_error():
+            return  # `finish_mask` says why
         if self._mask_s > MASK_BURST_S:
             self._fail(_SLOW_MASKS)
+        elif took_s > MASK_LIMIT_S:
+            self._fail(_SLOW_MASK)
+
+    def leave(self) -> None:
+        """Get no token until the engine has removed the row; it plans it again a little later."""
+        self._fail(LATE)
+
+    @property
+    def mask_s(self) -> float | None:
+        """CPU time that the next mask is expected to take, in seconds; None: no mask of the grammar was measured."""
+        return None if self.compilation is None else self.compilation.mask_s
 
     def _fail(self, error: RowError) -> None:
         self.matcher, self.error = None, error
@@ -138,6 +170,32 @@ def await_grammars(outputs: Collection[FormOutput], *, may_defer: bool) -> NDArr
     compilations = [each.compilation for each in outputs if each.compilation is not None]
     wait(compilations, GRACE_S if may_defer else COMPILE_TIMEOUT_S)
     return np.array([each.compilation is not None and not each.compilation.done() for each in outputs])
+
+
+def leave_out_late(outputs: Iterable[FormOutput]) -> None:
+    """Leave out of a step the outputs whose masks would hold it for too long: of the slow ones, the slowest.
+
+        expected to take   0.1   0.1   0.3   0.6   2.5   4.9   5.0  ms
+                           └── always ──┘  └ up to 8 ms ┘ └ left out
+
+    One slow mask is always computed, so each has its turn when those before it have ended.
+    """
+    slow: list[tuple[float, int, FormOutput]] = []
+    seen: set[int] = set()
+    for number, output in enumerate(outputs):
+        if output.matcher is None:
+            continue
+        mask_s = output.mask_s
+        if mask_s is None:  # the others of this grammar are taken to be like the first
+            mask_s = 0.0 if id(output.compilation) in seen else UNKNOWN_MASK_S
+            seen.add(id(output.compilation))
+        if mask_s > SLOW_MASK_S:
+            slow.append((mask_s, number, output))
+    total_s = 0.0
+    for place, (mask_s, _, output) in enumerate(sorted(slow, key=lambda entry: entry[:2])):
+        total_s += mask_s
+        if place and total_s > SLOW_MASKS_S:
+            output.leave()
 
 
 def _why_not_consumed(matcher: LLMatcher) -> RowError:

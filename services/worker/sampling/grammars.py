@@ -39,6 +39,8 @@ class Compilation(Future["LLMatcher"]):
     def __init__(self) -> None:
         super().__init__()
         self.started_at = time.monotonic()
+        self.mask_s: float | None = None
+        """CPU time that the next mask is expected to take, in seconds; None before the first. Outputs write it."""
 
 
 class GrammarCompiler:

@@ -17,7 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.sampling.form_output import MASKED_BY_OTHERS, FormOutput, await_grammars
+from services.worker.sampling.form_output import (
+    MASKED_BY_OTHERS,
+    FormOutput,
+    await_grammars,
+    leave_out_late,
+)
 from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.sampling.params import NOTHING_ALLOWED, TokenHistory
 from triptych.types.sampling import SamplingParams
@@ -103,14 +108,18 @@ class ConstrainedChoices:
         return True
 
     def begin_step(self, slots: I64, *, may_defer: bool) -> None:
-        """Give requests that are sampled for the first time their matchers, or leave them out from now on."""
-        if not self._entered:
+        """Give requests that are sampled for the first time their matchers, and leave out those that are not ready."""
+        if not self._requests:
             return
-        entered = self._entered.intersection(slots.tolist())
-        self._entered -= entered
-        forms = [form for slot in sorted(entered) if (form := self._requests[slot].form) is not None]
-        for form, is_missing in zip(forms, await_grammars(forms, may_defer=may_defer), strict=True):
-            form.start(is_missing=bool(is_missing), may_defer=may_defer)
+        requests = ((slot, self._requests[slot]) for slot in slots.tolist() if slot in self._requests)
+        slot_to_form = {slot: request.form for slot, request in requests if request.form is not None}
+        entered = [form for slot, form in slot_to_form.items() if slot in self._entered]
+        self._entered.difference_update(slot_to_form)
+        if entered:
+            for form, is_missing in zip(entered, await_grammars(entered, may_defer=may_defer), strict=True):
+                form.start(is_missing=bool(is_missing), may_defer=may_defer)
+        if may_defer:
+            leave_out_late(slot_to_form.values())
 
     def take_mask_ns(self) -> int:
         """Return the time spent on masks since the last call."""

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from services.worker.context.rank_group import OneRank, RankGroup
 from services.worker.sampling.batch import to_device
-from services.worker.sampling.form_output import MASKED_BY_OTHERS, FormOutput, await_grammars
+from services.worker.sampling.form_output import (
+    MASKED_BY_OTHERS,
+    SLOW_MASK_S,
+    FormOutput,
+    await_grammars,
+    leave_out_late,
+)
 from services.worker.sampling.grammars import GrammarCompiler
 from services.worker.sampling.logits_processors.base import (
     I64,
@@ -27,9 +33,9 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor
+    from llguidance import LLExecutor, LLMatcher
 
-_SLOW_MASKS_S = 0.02  # for all masks of a step; beyond it those of the next steps are measured one by one
+_SLOW_MASKS_S = 0.005  # for the masks that threads compute together; beyond it the next step measures each
 
 
 class StructuredForms:
@@ -57,8 +63,8 @@ class StructuredForms:
             group: The ranks that sample the same rows, which leave out the same ones; None: one rank.
         """
         self.may_defer = False
-        """Whether rows whose grammar is not compiled are left out of a step, which waits for them otherwise. The runner
-        sets it for each step."""
+        """Whether rows whose grammar is not compiled, or whose mask is late, are left out of a step. It waits for them
+        otherwise. The runner sets it for each step."""
         self._mask_ns = 0
         self._group = group or OneRank()
         self._entered: set[int] = set()
@@ -121,6 +127,9 @@ class StructuredForms:
 
     def apply(self, logits: Tensor, changed: ChangedRows, own: Sequence[OwnRow]) -> Mapping[int, RowError]:
         outputs = [self._advanced(slot) for _, slot in own]
+        # Ranks measure different times. They would have to agree, in each step with a form.
+        if self.may_defer and self._group.tensor_parallel_size == 1:
+            leave_out_late(outputs)
         vocab_size = logits.shape[1]
         bits = np.zeros((len(own), -(-vocab_size // 32)), np.uint32)  # [num_own, words] 1: may come
         self._fill(bits, outputs)
@@ -144,20 +153,27 @@ class StructuredForms:
     def _fill(self, bits: NDArray[np.uint32], outputs: Sequence[FormOutput]) -> None:
         """Write the mask of each output that has a matcher."""
         started = time.perf_counter_ns()
-        ready = [(each, index) for index, each in enumerate(outputs) if each.matcher is not None]
-        if len(ready) > 1 and not self._measures_each:
+        together: list[tuple[LLMatcher, int]] = []
+        for index, output in enumerate(outputs):
+            if output.matcher is None:
+                continue
+            if self._measures_each or output.mask_s is None or output.mask_s > SLOW_MASK_S:
+                output.fill(bits[index])
+            else:
+                together.append((output.matcher, index))
+        started_together = time.perf_counter_ns()
+        if len(together) == 1:
+            ((_, index),) = together
+            outputs[index].fill(bits[index])
+        elif together:
             if self._executor is None:
                 from llguidance import LLExecutor
 
                 self._executor = LLExecutor(torch.get_num_threads())
-            matchers = [(each.matcher, index) for each, index in ready if each.matcher is not None]
-            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
-        else:
-            for output, index in ready:
-                output.fill(bits[index])
-        elapsed_ns = time.perf_counter_ns() - started
-        self._mask_ns += elapsed_ns
-        self._measures_each = elapsed_ns > _SLOW_MASKS_S * 1e9
+            self._executor.unsafe_compute_mask_ptr(together, bits.ctypes.data, bits.strides[0], len(bits))
+        ended = time.perf_counter_ns()
+        self._mask_ns += ended - started
+        self._measures_each = ended - started_together > _SLOW_MASKS_S * 1e9
 
 
 def _unpacked(words: Tensor, num_bits: int) -> Tensor:
