@@ -26,6 +26,10 @@ ENGINES = ("enginecore-0", "enginecore-1")
 SHARED = ("--model.served-name=tuned", "--model.dtype=float32", "--model.batch-invariant=true")
 
 
+Answers = list[list[int]]
+"""Tokens of each stream, by its number."""
+
+
 @dataclass
 class Stream:
     """One answer, as far as its client has seen it."""
@@ -100,9 +104,7 @@ async def wait_both_serve(ground: ProcessGround, client: GenerationClient, start
             await asyncio.gather(*map(ask, range(4)))
 
 
-async def answers_of_each(
-    ground: ProcessGround, clients: Sequence[GenerationClient]
-) -> list[list[list[int]]]:
+async def answers_of_each(ground: ProcessGround, clients: Sequence[GenerationClient]) -> list[Answers]:
     """Return the tokens of all streams as each engine gives them while the other one is away."""
     answers = []
     for other in reversed(ENGINES):
@@ -117,16 +119,30 @@ async def answers_of_each(
     return answers
 
 
-async def test_a_dead_engine_takes_its_weights_along(tmp_path: Path) -> None:
+def check_only_first_is_left(streams: Sequence[Stream], first: Answers, second: Answers) -> None:
+    """Check that streams of the first fine-tune are whole, and that those of the second have ended with an error."""
+    lost = [stream for stream in streams if isinstance(stream.end, TriptychError)]
+    assert 0 < len(lost) < NUM_STREAMS
+    for number, stream in enumerate(streams):
+        if stream in lost:
+            assert stream.token_ids == second[number][: len(stream.token_ids)], number
+            assert "weights" in str(stream.end), stream.end
+        else:
+            assert stream.token_ids == first[number], number
+
+
+async def test_no_stream_goes_on_with_other_weights(tmp_path: Path) -> None:
     """Streams of one fine-tune end with an error where only the other is left, and wait for it where it comes back."""
     tunes = [write_fine_tune(tmp_path / name, seed) for seed, name in enumerate(("first", "second"))]
+    directory = tmp_path / "changing"
+    directory.symlink_to(tunes[1])
     flags = {
         "worker": ("--simulation.enabled=false", "--worker.num-threads=1", *SHARED),
         "enginecore": SHARED,
         **{
-            f"{tier}-{index}": (f"--model.model={tune}",)
+            f"{tier}-{index}": (f"--model.model={model}",)
             for tier in ("worker", "enginecore")
-            for index, tune in enumerate(tunes)
+            for index, model in enumerate((tunes[0], directory))
         },
         "frontend": (f"--model.model={tunes[0]}", "--frontend.routing=round_robin"),
         "frontend-0": ("--frontend.moves=any", "--frontend.move-timeout-s=1"),
@@ -138,32 +154,38 @@ async def test_a_dead_engine_takes_its_weights_along(tmp_path: Path) -> None:
             for one, other in zip(first, second, strict=True):
                 assert one[:NUM_BEGUN] != other[:NUM_BEGUN], "they are alike"
 
+            # An engine dies, and with it the second fine-tune.
             clients = Clients(hasty)
             await clients.wait_begun()
             ground.signal(ENGINES[1], signal.SIGKILL)
-            streams = await clients.wait_ended()
-            lost = [stream for stream in streams if isinstance(stream.end, TriptychError)]
-            assert 0 < len(lost) < NUM_STREAMS
-            for number, stream in enumerate(streams):
-                if stream in lost:
-                    assert stream.token_ids == second[number][: len(stream.token_ids)], number
-                    assert "weights" in str(stream.end), stream.end
-                else:
-                    assert stream.token_ids == first[number], number
+            check_only_first_is_left(await clients.wait_ended(), first, second)
 
-            await ground.wait_ended(ENGINES[1])
-            await ground.start(ENGINES[1])
+            # It dies again, and comes back at once.
+            await restart(ground, ENGINES[1])
             await wait_both_serve(ground, patient, ENGINES[1])
             clients = Clients(patient)
             await clients.wait_begun()
             ground.signal(ENGINES[1], signal.SIGKILL)
-            await ground.wait_ended(ENGINES[1])
-            await ground.start(ENGINES[1])
+            await restart(ground, ENGINES[1])
             streams = await clients.wait_ended()
-            num_moved = 0
+            assert all(isinstance(each.end, FinishedEvent) and each.end.is_exact for each in streams), streams
+            assert sum(each.end.num_moves for each in streams if isinstance(each.end, FinishedEvent))
             for number, stream in enumerate(streams):
-                assert isinstance(stream.end, FinishedEvent), stream.end
-                assert stream.end.is_exact
                 assert stream.token_ids in (first[number], second[number]), number
-                num_moved += stream.end.num_moves
-            assert num_moved
+
+            # Its worker dies, and the next one finds the first fine-tune in the second one's place.
+            await wait_both_serve(ground, hasty, ENGINES[1])
+            clients = Clients(hasty)
+            await clients.wait_begun()
+            ground.signal("worker-1", signal.SIGKILL)
+            directory.unlink()
+            directory.symlink_to(tunes[0])
+            await restart(ground, "worker-1")
+            check_only_first_is_left(await clients.wait_ended(), first, second)
+            assert [stream.token_ids for stream in await Clients(patient).wait_ended()] == first
+
+
+async def restart(ground: ProcessGround, name: str) -> None:
+    """Start a process again that was killed."""
+    await ground.wait_ended(name)
+    await ground.start(name)
