@@ -74,6 +74,7 @@ class FrontendApp(ServiceApp):
 
     section = "frontend"
     keys_option = "api_keys_file"
+    logs_each_request = True
     exit_codes = ((TriptychError, ExitCode.MISCONFIGURED),)
 
     def __init__(self, config: EngineConfig) -> None:

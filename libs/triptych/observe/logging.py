@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -10,19 +11,26 @@ import time
 from typing import Any
 
 from triptych.config import LogConfig
+from triptych.observe.log_writer import BatchingHandler
 from triptych.observe.trace import current_trace
 
 _FIELDS = "fields"
 _TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \w+ +\S+ +(.*)")
+_PLAIN_WORD = re.compile(r'[^ ="\n\r]+')
 _LEVELS = {"WARNING": "WARN"}
 _CHATTY = ("asyncio", "uvicorn", "uvicorn.access", "uvicorn.error", "httpx", "filelock")
 
 log = logging.getLogger(__name__)
 
 
-def configure(config: LogConfig, service: str) -> None:
-    """Send this process's log to stderr. Call once, first."""
-    handler = logging.StreamHandler(sys.stderr)
+def configure(config: LogConfig, service: str, *, is_batched: bool = False) -> None:
+    """Send this process's log to stderr. Call once, first.
+
+    Args:
+        is_batched: Lines below WARNING may come 50 ms later, so that many of them cost one write. `logging.shutdown`,
+            which Python calls at a usual end of the process, writes the last ones.
+    """
+    handler = BatchingHandler(sys.stderr) if is_batched else logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(service) if config.format == "json" else _TextFormatter(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -104,7 +112,13 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _utc(record: logging.LogRecord) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+    return f"{_second(int(record.created))}.{int(record.msecs):03d}Z"
+
+
+@functools.lru_cache(maxsize=2)
+def _second(unix_s: int) -> str:
+    """Return a second as text. Most lines are of the same one as those before them."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s))
 
 
 def _one_line(text: str) -> str:
@@ -114,4 +128,4 @@ def _one_line(text: str) -> str:
 
 def _word(value: Any) -> str:
     text = f"{value:.1f}" if isinstance(value, float) else str(value)
-    return json.dumps(text, ensure_ascii=False) if not text or any(c in text for c in ' ="\n\r') else text
+    return text if _PLAIN_WORD.fullmatch(text) else json.dumps(text, ensure_ascii=False)

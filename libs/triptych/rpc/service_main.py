@@ -44,6 +44,8 @@ class ServiceApp(ABC):
     """Errors that end a background task, and their exit codes; the first that fits. All others: FAILED."""
     server: RpcServer
     """Set by the subclass, which adds its servicers."""
+    logs_each_request: ClassVar[bool] = False
+    """Whether so many lines are logged that they are written together."""
     keys_option: ClassVar[str] = ""
     """The option that makes the service ask for API keys. Empty: it has none, and only mTLS keeps callers out."""
 
@@ -96,8 +98,8 @@ def main(service: str, description: str | None, create: type[ServiceApp]) -> NoR
     except ConfigError as error:
         print(f"services.{service}: {error}", file=sys.stderr)
         code = ExitCode.MISCONFIGURED
+    logging.shutdown()  # lines may wait to be written; stderr itself keeps none
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # a thread that still loads something must not keep a stopped process alive
 
 
@@ -108,7 +110,7 @@ async def run(arguments: ServiceArguments, create: type[ServiceApp]) -> int:
         ConfigError: A port is taken, or an address cannot be used; names it.
     """
     config = arguments.config
-    observe_logging.configure(config.log, create.log_name(config))
+    observe_logging.configure(config.log, create.log_name(config), is_batched=create.logs_each_request)
     if failpoints.ARMED:
         log.warning("%s is set: this process will fail on purpose", failpoints.ENV)
     raise_file_limit()
