@@ -269,7 +269,7 @@ def test_mask_that_takes_too_many_items_fails_its_row_alone(bench):
     sampled = bench.sample(logits_at(0, 2), [1, 3])
     ((row, error),) = sampled.failures
     assert row == 0
-    assert "Too many items (limit 8000" in error.message
+    assert "Too many items (limit 12000" in error.message
     assert sampled.token_ids[1] == alone[0]
 
 
