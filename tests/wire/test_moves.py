@@ -281,15 +281,15 @@ async def test_two_engines_that_die_together_take_nothing_along() -> None:
 
     async with running_units(2, step_ms=5, max_num_seqs=32) as (units, core):
         expected = [await follow(core, numbered(number)) for number in range(5)]
-        num_killed = 0
 
         async def kill_both() -> None:
-            nonlocal num_killed
+            first = busy(units)  # a busy machine may have sent all to one of them
+            (second,) = (unit for unit in units if unit is not first)
+            await first.die()
+            await eventually(lambda: second.num_requests)
+            await second.die()
             for unit in units:
-                await eventually(lambda unit=unit: unit.num_requests)
-                await unit.die()
                 await unit.start_again()
-                num_killed += 1
 
         killing: list[asyncio.Task[None]] = []
 
@@ -300,7 +300,7 @@ async def test_two_engines_that_die_together_take_nothing_along() -> None:
             *(follow(core, numbered(n % 5), at=5, then=begin if n == 0 else None) for n in range(15))
         )
         await killing[0]
-        assert num_killed == 2
+        assert core.metric("moves_total", outcome="exact") > 0
         assert [each.output for each in seen] == [expected[n % 5].output for n in range(15)]
         assert core.metric("moves_total", outcome="suspected") == 0
 
