@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from services.frontend.engines.outlook import EXPECTED_S, EngineOutlook
+from services.frontend.engines.outlook import EXPECTED_S, TRUSTED_S, EngineOutlook, Pace
 from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.routing_policy import (
     LeastLoaded,
@@ -204,7 +204,7 @@ def test_a_full_engine_is_waited_for() -> None:
     assert SoonestFirstToken().choose([full, busy], prompt, 1) == 1
     busy.tell(replace(IDLE, num_prefill_tokens=6000))
     assert SoonestFirstToken().choose([full, busy], prompt, 1) == 0
-    assert full.outlook.first_token_s(1, 3, 1e-4) == pytest.approx(1.51, abs=0.001)
+    assert full.outlook.first_token_s(1, 3, Pace(1e-4, 0.01)) == pytest.approx(1.51, abs=0.001)
 
 
 def test_near_equals_share_and_the_emptier_of_two_wins() -> None:
@@ -217,13 +217,28 @@ def test_near_equals_share_and_the_emptier_of_two_wins() -> None:
     assert 0.6 < counts[1] / 3000 < 0.73, "two of three pairs have it"
 
 
-def test_engines_that_have_measured_nothing_are_taken_for_average_ones() -> None:
+def test_engines_that_have_measured_nothing_are_taken_for_the_best() -> None:
     _, (measured, new) = make_engines(2)
     new.tell(replace(IDLE, prefill_token_s=0.0, decode_step_s=0.0, row_interval_s=0.0))
     measured.tell(replace(IDLE, num_prefill_tokens=1000))
     assert SoonestFirstToken().choose([measured, new], make_prompt(100), 1) == 1
     new.tell(replace(IDLE, prefill_token_s=0.0, decode_step_s=0.0, num_prefill_tokens=5000))
     assert SoonestFirstToken().choose([measured, new], make_prompt(100), 1) == 0
+
+
+@pytest.mark.parametrize("measure", ["prefill_token_s", "decode_step_s"])
+def test_an_engine_that_was_slow_once_is_tried_again(measure: str) -> None:
+    clock, (slow, other) = make_engines(2)
+    prompt = make_prompt(100)
+    slow.tell(replace(IDLE, **{measure: 0.2}))
+    for _ in range(20):
+        assert SoonestFirstToken(clock).choose([slow, other], prompt, 1) == 1
+    clock.now += TRUSTED_S + 1
+    counts = Counter(SoonestFirstToken(clock).choose([slow, other], prompt, 1) for _ in range(200))
+    assert 50 < counts[0] < 150, "nothing that was measured lately speaks against it"
+    slow.tell(replace(IDLE, **{measure: 0.19}))
+    for _ in range(20):
+        assert SoonestFirstToken(clock).choose([slow, other], prompt, 1) == 1
 
 
 def test_an_engine_that_tells_no_load_gets_its_share_by_requests_in_flight() -> None:

@@ -13,7 +13,18 @@ from triptych.types.submit import PrefixHash
 
 EXPECTED_S = 2.0
 """A prompt's blocks are expected in the cache of its engine for so long, at least, until the engine reports them."""
+TRUSTED_S = 10.0
+"""An older measure is no reason to avoid an engine: it may have been slow beside something else, and only the next
+request would show that it is not any more."""
 _NO_LOAD = EngineLoad(0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+
+
+class Pace(NamedTuple):
+    """The time that the work for a request takes, in seconds. 0: it is not known."""
+
+    prefill_token_s: float
+    """For each token of a prompt."""
+    decode_step_s: float
 
 
 class EngineOutlook:
@@ -36,6 +47,8 @@ class EngineOutlook:
         self.is_known = False
         """The engine has reported its load. One of an earlier version never does."""
         self._told_at = 0.0
+        self._prefill_measured_at = self._decode_measured_at = 0.0
+        """When the load's measures last changed."""
         self._bookings: dict[int, _Booking] = {}
         """The first number of a request that is in no load yet -> what it adds."""
         self._num_booked_tokens = 0
@@ -63,20 +76,30 @@ class EngineOutlook:
         )
         return min(num_blocks * self.block_size, prompt.num_tokens - 1)
 
-    def first_token_s(self, num_tokens: float, num_choices: int, prefill_token_s: float) -> float:
+    @property
+    def pace(self) -> Pace:
+        """Return what the engine has measured lately."""
+        until = self._clock() - TRUSTED_S
+        return Pace(
+            self.load.prefill_token_s if self._prefill_measured_at > until else 0.0,
+            self.load.decode_step_s if self._decode_measured_at > until else 0.0,
+        )
+
+    def first_token_s(self, num_tokens: float, num_choices: int, best: Pace) -> float:
         """Return in how many seconds a request would have its first token.
 
         Args:
             num_tokens: Tokens of its prompt that must be computed.
             num_choices: Its choices, each of which needs a row.
-            prefill_token_s: Seconds for each of those tokens where the engine has not measured any yet.
+            best: Of the engines that could serve it. Stands in for what this one has not measured lately.
         """
-        load = self.load
-        token_s = load.prefill_token_s or prefill_token_s
+        load, pace = self.load, self.pace
+        token_s = pace.prefill_token_s or best.prefill_token_s
         num_lacking = num_choices + self._num_booked_choices - load.num_free_rows
         row_s = num_lacking * load.row_interval_s if num_lacking > 0 else 0.0
         own_s = num_tokens * token_s
-        return max(self.waiting_s(token_s) + own_s, row_s + own_s) + load.decode_step_s
+        step_s = pace.decode_step_s or best.decode_step_s
+        return max(self.waiting_s(token_s) + own_s, row_s + own_s) + step_s
 
     def waiting_s(self, prefill_token_s: float) -> float:
         """Return in how many seconds the prompts that are there already will be computed."""
@@ -126,9 +149,17 @@ class EngineOutlook:
             for failure in batch.failures:
                 self.cancel(failure.number)
         if batch.load is not None:
-            self.load, self.is_known, self._told_at = batch.load, True, self._clock()
+            self._take_in(batch.load)
             for number in list(self._admitted):
                 self.cancel(number)
+
+    def _take_in(self, load: EngineLoad) -> None:
+        now = self._clock()
+        if load.prefill_token_s != self.load.prefill_token_s:
+            self._prefill_measured_at = now
+        if load.decode_step_s != self.load.decode_step_s:
+            self._decode_measured_at = now
+        self.load, self.is_known, self._told_at = load, True, now
 
     def _forget_expected(self) -> None:
         now = self._clock()

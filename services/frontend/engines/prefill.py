@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.frontend.engines.client import EngineClient
+from services.frontend.engines.outlook import Pace
 from services.frontend.engines.prefix_index import RoutedPrompt
 from services.frontend.engines.session import EngineLoss
 from services.frontend.logprobs import BatchLogprobs
@@ -177,7 +178,9 @@ def choose_source(
             continue
         token_s = engine.outlook.load.prefill_token_s or outlook.load.prefill_token_s or _UNMEASURED_TOKEN_S
         num_there = num_tokens - _count_cached(engine, job.routed)
-        computed_s = engine.outlook.first_token_s(num_there, 1, token_s)
+        computed_s = engine.outlook.first_token_s(
+            num_there, 1, Pace(token_s, engine.outlook.load.decode_step_s)
+        )
         seconds = max(computed_s, transfer_s) + min(computed_s, transfer_s) / _NUM_PARTS
         if best is None or seconds < best[0]:
             best = seconds, engine
@@ -186,7 +189,7 @@ def choose_source(
     remote_s, engine = best
     token_s = outlook.load.prefill_token_s or engine.outlook.load.prefill_token_s or _UNMEASURED_TOKEN_S
     delay_s = outlook.load.num_running * num_here * token_s
-    here_s = outlook.first_token_s(num_here, 1, token_s) + delay_s
+    here_s = outlook.first_token_s(num_here, 1, Pace(token_s, outlook.load.decode_step_s)) + delay_s
     return (engine, remote_s) if remote_s + outlook.load.decode_step_s < here_s else None
 
 

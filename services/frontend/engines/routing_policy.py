@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from services.frontend.engines.outlook import EngineOutlook
+from services.frontend.engines.outlook import EngineOutlook, Pace
 from services.frontend.engines.prefix_index import RoutedPrompt
 
 _ALIKE_SHARE, _ALIKE_S = 0.05, 0.005  # by which expected times differ no more than they are known
@@ -97,15 +97,15 @@ class SoonestFirstToken:
         outlooks = [engine.outlook for engine in engines]
         if not all(outlook.is_known for outlook in outlooks):
             return self._least_loaded.choose(engines, prompt, num_choices)
-        token_s = _mean_token_s(outlooks)
+        best = _best_pace(outlooks)
         costs = [1.0] * len(engines) if prompt is None else self._count_tokens(outlooks, prompt)
         seconds = [
-            outlook.first_token_s(cost, num_choices, token_s)
+            outlook.first_token_s(cost, num_choices, best)
             for outlook, cost in zip(outlooks, costs, strict=True)
         ]
         limit_s = min(seconds) + max(_ALIKE_SHARE * min(seconds), _ALIKE_S)
         alike = [index for index in range(len(engines)) if seconds[index] <= limit_s]
-        most_tokens = min(costs[index] for index in alike) + _ALIKE_S / token_s
+        most_tokens = min(costs[index] for index in alike) + _ALIKE_S / best.prefill_token_s
         soonest = [index for index in alike if costs[index] <= most_tokens]
         drawn = random.sample(soonest, min(len(soonest), 2))
         return min(drawn, key=lambda index: outlooks[index].num_choices)
@@ -158,7 +158,10 @@ def create_policy(name: str, clock: Callable[[], float] = time.monotonic) -> Rou
     return others[name]()
 
 
-def _mean_token_s(outlooks: Sequence[EngineOutlook]) -> float:
-    """Return the seconds of a prompt's token for engines that have not measured it."""
-    measured = [outlook.load.prefill_token_s for outlook in outlooks if outlook.load.prefill_token_s]
-    return sum(measured) / len(measured) if measured else _UNMEASURED_TOKEN_S
+def _best_pace(outlooks: Sequence[EngineOutlook]) -> Pace:
+    """Return the least that any engine has measured last."""
+    loads = [outlook.load for outlook in outlooks]
+    return Pace(
+        min(filter(None, [load.prefill_token_s for load in loads]), default=_UNMEASURED_TOKEN_S),
+        min(filter(None, [load.decode_step_s for load in loads]), default=0.0),
+    )
