@@ -209,7 +209,7 @@ def test_outputs_of_a_wide_object_reach_no_limit(num_properties: int) -> None:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=trials.limits)
         outputs = [matcher.deep_copy() for _ in range(30)]
         for seed, output in enumerate(outputs):
-            grammar_process.begin_output(output, tokenizer, random.Random(seed), trials.marks)
+            grammar_process.begin_output(output, tokenizer, random.Random(seed), trials)
         # Behind the first key all the others may come, which a drawn key leaves half of.
         first = matcher.deep_copy()
         for token_id in backend.encode('{"p0":{},"p1":[],"p2":"').ids:

@@ -21,7 +21,8 @@ MAX_TRIED_ITEMS = 10_000
 
 A form that is accepted should not fail in the middle of an answer."""
 MAX_TRIED_MASK_S = 0.02
-"""CPU time that a mask may take when a frontend tries a form. A mask of 500 optional properties takes 4 ms."""
+"""CPU time that a mask may take, but for one, when a frontend tries a form. One of 500 optional properties takes
+4 ms."""
 
 
 FORM_NAMES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")

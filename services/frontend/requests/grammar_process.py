@@ -44,7 +44,7 @@ class Trials(NamedTuple):
 
     limits: LLParserLimits
     max_mask_s: float
-    """CPU time that a mask may take."""
+    """CPU time that a mask may take, but for one of each output."""
     marks: int
     """Bit t is set for each token t that is only punctuation, digits and spaces."""
 
@@ -202,42 +202,46 @@ def _compile(form: dict[str, Any], tokenizer: LLTokenizer, trials: Trials) -> di
     try:
         grammar = to_grammar(form, tokenizer)
         matcher = LLMatcher(tokenizer, grammar.text, log_level=0, limits=trials.limits)
-        slowest_s = 0.0
+        slow_s = 0.0
         for seed in range(_NUM_TRIALS):
             if matcher.is_error():
                 break
             trial = matcher.deep_copy()
-            slowest_s = max(slowest_s, begin_output(trial, tokenizer, random.Random(seed), trials.marks))
+            times_s = begin_output(trial, tokenizer, random.Random(seed), trials)
+            slow_s = max(slow_s, *sorted(times_s)[:-1], 0.0)  # a single one may have built an automaton
             if trial.is_error():
                 matcher = trial
     except Exception as error:
         return {"error": _shortened(str(error))}
     if matcher.is_error():
         return {"error": _shortened(matcher.get_error())}
-    if slowest_s > trials.max_mask_s:
+    if slow_s > trials.max_mask_s:
         limit = f"the limit of {1e3 * trials.max_mask_s:g} ms"
         return {
-            "error": f"a token takes {1e3 * slowest_s:.0f} ms of CPU time, above {limit}; make it less ambiguous"
+            "error": f"tokens take {1e3 * slow_s:.0f} ms of CPU time each, above {limit}; make it less ambiguous"
         }
     return {"grammar": grammar.text, "not_enforced": grammar.not_enforced}
 
 
-def begin_output(matcher: LLMatcher, tokenizer: LLTokenizer, choice: random.Random, marks: int) -> float:
-    """Take some tokens that the form allows, drawn by `choice`; return the CPU time of the slowest mask.
+def begin_output(
+    matcher: LLMatcher, tokenizer: LLTokenizer, choice: random.Random, trials: Trials
+) -> list[float]:
+    """Take some tokens that the form allows, drawn by `choice`; return the CPU time of each mask.
 
     Where a limit is reached the matcher has an error then. Some limits are not checked when a form is compiled: 1,800
     optional properties compile and have a first mask, and fail at the first token. Every other token is punctuation
     where it can be: texts go on for long otherwise, and what takes the most is what may follow behind them.
     """
-    slowest_s = 0.0
+    times_s: list[float] = []
     for _ in range(_TRIAL_TOKENS):
         started = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        slowest_s = max(slowest_s, time.thread_time() - started)
-        token_id = _draw(mask & marks if choice.random() < 0.5 and mask & marks else mask, choice)
+        times_s.append(time.thread_time() - started)
+        marks = mask & trials.marks
+        token_id = _draw(marks if choice.random() < 0.5 and marks else mask, choice)
         if token_id is None or token_id in tokenizer.eos_tokens or not matcher.consume_token(token_id):
             break
-    return slowest_s
+    return times_s
 
 
 def _draw(mask: int, choice: random.Random) -> int | None:
