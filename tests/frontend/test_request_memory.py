@@ -32,16 +32,26 @@ DEADLINE_S = 8.0
 OF_A_REQUEST = (RequestOutputs, Choice, Journey, Submission, RequestRecord, AttachedStream)
 
 
+_of_others: dict[int, object] = {}
+"""Identity -> object that was there before the test: other tests of this process may hold some."""
+
+
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()
+    _of_others.update((id(each), each) for each in gc.get_objects() if type(each) in OF_A_REQUEST)
     yield
+    _of_others.clear()
     gc.enable()
 
 
 def alive() -> list[str]:
-    return [type(each).__name__ for each in gc.get_objects() if type(each) in OF_A_REQUEST]
+    return [
+        type(each).__name__
+        for each in gc.get_objects()
+        if type(each) in OF_A_REQUEST and id(each) not in _of_others
+    ]
 
 
 async def check_freed() -> None:
