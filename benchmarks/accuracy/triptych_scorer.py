@@ -8,12 +8,12 @@ import numpy as np
 
 from benchmarks.accuracy.base import Pass, Scores
 from benchmarks.worker.session import checked
-from services.worker.runner.base import Runner
-from services.worker.service.startup import load_runner
 from tests.oracle.entries import Entry
 from triptych.config.loader import load_config
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, StepResult
+from triptych_services.worker.runner.base import Runner
+from triptych_services.worker.service.startup import load_runner
 
 _PROMPT_LOGPROBS = SamplingParams(temperature=0.0, prompt_logprobs=0)
 

@@ -17,15 +17,15 @@ from typing import Any
 from benchmarks.engine.requests import BLOCK_SIZE, submit_of, worker_facts
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
-from services.enginecore.engine import EngineCore
-from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.manager import BlockManager
 from triptych.config import EngineConfig
 from triptych.internal.v1 import engine_core_pb2, worker_pb2
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
 from triptych.wire.step import plan_to_proto
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.manager import BlockManager
 
 BUDGET = 32_768
 NUM_BLOCKS = 10_000

@@ -17,12 +17,6 @@ from benchmarks.engine.requests import BLOCK_SIZE, create_scheduler, submit_of
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import cpu_s
-from services.enginecore.request import Request
-from services.frontend.engines.journey import Journey, Submission
-from services.frontend.engines.mover import Mover, MoveTerms
-from services.frontend.engines.router import Router
-from services.frontend.engines.session import EngineLoss, EngineSession
-from services.frontend.outputs import RequestOutputs
 from triptych.observe.metrics import FrontendMetrics
 from triptych.types.facts import ModelFacts
 from triptych.types.identity import ModelIdentity
@@ -31,6 +25,12 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
 from triptych.types.submit import EngineLimits, ModelTerms, SubmitRequest
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
+from triptych_services.enginecore.request import Request
+from triptych_services.frontend.engines.journey import Journey, Submission
+from triptych_services.frontend.engines.mover import Mover, MoveTerms
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.engines.session import EngineLoss, EngineSession
+from triptych_services.frontend.outputs import RequestOutputs
 
 NUM_ROWS = 4096
 

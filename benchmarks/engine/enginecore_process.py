@@ -17,12 +17,12 @@ from benchmarks.harness.cluster import running, simulated_config
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.process_tree import cpu_seconds, descendants
-from services.frontend.engines.client import EngineClient
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.outputs import FinishedRequest
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
+from triptych_services.frontend.engines.client import EngineClient
 
 READY_TIMEOUT_S = 60.0
 

@@ -17,15 +17,15 @@ import numpy as np
 from benchmarks.engine.requests import BLOCK_SIZE, VOCAB_SIZE, blocks_of, create_scheduler, submit_of
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
-from services.worker.runner.base import max_steps_in_flight
-from services.worker.simulation.device import SimulatedDevice
-from services.worker.simulation.runner import SimulatedRunner
-from services.worker.simulation.stages import SimulatedStages, StepInStages
 from triptych.config import SimulationConfig
 from triptych.config.step_times import StepTimeModel
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.runner.base import max_steps_in_flight
+from triptych_services.worker.simulation.device import SimulatedDevice
+from triptych_services.worker.simulation.runner import SimulatedRunner
+from triptych_services.worker.simulation.stages import SimulatedStages, StepInStages
 
 _DEFAULTS = SimulationConfig()  # an 8B model on an accelerator of 3 TB/s
 STEP_TIME = StepTimeModel(

@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
-from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.manager import BlockManager
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 30 * 2 * 3 * 64 * 4 * BLOCK_SIZE

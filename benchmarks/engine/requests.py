@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.scheduler import Scheduler
 from triptych.config import SchedulerConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 49152

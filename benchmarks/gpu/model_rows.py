@@ -23,7 +23,7 @@ from benchmarks.gpu.models import (
 from benchmarks.gpu.serving import DecodingStreams, gaps_between, serve
 from benchmarks.gpu.timing import Bench, Row, release_memory
 from benchmarks.harness.figures import Figure, rate
-from services.worker.runner.graph_sizes import decode_buckets
+from triptych_services.worker.runner.graph_sizes import decode_buckets
 
 _WARM_UP_STEPS = 4  # CUDA graphs are recorded when their size is first needed
 _TRACED_STEPS = 16

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.sizes import Sizes
-from services.worker.context.device import resolve_config
-from services.worker.runner.base import Runner
-from services.worker.runner.startup.create import create_runner
 from triptych.checkpoint.config_json import CONFIG_FILE, read_architecture
 from triptych.config import CacheConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.runner.base import Runner
+from triptych_services.worker.runner.startup.create import create_runner
 
 _BOTH = {
     "num_key_value_heads": 8,

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from benchmarks.engine.requests import create_scheduler, submit_of
 from benchmarks.worker.session import RunnerSession, checked
-from services.worker.runner.base import PendingStep, Runner
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.runner.base import PendingStep, Runner
 
 _STEPS_IN_FLIGHT = 2  # steps that are launched before the result of the oldest is waited for
 

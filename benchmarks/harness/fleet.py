@@ -40,12 +40,12 @@ class Fleet:
         self.engine_addresses = [f"127.0.0.1:{port}" for port in engine_ports]
         for number, (worker_port, engine_port) in enumerate(zip(worker_ports, engine_ports, strict=True)):
             of_worker = (f"--worker.port={worker_port}", "--worker.metrics-port=0")
-            self._members[f"worker-{number}"] = _Member("services.worker", (*flags, *of_worker))
+            self._members[f"worker-{number}"] = _Member("triptych_services.worker", (*flags, *of_worker))
             of_engine = (
                 f"--engine.port={engine_port}", "--engine.metrics-port=0", f"--engine.engine-id=engine-{number}",
                 f"--engine.worker-address=127.0.0.1:{worker_port}",
             )  # fmt: skip
-            self._members[f"engine-{number}"] = _Member("services.enginecore", (*flags, *of_engine))
+            self._members[f"engine-{number}"] = _Member("triptych_services.enginecore", (*flags, *of_engine))
         ports, http_ports = _free_ports(num_frontends), _free_ports(num_frontends)
         for number, (port, http_port) in enumerate(zip(ports, http_ports, strict=True)):
             of_frontend = (
@@ -53,7 +53,9 @@ class Fleet:
                 f"--frontend.http-port={http_port}", f"--frontend.serve-http={str(num_frontends > 1).lower()}",
                 f"--frontend.engine-addresses={','.join(self.engine_addresses)}",
             )  # fmt: skip
-            self._members[f"frontend-{number}"] = _Member("services.frontend", (*flags, *of_frontend))
+            self._members[f"frontend-{number}"] = _Member(
+                "triptych_services.frontend", (*flags, *of_frontend)
+            )
         self.addresses = [f"127.0.0.1:{port}" for port in ports]
         """Addresses of the frontends."""
         self.http_urls = [f"http://127.0.0.1:{port}" for port in http_ports]

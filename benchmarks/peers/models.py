@@ -20,11 +20,11 @@ from benchmarks.peers.environments import (
     peers_home,
     run_logged,
 )
-from services.worker.loader.load import open_checkpoint
 from triptych.checkpoint.config_json import read_architecture
 from triptych.hub.cache import build_directory_once
 from triptych.hub.embedded import fetch_embedded
 from triptych.hub.resolve import EMBEDDED, resolve_model
+from triptych_services.worker.loader.load import open_checkpoint
 
 FORMS_VERSION = 1
 """Raise it when a form is made another way: those of another version are made anew."""

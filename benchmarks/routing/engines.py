@@ -14,11 +14,11 @@ import numpy as np
 
 from benchmarks.routing.simulation import STEP_TIMES, TimedDevice, create_facts
 from benchmarks.stack.scale_engines import SlowedWorker, create_engine
-from services.worker.simulation.runner import SimulatedRunner
-from services.worker.simulation.vocabulary import read_word_ids
 from triptych.checkpoint.config_json import read_architecture
 from triptych.hub import resolve_model
 from triptych.types.step import StepPlan
+from triptych_services.worker.simulation.runner import SimulatedRunner
+from triptych_services.worker.simulation.vocabulary import read_word_ids
 
 
 class TimedWorker(SlowedWorker):

@@ -20,12 +20,12 @@ import numpy as np
 from benchmarks.harness.command import ROOT, module_command
 from benchmarks.harness.processes import Child
 from benchmarks.routing.loads import Tokens, User
-from services.worker.simulation.vocabulary import read_word_ids
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
 from triptych.hub import resolve_model
 from triptych.launcher.process import ServiceProcess
 from triptych.text.tokenizer import Tokenizer
+from triptych_services.worker.simulation.vocabulary import read_word_ids
 
 PEERS = {"smg": "smg==1.13.0", "sglang-router": "sglang-router==0.3.2", "vllm-router": "vllm-router==0.1.17"}
 """Router to the package that it is installed from, into a Python of its own under build/routers."""
@@ -107,7 +107,7 @@ def _start_frontend(stack: ExitStack, ports: Sequence[int], policy: str) -> Serv
         "log.level": "warning",
     }
     texts = [f"--{name}={value}" for name, value in flags.items()]
-    frontend = ServiceProcess("services.frontend", texts, os.environ, lambda line: None)
+    frontend = ServiceProcess("triptych_services.frontend", texts, os.environ, lambda line: None)
     stack.callback(frontend.kill)
     return frontend
 

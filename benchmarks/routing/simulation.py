@@ -10,13 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.routing.loads import Tokens, Turn, User
-from services.enginecore.engine import EngineCore
-from services.enginecore.frontends.news import INTERVAL_S
-from services.frontend.engines.outlook import EngineOutlook
-from services.frontend.engines.prefix_index import RoutedPrompt, keys_of
-from services.frontend.engines.routing_policy import RoutableEngine, RoutingPolicy, create_policy
-from services.worker.simulation.device import SimulatedDevice
-from services.worker.simulation.runner import SimulatedRunner, create_simulated_runner
 from triptych.config import EngineConfig
 from triptych.config.step_times import StepTimeModel, StepWork
 from triptych.hub import resolve_model
@@ -26,6 +19,13 @@ from triptych.types.facts import WorkerFacts
 from triptych.types.outputs import OutputBatch
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import single_choice
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.frontends.news import INTERVAL_S
+from triptych_services.frontend.engines.outlook import EngineOutlook
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt, keys_of
+from triptych_services.frontend.engines.routing_policy import RoutableEngine, RoutingPolicy, create_policy
+from triptych_services.worker.simulation.device import SimulatedDevice
+from triptych_services.worker.simulation.runner import SimulatedRunner, create_simulated_runner
 
 STEP_TIMES = StepTimeModel(base_ms=6.0, prefill_token_us=50.0, decode_row_us=20.0, context_token_ns=0.0)
 """The steps of an accelerator that computes 20,000 tokens of prompts a second."""

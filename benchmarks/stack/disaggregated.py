@@ -99,7 +99,7 @@ def _start(stack: contextlib.ExitStack, name: str, *flags: str) -> int:
     env = {key: text for key, text in os.environ.items() if not key.startswith("TRIPTYCH_")}
     own = (f"--{leaf}.port=0", f"--{leaf}.metrics-port=0", "--log.level=warning")
     process = ServiceProcess(
-        f"services.{name}", [*own, *flags], env, lambda line: print(line, file=sys.stderr)
+        f"triptych_services.{name}", [*own, *flags], env, lambda line: print(line, file=sys.stderr)
     )
     stack.callback(process.kill)
     while (ports := process.read_ports()) is None:

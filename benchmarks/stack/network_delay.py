@@ -27,18 +27,18 @@ from benchmarks.harness.cluster import simulated_config
 from benchmarks.harness.command import create_parser, module_command, run
 from benchmarks.harness.figures import Figure, distribution
 from benchmarks.harness.processes import Child
-from services.enginecore.loop import EngineLoop
-from services.enginecore.workers.base import Connected, Executor, WorkerLost
-from services.enginecore.workers.grpc_executor import GrpcExecutor
-from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
-from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.startup import load_runner
 from triptych.config import EngineConfig
 from triptych.config.loader import shared_config, to_flags
 from triptych.observe.metrics import EngineMetrics
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.step import Step
+from triptych_services.enginecore.loop import EngineLoop
+from triptych_services.enginecore.workers.base import Connected, Executor, WorkerLost
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
+from triptych_services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.service.startup import load_runner
 
 NUM_REQUESTS = 32
 PROMPT_LEN = 16
@@ -184,7 +184,9 @@ def worker_process(config: EngineConfig) -> Iterator[int]:
     """Run a simulated worker until the block ends; yields its port."""
     with tempfile.TemporaryDirectory() as directory:
         ready_file = Path(directory, "ready.json")
-        with Child(module_command("services.worker", *to_flags(config), f"--ready-file={ready_file}")):
+        with Child(
+            module_command("triptych_services.worker", *to_flags(config), f"--ready-file={ready_file}")
+        ):
             deadline = time.monotonic() + READY_TIMEOUT_S
             while not ready_file.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)

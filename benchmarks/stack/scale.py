@@ -108,7 +108,7 @@ def measure_load(load: Load, arguments: argparse.Namespace) -> Costs:
         }
         texts = [f"--{name}={value}" for name, value in flags.items()]
         began_at = time.monotonic()
-        frontend = ServiceProcess("services.frontend", texts, os.environ, lambda line: None)
+        frontend = ServiceProcess("triptych_services.frontend", texts, os.environ, lambda line: None)
         stack.callback(frontend.kill)
         return asyncio.run(run_streams(load, frontend, hosts, arguments, began_at))
 

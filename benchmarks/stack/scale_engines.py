@@ -18,12 +18,6 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from services.enginecore import wake_timer
-from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, AdminServicer, EngineCoreServicer
-from services.enginecore.loop import EngineLoop
-from services.enginecore.workers.base import Connected
-from services.worker.simulation.device import SimulatedDevice
-from services.worker.simulation.runner import SimulatedRunner, create_simulated_runner
 from triptych.admin.v1 import admin_pb2_grpc
 from triptych.config import EngineConfig
 from triptych.config.step_times import StepTimeModel
@@ -35,6 +29,17 @@ from triptych.observe.metrics import EngineMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.types.step import StepPlan, StepResult
+from triptych_services.enginecore import wake_timer
+from triptych_services.enginecore.frontends.servicer import (
+    ADMIN_SERVICE,
+    SERVICE,
+    AdminServicer,
+    EngineCoreServicer,
+)
+from triptych_services.enginecore.loop import EngineLoop
+from triptych_services.enginecore.workers.base import Connected
+from triptych_services.worker.simulation.device import SimulatedDevice
+from triptych_services.worker.simulation.runner import SimulatedRunner, create_simulated_runner
 
 _STEPS_IN_FLIGHT = 2
 BLOCK_SIZE = 16

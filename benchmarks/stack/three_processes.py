@@ -130,7 +130,7 @@ def serve_runner(config: EngineConfig) -> None:
     """Compute batches in this process, one for each JSON line, and answer how many seconds each took."""
     from benchmarks.worker.runner_steps import enter  # loads torch, which the client does without
     from benchmarks.worker.session import RunnerSession, checked
-    from services.worker.service.startup import load_runner
+    from triptych_services.worker.service.startup import load_runner
 
     answers = Answers()
     runner = load_runner(config, lambda phase, progress: None)

@@ -24,13 +24,13 @@ import uvloop
 from benchmarks.harness.command import create_parser, module_command, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.processes import Child
-from services.worker.group.follower import GroupFollower
-from services.worker.group.leader import GroupLeader
-from services.worker.group.messages import LeaderMessage
 from triptych.config import EngineConfig, ParallelConfig, WorkerConfig
 from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan
 from triptych.wire.step import Step, plan_to_proto
+from triptych_services.worker.group.follower import GroupFollower
+from triptych_services.worker.group.leader import GroupLeader
+from triptych_services.worker.group.messages import LeaderMessage
 
 NUM_STEPS = 2000
 PACE_S = 0.002

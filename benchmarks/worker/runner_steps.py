@@ -17,10 +17,10 @@ from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import wall_s
 from benchmarks.worker.session import RunnerSession, checked
-from services.worker.runner.base import Runner
-from services.worker.service.startup import load_runner
 from triptych.config.loader import add_config_flags, config_from_arguments
 from triptych.types.step import StepResult
+from triptych_services.worker.runner.base import Runner
+from triptych_services.worker.service.startup import load_runner
 
 PREFILL_LEN = 1024
 PHASES = ("prepare", "forward", "sample")

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.runner.base import PendingStep, Runner
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, StepResult, empty_u32
+from triptych_services.worker.runner.base import PendingStep, Runner
 
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 

@@ -20,14 +20,6 @@ from benchmarks.engine.requests import worker_facts
 from benchmarks.harness.command import create_parser, module_command, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.processes import Answers, Child
-from services.enginecore.workers.grpc_executor import GrpcExecutor
-from services.worker.runner.base import CompletedStep, do_nothing
-from services.worker.service.lease import WorkerLease
-from services.worker.service.runner_app import SWITCH_INTERVAL_S
-from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.servicer import SERVICE, WorkerServicer
-from services.worker.service.sleep import SleepControl
-from services.worker.service.status import StatusPublisher
 from triptych.internal.v1 import worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
@@ -35,6 +27,14 @@ from triptych.rpc.server import RpcServer
 from triptych.types.facts import Phase
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, StepResult
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
+from triptych_services.worker.runner.base import CompletedStep, do_nothing
+from triptych_services.worker.service.lease import WorkerLease
+from triptych_services.worker.service.runner_app import SWITCH_INTERVAL_S
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.service.servicer import SERVICE, WorkerServicer
+from triptych_services.worker.service.sleep import SleepControl
+from triptych_services.worker.service.status import StatusPublisher
 
 NUM_ROWS = (1, 64, 256)
 STEPS_IN_FLIGHT = (1, 2)

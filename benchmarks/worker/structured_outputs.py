@@ -19,12 +19,12 @@ from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import wall_s
 from benchmarks.worker.session import RunnerSession, checked
-from services.worker.runner.base import Runner
-from services.worker.service.startup import load_runner
 from triptych.config.loader import add_config_flags, config_from_arguments
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowContent
 from triptych.types.structured import StructuredOutputs, compiled
+from triptych_services.worker.runner.base import Runner
+from triptych_services.worker.service.startup import load_runner
 
 _INPUT_LEN = 32
 _ITEM = {

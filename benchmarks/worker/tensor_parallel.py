@@ -21,9 +21,9 @@ from pathlib import Path
 
 from benchmarks.harness.command import ROOT, create_parser, module_command, run
 from benchmarks.harness.figures import Figure
-from services.worker.context.host import usable_cores
 from tests.helpers.processes import free_port
 from triptych.hub import resolve_model
+from triptych_services.worker.context.host import usable_cores
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

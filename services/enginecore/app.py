@@ -10,10 +10,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 
-from services.enginecore.frontends.servicer import ADMIN_SERVICE, SERVICE, AdminServicer, EngineCoreServicer
-from services.enginecore.loop import EngineLoop
-from services.enginecore.workers.grpc_executor import GrpcExecutor
-from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
 from triptych.admin.v1 import admin_pb2_grpc
 from triptych.config import EngineConfig
 from triptych.config.loader import shared_config
@@ -29,6 +25,15 @@ from triptych.rpc.tls import create_client_tls
 from triptych.types.exit_codes import ExitCode
 from triptych.types.facts import EngineStatus
 from triptych.types.kv_transfer import TransferCounts
+from triptych_services.enginecore.frontends.servicer import (
+    ADMIN_SERVICE,
+    SERVICE,
+    AdminServicer,
+    EngineCoreServicer,
+)
+from triptych_services.enginecore.loop import EngineLoop
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
+from triptych_services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
 
 log = logging.getLogger(__name__)
 

@@ -12,19 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.enginecore.frontends.handover import Handover
-from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequests
-from services.enginecore.frontends.news import NewsDesk
-from services.enginecore.frontends.outputs import SessionOutputs
-from services.enginecore.journal.listener import CallClock, EngineListener
-from services.enginecore.kv.remote import without_useless_transfers
-from services.enginecore.request import Request, check_vocabulary, largest_token
-from services.enginecore.restrictions import Pause, Restrictions
-from services.enginecore.scheduler.admission import check_config
-from services.enginecore.scheduler.forecast import StepInterval
-from services.enginecore.scheduler.scheduler import Scheduler
-from services.enginecore.scheduler.step_results import Failed, Finished
-from services.enginecore.status import with_scheduler
 from triptych.config import EngineConfig
 from triptych.config.step_size import size_for_worker
 from triptych.errors import (
@@ -58,6 +45,19 @@ from triptych.types.kv_transfer import KvProgress
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import AttachRequest, SubmitRequest
+from triptych_services.enginecore.frontends.handover import Handover
+from triptych_services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequests
+from triptych_services.enginecore.frontends.news import NewsDesk
+from triptych_services.enginecore.frontends.outputs import SessionOutputs
+from triptych_services.enginecore.journal.listener import CallClock, EngineListener
+from triptych_services.enginecore.kv.remote import without_useless_transfers
+from triptych_services.enginecore.request import Request, check_vocabulary, largest_token
+from triptych_services.enginecore.restrictions import Pause, Restrictions
+from triptych_services.enginecore.scheduler.admission import check_config
+from triptych_services.enginecore.scheduler.forecast import StepInterval
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
+from triptych_services.enginecore.scheduler.step_results import Failed, Finished
+from triptych_services.enginecore.status import with_scheduler
 
 log = logging.getLogger(__name__)
 

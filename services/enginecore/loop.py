@@ -16,16 +16,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from services.enginecore.inbox import Inbox
-from services.enginecore.journal.recorder import create_engine
-from services.enginecore.kv.remote import check_role
-from services.enginecore.releases import Releases
-from services.enginecore.scheduler.admission import limits_of
-from services.enginecore.wake_timer import WakeTimer
-from services.enginecore.worker_sleep import WorkerSleep
-from services.enginecore.workers.base import Connected, Executor, WorkerLost
-from services.enginecore.workers.connection import WorkerConnection
-from services.enginecore.workers.steps_in_flight import PipelineDepth
 from triptych import failpoints
 from triptych.config import EngineConfig
 from triptych.config.step_size import size_for_worker
@@ -39,6 +29,16 @@ from triptych.types.kv_transfer import EngineRole
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepResult
 from triptych.types.submit import AttachRequest, EngineLimits, EngineWelcome, PrefixHash, SubmitRequest
+from triptych_services.enginecore.inbox import Inbox
+from triptych_services.enginecore.journal.recorder import create_engine
+from triptych_services.enginecore.kv.remote import check_role
+from triptych_services.enginecore.releases import Releases
+from triptych_services.enginecore.scheduler.admission import limits_of
+from triptych_services.enginecore.wake_timer import WakeTimer
+from triptych_services.enginecore.worker_sleep import WorkerSleep
+from triptych_services.enginecore.workers.base import Connected, Executor, WorkerLost
+from triptych_services.enginecore.workers.connection import WorkerConnection
+from triptych_services.enginecore.workers.steps_in_flight import PipelineDepth
 
 log = logging.getLogger(__name__)
 

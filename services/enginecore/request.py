@@ -6,7 +6,6 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from services.enginecore.kv.block_table import BlockTable
 from triptych.errors import InvalidRequest
 from triptych.prefix_hash import root_of_request
 from triptych.types.kv_transfer import KvSource
@@ -14,6 +13,7 @@ from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32, RowContent
 from triptych.types.submit import SubmitRequest
+from triptych_services.enginecore.kv.block_table import BlockTable
 
 
 class RequestState(Enum):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.enginecore.request import Request, RequestState
+from triptych_services.enginecore.request import Request, RequestState
 
 _PROBATION = 32
 """Tokens beyond its position that clear a suspect; each takes a step."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, replace
 
-from services.enginecore.scheduler.scheduler import Scheduler
 from triptych.types.facts import EngineStatus, KvShape
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
 
 
 def with_scheduler(status: EngineStatus, scheduler: Scheduler, kv: KvShape, *, now: float) -> EngineStatus:

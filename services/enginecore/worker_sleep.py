@@ -11,12 +11,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from services.enginecore.engine import EngineCore
-from services.enginecore.workers.base import Executor
-from services.enginecore.workers.connection import WorkerConnection
 from triptych.errors import EngineUnavailable, TriptychError, WrongState
 from triptych.observe.logging import with_fields
 from triptych.types.facts import PauseMode, SleepLevel
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.workers.base import Executor
+from triptych_services.enginecore.workers.connection import WorkerConnection
 
 log = logging.getLogger(__name__)
 

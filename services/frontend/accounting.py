@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-from services.frontend.access.caller import current_caller
-from services.frontend.outputs import HandedOver, RequestOutputs
 from triptych.errors import TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import FrontendMetrics, ModelMetrics
 from triptych.types.outputs import StageTimings, Usage
 from triptych.types.sampling import SamplingParams
+from triptych_services.frontend.access.caller import current_caller
+from triptych_services.frontend.outputs import HandedOver, RequestOutputs
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from services.frontend.access.caller import current_caller
-from services.frontend.identity import unique_request_id
-from services.frontend.outputs import RequestOutputs
-from services.frontend.pacing import Pace
-from services.frontend.requests.raw import RawRequest
 from triptych.errors import DuplicateRequest
+from triptych_services.frontend.access.caller import current_caller
+from triptych_services.frontend.identity import unique_request_id
+from triptych_services.frontend.outputs import RequestOutputs
+from triptych_services.frontend.pacing import Pace
+from triptych_services.frontend.requests.raw import RawRequest
 
 
 class AliveRequest(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from services.frontend.requests.tools import AnswerSplit
 from triptych.text.answer_parser import ReasoningFormat
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, ToolCallDelta
 from triptych.types.sampling import SamplingParams
+from triptych_services.frontend.requests.tools import AnswerSplit
 
 
 def visible_tokens(

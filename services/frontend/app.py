@@ -19,22 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 
-from services.frontend.access.caller import Caller
-from services.frontend.access.keys import ApiKeys, create_api_keys, label_of_tenant
-from services.frontend.alive_requests import AliveRequests
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.discovery import EngineDiscovery
-from services.frontend.engines.mover import Mover, MoveTerms
-from services.frontend.engines.router import Router
-from services.frontend.engines.routing_policy import create_policy
-from services.frontend.engines.status_watch import StatusWatch
-from services.frontend.generate import Generator
-from services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, create_admin_forwarder
-from services.frontend.grpc.generation_servicer import SERVICE, GenerationServicer
-from services.frontend.grpc.interceptors import AuditInterceptor, KeyInterceptor
-from services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
-from services.frontend.grpc.vllm_servicer import VLLM_SERVICE, VllmServicer
-from services.frontend.limited_process import child_totals
 from triptych.compat import vllm_engine_pb2_grpc
 from triptych.config import EngineConfig, FrontendConfig
 from triptych.config.api_keys import ANY_TENANT
@@ -55,10 +39,26 @@ from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.rpc.tls import ServerTls, create_client_tls
 from triptych.types.exit_codes import ExitCode
 from triptych.v1 import generation_pb2_grpc, model_pb2_grpc
+from triptych_services.frontend.access.caller import Caller
+from triptych_services.frontend.access.keys import ApiKeys, create_api_keys, label_of_tenant
+from triptych_services.frontend.alive_requests import AliveRequests
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.discovery import EngineDiscovery
+from triptych_services.frontend.engines.mover import Mover, MoveTerms
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.engines.routing_policy import create_policy
+from triptych_services.frontend.engines.status_watch import StatusWatch
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, create_admin_forwarder
+from triptych_services.frontend.grpc.generation_servicer import SERVICE, GenerationServicer
+from triptych_services.frontend.grpc.interceptors import AuditInterceptor, KeyInterceptor
+from triptych_services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
+from triptych_services.frontend.grpc.vllm_servicer import VLLM_SERVICE, VllmServicer
+from triptych_services.frontend.limited_process import child_totals
 
 if TYPE_CHECKING:
-    from services.frontend.openai.server import HttpServer
-    from services.frontend.text_model import TextModel
+    from triptych_services.frontend.openai.server import HttpServer
+    from triptych_services.frontend.text_model import TextModel
 
 log = logging.getLogger(__name__)
 
@@ -140,9 +140,9 @@ class FrontendApp(ServiceApp):
     async def _start_http(self) -> int:
         """Start the HTTP server and return its port."""
         # Slow to import; the engines are dialed in the meantime.
-        from services.frontend.openai.app import create_app
-        from services.frontend.openai.connections import ConnectionLimits
-        from services.frontend.openai.server import HttpServer
+        from triptych_services.frontend.openai.app import create_app
+        from triptych_services.frontend.openai.connections import ConnectionLimits
+        from triptych_services.frontend.openai.server import HttpServer
 
         config = self.config.frontend
         app = create_app(
@@ -168,9 +168,9 @@ class FrontendApp(ServiceApp):
 
     async def _start_admin_http(self) -> int:
         """Start the HTTP server of the operators' calls and return its port."""
-        from services.frontend.openai.connections import ConnectionLimits
-        from services.frontend.openai.server import HttpServer
-        from services.frontend.operators.app import create_operators_app
+        from triptych_services.frontend.openai.connections import ConnectionLimits
+        from triptych_services.frontend.openai.server import HttpServer
+        from triptych_services.frontend.operators.app import create_operators_app
 
         config = self.config.frontend
         app = create_operators_app(self._router, self._generator, self._keys, self._note_response)
@@ -220,8 +220,8 @@ class FrontendApp(ServiceApp):
 
 
 def _load(config: EngineConfig) -> TextModel:
-    from services.frontend.text_model import TextModel
     from triptych.hub import resolve_model
+    from triptych_services.frontend.text_model import TextModel
 
     return TextModel.from_directory(
         resolve_model(config.model.model, revision=config.model.revision),

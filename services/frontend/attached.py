@@ -7,21 +7,21 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from services.frontend.engines.attachment import Attachment
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.journey import Journey, Submission
-from services.frontend.engines.kinds import terms_of
-from services.frontend.engines.mover import Mover
-from services.frontend.engines.router import Router
-from services.frontend.outputs import RequestOutputs
-from services.frontend.placement import go_on
-from services.frontend.requests.raw import RawRequest
-from services.frontend.resumption import Keep, KeptStream, ResumeToken, SeenChoice, StreamState
-from services.frontend.text_model import TextModel
 from triptych.errors import EngineUnavailable, InvalidRequest, NotKept
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32
 from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
+from triptych_services.frontend.engines.attachment import Attachment
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.journey import Journey, Submission
+from triptych_services.frontend.engines.kinds import terms_of
+from triptych_services.frontend.engines.mover import Mover
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.outputs import RequestOutputs
+from triptych_services.frontend.placement import go_on
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.resumption import Keep, KeptStream, ResumeToken, SeenChoice, StreamState
+from triptych_services.frontend.text_model import TextModel
 
 _ANSWER_S = 5.0  # an engine answers between two steps
 _NOTHING = SeenChoice()

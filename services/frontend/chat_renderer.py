@@ -17,10 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from services.frontend.limited_process import LimitedProcess, ProcessEnded
 from triptych.errors import InvalidRequest
 from triptych.text.chat_template import ChatTemplate
 from triptych.text.tokenizer import Tokenizer
+from triptych_services.frontend.limited_process import LimitedProcess, ProcessEnded
 
 INLINE_LIMIT_S = 0.05
 """CPU time of this process that a template may take on the event loop."""

@@ -9,10 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from services.frontend.answer_text import AnswerSplitter, visible_tokens
-from services.frontend.logprobs import BatchLogprobs, PromptReport
-from services.frontend.pacing import Pace
-from services.frontend.requests.tools import AnswerSplit
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.stop import StopChecker, StopMatch
 from triptych.text.tokenizer import Tokenizer
@@ -20,6 +16,10 @@ from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings, TokenLogprobs
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import U32, PromptLogprobs
+from triptych_services.frontend.answer_text import AnswerSplitter, visible_tokens
+from triptych_services.frontend.logprobs import BatchLogprobs, PromptReport
+from triptych_services.frontend.pacing import Pace
+from triptych_services.frontend.requests.tools import AnswerSplit
 
 # After a stop string the engine is asked to end the request. It answers within a turn of its loop, with the counts
 # that only it knows. The text is complete by then, so an engine that does not answer delays the end of the stream

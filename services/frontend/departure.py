@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from services.frontend.alive_requests import AliveRequest, AliveRequests
-from services.frontend.engines.router import Router
+from triptych_services.frontend.alive_requests import AliveRequest, AliveRequests
+from triptych_services.frontend.engines.router import Router
 
 _KNOWN_S = 1.0
 """An engine answers between two steps. One that is silent for so long is not waited for."""

@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from services.frontend.access.caller import current_payer
 from triptych.errors import QueueFull
+from triptych_services.frontend.access.caller import current_payer
 
 MAX_WAITING = 256
 """Pieces of work of one payer that wait for a thread."""

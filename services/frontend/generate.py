@@ -10,23 +10,6 @@ from contextlib import AsyncExitStack, aclosing
 from types import MappingProxyType
 from typing import NamedTuple
 
-from services.frontend.access.caller import Caller, current_caller, set_tenant
-from services.frontend.access.rate_limits import RateLimits
-from services.frontend.accounting import RequestRecord
-from services.frontend.alive_requests import AliveRequests
-from services.frontend.attached import AttachedEvent, AttachedStream, take_up
-from services.frontend.departure import Departure
-from services.frontend.engines.mover import Mover
-from services.frontend.engines.router import Router
-from services.frontend.outputs import RequestOutputs
-from services.frontend.pacing import Pace
-from services.frontend.placement import place
-from services.frontend.requests.parse import check_chat, is_request_id
-from services.frontend.requests.prepare import PreparedRequest, prepare
-from services.frontend.requests.raw import RawChat, RawRequest
-from services.frontend.requests.sampling import find_bad_token_id, why_not_text
-from services.frontend.resumption import ResumeToken, SeenChoice, create_keep
-from services.frontend.text_model import ALWAYS_TOKENIZED, CONTEXTS_TOKENIZED, TextModel
 from triptych.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -40,6 +23,23 @@ from triptych.types.facts import ModelFacts
 from triptych.types.outputs import Usage
 from triptych.types.sampling import MAX_BIASES, OutputKind
 from triptych.types.step import U32
+from triptych_services.frontend.access.caller import Caller, current_caller, set_tenant
+from triptych_services.frontend.access.rate_limits import RateLimits
+from triptych_services.frontend.accounting import RequestRecord
+from triptych_services.frontend.alive_requests import AliveRequests
+from triptych_services.frontend.attached import AttachedEvent, AttachedStream, take_up
+from triptych_services.frontend.departure import Departure
+from triptych_services.frontend.engines.mover import Mover
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.outputs import RequestOutputs
+from triptych_services.frontend.pacing import Pace
+from triptych_services.frontend.placement import place
+from triptych_services.frontend.requests.parse import check_chat, is_request_id
+from triptych_services.frontend.requests.prepare import PreparedRequest, prepare
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.requests.sampling import find_bad_token_id, why_not_text
+from triptych_services.frontend.resumption import ResumeToken, SeenChoice, create_keep
+from triptych_services.frontend.text_model import ALWAYS_TOKENIZED, CONTEXTS_TOKENIZED, TextModel
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions blocks the event loop for tens of ms
 

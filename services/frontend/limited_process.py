@@ -16,8 +16,8 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from services.frontend.fair_threads import add_cpu_time
 from triptych.observe.metrics import ChildTotals
+from triptych_services.frontend.fair_threads import add_cpu_time
 
 _CHILD = Path(__file__).with_name("limited_child.py")
 _WALL_FACTOR = 12

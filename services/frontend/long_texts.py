@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from services.frontend.limited_process import LimitedProcess, ProcessEnded
 from triptych.errors import InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.step import U32
+from triptych_services.frontend.limited_process import LimitedProcess, ProcessEnded
 
 LONG_TEXT = 1 << 16
 """Characters from which on a text is tokenized in a child process; so many take 0.1 s at most."""

@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from services.frontend.choice import Choice
-from services.frontend.logprobs import PromptReport
-from services.frontend.pacing import Pace
-from services.frontend.requests.tools import AnswerSplit
 from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import DeltaEvent, PromptLogprobsEvent, ResumableEvent
 from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32
+from triptych_services.frontend.choice import Choice
+from triptych_services.frontend.logprobs import PromptReport
+from triptych_services.frontend.pacing import Pace
+from triptych_services.frontend.requests.tools import AnswerSplit
 
 if TYPE_CHECKING:
-    from services.frontend.engines.client import EngineClient
-    from services.frontend.resumption import KeptStream
+    from triptych_services.frontend.engines.client import EngineClient
+    from triptych_services.frontend.resumption import KeptStream
 
 _CHOICES_NAMED = 8  # in an error's message
 

@@ -6,23 +6,23 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.frontend.accounting import RequestRecord
-from services.frontend.choice import Choice
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.journey import Journey, Submission
-from services.frontend.engines.mover import Mover
-from services.frontend.engines.prefill import PromptJob, RemotePrefill, prefill_elsewhere
-from services.frontend.engines.prefix_index import RoutedPrompt
-from services.frontend.engines.router import Router
-from services.frontend.identity import choice_seed
-from services.frontend.logprobs import PromptReport
-from services.frontend.outputs import RequestOutputs
-from services.frontend.requests.prepare import PreparedRequest
-from services.frontend.resumption import Keep, KeptStream
-from services.frontend.text_model import TextModel
 from triptych.errors import InvalidRequest, QueueFull
 from triptych.types.sampling import OutputKind
 from triptych.types.submit import RequestNeeds
+from triptych_services.frontend.accounting import RequestRecord
+from triptych_services.frontend.choice import Choice
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.journey import Journey, Submission
+from triptych_services.frontend.engines.mover import Mover
+from triptych_services.frontend.engines.prefill import PromptJob, RemotePrefill, prefill_elsewhere
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.identity import choice_seed
+from triptych_services.frontend.logprobs import PromptReport
+from triptych_services.frontend.outputs import RequestOutputs
+from triptych_services.frontend.requests.prepare import PreparedRequest
+from triptych_services.frontend.resumption import Keep, KeptStream
+from triptych_services.frontend.text_model import TextModel
 
 CHOICES_PER_TURN = 256  # of one request made in one go, before the loop serves others
 

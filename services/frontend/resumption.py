@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from services.frontend.requests.prepare import PreparedRequest
-from services.frontend.requests.raw import RawChat
 from triptych.errors import InvalidRequest, NotKept
 from triptych.types.sampling import MAX_CHOICES, OutputKind
 from triptych.types.submit import MAX_FRONTEND_STATE_BYTES
+from triptych_services.frontend.requests.prepare import PreparedRequest
+from triptych_services.frontend.requests.raw import RawChat
 
 if TYPE_CHECKING:
-    from services.frontend.engines.client import EngineClient
-    from services.frontend.engines.journey import Journey
+    from triptych_services.frontend.engines.client import EngineClient
+    from triptych_services.frontend.engines.journey import Journey
 
 _SECRET_BYTES = 16
 _COUNT_BYTES = 2

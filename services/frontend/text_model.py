@@ -8,16 +8,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from services.frontend.chat_renderer import ChatRenderer, TakesLong
-from services.frontend.fair_threads import FairThreads
-from services.frontend.long_texts import LONG_TEXT, LongTextEncoder
-from services.frontend.requests.answer_forms import DEMANDED_FORMAT
-from services.frontend.requests.grammars import GrammarChecker
-from services.frontend.requests.parse import prompt_has_too_many_chars
-from services.frontend.requests.plain_tools import PLAIN_FORMAT, with_plain_tools
-from services.frontend.requests.raw import RawChat
-from services.frontend.requests.sampling import check_defaults, why_not_text
-from services.frontend.requests.tools import AnswerSplit, schemas_of
 from triptych.checkpoint.config_json import read_generation_defaults
 from triptych.errors import FieldViolation, InvalidRequest
 from triptych.text.answer_parser import ReasoningFormat
@@ -26,6 +16,16 @@ from triptych.text.tokenizer import Tokenizer
 from triptych.text.tool_formats import choose_reasoning_format, choose_tool_format
 from triptych.types.output_limits import ThinkingBudget
 from triptych.types.step import U32
+from triptych_services.frontend.chat_renderer import ChatRenderer, TakesLong
+from triptych_services.frontend.fair_threads import FairThreads
+from triptych_services.frontend.long_texts import LONG_TEXT, LongTextEncoder
+from triptych_services.frontend.requests.answer_forms import DEMANDED_FORMAT
+from triptych_services.frontend.requests.grammars import GrammarChecker
+from triptych_services.frontend.requests.parse import prompt_has_too_many_chars
+from triptych_services.frontend.requests.plain_tools import PLAIN_FORMAT, with_plain_tools
+from triptych_services.frontend.requests.raw import RawChat
+from triptych_services.frontend.requests.sampling import check_defaults, why_not_text
+from triptych_services.frontend.requests.tools import AnswerSplit, schemas_of
 
 # 4 kB tokenize in about 1.3 ms: as long as a small model's step. What is longer goes to a thread.
 INLINE_SIZE = 4096

@@ -14,21 +14,21 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 
-from services.worker.follower_app import FollowerApp
-from services.worker.group.leader import GroupLeader
-from services.worker.group.leader_thread import LeaderThread
-from services.worker.kv_transfer.service import KvTransferService, check_kv_transfer
-from services.worker.service.lease import WorkerLease
-from services.worker.service.runner_app import RunnerApp
-from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.servicer import WorkerServicer
-from services.worker.service.sleep import SleepControl
 from triptych.config import EngineConfig
 from triptych.config.loader import shared_config
 from triptych.errors import ConfigError
 from triptych.internal.v1 import worker_pb2_grpc
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.types.facts import Phase
+from triptych_services.worker.follower_app import FollowerApp
+from triptych_services.worker.group.leader import GroupLeader
+from triptych_services.worker.group.leader_thread import LeaderThread
+from triptych_services.worker.kv_transfer.service import KvTransferService, check_kv_transfer
+from triptych_services.worker.service.lease import WorkerLease
+from triptych_services.worker.service.runner_app import RunnerApp
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.service.servicer import WorkerServicer
+from triptych_services.worker.service.sleep import SleepControl
 
 log = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ import os
 import signal
 from collections.abc import Mapping
 
-from services.worker.group.follower import GroupFollower
-from services.worker.group.servicer import FollowerServicer
-from services.worker.service.runner_app import RunnerApp
-from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.step_counter import StepCounter
 from triptych.config import EngineConfig
 from triptych.internal.v1 import worker_pb2_grpc
 from triptych.rpc.service_main import STOP_GRACE_S
 from triptych.types.facts import Phase
+from triptych_services.worker.group.follower import GroupFollower
+from triptych_services.worker.group.servicer import FollowerServicer
+from triptych_services.worker.service.runner_app import RunnerApp
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.service.step_counter import StepCounter
 
 log = logging.getLogger(__name__)
 

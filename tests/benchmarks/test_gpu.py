@@ -17,8 +17,8 @@ from benchmarks.gpu.sizes import REAL, TINY
 from benchmarks.gpu.start import evict, read, read_from_storage, write_checkpoint
 from benchmarks.gpu.timing import Row
 from benchmarks.harness.figures import Figure
-from services.worker.loader.load import open_checkpoint
 from tests.imports.test_imports import GRPC, HTTP, import_without
+from triptych_services.worker.loader.load import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

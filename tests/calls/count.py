@@ -31,15 +31,6 @@ from benchmarks.engine.requests import (
     submit_of,
     worker_facts,
 )
-from services.enginecore.engine import EngineCore
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.mover import Mover, MoveTerms
-from services.frontend.engines.prefix_index import RoutedPrompt
-from services.frontend.engines.router import Router
-from services.frontend.engines.session import EngineSession, OutputSink
-from services.frontend.generate import Generator
-from services.frontend.requests.raw import RawRequest
-from services.frontend.text_model import TextModel
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from triptych.config import EngineConfig, SchedulerConfig
 from triptych.internal.v1 import engine_core_pb2, step_pb2
@@ -55,6 +46,15 @@ from triptych.wire.engine_core import outputs_from_proto, outputs_to_proto, subm
 from triptych.wire.generation import EventEncoder
 from triptych.wire.result import result_from_proto, result_to_proto
 from triptych.wire.step import plan_to_proto
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.mover import Mover, MoveTerms
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.engines.session import EngineSession, OutputSink
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.text_model import TextModel
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = Path(__file__).with_name("marks.toml")

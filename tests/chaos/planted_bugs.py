@@ -10,26 +10,26 @@ from weakref import WeakSet
 import numpy as np
 import pytest
 
-from services.enginecore import engine
-from services.enginecore.engine import EngineCore
-from services.enginecore.frontends.servicer import FrontendSessions
-from services.enginecore.kv.manager import BlockManager
-from services.enginecore.scheduler import request_states
-from services.enginecore.scheduler.scheduler import Scheduler
-from services.frontend import generate
-from services.frontend.choice import Choice
-from services.frontend.engines import client as engine_client
-from services.frontend.engines import journey, mover
-from services.frontend.engines import session as engine_session
-from services.worker.sampling.form_output import FormOutput
-from services.worker.service.lease import WorkerLease
-from services.worker.step_orders import StepOrders
 from triptych.client.resumption import ResumableStream
 from triptych.text.stop import StopChecker
 from triptych.types import identity
 from triptych.types.events import FinishedEvent
 from triptych.types.identity import Comparison, ModelIdentity
 from triptych.types.step import U32, NewRow, RowContent, empty_u32
+from triptych_services.enginecore import engine
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.frontends.servicer import FrontendSessions
+from triptych_services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.scheduler import request_states
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
+from triptych_services.frontend import generate
+from triptych_services.frontend.choice import Choice
+from triptych_services.frontend.engines import client as engine_client
+from triptych_services.frontend.engines import journey, mover
+from triptych_services.frontend.engines import session as engine_session
+from triptych_services.worker.sampling.form_output import FormOutput
+from triptych_services.worker.service.lease import WorkerLease
+from triptych_services.worker.step_orders import StepOrders
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

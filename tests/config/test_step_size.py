@@ -7,8 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.enginecore.engine import EngineCore
-from services.worker.context.resolve import resolve_for_device
 from tests.worker.tiny import tiny_architecture
 from triptych.config import EngineConfig, SchedulerConfig
 from triptych.config.loader import shared_config
@@ -18,6 +16,8 @@ from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import single_choice
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.worker.context.resolve import resolve_for_device
 
 GB = 10**9
 

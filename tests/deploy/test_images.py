@@ -102,8 +102,8 @@ def test_it_does_not_run_as_root(service):
 
 def test_it_starts_its_service(service):
     command = json.loads(only(service, "ENTRYPOINT"))
-    assert command == ["python", "-m", f"services.{service}"]
-    assert module_exists(f"services.{service}.__main__")
+    assert command == ["python", "-m", f"triptych_services.{service}"]
+    assert module_exists(f"triptych_services.{service}.__main__")
 
 
 def test_it_exposes_the_ports_of_the_config(service):
@@ -201,14 +201,16 @@ def test_its_wheel_holds_its_own_service_and_no_other(service, wheel_of):
     packages = {name.split("/")[0] for name in names if name.endswith(".py")}
     services = {name.split("/")[1] for name in names if name.startswith("services/") and name.count("/") > 1}
     assert services == {service}
-    assert packages == {"triptych", "services"} | ({"triptych_kernels"} if service == "worker" else set())
+    assert packages == {"triptych", "triptych_services"} | (
+        {"triptych_kernels"} if service == "worker" else set()
+    )
     assert "triptych/py.typed" in names
 
 
 def test_all_that_it_imports_is_installed_in_it(service):
     """The import graph, lazy imports included: every third-party package is one that the extra brings."""
     graph = import_graph()
-    reached = graph.find_upstream_modules(f"services.{service}", as_package=True)
+    reached = graph.find_upstream_modules(f"triptych_services.{service}", as_package=True)
     third_party = {
         name.split(".")[0]
         for name in reached
@@ -231,7 +233,7 @@ def import_graph() -> grimp.ImportGraph:
     return grimp.build_graph(
         "triptych",
         "triptych_kernels",
-        "services",
+        "triptych_services",
         include_external_packages=True,
         cache_dir=str(ROOT / "build/grimp"),
     )
@@ -257,14 +259,14 @@ def run_in_image(service: str, wheel: Path, code: str) -> subprocess.CompletedPr
         for package, distributions in importlib.metadata.packages_distributions().items()
         if {canonicalize_name(name) for name in distributions} & installed
     )
-    allowed += ["triptych", "triptych_kernels", "services"]
+    allowed += ["triptych", "triptych_kernels", "triptych_services"]
     prologue = BLOCKED.format(allowed=allowed, wheel=str(wheel))
     command = [sys.executable, "-c", prologue + code]
     return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_its_service_prints_its_help_with_nothing_else_installed(service, wheel_of):
-    code = f"import runpy; sys.argv = ['x', '--help']; runpy.run_module('services.{service}', run_name='__main__')"
+    code = f"import runpy; sys.argv = ['x', '--help']; runpy.run_module('triptych_services.{service}', run_name='__main__')"
     result = run_in_image(service, wheel_of(service), code)
     assert result.returncode == 0, result.stderr
     assert f"--{LEAF[service]}.port" in result.stdout

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from services.enginecore.workers.grpc_executor import GrpcExecutor
 from tests.helpers.processes import DEADLINE_S, Service, free_port, service_process
 from tests.helpers.stack import FakeFrontend, num_finished
 from tests.helpers.step_relay import Cut, StepRelay
 from triptych.config import EngineConfig
 from triptych.config.loader import shared_config
 from triptych.errors import EngineUnavailable, WorkerHeld
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 
 pytestmark = pytest.mark.model  # its tokenizer's vocabulary, not its weights
 

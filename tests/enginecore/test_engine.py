@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from services.enginecore.engine import EngineCore
 from tests.helpers.scheduling import Clock
 from tests.helpers.stack import NaiveRunner, make_config
 from triptych.errors import ConfigError
 from triptych.types.facts import PauseMode
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import single_choice
+from triptych_services.enginecore.engine import EngineCore
 
 SESSION = 1
 

@@ -13,7 +13,6 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.enginecore.engine import EngineCore
 from tests.helpers.scheduling import (
     BLOCK_SIZE,
     EOS,
@@ -31,6 +30,7 @@ from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, R
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
 from triptych.types.submit import single_choice
+from triptych_services.enginecore.engine import EngineCore
 
 MAX_MODEL_LEN = 80
 POISON = [60, 60, 60]

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from services.enginecore.app import export_status
 from triptych.observe.metrics import EngineMetrics
 from triptych.observe.metrics.enginecore import JOURNAL_STATES, MAX_PRIORITY_LABEL
 from triptych.types.facts import EngineStatus
 from triptych.types.kv_transfer import TransferCounts
+from triptych_services.enginecore.app import export_status
 
 STATUS = EngineStatus("e", True, "", block_bytes=100)
 

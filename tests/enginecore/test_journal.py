@@ -18,10 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.enginecore.engine import EngineCore
-from services.enginecore.journal import recorder as journal_file
-from services.enginecore.journal.recorder import create_engine
-from services.enginecore.scheduler.scheduler import Scheduler
 from tests.helpers.journals import SESSION, STARTED_AT_MS, RecordedRun, doctor, replayed
 from tests.helpers.scheduling import Clock, make_prompt
 from tests.helpers.stack import make_config
@@ -40,6 +36,10 @@ from triptych.wire.journal import (
     header_to_bytes,
     read_journal,
 )
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.journal import recorder as journal_file
+from triptych_services.enginecore.journal.recorder import create_engine
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
 
 FILE = f"engine-0-{STARTED_AT_MS}{JOURNAL_SUFFIX}"
 READ_ONLY = {"attach", "close", "refuse", "release", "status", "take_outputs"}

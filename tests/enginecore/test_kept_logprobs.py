@@ -8,9 +8,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from services.enginecore.frontends.kept_logprobs import KeptLogprobs
 from triptych.errors import NotKept
 from triptych.types.step import U32, LogprobColumns, empty_u32
+from triptych_services.enginecore.frontends.kept_logprobs import KeptLogprobs
 
 MINE, OTHER, PLAIN = (1, 1), (2, 1), (1, 2)
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.enginecore.engine import EngineCore
 from tests.helpers.stack import NaiveRunner, make_config
 from triptych.types.outputs import FinishReason, OutputBatch
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import AttachRequest, SubmitRequest
+from triptych_services.enginecore.engine import EngineCore
 
 OLD, NEW, NEWEST = 1, 2, 3
 SECRET = b"0123456789abcdef"

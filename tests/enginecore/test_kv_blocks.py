@@ -6,10 +6,10 @@ from array import array
 
 import pytest
 
-from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.manager import BlockManager
-from services.enginecore.kv.pool import BlockPool, FreeQueue
 from triptych.prefix_hash import root_hash
+from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.kv.pool import BlockPool, FreeQueue
 
 SIZE = 4
 

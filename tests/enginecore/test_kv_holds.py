@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.holds import BlockHolds
-from services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.holds import BlockHolds
+from triptych_services.enginecore.kv.manager import BlockManager
 
 
 def make_holds() -> tuple[BlockManager, BlockHolds[int, str]]:

@@ -6,8 +6,6 @@ from random import Random
 
 import pytest
 
-from services.enginecore.kv.remote import LEASE_S
-from services.enginecore.request import Request
 from tests.helpers.kv_transfers import Transfers, give_lease, give_source, lease_of
 from tests.helpers.scheduling import (
     BLOCK_SIZE,
@@ -20,6 +18,8 @@ from tests.helpers.scheduling import (
 )
 from triptych.types.kv_transfer import TransferCounts
 from triptych.types.sampling import SamplingParams
+from triptych_services.enginecore.kv.remote import LEASE_S
+from triptych_services.enginecore.request import Request
 
 PREFILL_SESSION = 9
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from services.enginecore.engine import EngineCore
 from tests.helpers.scheduling import (
     Engine,
     NaiveWorker,
@@ -18,6 +17,7 @@ from tests.helpers.stack import NaiveRunner, make_config
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
 from triptych.types.submit import single_choice
+from triptych_services.enginecore.engine import EngineCore
 
 
 def make_engine(num_stages: int, **config: Any) -> Engine:

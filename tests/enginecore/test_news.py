@@ -8,16 +8,16 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from services.enginecore.engine import EngineCore
-from services.enginecore.frontends import outputs as outputs_module
-from services.enginecore.frontends.news import INTERVAL_S
-from services.enginecore.kv.cache_changes import CacheChanges
 from tests.helpers.scheduling import BLOCK_SIZE, Clock, make_prompt
 from tests.helpers.stack import NaiveRunner, make_config
 from triptych.prefix_hash import HASH_BYTES, describe_hash, hash_blocks, root_of_request, why_unknown
 from triptych.types.outputs import CacheNews, OutputBatch
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import PrefixHash, single_choice
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.frontends import outputs as outputs_module
+from triptych_services.enginecore.frontends.news import INTERVAL_S
+from triptych_services.enginecore.kv.cache_changes import CacheChanges
 
 
 class Stand:

@@ -32,7 +32,7 @@ async def test_taken_port_is_one_line_and_exit_code_2(tmp_path) -> None:
             *others, line = lines
             assert not [other for other in others if "add_port.cc" not in other], "only gRPC may add a line"
             assert line.startswith(
-                f"services.enginecore: {option.replace('-', '_')}: cannot bind 127.0.0.1:{port}"
+                f"triptych_services.enginecore: {option.replace('-', '_')}: cannot bind 127.0.0.1:{port}"
             )
 
 

@@ -6,11 +6,11 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from services.enginecore.scheduler.repetition import num_repeated_tokens, repeats_itself
 from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, naive_generation
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
+from triptych_services.enginecore.scheduler.repetition import num_repeated_tokens, repeats_itself
 
 
 def naive(output: list[int], detection: RepetitionDetection) -> bool:

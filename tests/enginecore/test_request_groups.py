@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.enginecore.request import Request
 from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, make_scheduler
 from triptych.errors import DuplicateRequest, InvalidRequest, QueueFull
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest
 from triptych.wire.step import StepEncoder
+from triptych_services.enginecore.request import Request
 
 
 def make_choices(

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from services.enginecore.engine import EngineCore
-from services.enginecore.request import Request, RequestState
-from services.enginecore.restrictions import CrashBisect
 from tests.helpers.scheduling import BLOCK_SIZE, NAIVE_IDENTITY, make_request
 from tests.helpers.stack import make_config
 from triptych.errors import EngineFailure
@@ -22,6 +19,9 @@ from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import single_choice
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.request import Request, RequestState
+from triptych_services.enginecore.restrictions import CrashBisect
 
 PROBATION = 32
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from services.enginecore.scheduler.step_results import Finished
 from tests.helpers.scheduling import (
     Clock,
     Engine,
@@ -25,6 +24,7 @@ from triptych.errors import (
 )
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
+from triptych_services.enginecore.scheduler.step_results import Finished
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:

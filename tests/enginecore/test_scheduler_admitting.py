@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.enginecore.kv.manager import BlockManager
 from tests.helpers.scheduling import Engine, counts_by_number, make_prompt, make_request, make_scheduler
 from triptych.types.step import StepResult
+from triptych_services.enginecore.kv.manager import BlockManager
 
 
 def add(engine: Engine, *lengths: int, first: int = 0, max_tokens: int = 4) -> None:

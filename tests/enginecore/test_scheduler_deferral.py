@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from services.enginecore.request import RequestState
 from tests.helpers.scheduling import (
     Clock,
     Engine,
@@ -14,6 +13,7 @@ from tests.helpers.scheduling import (
     naive_generation,
 )
 from triptych.types.sampling import SamplingParams
+from triptych_services.enginecore.request import RequestState
 
 
 def expected(number: int, prompt: list[int], max_tokens: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from services.enginecore.request import RequestState
 from tests.helpers.scheduling import (
     EOS,
     Engine,
@@ -17,6 +16,7 @@ from tests.helpers.scheduling import (
 )
 from triptych.errors import EngineFailure, FieldViolation, InvalidRequest
 from triptych.types.sampling import SamplingParams
+from triptych_services.enginecore.request import RequestState
 
 
 def expect_oracle(engine: Engine, number: int, prompt: list[int], max_tokens: int) -> None:

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.fairness import OUTPUT_WEIGHT
-from services.enginecore.scheduler.scheduler import Scheduler
 from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, request_in
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.fairness import OUTPUT_WEIGHT
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
 
 
 def served_to(scheduler: Scheduler, tenant: str, priority: int = 0) -> int:
@@ -226,7 +226,7 @@ def test_tenants_that_come_and_go_leave_nothing_behind() -> None:
 
 
 def test_the_number_of_idle_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.enginecore.scheduler.fairness._MAX_IDLE", 5)
+    monkeypatch.setattr("triptych_services.enginecore.scheduler.fairness._MAX_IDLE", 5)
     engine = Engine(make_scheduler(max_num_seqs=1), steps_in_flight=1)
     add(engine, 0, "starved", 10, priority=0, max_tokens=1)
     engine.scheduler.restrict([])

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.forecast import EndingPace, StepPace
-from services.enginecore.scheduler.step_results import StepOutput
 from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, make_scheduler
 from triptych.errors import DeadlineUnreachable, QueueFull
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.forecast import EndingPace, StepPace
+from triptych_services.enginecore.scheduler.step_results import StepOutput
 
 STEP_S, TOKEN_S = 0.010, 0.0001
 """Time of a step, and of each token in it."""

@@ -10,9 +10,6 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.enginecore.request import Request, RequestState
-from services.enginecore.scheduler.scheduler import Scheduler
-from services.enginecore.scheduler.step_results import Failed, Finished
 from tests.helpers.scheduling import (
     EOS,
     Clock,
@@ -29,6 +26,9 @@ from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
+from triptych_services.enginecore.request import Request, RequestState
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
+from triptych_services.enginecore.scheduler.step_results import Failed, Finished
 
 MAX_MODEL_LEN = 40
 SESSIONS = 2

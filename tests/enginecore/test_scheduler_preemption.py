@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.planner import StepPlanner
-from services.enginecore.scheduler.running_rows import RunningRows, Slots
 from tests.helpers.scheduling import (
     EOS,
     Engine,
@@ -26,6 +23,9 @@ from tools.replay.plan_difference import is_same
 from triptych.errors import ProtocolViolation
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepResult
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.planner import StepPlanner
+from triptych_services.enginecore.scheduler.running_rows import RunningRows, Slots
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 4])
@@ -321,7 +321,7 @@ class OneAtATime(StepPlanner):
         return [candidates[-1]]
 
 
-PLANNER = "services.enginecore.scheduler.scheduler.StepPlanner"
+PLANNER = "triptych_services.enginecore.scheduler.scheduler.StepPlanner"
 
 
 @settings(max_examples=60, deadline=None)

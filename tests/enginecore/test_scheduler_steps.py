@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.running_rows import WatchedTokens
 from tests.helpers.scheduling import (
     EOS,
     Clock,
@@ -25,6 +23,8 @@ from triptych.errors import ProtocolViolation
 from triptych.types.outputs import FinishReason, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.running_rows import WatchedTokens
 
 
 def result(step_id: int, *token_ids: int) -> StepResult:

@@ -7,14 +7,14 @@ from collections.abc import Hashable, Sequence
 
 import pytest
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.admission import limits_of
-from services.enginecore.scheduler.heap import Key, LazyHeap
-from services.enginecore.scheduler.policy import POLICIES
-from services.enginecore.scheduler.running_rows import RunningRows, Slots
 from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, request_in
 from triptych.config import SchedulerConfig
 from triptych.config.loader import iter_options
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.admission import limits_of
+from triptych_services.enginecore.scheduler.heap import Key, LazyHeap
+from triptych_services.enginecore.scheduler.policy import POLICIES
+from triptych_services.enginecore.scheduler.running_rows import RunningRows, Slots
 
 
 class ShortestFirst:
@@ -133,7 +133,9 @@ class OnePerTenant:
 
 
 def test_a_new_limit_holds_back_only_what_it_concerns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.enginecore.scheduler.scheduler.create_limits", lambda _: (OnePerTenant(),))
+    monkeypatch.setattr(
+        "triptych_services.enginecore.scheduler.scheduler.create_limits", lambda _: (OnePerTenant(),)
+    )
     engine = Engine(make_scheduler())
     for number, tenant in enumerate(["a", "a", "b", "", "", "b"]):
         engine.add(make_request(number, make_prompt(9, number), tenant=tenant, max_tokens=3))

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.enginecore.frontends.kept_requests import KeptRequests
-from services.enginecore.frontends.outputs import MAX_STEPS_TOGETHER, SessionOutputs
-from services.enginecore.scheduler.step_results import StepOutput
 from tests.helpers.scheduling import make_request
 from triptych.errors import QueueFull
 from triptych.types.step import LogprobColumns, PromptLogprobs, StepResult
+from triptych_services.enginecore.frontends.kept_requests import KeptRequests
+from triptych_services.enginecore.frontends.outputs import MAX_STEPS_TOGETHER, SessionOutputs
+from triptych_services.enginecore.scheduler.step_results import StepOutput
 
 
 def new_outputs() -> SessionOutputs:

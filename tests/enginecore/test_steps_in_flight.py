@@ -6,8 +6,8 @@ from collections import deque
 
 import pytest
 
-from services.enginecore.workers.steps_in_flight import PipelineDepth
 from triptych.types.step import StepTimings
+from triptych_services.enginecore.workers.steps_in_flight import PipelineDepth
 
 STEP_NS = 5_000_000
 

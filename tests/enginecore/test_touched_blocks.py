@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.manager import BlockManager
 
 SIZE = 4
 

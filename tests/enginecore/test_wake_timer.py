@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from services.enginecore import wake_timer
-from services.enginecore.wake_timer import WakeTimer
+from triptych_services.enginecore import wake_timer
+from triptych_services.enginecore.wake_timer import WakeTimer
 
 DEADLINE_S = 20.0
 MANY_TICKS_S = 0.2

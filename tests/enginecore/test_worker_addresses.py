@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from services.enginecore.workers.worker_addresses import WorkerAddresses
 from triptych.errors import ConfigError, EngineUnavailable
+from triptych_services.enginecore.workers.worker_addresses import WorkerAddresses
 
 
 class Names:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.enginecore.workers.base import Connected, WorkerGone, WorkerLost
-from services.enginecore.workers.connection import Recovery, WorkerConnection
 from tests.helpers.stack import NaiveRunner, make_config
+from triptych_services.enginecore.workers.base import Connected, WorkerGone, WorkerLost
+from triptych_services.enginecore.workers.connection import Recovery, WorkerConnection
 
 FACTS = NaiveRunner(make_config()).facts
 

@@ -15,8 +15,6 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.frontend.access.keys import ApiKeys
-from services.frontend.grpc.interceptors import AuditInterceptor
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.grpc_api import Api, alphabet, ask, error_of
 from tests.helpers.grpc_api import open_api as open_grpc
@@ -29,6 +27,8 @@ from triptych.client.request import RequestOptions
 from triptych.config.api_keys import entry_line
 from triptych.rpc.channel import with_api_key
 from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2
+from triptych_services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.grpc.interceptors import AuditInterceptor
 
 ACME, ACME_TOO, OTHER, GATEWAY, OPERATOR, URGENT = (
     "key-acme",

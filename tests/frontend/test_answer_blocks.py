@@ -13,10 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.frontend.answer_blocks import Block, BlockAnswer, BlockKind, Stage
-from services.frontend.answer_text import join_deltas
-from services.frontend.anthropic.objects import MessagesFormat
-from services.frontend.openai.responses.objects import ResponsesFormat
 from tests.frontend import test_anthropic_messages as messages
 from tests.frontend import test_openai_responses as responses
 from tests.frontend.test_tools import EOS_ID, TALKATIVE, TOKENIZER
@@ -27,6 +23,10 @@ from triptych.text.answer_parser import AnswerParser
 from triptych.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishReason, ToolCallDelta
+from triptych_services.frontend.answer_blocks import Block, BlockAnswer, BlockKind, Stage
+from triptych_services.frontend.answer_text import join_deltas
+from triptych_services.frontend.anthropic.objects import MessagesFormat
+from triptych_services.frontend.openai.responses.objects import ResponsesFormat
 
 TOOLS: Any = {"add": {}, "now": {}}
 _JSON = st.dictionaries(st.sampled_from(["a", "größe", 'q"']), st.one_of(st.integers(), st.text(max_size=5)))

@@ -10,10 +10,6 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
-from services.frontend.requests.answer_forms import AnswerForm, ToolForm, answer_form
-from services.frontend.requests.grammars import GrammarChecker
-from services.frontend.requests.raw import RawChat
-from services.frontend.requests.tools import AnswerSplit
 from tests.helpers.byte_tokenizer import EOS, byte_backend
 from tests.helpers.fake_engine import MODEL
 from triptych.errors import InvalidRequest
@@ -21,6 +17,10 @@ from triptych.text.answer_parser import AnswerParser
 from triptych.text.tokenizer import Tokenizer
 from triptych.text.tool_formats import JSON_LIST, REASONING_FORMATS, TOOL_FORMATS
 from triptych.types.structured import StructuredOutputs
+from triptych_services.frontend.requests.answer_forms import AnswerForm, ToolForm, answer_form
+from triptych_services.frontend.requests.grammars import GrammarChecker
+from triptych_services.frontend.requests.raw import RawChat
+from triptych_services.frontend.requests.tools import AnswerSplit
 
 FORMATS = {**TOOL_FORMATS, JSON_LIST.name: JSON_LIST}
 FORM = StructuredOutputs(

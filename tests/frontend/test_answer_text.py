@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.answer_text import ReasoningTokens
 from triptych.text.answer_parser import ReasoningFormat
+from triptych_services.frontend.answer_text import ReasoningTokens
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
 texts = st.text("<>/think x", max_size=12).filter(lambda text: THINK.closing not in text)

@@ -14,8 +14,6 @@ import pydantic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 
-from services.frontend.access.keys import ApiKeys
-from services.frontend.requests.raw import RawChat
 from tests.frontend.test_tools import TOKENIZER, prompt_of
 from tests.frontend.test_tools import http_api as openai_api
 from tests.helpers.fake_engine import FakeEngine
@@ -23,6 +21,8 @@ from tests.helpers.fake_generator import MODEL, WORDS
 from tests.helpers.http_api import DEADLINE_S, HttpApi, open_api, schema_of_answer
 from triptych.config.api_keys import entry_line
 from triptych.errors import GenerationLost, QueueFull
+from triptych_services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.requests.raw import RawChat
 
 ADD: Any = {
     "name": "add",

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 
-from services.frontend.access.caller import ANYONE, Caller, set_caller
-from services.frontend.attached import AttachedEvent
-from services.frontend.engines.mover import MoveTerms
-from services.frontend.requests.raw import RawRequest
-from services.frontend.resumption import ResumeToken, SeenChoice
 from tests.helpers.fake_engine import eventually
 from tests.helpers.frontend import FrontendCore, frontend_core
 from tests.helpers.http_api import HttpApi, open_api
@@ -23,6 +18,11 @@ from tests.helpers.stack import EngineStack, NaiveRunner, WorkerStack, make_conf
 from triptych import errors
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import FinishReason, Usage
+from triptych_services.frontend.access.caller import ANYONE, Caller, set_caller
+from triptych_services.frontend.attached import AttachedEvent
+from triptych_services.frontend.engines.mover import MoveTerms
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.resumption import ResumeToken, SeenChoice
 
 PROMPT = list(range(20, 40))
 

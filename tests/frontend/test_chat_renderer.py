@@ -11,12 +11,12 @@ from types import MappingProxyType
 import psutil
 import pytest
 
-from services.frontend import chat_renderer
-from services.frontend.chat_renderer import ChatRenderer, TakesLong
-from services.frontend.requests.raw import RawChat
-from services.frontend.text_model import INLINE_SIZE, TextModel
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from triptych.errors import InvalidRequest
+from triptych_services.frontend import chat_renderer
+from triptych_services.frontend.chat_renderer import ChatRenderer, TakesLong
+from triptych_services.frontend.requests.raw import RawChat
+from triptych_services.frontend.text_model import INLINE_SIZE, TextModel
 
 MESSAGES = [{"role": "user", "content": "Hi ü \U0001f600"}]
 LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}x"

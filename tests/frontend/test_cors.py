@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.frontend.access.keys import ApiKeys
 from tests.helpers.fake_generator import MODEL
 from tests.helpers.http_api import open_api
 from triptych.config.api_keys import entry_line
+from triptych_services.frontend.access.keys import ApiKeys
 
 PAGE = "https://app.example"
 PREFLIGHT = {

@@ -10,8 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from services.frontend.outputs import HandedOver
-from services.frontend.resumption import ResumeToken
 from tests.frontend.test_attach import (
     PROMPT,
     Chunks,
@@ -29,6 +27,8 @@ from tests.helpers.fake_engine import eventually
 from tests.helpers.frontend import FrontendCore
 from tests.helpers.http_api import open_api
 from triptych import errors
+from triptych_services.frontend.outputs import HandedOver
+from triptych_services.frontend.resumption import ResumeToken
 
 LONG_S = 60.0
 """Longer than any test: what waits for it hangs."""

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.frontend.engines import discovery as discovery_module
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.discovery import MAX_DIALED, EngineDiscovery
-from services.frontend.engines.router import Router
-from services.frontend.engines.status_watch import StatusWatch
 from tests.helpers.fake_engine import FakeEngine, eventually
 from triptych.types.submit import EngineWelcome
+from triptych_services.frontend.engines import discovery as discovery_module
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.discovery import MAX_DIALED, EngineDiscovery
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.engines.status_watch import StatusWatch
 
 
 class Names:

@@ -12,12 +12,6 @@ import numpy as np
 import pytest
 from grpc.aio import Metadata
 
-from services.frontend.engines import outbox as outbox_module
-from services.frontend.engines import session as engine_session_module
-from services.frontend.engines.attachment import Attachment
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.outbox import Outbox
-from services.frontend.engines.session import EngineSession
 from tests.helpers.fake_engine import FakeEngine, eventually, u32
 from tests.helpers.frontend import FrontendCore, answer, collect, frontend_core, raw_request
 from triptych.errors import (
@@ -35,6 +29,12 @@ from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, R
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import AttachRequest, SubmitRequest, single_choice
 from triptych.wire.columns import u32_from_bytes
+from triptych_services.frontend.engines import outbox as outbox_module
+from triptych_services.frontend.engines import session as engine_session_module
+from triptych_services.frontend.engines.attachment import Attachment
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.outbox import Outbox
+from triptych_services.frontend.engines.session import EngineSession
 
 
 def hello_reply(request: SubmitRequest) -> list[int]:
@@ -488,7 +488,7 @@ async def test_a_redial_that_fails_with_the_same_status_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """gRPC words one failure in many ways; an operator wants to read it once a minute."""
-    caplog.set_level("INFO", logger="services.frontend.engines.client")
+    caplog.set_level("INFO", logger="triptych_services.frontend.engines.client")
     client = EngineClient("127.0.0.1:1", frontend_id="f", boot_id="b")
     dialing = asyncio.create_task(client.run())
     for details in ("no route to host", "connection timed out", "handshaker shutdown"):

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.frontend.engines import router as router_module
-from services.frontend.engines.outlook import EngineOutlook
-from services.frontend.engines.router import Router
-from services.frontend.engines.routing_policy import RoundRobin
 from tests.helpers.fake_engine import MODEL
 from triptych.errors import EngineUnavailable, InvalidRequest
 from triptych.types.facts import ModelFacts
 from triptych.types.submit import EngineLimits, EngineWelcome, RequestNeeds
+from triptych_services.frontend.engines import router as router_module
+from triptych_services.frontend.engines.outlook import EngineOutlook
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.engines.routing_policy import RoundRobin
 
 LIMITS = EngineLimits(has_priorities=True, max_choices=10)
 

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import pytest
 
-from services.frontend import fair_threads
-from services.frontend.access.caller import Caller, current_payer, set_caller, set_tenant
-from services.frontend.fair_threads import FairThreads, add_cpu_time
 from triptych.errors import QueueFull
+from triptych_services.frontend import fair_threads
+from triptych_services.frontend.access.caller import Caller, current_payer, set_caller, set_tenant
+from triptych_services.frontend.fair_threads import FairThreads, add_cpu_time
 
 T = TypeVar("T")
 

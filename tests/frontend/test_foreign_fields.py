@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from services.frontend.openai.convert import AnswerOptions, answer_options
-from services.frontend.openai.objects import ChatFormat
-from services.frontend.openai.schema import ChatCompletionRequest
-from services.frontend.openai.stream_ids import write_answer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import open_api
 from tests.helpers.tool_answers import ADD, TALKATIVE, TOKENIZER, USER, http_api, prompt_of
+from triptych_services.frontend.openai.convert import AnswerOptions, answer_options
+from triptych_services.frontend.openai.objects import ChatFormat
+from triptych_services.frontend.openai.schema import ChatCompletionRequest
+from triptych_services.frontend.openai.stream_ids import write_answer
 
 CALL: Any = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 PLAIN: Any = {"messages": USER, "tools": [ADD]}

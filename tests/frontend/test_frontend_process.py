@@ -1,4 +1,4 @@
-"""`python -m services.frontend` as an operator starts and stops it."""
+"""`python -m triptych_services.frontend` as an operator starts and stops it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def start(
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "services.frontend",
+        "triptych_services.frontend",
         f"--ready-file={ready_file}",
         *(f"--{name.replace('_', '-')}={text}" for name, text in options.items()),
         stderr=asyncio.subprocess.PIPE,

@@ -12,10 +12,6 @@ from dataclasses import replace
 
 import pytest
 
-from services.frontend import placement
-from services.frontend.chat_renderer import ChatRenderer
-from services.frontend.identity import splitmix64
-from services.frontend.requests.raw import RawChat
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import MODEL, NUM_CACHED, TIMINGS, FakeEngine, Reply, eventually
 from tests.helpers.frontend import answer, collect, frontend_core, raw_request
@@ -34,6 +30,10 @@ from triptych.types.events import AdmittedEvent
 from triptych.types.outputs import FinishReason, Usage
 from triptych.types.sampling import OutputKind
 from triptych.types.submit import SubmitRequest
+from triptych_services.frontend import placement
+from triptych_services.frontend.chat_renderer import ChatRenderer
+from triptych_services.frontend.identity import splitmix64
+from triptych_services.frontend.requests.raw import RawChat
 
 TOKENIZER = byte_tokenizer()
 TEXT = "Hello world, the end. Größe: 5 μm; こんにちは 🎉 stop the world"
@@ -444,7 +444,7 @@ async def test_draining_ends_in_time_whatever_runs() -> None:
 
 
 async def test_one_log_line_tells_the_story_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "services.frontend.accounting")
+    caplog.set_level(logging.INFO, "triptych_services.frontend.accounting")
     async with FakeEngine(seeded) as engine, frontend_core(engine) as core:
         raw = raw_request(request_id="mine", sampling={"max_tokens": 3}, tenant="ours")
         await answer(core.generator, raw)

@@ -10,7 +10,6 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from services.frontend.grpc.batch import BatchRun, items_in_flight
 from tests.helpers.fake_engine import FakeEngine, SubmittedChoice, eventually
 from tests.helpers.grpc_api import TOKENIZER, Api, alphabet, ask, error_of, open_api
 from triptych import errors
@@ -18,6 +17,7 @@ from triptych.rpc.status import from_rich_status
 from triptych.types.outputs import FinishReason
 from triptych.types.step import LogprobColumns
 from triptych.v1 import embedding_pb2, embedding_pb2_grpc, generation_pb2, model_pb2, output_pb2
+from triptych_services.frontend.grpc.batch import BatchRun, items_in_flight
 
 A = TOKENIZER.encode("a")[0]
 
@@ -77,7 +77,7 @@ async def test_leaving_a_whole_answer_aborts_it() -> None:
 
 
 async def test_a_whole_answer_above_the_message_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.frontend.grpc.generation_servicer._MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr("triptych_services.frontend.grpc.generation_servicer._MAX_ANSWER_BYTES", 100)
     async with FakeEngine(alphabet) as engine, open_api(engine) as api:
         error = await error_of(api.generation.Generate(whole(text="x", length={"max_tokens": 60})))
         assert isinstance(error, errors.InvalidRequest)

@@ -15,10 +15,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.frontend.grpc import convert
-from services.frontend.grpc.convert import to_raw_request
-from services.frontend.grpc.generation_servicer import SERVICE
-from services.frontend.requests.raw import RawChat, RawRequest
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.grpc_api import TOKENIZER, alphabet, ask, error_of, open_api
 from triptych import errors
@@ -34,6 +30,10 @@ from triptych.v1 import (
     model_pb2,
     output_pb2,
 )
+from triptych_services.frontend.grpc import convert
+from triptych_services.frontend.grpc.convert import to_raw_request
+from triptych_services.frontend.grpc.generation_servicer import SERVICE
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
 
 
 async def test_generate_streams_admitted_deltas_finished() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from services.frontend.access.keys import ApiKeys
-from services.frontend.openai.request_guard import MAX_BODY_BYTES
 from tests.helpers.http_api import open_api
 from triptych.config.api_keys import entry_line
+from triptych_services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.openai.request_guard import MAX_BODY_BYTES
 
 
 class Counted(Counter[tuple[str, int]]):

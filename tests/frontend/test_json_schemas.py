@@ -15,13 +15,13 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import TypeAdapter
 
-from services.frontend.requests.grammars import CompiledForm, GrammarChecker
-from services.frontend.requests.json_schemas import normalize
 from tests.frontend.library_schemas import IMPOSSIBLE, LOST, SCHEMAS, record
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
 from tests.helpers.fake_engine import MODEL
 from triptych.errors import InvalidRequest
 from triptych.types.structured import StructuredOutputs
+from triptych_services.frontend.requests.grammars import CompiledForm, GrammarChecker
+from triptych_services.frontend.requests.json_schemas import normalize
 
 TOKENIZER = byte_tokenizer()
 EOS_ID = TOKENIZER.token_id(EOS) or 0

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from services.frontend.anthropic.schema import MessagesRequest
-from services.frontend.openai import request_body as reading
-from services.frontend.openai.request_body import MAX_FIELDS, Body, BodyReader
-from services.frontend.openai.responses.schema import ResponsesRequest
-from services.frontend.openai.schema import ChatCompletionRequest, CompletionRequest
-from services.frontend.requests import grammar_process
-from services.frontend.requests.json_text import read_json, read_json_in_parts
-from services.frontend.requests.plain_tools import with_plain_tools
-from services.frontend.requests.raw import MAX_MESSAGES
-from services.frontend.requests.sampling import check_sampling
-from services.frontend.requests.structural_tags import read_structural_tags
-from services.frontend.requests.turns import Turns
 from triptych.errors import TriptychError
 from triptych.types.structured import MAX_FORM_BYTES, StructuredOutputs
+from triptych_services.frontend.anthropic.schema import MessagesRequest
+from triptych_services.frontend.openai import request_body as reading
+from triptych_services.frontend.openai.request_body import MAX_FIELDS, Body, BodyReader
+from triptych_services.frontend.openai.responses.schema import ResponsesRequest
+from triptych_services.frontend.openai.schema import ChatCompletionRequest, CompletionRequest
+from triptych_services.frontend.requests import grammar_process
+from triptych_services.frontend.requests.json_text import read_json, read_json_in_parts
+from triptych_services.frontend.requests.plain_tools import with_plain_tools
+from triptych_services.frontend.requests.raw import MAX_MESSAGES
+from triptych_services.frontend.requests.sampling import check_sampling
+from triptych_services.frontend.requests.structural_tags import read_structural_tags
+from triptych_services.frontend.requests.turns import Turns
 
 PATTERNS = {
     "line breaks": "\n",

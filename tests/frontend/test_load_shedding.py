@@ -7,13 +7,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.frontend.engines.routing_policy import RoundRobin
-from services.frontend.engines.session import QueueView
 from tests.helpers.fake_engine import FakeEngine, SubmittedChoice
 from tests.helpers.frontend import FrontendCore, answer, collect, frontend_core, raw_request
 from tests.helpers.scheduling import Clock
 from triptych.errors import InvalidRequest, QueueFull
 from triptych.types.outputs import OutputBatch, RequestFailure
+from triptych_services.frontend.engines.routing_policy import RoundRobin
+from triptych_services.frontend.engines.session import QueueView
 
 
 def seeded(choice: SubmittedChoice) -> list[int]:

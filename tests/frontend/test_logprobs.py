@@ -8,9 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.frontend.choice import Choice
-from services.frontend.logprobs import MAX_CANDIDATES, PromptReport
-from services.frontend.outputs import RequestOutputs
 from tests.frontend.test_request_outputs import TOKENIZER, end, feed
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import collect, frontend_core, raw_request
@@ -21,6 +18,9 @@ from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import PromptLogprobs
 from triptych.v1 import generation_pb2
 from triptych.wire.generation import EventEncoder
+from triptych_services.frontend.choice import Choice
+from triptych_services.frontend.logprobs import MAX_CANDIDATES, PromptReport
+from triptych_services.frontend.outputs import RequestOutputs
 
 PROMPT = list(range(40, 48))
 

@@ -9,11 +9,11 @@ import numpy as np
 import psutil
 import pytest
 
-from services.frontend.long_texts import LONG_TEXT, LongTextEncoder
-from services.frontend.text_model import TextModel
 from tests.helpers.byte_tokenizer import BOS, byte_tokenizer
 from tests.helpers.http_api import open_api
 from triptych.errors import InvalidRequest
+from triptych_services.frontend.long_texts import LONG_TEXT, LongTextEncoder
+from triptych_services.frontend.text_model import TextModel
 
 TOKENIZER = byte_tokenizer()
 TEXT = f"Hello world ü \U0001f600\n{BOS}" * 5000

@@ -11,9 +11,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.frontend.access.keys import MAX_TENANT_LABELS, ApiKeys, label_of_tenant
-from services.frontend.app import count_choices_without_token
-from services.frontend.engines.status_watch import StatusWatch
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import answer, collect, frontend_core, raw_request
 from tests.helpers.grpc_api import open_api
@@ -25,6 +22,9 @@ from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import OutputKind
 from triptych.v1 import model_pb2
+from triptych_services.frontend.access.keys import MAX_TENANT_LABELS, ApiKeys, label_of_tenant
+from triptych_services.frontend.app import count_choices_without_token
+from triptych_services.frontend.engines.status_watch import StatusWatch
 
 PER_REQUEST = (
     "time_to_first_token_seconds",

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from services.frontend.engines.mover import MAX_UNANSWERED, Mover, MoveTerms
 from tests.helpers.fake_engine import MODEL, NUM_CACHED, FakeEngine, SubmittedChoice, eventually, u32
 from tests.helpers.frontend import FrontendCore, answer, raw_request
 from tests.helpers.frontend import frontend_core as open_core
 from triptych.errors import GenerationLost, InvalidRequest
 from triptych.types.outputs import FinishReason, OutputBatch
+from triptych_services.frontend.engines.mover import MAX_UNANSWERED, Mover, MoveTerms
 
 TERMS = MoveTerms()
 

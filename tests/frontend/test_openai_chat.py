@@ -9,9 +9,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from services.frontend.requests.raw import RawChat
 from tests.helpers.fake_generator import MODEL, WORDS
 from tests.helpers.http_api import HttpApi, open_api
+from triptych_services.frontend.requests.raw import RawChat
 
 ALL = "0" + "".join(WORDS)
 USER: Any = [{"role": "user", "content": "hi"}]

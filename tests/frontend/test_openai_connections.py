@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from services.frontend.openai import connections
-from services.frontend.openai.connections import ConnectionLimits
 from tests.helpers.http_api import HttpApi, open_api
+from triptych_services.frontend.openai import connections
+from triptych_services.frontend.openai.connections import ConnectionLimits
 
 DEADLINE_S = 20.0
 NUM_HALF = 200

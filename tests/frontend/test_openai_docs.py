@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
-from services.frontend.openai.schema import ChatCompletionRequest, CompletionRequest
 from tests.helpers.http_api import HttpApi, open_api, schema_of_answer
+from triptych_services.frontend.openai.schema import ChatCompletionRequest, CompletionRequest
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
 MESSAGE: dict[str, Any] = {

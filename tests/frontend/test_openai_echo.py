@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.frontend.openai.logprobs import EchoLogprobs
 from tests.helpers.fake_generator import MODEL
 from tests.helpers.http_api import HttpApi, open_api
 from triptych.types.events import PromptLogprobsEvent
 from triptych.types.step import PromptLogprobs
+from triptych_services.frontend.openai.logprobs import EchoLogprobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,8 +12,6 @@ import openai
 import pytest
 import pytest_asyncio
 
-from services.frontend.openai.request_guard import MAX_BODY_BYTES
-from services.frontend.openai.schema import MAX_PROMPTS
 from tests.helpers.fake_engine import eventually
 from tests.helpers.fake_generator import MAX_MODEL_LEN, MODEL, VOCAB_SIZE
 from tests.helpers.http_api import HttpApi, open_api
@@ -26,6 +24,8 @@ from triptych.errors import (
     GenerationLost,
     QueueFull,
 )
+from triptych_services.frontend.openai.request_guard import MAX_BODY_BYTES
+from triptych_services.frontend.openai.schema import MAX_PROMPTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator
 import pytest
 from openai.types import CompletionUsage
 
-from services.frontend.openai.objects import usage_object
-from services.frontend.openai.streams import merge
 from triptych.errors import ContextLengthExceeded, FieldViolation, GenerationLost, InvalidRequest, QueueFull
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import FinishReason, StageTimings, Usage
+from triptych_services.frontend.openai.objects import usage_object
+from triptych_services.frontend.openai.streams import merge
 
 
 class Prompt:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.frontend.openai import request_body as reading
-from services.frontend.requests.json_text import read_json_in_parts
 from tests.helpers.http_api import open_api
+from triptych_services.frontend.openai import request_body as reading
+from triptych_services.frontend.requests.json_text import read_json_in_parts
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

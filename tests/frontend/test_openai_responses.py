@@ -12,13 +12,13 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from services.frontend.requests.raw import RawChat
 from tests.frontend.test_tools import TALKATIVE, TOKENIZER, http_api, prompt_of
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.fake_generator import MODEL, WORDS
 from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import HttpApi, open_api, schema_of_answer
 from triptych.errors import GenerationLost, QueueFull
+from triptych_services.frontend.requests.raw import RawChat
 
 ADD: Any = {
     "type": "function",

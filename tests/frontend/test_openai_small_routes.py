@@ -9,15 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from services.frontend import generate, text_model
-from services.frontend.access.keys import ApiKeys
-from services.frontend.app import _read_aliases
 from tests.helpers.byte_tokenizer import BOS, EOS, byte_backend, byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import HttpApi, open_api
 from triptych.config.api_keys import entry_line
 from triptych.errors import ConfigError
+from triptych_services.frontend import generate, text_model
+from triptych_services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.app import _read_aliases
 
 A = byte_tokenizer().encode("a")
 

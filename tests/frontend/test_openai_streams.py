@@ -14,14 +14,14 @@ import httpx
 import openai
 import pytest
 
-from services.frontend.openai.app import create_app
-from services.frontend.openai.connections import ConnectionLimits
-from services.frontend.openai.server import HttpServer
-from services.frontend.requests.raw import RawRequest
 from tests.helpers.fake_generator import MODEL, FakeGenerator
 from tests.helpers.http_api import DEADLINE_S, HttpApi, open_api
 from triptych.errors import ConfigError, GenerationLost
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event
+from triptych_services.frontend.openai.app import create_app
+from triptych_services.frontend.openai.connections import ConnectionLimits
+from triptych_services.frontend.openai.server import HttpServer
+from triptych_services.frontend.requests.raw import RawRequest
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 

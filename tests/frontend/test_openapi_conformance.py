@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from services.frontend.openai.app import create_app
 from tests.helpers.fake_generator import FakeGenerator
 from tests.helpers.http_api import open_api
+from triptych_services.frontend.openai.app import create_app
 
 schema = schemathesis.openapi.from_dict(create_app(FakeGenerator()).openapi())
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.frontend.access.keys import ApiKeys
-from services.frontend.openai.server import HttpServer
-from services.frontend.operators.app import create_operators_app
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import FrontendCore, answer, frontend_core, raw_request
 from triptych.admin.v1 import admin_pb2
 from triptych.config.api_keys import entry_line
 from triptych.types.outputs import FinishReason
+from triptych_services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.openai.server import HttpServer
+from triptych_services.frontend.operators.app import create_operators_app
 
 DEADLINE_S = 10.0
 
@@ -133,7 +133,7 @@ async def test_only_administrators_pass_and_each_call_has_its_line(
 ) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(entry_line("ops", "key-ops", admin=True) + "\n" + entry_line("acme", "key-acme") + "\n")
-    caplog.set_level(logging.INFO, "services.frontend.access.audit")
+    caplog.set_level(logging.INFO, "triptych_services.frontend.access.audit")
     async with frontend_core(*engines) as core, operators_http(core, ApiKeys(file)) as http:
         statuses = [
             (await http.post("/sleep?level=2", headers={"Authorization": f"Bearer {key}"})).status_code

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from services.frontend.choice import Choice
-from services.frontend.outputs import RequestOutputs
-from services.frontend.pacing import Pace
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from triptych.errors import GenerationLost
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings
 from triptych.types.sampling import OutputKind, SamplingParams
+from triptych_services.frontend.choice import Choice
+from triptych_services.frontend.outputs import RequestOutputs
+from triptych_services.frontend.pacing import Pace
 
 TOKENIZER = byte_tokenizer()
 END = FinishedRequest(1, FinishReason.LENGTH, None, 0, StageTimings(1, 2, 3))

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from services.frontend.requests.parse import fit_to_context, parse
-from services.frontend.requests.raw import RawChat, RawRequest
-from services.frontend.requests.sampling import check_defaults
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, InvalidRequest, ModelError
 from triptych.types.facts import ModelFacts
 from triptych.types.identity import ModelIdentity
@@ -17,6 +14,9 @@ from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, OutputKind, Samp
 from triptych.types.structured import StructuredOutputs
 from triptych.types.submit import EngineLimits, ModelTerms
 from triptych.v1 import sampling_pb2
+from triptych_services.frontend.requests.parse import fit_to_context, parse
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.requests.sampling import check_defaults
 
 VOCAB_SIZE, MAX_MODEL_LEN = 300, 64
 FACTS = ModelFacts(

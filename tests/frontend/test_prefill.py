@@ -7,11 +7,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from services.frontend.engines.outlook import EngineOutlook
-from services.frontend.engines.prefill import PromptJob, choose_source, prefill_elsewhere
-from services.frontend.engines.prefix_index import RoutedPrompt
-from services.frontend.engines.router import Router
-from services.frontend.engines.session import EngineLoss
 from tests.helpers.fake_engine import MODEL
 from tests.helpers.scheduling import Clock
 from triptych.errors import EngineUnavailable, QueueFull
@@ -19,6 +14,11 @@ from triptych.prefix_hash import describe_hash, hash_blocks, root_of_request
 from triptych.types.kv_transfer import EngineRole, KvEndpoint
 from triptych.types.outputs import CacheNews, EngineLoad, OutputBatch
 from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych_services.frontend.engines.outlook import EngineOutlook
+from triptych_services.frontend.engines.prefill import PromptJob, choose_source, prefill_elsewhere
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.engines.session import EngineLoss
 
 SIZE = 16
 IDLE = EngineLoad(

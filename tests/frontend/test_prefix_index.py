@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.enginecore.kv.cache_changes import CacheChanges
-from services.frontend.engines import prefix_index
-from services.frontend.engines.prefix_index import PrefixIndex, RoutedPrompt, count_leading, keys_of
 from triptych.prefix_hash import HASH_BYTES, hash_blocks, root_of_request
 from triptych.types.outputs import CacheNews
+from triptych_services.enginecore.kv.cache_changes import CacheChanges
+from triptych_services.frontend.engines import prefix_index
+from triptych_services.frontend.engines.prefix_index import PrefixIndex, RoutedPrompt, count_leading, keys_of
 
 SECRET = prefix_index._SECRET
 

@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
-from services.frontend.access.caller import ANYONE, Caller
-from services.frontend.requests.raw import RawRequest
 from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, request_in
 from triptych.config.api_keys import ApiKey
 from triptych.errors import PermissionDenied
+from triptych_services.frontend.access.caller import ANYONE, Caller
+from triptych_services.frontend.requests.raw import RawRequest
 
 NUM_STEPS = 160
 NUM_ROWS = 64

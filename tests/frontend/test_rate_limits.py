@@ -13,16 +13,16 @@ import pytest
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
-from services.frontend.access.caller import Caller
-from services.frontend.access.keys import ApiKeys
-from services.frontend.access.rate_limits import WINDOW_S, RateLimits
-from services.frontend.app import note_rate_limited
 from tests.frontend.test_access import Doors, open_doors, request
 from tests.helpers.grpc_api import error_of
 from triptych import errors
 from triptych.config.api_keys import entry_line
 from triptych.observe.metrics import FrontendMetrics
 from triptych.v1 import generation_pb2
+from triptych_services.frontend.access.caller import Caller
+from triptych_services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.access.rate_limits import WINDOW_S, RateLimits
+from triptych_services.frontend.app import note_rate_limited
 
 
 class NaiveLimits:

@@ -12,13 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.frontend.accounting import RequestRecord
-from services.frontend.attached import AttachedStream
-from services.frontend.choice import Choice
-from services.frontend.engines.journey import Journey, Submission
-from services.frontend.engines.mover import MoveTerms
-from services.frontend.outputs import RequestOutputs
-from services.frontend.resumption import ResumeToken
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.frontend import FrontendCore, answer, collect, frontend_core, raw_request
@@ -27,6 +20,13 @@ from triptych import errors
 from triptych.rpc.collector import freeze
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
+from triptych_services.frontend.accounting import RequestRecord
+from triptych_services.frontend.attached import AttachedStream
+from triptych_services.frontend.choice import Choice
+from triptych_services.frontend.engines.journey import Journey, Submission
+from triptych_services.frontend.engines.mover import MoveTerms
+from triptych_services.frontend.outputs import RequestOutputs
+from triptych_services.frontend.resumption import ResumeToken
 
 DEADLINE_S = 8.0
 OF_A_REQUEST = (RequestOutputs, Choice, Journey, Submission, RequestRecord, AttachedStream)

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend import choice as choice_module
-from services.frontend.choice import Choice
-from services.frontend.logprobs import BatchLogprobs
-from services.frontend.outputs import RequestOutputs
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
 from triptych.errors import EngineFailure, EngineUnavailable, GenerationLost, QueueFull
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, Logprob, StageTimings
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import LogprobColumns
+from triptych_services.frontend import choice as choice_module
+from triptych_services.frontend.choice import Choice
+from triptych_services.frontend.logprobs import BatchLogprobs
+from triptych_services.frontend.outputs import RequestOutputs
 
 TOKENIZER = byte_tokenizer()
 EOS_ID = TOKENIZER.token_id(EOS)

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from services.frontend.engines.outlook import EXPECTED_S, TRUSTED_S, EngineOutlook, Pace
-from services.frontend.engines.prefix_index import RoutedPrompt
-from services.frontend.engines.routing_policy import (
+from tests.helpers.scheduling import Clock
+from triptych.config.process_fields import FrontendConfig
+from triptych.prefix_hash import describe_hash, hash_blocks, root_of_request
+from triptych.types.outputs import CacheNews, EngineLoad, OutputBatch, RequestFailure
+from triptych_services.frontend.engines.outlook import EXPECTED_S, TRUSTED_S, EngineOutlook, Pace
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt
+from triptych_services.frontend.engines.routing_policy import (
     LeastLoaded,
     Random,
     RoundRobin,
     SoonestFirstToken,
     create_policy,
 )
-from tests.helpers.scheduling import Clock
-from triptych.config.process_fields import FrontendConfig
-from triptych.prefix_hash import describe_hash, hash_blocks, root_of_request
-from triptych.types.outputs import CacheNews, EngineLoad, OutputBatch, RequestFailure
 
 SIZE = 16
 IDLE = EngineLoad(

@@ -11,13 +11,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.frontend.logprobs import BatchLogprobs
-from services.frontend.outputs import RequestOutputs
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import LogprobColumns
+from triptych_services.frontend.logprobs import BatchLogprobs
+from triptych_services.frontend.outputs import RequestOutputs
 
 TOKENIZER = byte_tokenizer()
 EOS_ID = TOKENIZER.token_id(EOS)

@@ -14,10 +14,6 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
-from services.frontend.access.caller import set_tenant
-from services.frontend.limited_process import LimitedProcess, child_totals
-from services.frontend.requests import grammar_process
-from services.frontend.requests.grammars import MAX_WAITING_FORMS, CompiledForm, GrammarChecker
 from tests.helpers.byte_tokenizer import EOS, byte_backend, byte_tokenizer
 from tests.helpers.fake_engine import MODEL, FakeEngine, eventually
 from tests.helpers.frontend import frontend_core
@@ -35,6 +31,10 @@ from triptych.types.structured import (
     GrammarSyntax,
     StructuredOutputs,
 )
+from triptych_services.frontend.access.caller import set_tenant
+from triptych_services.frontend.limited_process import LimitedProcess, child_totals
+from triptych_services.frontend.requests import grammar_process
+from triptych_services.frontend.requests.grammars import MAX_WAITING_FORMS, CompiledForm, GrammarChecker
 
 FACTS = replace(MODEL, eos_token_ids=(byte_tokenizer().token_id(EOS),))
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

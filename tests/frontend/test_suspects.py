@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.frontend.engines.session import EngineLoss
-from services.frontend.engines.suspects import DeathInquiry
+from triptych_services.frontend.engines.session import EngineLoss
+from triptych_services.frontend.engines.suspects import DeathInquiry
 
 
 @dataclass(eq=False)

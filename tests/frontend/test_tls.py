@@ -11,9 +11,6 @@ import httpx
 import openai
 import pytest
 
-from services.frontend.app import create_server
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.status_watch import StatusWatch
 from tests.helpers.certificates import Authority
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.fake_generator import MODEL, WORDS
@@ -25,6 +22,9 @@ from triptych.config import FrontendConfig, TlsConfig
 from triptych.errors import EngineUnavailable
 from triptych.rpc.server import RpcServer
 from triptych.rpc.tls import create_client_tls, create_server_tls
+from triptych_services.frontend.app import create_server
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.status_watch import StatusWatch
 
 
 @pytest.fixture

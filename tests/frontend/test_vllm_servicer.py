@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2
 
-from services.frontend.grpc.vllm_convert import VllmEncoder
 from tests.helpers.byte_tokenizer import EOS, write_model_directory
 from tests.helpers.fake_engine import DEADLINE_S, MODEL, NUM_CACHED, FakeEngine, eventually
 from tests.helpers.grpc_api import TOKENIZER, alphabet, error_of, open_api
@@ -28,6 +27,7 @@ from triptych.compat import common_pb2, vllm_engine_pb2
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, PromptLogprobsEvent
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
 from triptych.types.step import PromptLogprobs
+from triptych_services.frontend.grpc.vllm_convert import VllmEncoder
 
 A = TOKENIZER.encode("a")[0]
 WITH_ITS_EOS = replace(MODEL, eos_token_ids=(TOKENIZER.token_id(EOS),))

@@ -20,14 +20,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from services.worker.context.device import resolve_config
-from services.worker.runner.sleepable_runner import SleepableRunner
-from services.worker.runner.startup.create import create_runner
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup.create import create_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 NEAR_TIE = 1e-3  # between two logits of a spread of about 1: float32 sums in another order may swap them

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.context.device import resolve_config
-from services.worker.runner.base import StepRunner
-from services.worker.runner.startup.create import create_runner
 from tests.helpers.in_process import InProcessEngine
 from tests.oracle.entries import NUM_NEW_TOKENS, QUANTIZED_NEAR_TIE, Entry, check, read_entries
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.runner.base import StepRunner
+from triptych_services.worker.runner.startup.create import create_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 MAX_EXCUSED = 2  # divergences at a near tie, of 40 runs

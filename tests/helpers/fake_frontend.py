@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from services.frontend.grpc.batch import BatchRun, items_in_flight
-from services.frontend.grpc.vllm_servicer import pack
 from tests.helpers.byte_tokenizer import write_model_directory
 from triptych.client.loop_thread import LoopThread
 from triptych.compat import common_pb2, vllm_engine_pb2_grpc
@@ -23,6 +21,8 @@ from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEven
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
 from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych.wire.generation import EventEncoder
+from triptych_services.frontend.grpc.batch import BatchRun, items_in_flight
+from triptych_services.frontend.grpc.vllm_servicer import pack
 
 SERVICE = "triptych.v1.GenerationService"
 MAX_MODEL_LEN = 100

@@ -10,13 +10,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-from services.frontend.attached import AttachedEvent
-from services.frontend.generate import Generator, ServedModel
-from services.frontend.logprobs import PromptReport
-from services.frontend.requests.parse import check_chat, fit_to_context, parse
-from services.frontend.requests.raw import RawChat, RawRequest
-from services.frontend.resumption import ResumeToken, SeenChoice
-from services.frontend.text_model import TextModel
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, NotKept, TriptychError
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
@@ -25,6 +18,13 @@ from triptych.types.identity import ModelIdentity
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
 from triptych.types.step import PromptLogprobs
 from triptych.types.submit import EngineLimits, ModelTerms
+from triptych_services.frontend.attached import AttachedEvent
+from triptych_services.frontend.generate import Generator, ServedModel
+from triptych_services.frontend.logprobs import PromptReport
+from triptych_services.frontend.requests.parse import check_chat, fit_to_context, parse
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.resumption import ResumeToken, SeenChoice
+from triptych_services.frontend.text_model import TextModel
 
 MODEL = "tiny/fake"
 VOCAB_SIZE = 256

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.mover import Mover, MoveTerms
-from services.frontend.engines.router import Router
-from services.frontend.engines.routing_policy import RoutingPolicy
-from services.frontend.generate import Generator
-from services.frontend.requests.raw import RawRequest
-from services.frontend.text_model import TextModel
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.stack import EngineStack
 from triptych.observe.metrics import FrontendMetrics
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.mover import Mover, MoveTerms
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.engines.routing_policy import RoutingPolicy
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.text_model import TextModel
 
 NEVER = MoveTerms(policy="never")
 

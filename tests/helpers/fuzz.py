@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from services.frontend.anthropic.schema import MessagesRequest
-from services.frontend.openai import schema
-from services.frontend.openai.request_body import Body
-from services.frontend.openai.responses.schema import ResponsesRequest
 from triptych.compat import vllm_engine_pb2
 from triptych.types.sampling import SAMPLING_FIELDS
 from triptych.v1 import generation_pb2, model_pb2
+from triptych_services.frontend.anthropic.schema import MessagesRequest
+from triptych_services.frontend.openai import schema
+from triptych_services.frontend.openai.request_body import Body
+from triptych_services.frontend.openai.responses.schema import ResponsesRequest
 
 M = TypeVar("M", bound=Message)
 _HUGE = "@huge@"

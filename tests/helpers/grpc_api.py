@@ -13,9 +13,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from services.frontend import app as app_module
-from services.frontend.access.keys import create_api_keys
-from services.frontend.engines.status_watch import StatusWatch
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import FrontendCore, frontend_core
@@ -32,6 +29,9 @@ from triptych.v1 import (
     generation_pb2_grpc,
     model_pb2_grpc,
 )
+from triptych_services.frontend import app as app_module
+from triptych_services.frontend.access.keys import create_api_keys
+from triptych_services.frontend.engines.status_watch import StatusWatch
 
 TOKENIZER = byte_tokenizer()
 

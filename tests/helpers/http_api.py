@@ -12,14 +12,14 @@ from typing import Any, cast
 import httpx
 import openai
 
-from services.frontend.access.keys import ApiKeys
-from services.frontend.generate import Generator
-from services.frontend.openai.app import create_app
-from services.frontend.openai.connections import ConnectionLimits
-from services.frontend.openai.request_guard import OnResponse
-from services.frontend.openai.server import HttpServer
 from tests.helpers.fake_generator import FakeGenerator
 from triptych.rpc.tls import ServerTls
+from triptych_services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.openai.app import create_app
+from triptych_services.frontend.openai.connections import ConnectionLimits
+from triptych_services.frontend.openai.request_guard import OnResponse
+from triptych_services.frontend.openai.server import HttpServer
 
 DEADLINE_S = 10.0
 

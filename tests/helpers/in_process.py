@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.scheduler import Scheduler
-from services.worker.runner.base import PendingStep, Runner
 from tests.helpers.scheduling import owners_of
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_worker
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import PromptLogprobs
 from triptych.types.submit import single_choice
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
+from triptych_services.worker.runner.base import PendingStep, Runner
 
 
 class InProcessEngine:

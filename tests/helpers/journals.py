@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.enginecore.engine import EngineCore
-from services.enginecore.journal.recorder import create_engine
 from tests.helpers.scheduling import Clock
 from tests.helpers.stack import NaiveRunner, make_config
 from tools.replay.engine import Replay, replay
@@ -19,6 +17,8 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import single_choice
 from triptych.wire.journal import JournalReader, event_to_bytes, framed, header_to_bytes
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.journal.recorder import create_engine
 
 STARTED_AT_MS = 1_763_700_000_000
 SESSION = 1

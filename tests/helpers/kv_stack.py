@@ -8,9 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from services.worker.kv_transfer.service import KvTransferService
-from services.worker.simulation.device import SimulatedDevice
-from services.worker.simulation.runner import SimulatedRunner
 from tests.helpers.kv_proxy import KvProxy, kv_proxy
 from tests.helpers.stack import EngineStack, FakeFrontend, WorkerStack, make_config
 from tests.worker.simulated import simulated_runner
@@ -19,6 +16,9 @@ from triptych.config.step_times import StepTimeModel
 from triptych.types.facts import EngineStatus
 from triptych.types.kv_transfer import KvSource
 from triptych.types.outputs import FinishedRequest
+from triptych_services.worker.kv_transfer.service import KvTransferService
+from triptych_services.worker.simulation.device import SimulatedDevice
+from triptych_services.worker.simulation.runner import SimulatedRunner
 
 STEP_TIME = StepTimeModel(base_ms=1, prefill_token_us=20, decode_row_us=1, context_token_ns=0)
 

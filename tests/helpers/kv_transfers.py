@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.enginecore.request import Request
-from services.worker.kv_transfer.base import PullSink
-from services.worker.kv_transfer.exports import ExportTable, LeaseGone
-from services.worker.kv_transfer.session import KvTransferSession
-from services.worker.step_orders import StepOrders
 from tests.helpers.scheduling import BLOCK_SIZE, Engine, NaiveWorker
 from triptych.types.kv_transfer import KvEndpoint, KvProgress, KvSource
 from triptych.types.step import StepPlan, StepResult
+from triptych_services.enginecore.request import Request
+from triptych_services.worker.kv_transfer.base import PullSink
+from triptych_services.worker.kv_transfer.exports import ExportTable, LeaseGone
+from triptych_services.worker.kv_transfer.session import KvTransferSession
+from triptych_services.worker.step_orders import StepOrders
 
 ENDPOINT = KvEndpoint("prefill:1", "layout", 1)
 _NEVER_WRITTEN = -1  # as the naive worker's garbage, which no prefix has

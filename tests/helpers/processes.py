@@ -63,7 +63,7 @@ async def service_process(
         *prefix,
         sys.executable,
         "-m",
-        f"services.{name}",
+        f"triptych_services.{name}",
         f"--{leaf}.port=0",
         f"--{leaf}.metrics-port=0",
         f"--ready-file={ready_file}",

@@ -15,9 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.scheduler import Scheduler
-from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_device
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
@@ -35,6 +32,9 @@ from triptych.types.step import (
     StepResult,
 )
 from triptych.types.submit import single_choice
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
+from triptych_services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 61

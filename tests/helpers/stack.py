@@ -14,18 +14,6 @@ import grpc.aio
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from services.enginecore.frontends.servicer import ADMIN_SERVICE, AdminServicer, EngineCoreServicer
-from services.enginecore.frontends.servicer import SERVICE as ENGINE_SERVICE
-from services.enginecore.loop import EngineLoop
-from services.enginecore.workers.grpc_executor import GrpcExecutor
-from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
-from services.worker.runner.base import CompletedStep, do_nothing
-from services.worker.service.lease import WorkerLease
-from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.servicer import SERVICE as WORKER_SERVICE
-from services.worker.service.servicer import WorkerServicer
-from services.worker.service.sleep import SleepControl
-from services.worker.service.status import StatusPublisher
 from tests.helpers.scheduling import BLOCK_SIZE, EOS, NAIVE_IDENTITY, VOCAB_SIZE, NaiveWorker
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.config import EngineConfig
@@ -48,6 +36,18 @@ from triptych.wire.engine_core import (
     submit_to_proto,
     welcome_from_proto,
 )
+from triptych_services.enginecore.frontends.servicer import ADMIN_SERVICE, AdminServicer, EngineCoreServicer
+from triptych_services.enginecore.frontends.servicer import SERVICE as ENGINE_SERVICE
+from triptych_services.enginecore.loop import EngineLoop
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
+from triptych_services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
+from triptych_services.worker.runner.base import CompletedStep, do_nothing
+from triptych_services.worker.service.lease import WorkerLease
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.service.servicer import SERVICE as WORKER_SERVICE
+from triptych_services.worker.service.servicer import WorkerServicer
+from triptych_services.worker.service.sleep import SleepControl
+from triptych_services.worker.service.status import StatusPublisher
 
 PAUSED, ASLEEP = admin_pb2.ENGINE_STATE_PAUSED, admin_pb2.ENGINE_STATE_ASLEEP
 DEADLINE_S = 20.0

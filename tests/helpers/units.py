@@ -8,14 +8,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.frontend.engines.mover import MoveTerms
-from services.worker.simulation.device import SimulatedDevice
-from services.worker.simulation.runner import SimulatedRunner
 from tests.helpers.frontend import FrontendCore, frontend_core
 from tests.helpers.stack import EngineStack, WorkerStack, make_config
 from tests.worker.simulated import simulated_runner
 from triptych.config import EngineConfig
 from triptych.config.step_times import StepTimeModel
+from triptych_services.frontend.engines.mover import MoveTerms
+from triptych_services.worker.simulation.device import SimulatedDevice
+from triptych_services.worker.simulation.runner import SimulatedRunner
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 400

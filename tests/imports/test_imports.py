@@ -49,30 +49,34 @@ ALLOWED: dict[str, set[str]] = {
     "triptych_kernels": {"torch"},
     "triptych_kernels.triton": {"torch", "triton"},
     "triptych.rpc.service_main": {"uvloop"},
-    "services.frontend": {"numpy"},
-    "services.frontend.engines.client": {"grpc"},
-    "services.frontend.app": {"prometheus_client"},
-    "services.frontend.engines.outbox": {"grpc", "numpy"},
-    "services.frontend.engines.status_watch": {"grpc"},
-    "services.frontend.grpc": {"grpc", "google"},
-    "services.frontend.requests.grammar_process": {"llguidance"},
-    "services.frontend.tokenizer_process": {"tokenizers"},
-    "services.frontend.anthropic": HTTP,
-    "services.frontend.operators": HTTP,
-    "services.frontend.operators.routes": HTTP | {"grpc", "google"},
-    "services.frontend.openai": HTTP | {"prometheus_client", "numpy", "orjson"},
-    "services.enginecore": {"numpy"},
-    "services.enginecore.frontends.servicer": {"grpc"},
-    "services.enginecore.workers.grpc_executor": {"grpc"},
-    "services.worker": {"torch", "numpy"},
-    "services.worker.loader": {"torch", "numpy", "safetensors", "gguf"},
-    "services.worker.sampling.form_output": {"llguidance", "numpy"},
-    "services.worker.sampling.grammars": {"llguidance"},
-    "services.worker.sampling.logits_processors.structured_outputs": {"llguidance", "torch", "numpy"},
-    "services.worker.runner.startup.compile_ahead": {"torch", "triton"},
-    "services.worker.service.servicer": {"grpc"},
-    "services.worker.group.servicer": {"grpc"},
-    "services.worker.group.messages": {"google"},
+    "triptych_services.frontend": {"numpy"},
+    "triptych_services.frontend.engines.client": {"grpc"},
+    "triptych_services.frontend.app": {"prometheus_client"},
+    "triptych_services.frontend.engines.outbox": {"grpc", "numpy"},
+    "triptych_services.frontend.engines.status_watch": {"grpc"},
+    "triptych_services.frontend.grpc": {"grpc", "google"},
+    "triptych_services.frontend.requests.grammar_process": {"llguidance"},
+    "triptych_services.frontend.tokenizer_process": {"tokenizers"},
+    "triptych_services.frontend.anthropic": HTTP,
+    "triptych_services.frontend.operators": HTTP,
+    "triptych_services.frontend.operators.routes": HTTP | {"grpc", "google"},
+    "triptych_services.frontend.openai": HTTP | {"prometheus_client", "numpy", "orjson"},
+    "triptych_services.enginecore": {"numpy"},
+    "triptych_services.enginecore.frontends.servicer": {"grpc"},
+    "triptych_services.enginecore.workers.grpc_executor": {"grpc"},
+    "triptych_services.worker": {"torch", "numpy"},
+    "triptych_services.worker.loader": {"torch", "numpy", "safetensors", "gguf"},
+    "triptych_services.worker.sampling.form_output": {"llguidance", "numpy"},
+    "triptych_services.worker.sampling.grammars": {"llguidance"},
+    "triptych_services.worker.sampling.logits_processors.structured_outputs": {
+        "llguidance",
+        "torch",
+        "numpy",
+    },
+    "triptych_services.worker.runner.startup.compile_ahead": {"torch", "triton"},
+    "triptych_services.worker.service.servicer": {"grpc"},
+    "triptych_services.worker.group.servicer": {"grpc"},
+    "triptych_services.worker.group.messages": {"google"},
 }
 """Package or module -> the third-party packages that it may import; the longest name that fits counts."""
 
@@ -85,7 +89,7 @@ def allowed_key(module: str) -> str:
 
 def test_each_package_imports_only_the_third_party_packages_that_it_may():
     graph = grimp.build_graph(
-        "triptych", "triptych_kernels", "services", include_external_packages=True, cache_dir=None
+        "triptych", "triptych_kernels", "triptych_services", include_external_packages=True, cache_dir=None
     )
     strangers = []
     for module in graph.modules:
@@ -125,7 +129,7 @@ def test_nothing_else_is_imported_by_a_name_that_the_checks_cannot_read():
 
 def modules_of(*packages: str) -> list[str]:
     """Every module of these packages, but __main__, which would run."""
-    roots = {"triptych": "libs", "triptych_kernels": "kernels", "services": "."}
+    roots = {"triptych": "libs", "triptych_kernels": "kernels", "triptych_services": "libs"}
     names = []
     for package in packages:
         root = ROOT / roots[package.split(".")[0]]
@@ -163,7 +167,7 @@ def import_without(blocked: set[str], modules: list[str]) -> set[str]:
 
 def test_runner_and_kernels_import_on_a_bare_gpu_box():
     core = [
-        f"services.worker.{name}"
+        f"triptych_services.worker.{name}"
         for name in ("runner", "models", "layers", "sampling", "attention", "loader")
     ]
     missing = GRPC | HTTP | {"prometheus_client", "tokenizers", "transformers"}
@@ -182,16 +186,18 @@ def test_tests_for_a_gpu_import_on_a_bare_box():
 
 
 def test_kernels_import_without_anything_of_ours():
-    import_without(GRPC | {"triptych", "services", "numpy"}, modules_of("triptych_kernels"))
+    import_without(GRPC | {"triptych", "triptych_services", "numpy"}, modules_of("triptych_kernels"))
 
 
 @pytest.mark.parametrize("service", ["frontend", "enginecore"])
 def test_a_service_without_tensors_imports_without_torch(service):
-    import_without({"torch", "triptych_kernels", "transformers"}, modules_of(f"services.{service}"))
+    import_without({"torch", "triptych_kernels", "transformers"}, modules_of(f"triptych_services.{service}"))
 
 
 def test_libs_import_without_torch_and_services():
-    import_without(HTTP | {"torch", "transformers", "triptych_kernels", "services"}, modules_of("triptych"))
+    import_without(
+        HTTP | {"torch", "transformers", "triptych_kernels", "triptych_services"}, modules_of("triptych")
+    )
 
 
 def test_importing_triptych_costs_nothing():
@@ -209,7 +215,10 @@ def test_types_and_errors_need_numpy_alone():
 @pytest.mark.parametrize(
     ("module", "lazy"),
     [
-        ("services.worker.parallel.create", "services.worker.parallel.process_group"),  # not in every torch
+        (
+            "triptych_services.worker.parallel.create",
+            "triptych_services.worker.parallel.process_group",
+        ),  # not in every torch
         ("triptych.hub.resolve", "triptych.hub.embedded"),
         ("triptych.hub.resolve", "triptych.hub.gguf_convert"),
     ],

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.context.device import resolve_config
-from services.worker.runner.base import Runner
-from services.worker.runner.startup.create import create_runner
 from tests.helpers.cores import share_of_cores
 from tests.helpers.in_process import InProcessEngine
 from tests.oracle.entries import NUM_NEW_TOKENS, QUANTIZED_NEAR_TIE, Entry, check, read_entries
@@ -20,6 +17,9 @@ from triptych.hub import resolve_model
 from triptych.text.chat_template import ChatTemplate
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.runner.base import Runner
+from triptych_services.worker.runner.startup.create import create_runner
 
 pytestmark = pytest.mark.model
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.runner.base import Runner
 from tests.helpers.in_process import InProcessEngine
 from tests.oracle.entries import Entry, read_entries
 from tests.oracle.reference import greedy, load_reference, teacher_forced_logprobs
@@ -23,6 +22,7 @@ from tests.oracle.test_greedy_tokens import MAX_MODEL_LEN, make_runner
 from triptych.hub import resolve_model
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, empty_u32
+from triptych_services.worker.runner.base import Runner
 
 pytestmark = pytest.mark.model
 

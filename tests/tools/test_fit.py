@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.worker.runner.base import CompletedStep, do_nothing
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.simulated import SleepingClock, simulated_device, simulated_runner
 from tools.fit import main
@@ -19,6 +18,7 @@ from triptych.types.journal import JournalEvent, JournalHeader, Planned, ResultT
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.journal import event_to_bytes, framed, header_to_bytes
+from triptych_services.worker.runner.base import CompletedStep, do_nothing
 
 TIMES = StepTimeModel(base_ms=3, prefill_token_us=40, decode_row_us=9, context_token_ns=700)
 

@@ -8,12 +8,12 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.frontend.engines.mover import MoveTerms
-from services.frontend.requests.raw import RawRequest
-from services.frontend.resumption import ResumeToken, SeenChoice
 from tests.helpers.frontend import FrontendCore, answer, frontend_core
 from tests.helpers.units import BLOCK_SIZE, Unit, running_units
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, ResumableEvent
+from triptych_services.frontend.engines.mover import MoveTerms
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.resumption import ResumeToken, SeenChoice
 
 PROMPT = list(range(20, 20 + 5 * BLOCK_SIZE + 1))
 NUM_CACHED = 5 * BLOCK_SIZE

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from services.enginecore.workers.grpc_executor import GrpcExecutor
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
 from tests.helpers.stack import (
     EngineStack,
@@ -20,6 +19,7 @@ from triptych.config.loader import shared_config
 from triptych.errors import EngineUnavailable, HandshakeMismatch, WorkerHeld
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 
 
 def expected(number: int, prompt: list[int], **sampling: object) -> tuple[list[int], FinishReason]:

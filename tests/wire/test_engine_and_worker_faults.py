@@ -14,11 +14,6 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.enginecore import inbox, wake_timer
-from services.enginecore import loop as loop_module
-from services.enginecore.loop import EngineLoop
-from services.enginecore.workers.base import Connected, WorkerLost
-from services.enginecore.workers.grpc_executor import GrpcExecutor
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
 from tests.helpers.stack import (
     DEADLINE_S,
@@ -39,6 +34,11 @@ from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
 from triptych.types.submit import SubmitRequest, single_choice
+from triptych_services.enginecore import inbox, wake_timer
+from triptych_services.enginecore import loop as loop_module
+from triptych_services.enginecore.loop import EngineLoop
+from triptych_services.enginecore.workers.base import Connected, WorkerLost
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
@@ -251,7 +251,7 @@ async def test_wrong_result_costs_the_stream_and_no_token(spoil, caplog) -> None
             await frontend.submit(1, make_prompt(6), sampling={"ignore_eos": True})
             await frontend.wait_for(lambda: 1 in frontend.ends)
         assert frontend.tokens[1] == expected_tokens(1, make_prompt(6), ignore_eos=True)
-        told = [record for record in caplog.records if record.name.startswith("services.enginecore")]
+        told = [record for record in caplog.records if record.name.startswith("triptych_services.enginecore")]
         assert [record.levelname for record in told if record.levelno >= logging.WARNING] == ["WARNING"]
         assert not any(record.exc_info for record in told)
 
@@ -264,7 +264,7 @@ async def test_a_failed_step_is_explained_to_the_engine(caplog) -> None:
             await frontend.submit(1, make_prompt(6))
             await frontend.wait_for(lambda: 1 in frontend.ends)
         assert frontend.tokens[1] == expected_tokens(1, make_prompt(6))
-        told = [record for record in caplog.records if record.name == "services.enginecore.loop"]
+        told = [record for record in caplog.records if record.name == "triptych_services.enginecore.loop"]
         warnings = [record.getMessage() for record in told if record.levelno >= logging.WARNING]
         assert len(warnings) == 1
         assert "step 1 failed: RuntimeError('told to fail')" in warnings[0]

@@ -12,9 +12,6 @@ from typing import Any
 import grpc
 import pytest
 
-from services.enginecore import loop as loop_module
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.session import EngineLoss
 from tests.helpers.cut_proxy import CutProxy
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
 from tests.helpers.stack import (
@@ -31,6 +28,9 @@ from triptych.rpc.session.handshake import ENGINE_PROTOCOL, SessionTerms, sessio
 from triptych.types.outputs import FinishedRequest, FinishReason
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
+from triptych_services.enginecore import loop as loop_module
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.session import EngineLoss
 
 NUM_REQUESTS = 40
 MAX_TOKENS = 30

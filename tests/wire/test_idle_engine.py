@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from services.enginecore.inbox import Inbox
 from tests.helpers.scheduling import BLOCK_SIZE, make_prompt
 from tests.helpers.stack import DEADLINE_S, FakeFrontend, running_stack
 from triptych.admin.v1 import admin_pb2
 from triptych.errors import DeadlineExceeded
 from triptych.types.outputs import RequestFailure
+from triptych_services.enginecore.inbox import Inbox
 
 QUIET_S = 0.3
 """Six ticks of an engine that looked at its deadlines in a rhythm."""

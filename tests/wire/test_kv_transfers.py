@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from services.worker.kv_transfer import socket_pull, socket_server
 from tests.helpers.kv_proxy import Damage, cut, flip_bit, silence, slow
 from tests.helpers.kv_stack import kv_stack
 from tests.worker.simulated import WORD_IDS
+from triptych_services.worker.kv_transfer import socket_pull, socket_server
 
 BLOCK_SIZE = 16
 

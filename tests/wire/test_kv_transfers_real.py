@@ -19,14 +19,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.context.device import resolve_config
-from services.worker.runner.startup.create import create_runner
 from tests.helpers.kv_stack import KvStack, kv_stack
 from tests.helpers.stack import FakeFrontend
 from tests.worker.checkpoints import SIZES
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from triptych.types.kv_transfer import KvSource
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.runner.startup.create import create_runner
 
 NUM_REQUESTS = int(os.environ.get("REQUESTS", "200"))
 NUM_CLIENTS = 12

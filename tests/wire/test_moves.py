@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from services.frontend.engines.mover import MoveTerms
 from tests.helpers.fake_engine import eventually
 from tests.helpers.frontend import FrontendCore, raw_request
 from tests.helpers.units import Unit, running_units, wait_until_idle
 from triptych.errors import EngineFailure, GenerationLost
 from triptych.types.events import DeltaEvent, FinishedEvent, PromptLogprobsEvent
 from triptych.types.sampling import OutputKind
+from triptych_services.frontend.engines.mover import MoveTerms
 
 NUM_TOKENS = 24
 PROMPT = [17, 40, 33, 21, 99, 18, 64, 77, 12]

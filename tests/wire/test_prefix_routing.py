@@ -9,15 +9,15 @@ from functools import partial
 
 import numpy as np
 
-from services.enginecore.frontends import outputs as outputs_module
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.prefix_index import count_leading, keys_of
-from services.frontend.engines.router import Router
-from services.frontend.engines.routing_policy import RoundRobin
 from tests.helpers.scheduling import BLOCK_SIZE, make_prompt
 from tests.wire.test_frontend_reconnects import Sink, Stand, eventually, stand
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
+from triptych_services.enginecore.frontends import outputs as outputs_module
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.prefix_index import count_leading, keys_of
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.engines.routing_policy import RoundRobin
 
 
 def cached_in(s: Stand) -> set[int]:

@@ -297,7 +297,7 @@ async def test_sleep_whose_answer_is_lost_can_be_ended() -> None:
 
 
 async def test_sleep_that_takes_too_long_is_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr("services.enginecore.worker_sleep.SLEEP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("triptych_services.enginecore.worker_sleep.SLEEP_TIMEOUT_S", 0.2)
     may_sleep = threading.Event()
     async with running_stack() as (worker, _, frontend):
         fall_asleep = worker.runner.sleep

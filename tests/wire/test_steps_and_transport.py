@@ -10,10 +10,6 @@ from dataclasses import replace
 import grpc.aio
 import pytest
 
-from services.enginecore.engine import EngineCore
-from services.enginecore.workers import grpc_executor
-from services.enginecore.workers.base import WorkerLost
-from services.enginecore.workers.grpc_executor import GrpcExecutor
 from tests.helpers.scheduling import BLOCK_SIZE
 from tests.helpers.stack import DEADLINE_S, NaiveRunner, make_config
 from triptych.config.loader import shared_config
@@ -25,6 +21,10 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
 from triptych.types.submit import single_choice
 from triptych.wire.worker import worker_facts_to_proto
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.workers import grpc_executor
+from triptych_services.enginecore.workers.base import WorkerLost
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 
 NUM_TOKENS = 1 << 20
 """Length of the prompt in the first step: its 4 MB are more than a stream of HTTP/2 takes in."""

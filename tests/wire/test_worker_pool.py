@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from services.enginecore.workers.base import WorkerGone
-from services.enginecore.workers.grpc_executor import GrpcExecutor
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
 from tests.helpers.stack import DEADLINE_S, EngineStack, FakeFrontend, NaiveRunner, WorkerStack, make_config
 from triptych.admin.v1 import admin_pb2
 from triptych.config.loader import shared_config
 from triptych.types.outputs import FinishedRequest
 from triptych.types.sampling import SamplingParams
+from triptych_services.enginecore.workers.base import WorkerGone
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 
 LONG = {"max_tokens": 300, "ignore_eos": True}
 RESUME_TTL_S = 60.0

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from services.enginecore.workers.grpc_executor import GrpcExecutor
 from tests.helpers.scheduling import EOS, make_prompt, naive_generation
 from tests.helpers.stack import (
     DEADLINE_S,
@@ -27,6 +26,7 @@ from triptych.errors import EngineFailure, StaleEpoch, WorkerHeld
 from triptych.types.outputs import RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 
 NUM_REQUESTS = 12
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
@@ -251,7 +251,7 @@ class Weather:
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_foul_weather_in_both_directions_changes_no_token(seed, monkeypatch) -> None:
-    monkeypatch.setattr("services.enginecore.workers.connection._SILENCE_S", 0.2)
+    monkeypatch.setattr("triptych_services.enginecore.workers.connection._SILENCE_S", 0.2)
     async with relayed_stack() as (worker, relay, _, frontend):
         weather = Weather(seed), Weather(-seed - 1)
         relay.down, relay.up = weather

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from services.enginecore.scheduler.step_results import SchedulerCounters
 from tests.wire_codecs import kv_strategies
 from tests.wire_codecs.strategies import (
     EVERYTHING,
@@ -56,6 +55,7 @@ from triptych.types.step import (
 from triptych.v1 import generation_pb2, output_pb2
 from triptych.wire import admin, columns, engine_core, generation, kv_transfer, result, step, worker
 from triptych.wire import sampling as sampling_codec
+from triptych_services.enginecore.scheduler.step_results import SchedulerCounters
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 U32_MAX = 2**32 - 1

@@ -62,7 +62,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Calls:
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     # which CPUs would have to write, and no test reads
-    monkeypatch.setattr("services.worker.attention.flashinfer._WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr("triptych_services.worker.attention.flashinfer._WORKSPACE_BYTES", 1 << 10)
     return calls
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from services.worker.context.device import resolve_config
-from services.worker.loader.load import load_model, open_checkpoint
-from services.worker.models.base import CausalLM
-from services.worker.runner.sleepable_runner import SleepableRunner
-from services.worker.runner.startup.create import create_runner
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.loader.load import load_model, open_checkpoint
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup.create import create_runner
 
 SIZES = {
     "vocab_size": 97,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.runner.cuda.streams import DeviceTimes
+from triptych_services.worker.runner.cuda.streams import DeviceTimes
 
 
 class DeferredStream:

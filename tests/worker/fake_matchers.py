@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 
-from services.worker.sampling.grammars import Compilation
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
+from triptych_services.worker.sampling.grammars import Compilation
 
 EOS_ID = byte_tokenizer().token_id(EOS)
 

@@ -23,9 +23,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from services.worker.context.device import resolve_config
-from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.startup.create import create_runner
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
@@ -40,6 +37,9 @@ from triptych.config import (
 from triptych.errors import RankUnavailable
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.startup.create import create_runner
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180.0  # of a whole job; it takes 5 s

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.sampling.batch import SamplingBuffers
-from services.worker.sampling.logits_processors.create import create_logits_processors
-from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
-from services.worker.sampling.params import SamplingColumns, TokenHistory
-from services.worker.sampling.sampler import SampledTokens, Sampler
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.sampling.batch import SamplingBuffers
+from triptych_services.worker.sampling.logits_processors.create import create_logits_processors
+from triptych_services.worker.sampling.logits_processors.structured_outputs import StructuredForms
+from triptych_services.worker.sampling.params import SamplingColumns, TokenHistory
+from triptych_services.worker.sampling.sampler import SampledTokens, Sampler
 
 VOCAB_SIZE, EOS = 53, 2
 _NUM_SLOTS = 8

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBatch, KvCache
-from services.worker.attention.paged import PagedAttention
-from services.worker.layers.step_context import StepContext
-from services.worker.models.base import CausalLM
 from triptych.checkpoint.architecture import ModelArchitecture
+from triptych_services.worker.attention.base import AttentionBatch, KvCache
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.models.base import CausalLM
 
 BLOCK_SIZE = 4
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.sampling.grammars import GrammarCompiler
-from services.worker.simulation.device import SimulatedDevice
-from services.worker.simulation.runner import SimulatedRunner
-from services.worker.simulation.stages import SimulatedStages
 from triptych.config.step_times import StepTimeModel
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
+from triptych_services.worker.sampling.grammars import GrammarCompiler
+from triptych_services.worker.simulation.device import SimulatedDevice
+from triptych_services.worker.simulation.runner import SimulatedRunner
+from triptych_services.worker.simulation.stages import SimulatedStages
 
 VOCAB_SIZE = 300
 EOS = 2

@@ -12,17 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.worker.attention.create import create_attention
-from services.worker.context.device import resolve_config, use_threads
-from services.worker.context.rank_group import OneRank
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.loader.load import load_model, open_checkpoint
-from services.worker.runner.base import PendingStep, StepRunner, do_nothing
-from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.pipeline_stage import create_stage
-from services.worker.runner.startup.facts import worker_facts
-from services.worker.runner.startup.kv_cache import allocate_kv_cache
-from services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import (
     CacheConfig,
@@ -34,6 +23,17 @@ from triptych.config import (
 )
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult
+from triptych_services.worker.attention.create import create_attention
+from triptych_services.worker.context.device import resolve_config, use_threads
+from triptych_services.worker.context.rank_group import OneRank
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.loader.load import load_model, open_checkpoint
+from triptych_services.worker.runner.base import PendingStep, StepRunner, do_nothing
+from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.pipeline_stage import create_stage
+from triptych_services.worker.runner.startup.facts import worker_facts
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 
 DEADLINE_S = 30.0  # of one message
 

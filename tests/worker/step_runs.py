@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from services.worker.context.rank_group import RankGroup
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.startup.kv_cache import allocate_kv_cache
-from services.worker.runner.startup.kv_plan import plan_kv_cache
-from services.worker.sampling.grammars import GrammarCompiler
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan, tiny_facts
 from triptych.types.step import StepPlan, StepResult
+from triptych_services.worker.context.rank_group import RankGroup
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
+from triptych_services.worker.sampling.grammars import GrammarCompiler
 
 CPU = torch.device("cpu")
 

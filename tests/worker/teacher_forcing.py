@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.runner.base import Runner
 from tests.worker.tiny import new_row, step_plan
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow
+from triptych_services.worker.runner.base import Runner
 
 
 def teacher_forced_logprobs(

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from services.worker.attention.paged import PagedAttention
-from services.worker.layers.embedding import LogitsHead
-from services.worker.loader.load import load_model
-from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
-from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.layers.embedding import LogitsHead
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 
 BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN = 70, 6, 32
 PROMPT, DECODE = 5_000, 300
@@ -61,7 +61,7 @@ def test_measuring_runs_a_full_prompt_step_and_a_full_decode() -> None:
 
 
 def test_the_logits_of_prompts_that_are_scored_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.runner.startup.activation_memory.MAX_SCORED_AT_ONCE", 23)
+    monkeypatch.setattr("triptych_services.worker.runner.startup.activation_memory.MAX_SCORED_AT_ONCE", 23)
     num_rows: list[int] = []
     honest = LogitsHead.forward
 

@@ -17,21 +17,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.worker.attention.base import AttentionBackend, AttentionBatch, KvCache
-from services.worker.attention.create import create_attention, describe_kernels
-from services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
-from services.worker.attention.flashinfer import FlashInferAttention
-from services.worker.attention.paged import PagedAttention
-from services.worker.loader.load import load_model
-from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.startup.kv_cache import allocate_kv_cache
-from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.worker.attention_packages import Call, Calls, attend_pages, install
 from tests.worker.deferred import DeferredStream
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config, tiny_facts
 from triptych.errors import ConfigError
 from triptych_kernels.cpu.library import isa
+from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch, KvCache
+from triptych_services.worker.attention.create import create_attention, describe_kernels
+from triptych_services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
+from triptych_services.worker.attention.flashinfer import FlashInferAttention
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -334,7 +334,7 @@ def test_a_package_built_for_another_machine_is_named(monkeypatch, resolved, mod
 
 def test_the_log_says_who_attends_on_a_device(monkeypatch, caplog) -> None:
     config = tiny_config()
-    with caplog.at_level(logging.INFO, logger="services.worker.attention.create"):
+    with caplog.at_level(logging.INFO, logger="triptych_services.worker.attention.create"):
         create_attention(config)
         for name in ("triton", "torch"):
             rank = replace(config.rank, device="cuda:0")

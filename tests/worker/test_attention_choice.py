@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.worker.context.attention_choice import (
+from tests.worker.tiny import tiny_architecture
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
+from triptych.errors import FeatureDisabled
+from triptych_services.worker.context.attention_choice import (
     FLASH_ATTN,
     FLASH_ATTN_3,
     FLASHINFER,
@@ -15,10 +18,7 @@ from services.worker.context.attention_choice import (
     choose_attention_backend,
     installed_packages,
 )
-from services.worker.context.resolve import choose_batch_invariance, resolve_for_device
-from tests.worker.tiny import tiny_architecture
-from triptych.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
-from triptych.errors import FeatureDisabled
+from triptych_services.worker.context.resolve import choose_batch_invariance, resolve_for_device
 
 HOPPER = AttentionSite(
     tiny_architecture(head_dim=128),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor
 
-from services.worker.sampling.params import NOTHING_ALLOWED
 from tests.worker.sampler_bench import VOCAB_SIZE, SamplerBench, peaked
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.sampling.params import NOTHING_ALLOWED
 
 
 def greedy(*sequences: tuple[int, ...], **fields) -> SamplingParams:

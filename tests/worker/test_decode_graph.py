@@ -12,17 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from services.worker.layers.step_context import StepContext
-from services.worker.loader.load import load_model
-from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.cuda.create import CudaBackend
-from services.worker.runner.cuda.decode_graph import DecodeGraphPath
-from services.worker.runner.cuda.forward import DeviceForward, EagerPath
-from services.worker.runner.cuda.graph_recorder import Cut, Replay
-from services.worker.runner.cuda.inputs import DeviceInputs
-from services.worker.runner.graph_sizes import decode_buckets
-from services.worker.runner.model_runner import ModelRunner
-from services.worker.service.runner_app import RunnerApp
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
@@ -30,6 +19,17 @@ from tests.worker.test_overlapped_steps import continuation
 from tests.worker.test_random_plans import BUDGET, MAX_NUM_SEQS, NUM_BLOCKS, VOCAB, NaiveEngine
 from tests.worker.tiny import EchoModel, new_row, step_plan, tiny_architecture, tiny_config
 from triptych.errors import ConfigError
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.cuda.create import CudaBackend
+from triptych_services.worker.runner.cuda.decode_graph import DecodeGraphPath
+from triptych_services.worker.runner.cuda.forward import DeviceForward, EagerPath
+from triptych_services.worker.runner.cuda.graph_recorder import Cut, Replay
+from triptych_services.worker.runner.cuda.inputs import DeviceInputs
+from triptych_services.worker.runner.graph_sizes import decode_buckets
+from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.service.runner_app import RunnerApp
 
 
 class FakeRecorder:
@@ -96,7 +96,7 @@ def recorder_in(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
         )
         return CudaBackend((decodes, EagerPath(launch, device_inputs)))
 
-    monkeypatch.setattr("services.worker.runner.model_runner.create_cuda_backend", create)
+    monkeypatch.setattr("triptych_services.worker.runner.model_runner.create_cuda_backend", create)
     return recorder
 
 

@@ -9,8 +9,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as oracle
 from gguf.quants import quantize
 
-from services.worker.loader import gguf
-from services.worker.loader.gguf import dequantize, stored_size, supported_types
+from triptych_services.worker.loader import gguf
+from triptych_services.worker.loader.gguf import dequantize, stored_size, supported_types
 
 QUANTIZED = [name for name in supported_types() if name not in ("F32", "F16", "BF16")]
 

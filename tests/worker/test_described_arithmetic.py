@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.worker.context.machine import describe_arithmetic
 from triptych_kernels.cpu.machine import MachineRates, Rates
+from triptych_services.worker.context.machine import describe_arithmetic
 
 
 def test_a_rate_that_was_not_measured_is_no_rate_of_0() -> None:

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.context.attention_choice import AttentionSite
-from services.worker.context.device import (
+from tests.worker.tiny import tiny_architecture
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
+from triptych.errors import ConfigError, FeatureDisabled
+from triptych_kernels.cpu.library import forced_isa
+from triptych_services.worker.context.attention_choice import AttentionSite
+from triptych_services.worker.context.device import (
     choose_device,
     leave_cores_to_kernels,
     missing_kernels,
@@ -18,17 +22,13 @@ from services.worker.context.device import (
     use_device,
     use_threads,
 )
-from services.worker.context.precision import choose_dtype, choose_kv_dtype, choose_weight_dtype
-from services.worker.context.resolve import (
+from triptych_services.worker.context.precision import choose_dtype, choose_kv_dtype, choose_weight_dtype
+from triptych_services.worker.context.resolve import (
     choose_activation_bits,
     choose_batch_invariance,
     choose_quantization,
     resolve_for_device,
 )
-from tests.worker.tiny import tiny_architecture
-from triptych.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
-from triptych.errors import ConfigError, FeatureDisabled
-from triptych_kernels.cpu.library import forced_isa
 
 CPU = WorkerConfig(device="cpu")
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.context.device import resolve_config
-from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.startup import create
-from services.worker.runner.startup.create import create_runner
 from tests.worker.test_threads import CHECKPOINT
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, LoadConfig, WorkerConfig
 from triptych.types.facts import Phase, SleepLevel
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.startup import create
+from triptych_services.worker.runner.startup.create import create_runner
 
 
 @pytest.fixture

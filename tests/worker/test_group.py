@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from services.worker.group import follower as follower_module
-from services.worker.group import leader as leader_module
-from services.worker.group.follower import GroupFollower
-from services.worker.group.leader import GroupLeader
-from services.worker.group.messages import LeaderMessage
 from tests.worker.tiny import new_row, step_plan
 from triptych.config import EngineConfig, ParallelConfig, WorkerConfig
 from triptych.errors import ConfigError, HandshakeMismatch, RankUnavailable
 from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan
 from triptych.wire.step import Step, StepEncoder
+from triptych_services.worker.group import follower as follower_module
+from triptych_services.worker.group import leader as leader_module
+from triptych_services.worker.group.follower import GroupFollower
+from triptych_services.worker.group.leader import GroupLeader
+from triptych_services.worker.group.messages import LeaderMessage
 
 DEADLINE_S = 20.0
 

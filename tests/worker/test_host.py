@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.context import host
+from triptych_services.worker.context import host
 
 GIB = 1 << 30
 

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.runner.startup import create
 from tests.worker.tiny import tiny_architecture
 from triptych.config import EngineConfig
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.runner.startup import create
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.worker.loader.load import open_checkpoint
 from triptych.errors import ModelError
+from triptych_services.worker.loader.load import open_checkpoint
 
 NUM_MUTATIONS = 400
 ODD = (

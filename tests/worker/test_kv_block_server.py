@@ -11,10 +11,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from services.worker.kv_transfer import socket_server
-from services.worker.kv_transfer.frames import HEAD_BYTES, FrameHead, FrameKind, PullRequest
-from services.worker.kv_transfer.socket_server import MAX_ASKING, MAX_UNKNOWN, MAX_UNKNOWN_PER_PEER
 from tests.worker.test_kv_transfer import DEADLINE_S, LAYOUT, LEASE, Side, check_arrived, two_workers
+from triptych_services.worker.kv_transfer import socket_server
+from triptych_services.worker.kv_transfer.frames import HEAD_BYTES, FrameHead, FrameKind, PullRequest
+from triptych_services.worker.kv_transfer.socket_server import MAX_ASKING, MAX_UNKNOWN, MAX_UNKNOWN_PER_PEER
 
 
 @pytest.fixture(autouse=True)

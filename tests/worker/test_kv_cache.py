@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.runner.startup.kv_cache import allocate_kv_cache
-from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.config import CacheConfig
 from triptych.errors import ConfigError
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 
 BLOCK_BYTES = 2 * 2 * 1 * 4 * 8 * 4  # layers, key and value, heads, block_size, head_dim, float32
 

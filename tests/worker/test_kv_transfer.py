@@ -11,19 +11,19 @@ from dataclasses import replace
 
 import pytest
 
-from services.worker.kv_transfer import socket_pull
-from services.worker.kv_transfer.base import PullSink, PullStopped
-from services.worker.kv_transfer.frames import CHUNK_BYTES, FrameHead, FrameKind, PullRequest
-from services.worker.kv_transfer.service import layout_of
-from services.worker.kv_transfer.session import KvTransferSession
-from services.worker.kv_transfer.socket_pull import SocketPulls
-from services.worker.kv_transfer.socket_server import BlockServer
-from services.worker.step_orders import StepOrders
 from tests.helpers.kv_proxy import KvProxy, cut, flip_bit, kv_proxy, silence
 from tests.worker.simulated import simulated_runner
 from triptych.types.kv_transfer import KvExport, KvOrders, KvProgress, KvPull, PullProgress
 from triptych.types.row_key import RowKey
 from triptych.types.step import RowError, StepPlan, StepResult, empty_u32
+from triptych_services.worker.kv_transfer import socket_pull
+from triptych_services.worker.kv_transfer.base import PullSink, PullStopped
+from triptych_services.worker.kv_transfer.frames import CHUNK_BYTES, FrameHead, FrameKind, PullRequest
+from triptych_services.worker.kv_transfer.service import layout_of
+from triptych_services.worker.kv_transfer.session import KvTransferSession
+from triptych_services.worker.kv_transfer.socket_pull import SocketPulls
+from triptych_services.worker.kv_transfer.socket_server import BlockServer
+from triptych_services.worker.step_orders import StepOrders
 
 LAYOUT, LEASE, ROW = bytes(32), b"l" * 16, RowKey(3, 1)
 NUM_BLOCKS, BLOCK_BYTES, DEADLINE_S = 20, 3000, 20.0

@@ -6,7 +6,13 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from services.worker.sampling.form_output import (
+from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.worker.fake_matchers import EOS_ID, HeldCompiler, SlowMatcher
+from tests.worker.sampler_bench import SamplerBench
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import RowErrorCode
+from triptych.types.structured import compiled
+from triptych_services.worker.sampling.form_output import (
     LATE,
     MASK_BURST_S,
     MASK_LIMIT_S,
@@ -15,14 +21,8 @@ from services.worker.sampling.form_output import (
     FormOutput,
     leave_out_late,
 )
-from services.worker.sampling.grammars import Compilation
-from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
-from tests.helpers.byte_tokenizer import byte_tokenizer
-from tests.worker.fake_matchers import EOS_ID, HeldCompiler, SlowMatcher
-from tests.worker.sampler_bench import SamplerBench
-from triptych.types.sampling import SamplingParams
-from triptych.types.step import RowErrorCode
-from triptych.types.structured import compiled
+from triptych_services.worker.sampling.grammars import Compilation
+from triptych_services.worker.sampling.logits_processors.structured_outputs import StructuredForms
 
 VOCAB_SIZE = byte_tokenizer().vocab_size + 5  # as models pad it
 

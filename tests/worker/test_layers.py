@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.worker.context.model_context import ModelContext
-from services.worker.context.resolved_config import RankFacts
-from services.worker.layers.embedding import LogitsHead, VocabEmbedding
-from services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
-from services.worker.layers.norm import RMSNorm
-from services.worker.layers.weights import find_weight_targets, load_weights
 from tests.worker.tiny import dense, tiny_config
 from triptych.errors import ConfigError, ModelError
 from triptych_kernels.cpu.library import forced_isa, isa
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.layers.embedding import LogitsHead, VocabEmbedding
+from triptych_services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
+from triptych_services.worker.layers.norm import RMSNorm
+from triptych_services.worker.layers.weights import find_weight_targets, load_weights
 
 
 @pytest.fixture(params=["packed", "plain"], autouse=True)

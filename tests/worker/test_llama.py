@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.attention.base import KvCache
-from services.worker.context.model_context import ModelContext
-from services.worker.models.llama import LlamaForCausalLM
-from services.worker.models.registry import create_model
 from tests.worker.sequences import CUTS, Sequences, assert_equals_oracle
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import ModelArchitecture, RopeParameters
 from triptych.errors import FeatureDisabled, ModelError
+from triptych_services.worker.attention.base import KvCache
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.models.llama import LlamaForCausalLM
+from triptych_services.worker.models.registry import create_model
 
 LENGTHS = (1, 3, 4, 5, 11, 18)
 

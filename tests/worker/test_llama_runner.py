@@ -9,9 +9,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.context.device import resolve_config
-from services.worker.runner.sleepable_runner import SleepableRunner
-from services.worker.runner.startup.create import create_runner
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
@@ -23,6 +20,9 @@ from triptych.config import (
     WorkerConfig,
 )
 from triptych.types.facts import Phase
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup.create import create_runner
 
 CONFIG = LlamaConfig(
     vocab_size=211,

@@ -15,14 +15,14 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.loader.base import Checkpoint, digest_weights, fingerprint
-from services.worker.loader.load import load_model, open_checkpoint
-from services.worker.loader.random import RandomCheckpoint
 from tests.checkpoint.gguf_files import byte_level_vocabulary, write_gguf
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.checkpoint.config_json import read_architecture
 from triptych.errors import ModelError
 from triptych.hub import resolve_model
+from triptych_services.worker.loader.base import Checkpoint, digest_weights, fingerprint
+from triptych_services.worker.loader.load import load_model, open_checkpoint
+from triptych_services.worker.loader.random import RandomCheckpoint
 
 VOCABULARY = byte_level_vocabulary(["a b", "ab c"])
 CONFIG = LlamaConfig(

@@ -29,11 +29,11 @@ LOAD = """
 import json, sys
 from pathlib import Path
 import torch
-from services.worker.context.rank_group import OneRank
-from services.worker.context.resolve import resolve_for_device
-from services.worker.layers.weights import weight_bytes
-import services.worker.models.llama  # whose import is no weight
-from services.worker.loader.load import load_model, open_checkpoint
+from triptych_services.worker.context.rank_group import OneRank
+from triptych_services.worker.context.resolve import resolve_for_device
+from triptych_services.worker.layers.weights import weight_bytes
+import triptych_services.worker.models.llama  # whose import is no weight
+from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych_kernels.cpu.library import isa
@@ -67,8 +67,8 @@ OWN_BYTES = 16 << 20
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from safetensors.torch import save_file
 
-    from services.worker.loader.random import RandomCheckpoint
     from triptych.checkpoint.config_json import read_architecture
+    from triptych_services.worker.loader.random import RandomCheckpoint
 
     directory = tmp_path_factory.mktemp("model")
     (directory / "config.json").write_text(json.dumps(MODEL))

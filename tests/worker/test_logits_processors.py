@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.sampling.params import LogitChange
 from tests.worker.sampler_bench import EOS, VOCAB_SIZE, SamplerBench, peaked
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError
+from triptych_services.worker.sampling.params import LogitChange
 
 NOTHING_DERIVED = RowError.of_client("the grammar derives no further token")
 

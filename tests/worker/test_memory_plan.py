@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.attention.paged import PagedAttention
-from services.worker.context.rank_group import OneRank
-from services.worker.context.resolve import resolve_for_device
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.runner.startup import memory_plan
-from services.worker.runner.startup.facts import worker_facts
-from services.worker.runner.startup.kv_plan import KvPlan
-from services.worker.runner.startup.memory_plan import plan_memory
 from tests.worker.tiny import tiny_architecture
 from triptych.config import EngineConfig, ModelConfig, SchedulerConfig
 from triptych.errors import ConfigError
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.context.rank_group import OneRank
+from triptych_services.worker.context.resolve import resolve_for_device
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.runner.startup import memory_plan
+from triptych_services.worker.runner.startup.facts import worker_facts
+from triptych_services.worker.runner.startup.kv_plan import KvPlan
+from triptych_services.worker.runner.startup.memory_plan import plan_memory
 
 TOKEN_BYTES = 1 << 20  # of a step's activations
 BLOCK_BYTES = 1 << 13

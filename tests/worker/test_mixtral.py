@@ -13,12 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from services.worker.context.model_context import ModelContext
-from services.worker.context.resolved_config import RankFacts
-from services.worker.layers.moe import PackedExpert, PackedExperts, Router
-from services.worker.layers.weights import find_weight_targets
-from services.worker.loader.load import open_checkpoint
-from services.worker.models.registry import create_model
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.checkpoints import (
     SIZES,
@@ -34,6 +28,12 @@ from triptych.errors import ModelError
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_kernels.weights.quantized import QuantizedWeight
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.layers.moe import PackedExpert, PackedExperts, Router
+from triptych_services.worker.layers.weights import find_weight_targets
+from triptych_services.worker.loader.load import open_checkpoint
+from triptych_services.worker.models.registry import create_model
 
 PROMPTS = random_prompts(1, 4, 5, 23, 40)
 NUM_NEW = 9

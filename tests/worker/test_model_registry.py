@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.worker.context.model_context import ModelContext
-from services.worker.models import registry
-from services.worker.models.llama import LlamaForCausalLM
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.errors import FeatureDisabled
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.models import registry
+from triptych_services.worker.models.llama import LlamaForCausalLM
 
 
 class OutOfTreeModel:
@@ -70,9 +70,9 @@ def test_models_of_installed_packages_are_found_by_entry_point(monkeypatch: pyte
 
 def test_the_registry_imports_no_model_until_one_is_asked_for() -> None:
     code = (
-        "import sys; from services.worker.models import registry; "
-        "assert 'services.worker.models.llama' not in sys.modules; "
-        "registry.find_model('LlamaForCausalLM'); assert 'services.worker.models.llama' in sys.modules; "
+        "import sys; from triptych_services.worker.models import registry; "
+        "assert 'triptych_services.worker.models.llama' not in sys.modules; "
+        "registry.find_model('LlamaForCausalLM'); assert 'triptych_services.worker.models.llama' in sys.modules; "
         "assert 'grpc' not in sys.modules and 'google.protobuf' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.runner.startup.warm_up import warm_up
 from tests.worker.tiny import (
     EchoModel,
     new_row,
@@ -18,6 +17,7 @@ from tests.worker.tiny import (
 from triptych.errors import ProtocolViolation
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
+from triptych_services.worker.runner.startup.warm_up import warm_up
 
 VOCAB = 97
 

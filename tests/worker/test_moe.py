@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.context.model_context import ModelContext
-from services.worker.context.resolved_config import RankFacts
-from services.worker.layers.moe import ExpertNames, SparseMoE
-from services.worker.layers.weights import find_weight_targets, load_weights
 from tests.worker.tiny import tiny_config
 from triptych.errors import ConfigError
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_kernels.ops import fused_moe
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.layers.moe import ExpertNames, SparseMoE
+from triptych_services.worker.layers.weights import find_weight_targets, load_weights
 
 HIDDEN, INNER, NUM_EXPERTS = 12, 20, 3
 NAMES = ExpertNames(gate="gate_proj", up="up_proj", down="down_proj")

@@ -10,10 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from services.worker.context.rank_group import OneRank
-from services.worker.loader.load import load_model
-from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.model_runner import ModelRunner
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
@@ -27,6 +23,10 @@ from tests.worker.tiny import (
     tiny_config,
 )
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.context.rank_group import OneRank
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
 

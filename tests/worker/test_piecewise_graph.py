@@ -11,24 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.worker.attention.base import KvCache
-from services.worker.attention.paged import PagedAttention
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.loader.load import load_model
-from services.worker.loader.random import RandomCheckpoint
-from services.worker.models.base import CausalLM
-from services.worker.runner.graph_sizes import (
-    LEAST_GRAPH_TOKENS,
-    MOST_GRAPH_TOKENS,
-    graph_token_limit,
-    token_buckets,
-)
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config
 from tests.worker.traced_graphs import TracedGraphs
 from triptych.errors import ConfigError
+from triptych_services.worker.attention.base import KvCache
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.graph_sizes import (
+    LEAST_GRAPH_TOKENS,
+    MOST_GRAPH_TOKENS,
+    graph_token_limit,
+    token_buckets,
+)
 
 
 @pytest.fixture
@@ -36,10 +36,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> TracedGraphs:
     """Those of every runner over a link, whose attention is not recorded, so that decodes are cut as well."""
     graphs = TracedGraphs(monkeypatch)
     monkeypatch.setattr(
-        "services.worker.runner.model_runner.create_graph_recorder", lambda device, enforce_eager: graphs
+        "triptych_services.worker.runner.model_runner.create_graph_recorder",
+        lambda device, enforce_eager: graphs,
     )
     monkeypatch.setattr(
-        "services.worker.runner.model_runner.PagedAttention", lambda: PagedAttention(impl="torch")
+        "triptych_services.worker.runner.model_runner.PagedAttention", lambda: PagedAttention(impl="torch")
     )
     return graphs
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from torch import nn
 
-from services.worker.context.model_context import ModelContext
-from services.worker.context.resolve import resolve_for_device
-from services.worker.context.resolved_config import RankFacts
-from services.worker.models.registry import create_model, register_model
-from services.worker.parallel.shares import stage_layers
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.config import EngineConfig, ParallelConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych_kernels.cpu.library import isa
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.resolve import resolve_for_device
+from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.models.registry import create_model, register_model
+from triptych_services.worker.parallel.shares import stage_layers
 
 SIZES: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.worker.runner.model_runner import ModelRunner
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.ranks import save_checkpoint
 from tests.worker.sampling_kinds import KINDS
@@ -17,6 +16,7 @@ from tests.worker.test_pipeline_parallel import SIZES
 from tests.worker.tiny import new_row, step_plan
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
+from triptych_services.worker.runner.model_runner import ModelRunner
 
 NUM_TOKENS = 24
 

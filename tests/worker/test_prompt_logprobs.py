@@ -10,10 +10,6 @@ import numpy as np
 import pytest
 from torch import nn
 
-from services.worker.loader.load import load_model
-from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.base import StepRunner
-from services.worker.runner.model_runner import ModelRunner
 from tests.worker import step_runs
 from tests.worker.deferred import DeferredStream
 from tests.worker.simulated import simulated_runner
@@ -22,6 +18,10 @@ from tests.worker.tiny import EchoModel, new_row, runner_for, step_plan, tiny_ar
 from triptych.errors import ProtocolViolation
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, PromptLogprobs, StepResult
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.base import StepRunner
+from triptych_services.worker.runner.model_runner import ModelRunner
 
 VOCAB = 97
 PROMPT = [5, 90, 17, 17, 3, 60, 41, 8, 9, 10, 77]
@@ -119,7 +119,7 @@ def test_slices_of_logits_report_what_one_slice_reports(
     runner: StepRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = reported(in_chunks(runner, row(), len(PROMPT)))
-    monkeypatch.setattr("services.worker.runner.prompt_logprobs.MAX_SCORED_AT_ONCE", 3)
+    monkeypatch.setattr("triptych_services.worker.runner.prompt_logprobs.MAX_SCORED_AT_ONCE", 3)
     assert_equal(reported(in_chunks(runner, row(), len(PROMPT))), whole)
 
 

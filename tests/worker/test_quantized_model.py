@@ -11,13 +11,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from services.worker.context.device import resolve_config
-from services.worker.context.model_context import ModelContext
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.layers.quantization import choose_format
-from services.worker.layers.weights import linear_weights
-from services.worker.loader.load import load_model, open_checkpoint
-from services.worker.runner.startup.create import create_runner
 from tests.checkpoint.gguf_files import write_gguf
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.teacher_forcing import teacher_forced_logprobs
@@ -29,6 +22,13 @@ from triptych_kernels.cpu.library import isa
 from triptych_kernels.weights import quantized
 from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat
 from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.layers.quantization import choose_format
+from triptych_services.worker.layers.weights import linear_weights
+from triptych_services.worker.loader.load import load_model, open_checkpoint
+from triptych_services.worker.runner.startup.create import create_runner
 
 pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
 

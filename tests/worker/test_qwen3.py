@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from services.worker.loader.load import open_checkpoint
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.checkpoints import (
     SIZES,
@@ -22,6 +21,7 @@ from tests.worker.sequences import CUTS, Sequences, assert_equals_oracle
 from triptych.errors import ModelError
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
+from triptych_services.worker.loader.load import open_checkpoint
 
 MODELS: dict[str, tuple[type, Any]] = {
     # heads wider than hidden_size / num_heads, as in Qwen3-0.6B

@@ -8,7 +8,6 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.runner.model_runner import ModelRunner
 from tests.worker.tiny import (
     EchoModel,
     new_row,
@@ -19,6 +18,7 @@ from tests.worker.tiny import (
     tiny_config,
 )
 from triptych.types.step import NewRow, StepPlan
+from triptych_services.worker.runner.model_runner import ModelRunner
 
 VOCAB, MAX_NUM_SEQS, BUDGET, NUM_BLOCKS = 89, 5, 24, 30
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.attention.paged import PagedAttention
-from services.worker.runner.input_batch import InputBatch, InputBuffers
-from services.worker.runner.request_rows import RequestRows, StepRows
 from tests.worker.tiny import GREEDY, new_row, step_plan, u32
 from triptych.errors import ProtocolViolation
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers
+from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 
 
 def make_rows(**changes: int) -> RequestRows:

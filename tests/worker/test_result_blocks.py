@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.worker.runner.cuda.streams import ResultBlock, ResultBlocks
+from triptych_services.worker.runner.cuda.streams import ResultBlock, ResultBlocks
 
 
 def filled(blocks: ResultBlocks, *tensors: torch.Tensor) -> ResultBlock:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.context.model_context import ModelContext
-from services.worker.layers.rotary import RotaryEmbedding, cos_sin_table, inverse_frequencies
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import RopeParameters
 from triptych.errors import FeatureDisabled
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.rotary import RotaryEmbedding, cos_sin_table, inverse_frequencies
 
 KINDS = [
     RopeParameters(theta=10000.0),

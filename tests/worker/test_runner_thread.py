@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.runner.base import CompletedStep, do_nothing
-from services.worker.service.runner_thread import RunnerThread
 from tests.worker.tiny import step_plan
 from triptych.errors import ConfigError, EngineFailure, MemoryShort, ProtocolViolation
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.step import Step
+from triptych_services.worker.runner.base import CompletedStep, do_nothing
+from triptych_services.worker.service.runner_thread import RunnerThread
 
 DEADLINE_S = 10.0
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from services.worker.sampling.logits_processors.penalties import PENALTY_OVERFLOWS
-from services.worker.sampling.params import NOTHING_ALLOWED
-from services.worker.sampling.sampler import NOT_FINITE
 from tests.worker.sampler_bench import EOS, VOCAB_SIZE, SamplerBench, beyond_limits, peaked
 from triptych.types.sampling import SamplingParams
 from triptych_kernels import ops
 from triptych_kernels.cpu.library import forced_isa, isa
+from triptych_services.worker.sampling.logits_processors.penalties import PENALTY_OVERFLOWS
+from triptych_services.worker.sampling.params import NOTHING_ALLOWED
+from triptych_services.worker.sampling.sampler import NOT_FINITE
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -11,11 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.worker.runner.base import CompletedStep, do_nothing
-from services.worker.service.lease import WorkerLease
-from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.session import DrainNotice, EngineHello, Grant
-from services.worker.service.status import StatusPublisher
 from triptych.errors import (
     EngineFailure,
     EngineUnavailable,
@@ -31,6 +26,11 @@ from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.step import Step, plan_from_proto, plan_to_proto
+from triptych_services.worker.runner.base import CompletedStep, do_nothing
+from triptych_services.worker.service.lease import WorkerLease
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.service.session import DrainNotice, EngineHello, Grant
+from triptych_services.worker.service.status import StatusPublisher
 
 DEADLINE_S = 10.0
 SHARED = {"cache.block_size": "16"}
@@ -285,7 +285,7 @@ async def test_goodbye_frees_the_worker_and_drops_undone_steps() -> None:
 
 
 async def test_rows_are_freed_when_the_engine_stays_away(monkeypatch) -> None:
-    monkeypatch.setattr("services.worker.service.lease._GRACE_S", 0.0)
+    monkeypatch.setattr("triptych_services.worker.service.lease._GRACE_S", 0.0)
     async with ready_worker(resume_ttl_s=0.01) as (lease, _, status_publisher):
         first = lease.open(HELLO)
         lease.release(first)
@@ -342,7 +342,7 @@ async def test_the_same_engine_started_again_takes_a_lost_stream_over_and_fences
 
 
 async def test_another_engine_waits_until_the_session_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.service.lease._GRACE_S", 0.0)
+    monkeypatch.setattr("triptych_services.worker.service.lease._GRACE_S", 0.0)
     standby = replace(HELLO, engine_id="engine-1", boot_id="b")
     async with ready_worker(resume_ttl_s=0.2) as (lease, _, status_publisher):
         first = lease.open(HELLO)

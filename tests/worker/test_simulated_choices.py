@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from services.worker.sampling import form_output
-from services.worker.sampling.form_output import LATE, FormOutput
-from services.worker.sampling.grammars import GrammarCompiler
-from services.worker.simulation.vocabulary import read_closing_ids, read_word_ids
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.simulated import WORD_IDS, simulated_runner
 from triptych.types.sampling import SamplingParams
 from triptych.types.structured import compiled
+from triptych_services.worker.sampling import form_output
+from triptych_services.worker.sampling.form_output import LATE, FormOutput
+from triptych_services.worker.sampling.grammars import GrammarCompiler
+from triptych_services.worker.simulation.vocabulary import read_closing_ids, read_word_ids
 
 TOKENIZER = byte_tokenizer()
 EOS_ID = TOKENIZER.token_id(EOS)

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from services.worker.simulation.device import use_precise_sleep
 from tests.worker.simulated import SleepingClock, simulated_device
 from triptych.config.step_times import StepTimeModel, StepWork
+from triptych_services.worker.simulation.device import use_precise_sleep
 
 WORK = StepWork(num_prefill_tokens=100, num_decode_rows=8, num_context_tokens=5000)
 MODEL = StepTimeModel(base_ms=1.5, prefill_token_us=20, decode_row_us=2.5, context_token_ns=0.4)

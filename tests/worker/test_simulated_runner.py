@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.worker.simulation.sampler import NOTHING_ALLOWED
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.simulated import (
     EOS,
@@ -23,6 +22,7 @@ from triptych.config.step_times import StepTimeModel
 from triptych.errors import ProtocolViolation
 from triptych.types.output_limits import ThinkingBudget
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.simulation.sampler import NOTHING_ALLOWED
 
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8)
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.worker.simulation.stages import SimulatedStages
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.simulated import SleepingClock, simulated_runner
 from tests.worker.tiny import new_row, step_plan
 from triptych.config.step_times import StepTimeModel
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.simulation.stages import SimulatedStages
 
 ROWS_COST = StepTimeModel(base_ms=0, prefill_token_us=50, decode_row_us=100, context_token_ns=0)
 NUM_ROWS, NUM_TOKENS = 16, 200  # filling and emptying the stages takes as long as a few tokens

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.service.startup import load_runner
-from services.worker.simulation.runner import create_simulated_runner
-from services.worker.simulation.vocabulary import read_closing_ids, read_word_ids
 from tests.worker.simulated import EOS, VOCAB_SIZE, write_model
 from tests.worker.tiny import new_row, step_plan
 from triptych.config import (
@@ -25,6 +22,9 @@ from triptych.config import (
 )
 from triptych.errors import ConfigError, ModelError
 from triptych.types.identity import Likeness, compare
+from triptych_services.worker.service.startup import load_runner
+from triptych_services.worker.simulation.runner import create_simulated_runner
+from triptych_services.worker.simulation.vocabulary import read_closing_ids, read_word_ids
 
 WORDS = {
     "Ġred": 5,
@@ -160,7 +160,7 @@ def test_eos_of_a_model_that_has_none_is_refused(tmp_path):
 def test_torch_is_not_imported(model):
     program = (
         "import sys\n"
-        "from services.worker.service.startup import load_runner\n"
+        "from triptych_services.worker.service.startup import load_runner\n"
         "from triptych.config import EngineConfig, ModelConfig, SimulationConfig\n"
         f"config = EngineConfig(model=ModelConfig(model={str(model)!r}), simulation=SimulationConfig(enabled=True))\n"
         "load_runner(config, lambda phase, progress: None)\n"

@@ -12,13 +12,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.context.device import resolve_config
-from services.worker.layers import weights
-from services.worker.runner import cpu_backend as create_cpu
-from services.worker.runner import sleepable_runner
-from services.worker.runner.sleepable_runner import SleepableRunner
-from services.worker.runner.startup import create
-from services.worker.runner.startup.create import create_runner
 from tests.worker.checkpoints import SIZES, save_checkpoint
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
@@ -27,6 +20,13 @@ from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from triptych.errors import MemoryShort, ModelError
 from triptych.types.facts import Phase, SleepLevel
 from triptych.types.identity import Likeness, compare
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.layers import weights
+from triptych_services.worker.runner import cpu_backend as create_cpu
+from triptych_services.worker.runner import sleepable_runner
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup import create
+from triptych_services.worker.runner.startup.create import create_runner
 
 MIB = 1 << 20
 NUM_BLOCKS = 2048  # of 16 tokens, 2 layers, 2 heads of 8, float32: 8 MiB

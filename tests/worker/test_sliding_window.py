@@ -16,8 +16,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from services.worker.loader.load import load_model
-from services.worker.loader.random import RandomCheckpoint
 from tests.helpers.in_process import InProcessEngine
 from tests.worker import test_piecewise_graph
 from tests.worker.checkpoints import (
@@ -35,6 +33,8 @@ from tests.worker.tiny import tiny_architecture, tiny_config
 from tests.worker.traced_graphs import TracedGraphs
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
 
 WINDOW = 6  # neither a multiple of a block nor of a chunk
 graphs = test_piecewise_graph.graphs

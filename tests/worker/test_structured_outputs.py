@@ -12,14 +12,6 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from services.worker.loader.load import load_model
-from services.worker.loader.random import RandomCheckpoint
-from services.worker.sampling import grammars as grammars_module
-from services.worker.sampling.form_output import (
-    NOT_READY,
-)
-from services.worker.sampling.grammars import MAX_COMPILED, GrammarCompiler, GrammarError
-from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
 from tests.worker.deferred import DeferredStream
 from tests.worker.fake_matchers import ExhaustedMatcher, HeldCompiler
@@ -29,6 +21,14 @@ from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowErrorCode
 from triptych.types.structured import compiled
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.sampling import grammars as grammars_module
+from triptych_services.worker.sampling.form_output import (
+    NOT_READY,
+)
+from triptych_services.worker.sampling.grammars import MAX_COMPILED, GrammarCompiler, GrammarError
+from triptych_services.worker.sampling.logits_processors.structured_outputs import StructuredForms
 
 TOKENIZER = byte_tokenizer()
 VOCAB_SIZE = TOKENIZER.vocab_size + 5  # as models pad it

@@ -11,16 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.context.model_context import ModelContext
-from services.worker.context.rank_group import OneRank
-from services.worker.context.resolved_config import RankFacts
-from services.worker.layers.linear import RowLinear
-from services.worker.layers.quantization import StoredBlocks
-from services.worker.layers.weights import load_weights
-from services.worker.models.registry import create_model
-from services.worker.parallel.create import check_agreement
-from services.worker.parallel.process_group import meet
-from services.worker.runner.startup.kv_plan import plan_kv_cache
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
@@ -28,6 +18,16 @@ from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, FeatureDisabled, HandshakeMismatch, RankUnavailable
 from triptych.types.identity import ModelIdentity
 from triptych_kernels.cpu.library import isa
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.rank_group import OneRank
+from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.layers.linear import RowLinear
+from triptych_services.worker.layers.quantization import StoredBlocks
+from triptych_services.worker.layers.weights import load_weights
+from triptych_services.worker.models.registry import create_model
+from triptych_services.worker.parallel.create import check_agreement
+from triptych_services.worker.parallel.process_group import meet
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,  # which no number of ranks divides

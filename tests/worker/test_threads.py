@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.context.device import resolve_config, use_threads
-from services.worker.runner.startup import create
-from services.worker.runner.startup.create import create_runner
-from services.worker.service import startup
 from tests.worker.tiny import tiny_architecture
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, LoadConfig, ModelConfig, WorkerConfig
 from triptych_kernels.cpu import build
 from triptych_kernels.cpu.library import forced_isa, isa
+from triptych_services.worker.context.device import resolve_config, use_threads
+from triptych_services.worker.runner.startup import create
+from triptych_services.worker.runner.startup.create import create_runner
+from triptych_services.worker.service import startup
 
 NUM_THREADS = 3
 CHECKPOINT = {

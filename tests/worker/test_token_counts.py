@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.sampling.logits_processors.penalties import TokenCounts
+from triptych_services.worker.sampling.logits_processors.penalties import TokenCounts
 
 
 @given(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.service.watchdog import StepClock, StepHung, Watchdog
+from triptych_services.worker.service.watchdog import StepClock, StepHung, Watchdog
 
 
 class Clock:

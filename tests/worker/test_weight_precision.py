@@ -10,11 +10,6 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.context.device import resolve_config
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.layers.weights import linear_weights, weight_bytes
-from services.worker.loader.load import load_model, open_checkpoint
-from services.worker.runner.startup.create import create_runner
 from tests.checkpoint.gguf_files import write_gguf
 from tests.worker.checkpoints import SIZES, save_checkpoint
 from tests.worker.teacher_forcing import teacher_forced_logprobs
@@ -23,6 +18,11 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.hub import resolve_model
 from triptych_kernels.cpu.library import forced_isa, isa
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.layers.weights import linear_weights, weight_bytes
+from triptych_services.worker.loader.load import load_model, open_checkpoint
+from triptych_services.worker.runner.startup.create import create_runner
 
 pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
 
@@ -83,7 +83,9 @@ def test_blocks_are_dequantized_to_the_precision_that_is_asked_for(
         tmp_path / "m.gguf", hidden_size=256, intermediate_size=256, quantization=GGMLQuantizationType[kind]
     )
     directory = resolve_model(str(path), progress=False)
-    monkeypatch.setattr("services.worker.context.device.prefers_bfloat16", lambda device, root: False)
+    monkeypatch.setattr(
+        "triptych_services.worker.context.device.prefers_bfloat16", lambda device, root: False
+    )
     exact, rounded = (
         load_model(config_for(directory, dtype), open_checkpoint(directory)) for dtype in ("float32", "auto")
     )

@@ -10,12 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.worker.context.device import resolve_config
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.layers.step_context import StepContext
-from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.startup.kv_cache import allocate_kv_cache
-from services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych.checkpoint.architecture import ModelArchitecture, RopeParameters
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
@@ -23,6 +17,12 @@ from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan
 from triptych_kernels.weights.base import LinearWeight
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from services.worker.runner.cuda.graph_recorder import Replay
 from triptych_kernels import registry
+from triptych_services.worker.runner.cuda.graph_recorder import Replay
 
 _FORBIDDEN = ("item", "_local_scalar_dense", "nonzero")
 _WRITERS = ("write_kv", "rotary_and_write_kv")

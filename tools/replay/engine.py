@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.enginecore.engine import EngineCore
 from tools.replay.plan_difference import differences_between, is_same
 from triptych.config import EngineConfig
 from triptych.config.loader import load_config
@@ -30,6 +29,7 @@ from triptych.types.journal import (
 from triptych.types.step import StepPlan
 from triptych.wire.journal import JournalReader
 from triptych.wire.journal_rows import RowNames
+from triptych_services.enginecore.engine import EngineCore
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def config_from_arguments(arguments: argparse.Namespace, *, is_worker: bool = Fa
 
 def parse_service_arguments(service: str, description: str, argv: Sequence[str]) -> ServiceArguments:
     """Read a service's command line; prints what is wrong and exits with 2 if it cannot be used."""
-    parser = argparse.ArgumentParser(prog=f"python -m services.{service}", description=description)
+    parser = argparse.ArgumentParser(prog=f"python -m triptych_services.{service}", description=description)
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write the bound ports here, as JSON")
     add_config_flags(parser)
     arguments = parser.parse_args(argv)

@@ -40,9 +40,9 @@ _EXIT_CODE_TO_WEIGHT = {USAGE_EXIT_CODE: 0, int(ExitCode.HUNG): 2, int(ExitCode.
 """The lower, the more an exit says about the end of a group of ranks; 1 for all others."""
 
 SERVICE_MODULES = {
-    "worker": "services.worker",
-    "enginecore": "services.enginecore",
-    "frontend": "services.frontend",
+    "worker": "triptych_services.worker",
+    "enginecore": "triptych_services.enginecore",
+    "frontend": "triptych_services.frontend",
 }
 """Name to module, in the order of starting; each needs the address of the one before it."""
 _LEAF = {"worker": "worker", "enginecore": "engine", "frontend": "frontend"}

@@ -96,7 +96,7 @@ def main(service: str, description: str | None, create: type[ServiceApp]) -> NoR
     try:
         code = uvloop.run(run(arguments, create.for_config(arguments.config)))
     except ConfigError as error:
-        print(f"services.{service}: {error}", file=sys.stderr)
+        print(f"triptych_services.{service}: {error}", file=sys.stderr)
         code = ExitCode.MISCONFIGURED
     logging.shutdown()  # lines may wait to be written; stderr itself keeps none
     sys.stdout.flush()

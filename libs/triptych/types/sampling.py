@@ -134,7 +134,7 @@ class SamplingParams:
     `logit_bias`, None as no list. After construction all of these are tuples.
 
     A number out of range is refused here. Everything else is checked by the frontend
-    (`services.frontend.requests.parse`); every other tier trusts the values.
+    (`triptych_services.frontend.requests.parse`); every other tier trusts the values.
     Sampler order: raw logprobs -> float32 -> allowed ids -> bad words -> min_tokens and logit_bias -> penalties ->
     greedy, or temperature -> min_p -> top_k, top_p -> sample.
     """

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
-from services.enginecore.frontends.outputs import SessionOutputs
-from services.enginecore.journal.listener import CallClock
-from services.enginecore.request import Request
-from services.enginecore.scheduler.scheduler import Scheduler
 from triptych.errors import AttachedElsewhere, InvalidRequest, NotKept, TriptychError
 from triptych.types.outputs import FinishedRequest
 from triptych.types.step import U32, LogprobColumns
 from triptych.types.submit import MAX_SUBMIT_BYTES, AttachRequest, SubmitRequest
+from triptych_services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
+from triptych_services.enginecore.frontends.outputs import SessionOutputs
+from triptych_services.enginecore.journal.listener import CallClock
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
 
 
 class Handover:

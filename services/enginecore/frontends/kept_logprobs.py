@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from services.enginecore.scheduler.running_rows import Ints
 from triptych.errors import NotKept
 from triptych.types.step import U32, LogprobColumns
+from triptych_services.enginecore.scheduler.running_rows import Ints
 
 MAX_BYTES = 64 << 20
 """Limit of the log-probabilities that are remembered, over all choices."""

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.enginecore.frontends.kept_logprobs import KeptLogprobs
-from services.enginecore.request import Request
-from services.enginecore.scheduler.running_rows import Ints
 from triptych.errors import NotKept
 from triptych.types.outputs import FinishedRequest, RequestFailure
 from triptych.types.step import U32
 from triptych.types.submit import AttachRequest, SubmitRequest
+from triptych_services.enginecore.frontends.kept_logprobs import KeptLogprobs
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.running_rows import Ints
 
 _END_BYTES = 256  # of one choice's end, with its objects
 

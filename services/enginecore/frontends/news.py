@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.enginecore.scheduler.scheduler import Scheduler
 from triptych.types.outputs import CacheNews, EngineLoad
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
 
 INTERVAL_S = 0.05
 """News that come sooner go out together: a message costs both sides as much as a step's plan."""

@@ -7,10 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
-from services.enginecore.frontends.news import EngineNews
-from services.enginecore.request import Request
-from services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 from triptych.errors import InvalidRequest, QueueFull, TriptychError
 from triptych.types.outputs import (
     CacheNews,
@@ -21,6 +17,10 @@ from triptych.types.outputs import (
 )
 from triptych.types.step import U32, LogprobColumns, StepResult, empty_u32
 from triptych.types.submit import SubmitRequest
+from triptych_services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
+from triptych_services.enginecore.frontends.news import EngineNews
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 
 MAX_STEPS_TOGETHER = 16
 """Steps for which tokens wait that no client reads yet. A message costs both sides as much as a step's plan."""

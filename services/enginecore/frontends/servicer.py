@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import grpc.aio
 
-from services.enginecore.loop import EngineLoop, FrontendOutbox
 from triptych import failpoints
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.errors import (
@@ -38,6 +37,7 @@ from triptych.wire.engine_core import (
     submit_from_proto,
     welcome_to_proto,
 )
+from triptych_services.enginecore.loop import EngineLoop, FrontendOutbox
 
 log = logging.getLogger(__name__)
 

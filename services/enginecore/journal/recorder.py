@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from services.enginecore.engine import EngineCore
-from services.enginecore.journal.listener import EngineListener
 from triptych.config import EngineConfig
 from triptych.config.loader import iter_options
 from triptych.types.journal import Closed, JournalEvent, JournalHeader, Planned
 from triptych.wire.journal import JOURNAL_SUFFIX, event_to_bytes, framed, header_to_bytes
+from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.journal.listener import EngineListener
 
 _READERS = {"enginecore", "worker"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.manager import BlockManager
 
 NameT = TypeVar("NameT", int, bytes)
 OrderT = TypeVar("OrderT")

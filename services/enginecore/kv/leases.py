@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.holds import BlockHolds
-from services.enginecore.kv.manager import BlockManager
-from services.enginecore.request import Request, RequestState
 from triptych.types.kv_transfer import KvExport, LeaseProgress, TransferCounts
 from triptych.types.row_key import RowKey
+from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.holds import BlockHolds
+from triptych_services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.request import Request, RequestState
 
 
 @dataclass(slots=True, eq=False)

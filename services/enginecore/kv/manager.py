@@ -6,10 +6,10 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.cache_changes import CacheChanges
-from services.enginecore.kv.pool import BlockPool, PoolSnapshot
 from triptych.prefix_hash import root_hash
+from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.cache_changes import CacheChanges
+from triptych_services.enginecore.kv.pool import BlockPool, PoolSnapshot
 
 
 class BlockManager:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from services.enginecore.kv.block_table import NULL_BLOCK
-from services.enginecore.kv.cache_changes import CacheChanges
+from triptych_services.enginecore.kv.block_table import NULL_BLOCK
+from triptych_services.enginecore.kv.cache_changes import CacheChanges
 
 _ABSENT = -1
 

@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.holds import BlockHolds
-from services.enginecore.kv.manager import BlockManager
-from services.enginecore.request import Request
 from triptych.types.kv_transfer import KvPull, KvSource, PullProgress, TransferCounts
+from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.holds import BlockHolds
+from triptych_services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.request import Request
 
 log = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.enginecore.kv.block_table import BlockTable
-from services.enginecore.kv.leases import KvLeases
-from services.enginecore.kv.manager import BlockManager
-from services.enginecore.kv.pulls import KvPulls
-from services.enginecore.request import Request
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError
 from triptych.types.kv_transfer import KvEndpoint, KvOrders, KvProgress, TransferCounts
 from triptych.types.submit import SubmitRequest
+from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.leases import KvLeases
+from triptych_services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.kv.pulls import KvPulls
+from triptych_services.enginecore.request import Request
 
 LEASE_S = 10.0
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.forecast import FirstTokenForecast
-from services.enginecore.scheduler.policy import create_policy
-from services.enginecore.scheduler.request_states import RequestStates
 from triptych.config import SchedulerConfig
 from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
 from triptych.types.facts import WorkerFacts
 from triptych.types.submit import MAX_SUBMIT_BYTES, EngineLimits
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.forecast import FirstTokenForecast
+from triptych_services.enginecore.scheduler.policy import create_policy
+from triptych_services.enginecore.scheduler.request_states import RequestStates
 
 
 def check_config(config: SchedulerConfig) -> None:

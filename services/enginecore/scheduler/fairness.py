@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.heap import Key, LazyHeap
-from services.enginecore.scheduler.running_rows import Ints, RunningRows
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.heap import Key, LazyHeap
+from triptych_services.enginecore.scheduler.running_rows import Ints, RunningRows
 
 OUTPUT_WEIGHT = (
     2  # prompt tokens that an output token costs: the paper's value, and the usual ratio of prices

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.planner import LONG_SHARE, max_short_tokens
-from services.enginecore.scheduler.request_states import RequestStates
 from triptych.config import SchedulerConfig
 from triptych.types.outputs import EngineLoad
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.planner import LONG_SHARE, max_short_tokens
+from triptych_services.enginecore.scheduler.request_states import RequestStates
 
 _MIN_STEPS = 16  # measured before anything is predicted
 _ADMISSION_WEIGHT = 0.05  # of the latest admission in the share of tokens that the cache does not hold

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.enginecore.request import RequestState
-from services.enginecore.scheduler.request_states import RequestStates
-from services.enginecore.scheduler.step_results import StepsInFlight
+from triptych_services.enginecore.request import RequestState
+from triptych_services.enginecore.scheduler.request_states import RequestStates
+from triptych_services.enginecore.scheduler.step_results import StepsInFlight
 
 
 def check_in_flight(states: RequestStates, in_flight: StepsInFlight) -> None:

@@ -19,10 +19,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.enginecore.scheduler.running_rows import Ints, RunningRows, Slots
-from services.enginecore.scheduler.step_results import StepsInFlight
 from triptych.config import SchedulerConfig
 from triptych.types.step import NewRow
+from triptych_services.enginecore.scheduler.running_rows import Ints, RunningRows, Slots
+from triptych_services.enginecore.scheduler.step_results import StepsInFlight
 
 
 class Microbatches:

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.microbatches import Microbatches
-from services.enginecore.scheduler.policy import SchedulingPolicy
-from services.enginecore.scheduler.request_states import RequestStates
-from services.enginecore.scheduler.running_rows import Ints, Slots
 from triptych.config import SchedulerConfig
 from triptych.types.kv_transfer import KvOrders
 from triptych.types.step import U32, NewRow, StepPlan, empty_u32
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.microbatches import Microbatches
+from triptych_services.enginecore.scheduler.policy import SchedulingPolicy
+from triptych_services.enginecore.scheduler.request_states import RequestStates
+from triptych_services.enginecore.scheduler.running_rows import Ints, Slots
 
 LONG_SHARE = 4
 """A prompt that wants more than this part of a step is long, and leaves this part of its tokens to waiting requests."""

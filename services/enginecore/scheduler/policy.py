@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.heap import Key
-from services.enginecore.scheduler.running_rows import RunningRows, Slots
 from triptych.config import SchedulerConfig
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.heap import Key
+from triptych_services.enginecore.scheduler.running_rows import RunningRows, Slots
 
 
 class SchedulingPolicy(Protocol):

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from services.enginecore.kv.manager import BlockManager
-from services.enginecore.kv.remote import LEASE_S, KvTransfers
-from services.enginecore.request import Request, RequestState
-from services.enginecore.scheduler.fairness import FairShares
-from services.enginecore.scheduler.heap import Key, LazyHeap
-from services.enginecore.scheduler.policy import AdmissionLimit, SchedulingPolicy
-from services.enginecore.scheduler.running_rows import Ints, RunningRows, Slots
-from services.enginecore.scheduler.shared_prompts import SharedPrompts
-from services.enginecore.scheduler.waiting_queue import WaitingQueue, WaitsFor
 from triptych.types.step import NewRow, RowKey, empty_u32
+from triptych_services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.kv.remote import LEASE_S, KvTransfers
+from triptych_services.enginecore.request import Request, RequestState
+from triptych_services.enginecore.scheduler.fairness import FairShares
+from triptych_services.enginecore.scheduler.heap import Key, LazyHeap
+from triptych_services.enginecore.scheduler.policy import AdmissionLimit, SchedulingPolicy
+from triptych_services.enginecore.scheduler.running_rows import Ints, RunningRows, Slots
+from triptych_services.enginecore.scheduler.shared_prompts import SharedPrompts
+from triptych_services.enginecore.scheduler.waiting_queue import WaitingQueue, WaitsFor
 
 # Between the attempts to sample a request whose form is not compiled. A usual form takes milliseconds, the slowest that
 # a frontend lets pass some seconds; each attempt computes the end of its tokens again.

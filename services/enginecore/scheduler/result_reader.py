@@ -8,12 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.admission import Admission
-from services.enginecore.scheduler.repetition import num_repeated_tokens, repeats_itself
-from services.enginecore.scheduler.request_states import RequestStates
-from services.enginecore.scheduler.running_rows import Flags, Ints, Slots
-from services.enginecore.scheduler.step_results import (
+from triptych.errors import EngineFailure, InvalidRequest, ProtocolViolation, TriptychError
+from triptych.types.outputs import FinishReason
+from triptych.types.step import U32, PromptLogprobs, RowError, RowErrorCode, RowKey, StepResult
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.admission import Admission
+from triptych_services.enginecore.scheduler.repetition import num_repeated_tokens, repeats_itself
+from triptych_services.enginecore.scheduler.request_states import RequestStates
+from triptych_services.enginecore.scheduler.running_rows import Flags, Ints, Slots
+from triptych_services.enginecore.scheduler.step_results import (
     Failed,
     Finished,
     InFlightStep,
@@ -21,9 +24,6 @@ from services.enginecore.scheduler.step_results import (
     StepOutput,
     StepsInFlight,
 )
-from triptych.errors import EngineFailure, InvalidRequest, ProtocolViolation, TriptychError
-from triptych.types.outputs import FinishReason
-from triptych.types.step import U32, PromptLogprobs, RowError, RowErrorCode, RowKey, StepResult
 
 _MAX_PREFIXES = 64  # remembered, of requests that failed after they had found them in the cache
 

@@ -10,8 +10,8 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from services.enginecore.request import Request, RequestState
 from triptych.types.step import U32
+from triptych_services.enginecore.request import Request, RequestState
 
 Ints = NDArray[np.int64]
 Slots = NDArray[np.intp]

@@ -7,18 +7,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.enginecore.kv.manager import BlockManager
-from services.enginecore.request import Request, RequestState
-from services.enginecore.scheduler.admission import Admission, check_facts
-from services.enginecore.scheduler.fairness import TenantShare
-from services.enginecore.scheduler.integrity import check_in_flight
-from services.enginecore.scheduler.microbatches import Microbatches, split_budget
-from services.enginecore.scheduler.planner import StepBuilder, StepPlanner
-from services.enginecore.scheduler.policy import create_limits, create_policy
-from services.enginecore.scheduler.request_states import RequestStates
-from services.enginecore.scheduler.result_reader import RequestEnds, ResultReader
-from services.enginecore.scheduler.running_rows import RowCounts, RunningRows
-from services.enginecore.scheduler.step_results import (
+from triptych.config import SchedulerConfig
+from triptych.errors import DeadlineExceeded, EngineFailure, TriptychError
+from triptych.types.facts import WorkerFacts
+from triptych.types.outputs import EngineLoad, FinishReason
+from triptych.types.step import U32, StepPlan, StepResult
+from triptych_services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.request import Request, RequestState
+from triptych_services.enginecore.scheduler.admission import Admission, check_facts
+from triptych_services.enginecore.scheduler.fairness import TenantShare
+from triptych_services.enginecore.scheduler.integrity import check_in_flight
+from triptych_services.enginecore.scheduler.microbatches import Microbatches, split_budget
+from triptych_services.enginecore.scheduler.planner import StepBuilder, StepPlanner
+from triptych_services.enginecore.scheduler.policy import create_limits, create_policy
+from triptych_services.enginecore.scheduler.request_states import RequestStates
+from triptych_services.enginecore.scheduler.result_reader import RequestEnds, ResultReader
+from triptych_services.enginecore.scheduler.running_rows import RowCounts, RunningRows
+from triptych_services.enginecore.scheduler.step_results import (
     Failed,
     Finished,
     InFlightStep,
@@ -27,11 +32,6 @@ from services.enginecore.scheduler.step_results import (
     StepOutput,
     StepsInFlight,
 )
-from triptych.config import SchedulerConfig
-from triptych.errors import DeadlineExceeded, EngineFailure, TriptychError
-from triptych.types.facts import WorkerFacts
-from triptych.types.outputs import EngineLoad, FinishReason
-from triptych.types.step import U32, StepPlan, StepResult
 
 
 class Scheduler:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.enginecore.request import Request, RequestState
-from services.enginecore.scheduler.running_rows import RunningRows
-from services.enginecore.scheduler.waiting_queue import WaitingQueue, WaitsFor
+from triptych_services.enginecore.request import Request, RequestState
+from triptych_services.enginecore.scheduler.running_rows import RunningRows
+from triptych_services.enginecore.scheduler.waiting_queue import WaitingQueue, WaitsFor
 
 
 class SharedPrompts:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.running_rows import Ints, Slots
 from triptych.errors import ProtocolViolation, TriptychError
 from triptych.types.outputs import FinishReason
 from triptych.types.step import U32, PromptLogprobs, RowKey, StepResult, empty_u32
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.running_rows import Ints, Slots
 
 
 @dataclass(slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from enum import Flag, auto
 from itertools import chain, groupby
 
-from services.enginecore.request import Request
-from services.enginecore.scheduler.fairness import FairShares
-from services.enginecore.scheduler.heap import Key, LazyHeap
-from services.enginecore.scheduler.policy import AdmissionLimit, SchedulingPolicy
-from services.enginecore.scheduler.running_rows import RunningRows, Slots
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.fairness import FairShares
+from triptych_services.enginecore.scheduler.heap import Key, LazyHeap
+from triptych_services.enginecore.scheduler.policy import AdmissionLimit, SchedulingPolicy
+from triptych_services.enginecore.scheduler.running_rows import RunningRows, Slots
 
 
 class WaitsFor(Flag):

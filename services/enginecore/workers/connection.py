@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.enginecore.workers.base import Connected, Executor, WorkerGone, WorkerLost
 from triptych import failpoints
 from triptych.errors import EngineUnavailable, StaleEpoch, TriptychError, WorkerAsleep, WorkerHeld
 from triptych.rpc.session.dialer import Dialer
+from triptych_services.enginecore.workers.base import Connected, Executor, WorkerGone, WorkerLost
 
 log = logging.getLogger(__name__)
 

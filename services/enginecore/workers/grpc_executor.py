@@ -11,8 +11,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.enginecore.workers.base import Connected, WorkerGone, WorkerLost
-from services.enginecore.workers.worker_addresses import WorkerAddresses
 from triptych import failpoints
 from triptych.errors import (
     EngineFailure,
@@ -43,6 +41,8 @@ from triptych.wire.kv_transfer import progress_from_proto
 from triptych.wire.result import result_from_proto
 from triptych.wire.step import StepEncoder
 from triptych.wire.worker import worker_facts_from_proto
+from triptych_services.enginecore.workers.base import Connected, WorkerGone, WorkerLost
+from triptych_services.enginecore.workers.worker_addresses import WorkerAddresses
 
 log = logging.getLogger(__name__)
 

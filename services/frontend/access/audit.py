@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from services.frontend.access.caller import current_caller
 from triptych.observe.logging import with_fields
+from triptych_services.frontend.access.caller import current_caller
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-from services.frontend.requests.raw import RawRequest
 from triptych.config.api_keys import ANY_TENANT, ApiKey
 from triptych.errors import PermissionDenied
+from triptych_services.frontend.requests.raw import RawRequest
 
 
 @dataclass(frozen=True, slots=True)

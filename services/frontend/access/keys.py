@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from services.frontend.access.caller import Caller
 from triptych.config import FrontendConfig
 from triptych.config.api_keys import hash_key, read_api_keys
 from triptych.config.watched_files import WatchedFiles
 from triptych.errors import PermissionDenied, Unauthenticated
+from triptych_services.frontend.access.caller import Caller
 
 AUTHORIZATION = "authorization"
 X_API_KEY = "x-api-key"

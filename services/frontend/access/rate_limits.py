@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from services.frontend.access.caller import Caller
 from triptych.errors import InvalidRequest, NotKept, RateLimited
+from triptych_services.frontend.access.caller import Caller
 
 WINDOW_S = 60.0
 

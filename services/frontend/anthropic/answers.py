@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from services.frontend.openai.answers import Answer
+from triptych_services.frontend.openai.answers import Answer
 
 
 class TextContent(Answer):

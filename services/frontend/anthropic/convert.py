@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from services.frontend.anthropic.schema import (
+from triptych.errors import FieldViolation, InvalidRequest
+from triptych_services.frontend.anthropic.schema import (
     AssistantTurn,
     ClientTool,
     CountTokensRequest,
@@ -20,13 +21,12 @@ from services.frontend.anthropic.schema import (
     ToolUseBlock,
     UserTurn,
 )
-from services.frontend.openai.convert import REFUSED_PROMPT, base_request, is_refused
-from services.frontend.openai.form import Form, json_form, with_structured_outputs
-from services.frontend.openai.request_body import Part, refuse_unsupported
-from services.frontend.requests.raw import RawChat, RawRequest
-from services.frontend.requests.tools import reasoning_variables
-from services.frontend.requests.turns import Turns
-from triptych.errors import FieldViolation, InvalidRequest
+from triptych_services.frontend.openai.convert import REFUSED_PROMPT, base_request, is_refused
+from triptych_services.frontend.openai.form import Form, json_form, with_structured_outputs
+from triptych_services.frontend.openai.request_body import Part, refuse_unsupported
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.requests.tools import reasoning_variables
+from triptych_services.frontend.requests.turns import Turns
 
 CHAT_PATHS = {
     "prompt": "messages",

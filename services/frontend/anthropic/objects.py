@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.frontend.answer_blocks import Block, BlockAnswer, BlockKind, Stage, Step
-from services.frontend.openai.errors import Dialect, HttpError
-from services.frontend.openai.objects import to_json
 from triptych.types.outputs import Usage
+from triptych_services.frontend.answer_blocks import Block, BlockAnswer, BlockKind, Stage, Step
+from triptych_services.frontend.openai.errors import Dialect, HttpError
+from triptych_services.frontend.openai.objects import to_json
 
 INVALID_JSON = "INVALID_JSON"
 """The field that holds arguments of a call that are no JSON object: `input` is always one."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.frontend.anthropic import convert
-from services.frontend.anthropic.answers import AnthropicError, MessageAnswer, TokensCountAnswer
-from services.frontend.anthropic.objects import MessagesFormat
-from services.frontend.anthropic.schema import CountTokensRequest, MessagesRequest
-from services.frontend.openai.answers import error_answers
-from services.frontend.openai.app_state import generator_of, reader_of
-from services.frontend.openai.block_answers import answer_in_blocks
-from services.frontend.openai.errors import json_response
-from services.frontend.openai.routes import TimeoutS
-from services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.anthropic import convert
+from triptych_services.frontend.anthropic.answers import AnthropicError, MessageAnswer, TokensCountAnswer
+from triptych_services.frontend.anthropic.objects import MessagesFormat
+from triptych_services.frontend.anthropic.schema import CountTokensRequest, MessagesRequest
+from triptych_services.frontend.openai.answers import error_answers
+from triptych_services.frontend.openai.app_state import generator_of, reader_of
+from triptych_services.frontend.openai.block_answers import answer_in_blocks
+from triptych_services.frontend.openai.errors import json_response
+from triptych_services.frontend.openai.routes import TimeoutS
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
 
 router = APIRouter()
 _GENERATE_ERRORS = error_answers(400, 403, 404, 413, 429, 503, 504, model=AnthropicError)

@@ -8,7 +8,8 @@ from annotated_types import MaxLen, MinLen
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-from services.frontend.openai.fields import (
+from triptych.types.sampling import SAMPLING_FIELDS
+from triptych_services.frontend.openai.fields import (
     FirstOnly,
     Integral,
     Name,
@@ -18,12 +19,11 @@ from services.frontend.openai.fields import (
     limits,
     schema,
 )
-from services.frontend.openai.request_body import Body, Part, Unserved, ignored, not_served
-from services.frontend.openai.schema import GenerationBody, TemplateVariables
-from services.frontend.requests.parse import MAX_LABEL_BYTES
-from services.frontend.requests.raw import MAX_MESSAGES
-from services.frontend.requests.tools import MAX_TOOLS
-from triptych.types.sampling import SAMPLING_FIELDS
+from triptych_services.frontend.openai.request_body import Body, Part, Unserved, ignored, not_served
+from triptych_services.frontend.openai.schema import GenerationBody, TemplateVariables
+from triptych_services.frontend.requests.parse import MAX_LABEL_BYTES
+from triptych_services.frontend.requests.raw import MAX_MESSAGES
+from triptych_services.frontend.requests.tools import MAX_TOOLS
 
 _STOP = SAMPLING_FIELDS["stop"]
 _Other = Annotated[SkipJsonSchema[Unserved], kind("other")]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
-from services.frontend.logprobs import BatchLogprobs
 from triptych.errors import EngineUnavailable
 from triptych.types.outputs import FinishedRequest
 from triptych.types.step import PromptLogprobs
 from triptych.types.submit import SubmitRequest
+from triptych_services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
+from triptych_services.frontend.logprobs import BatchLogprobs
 
 
 class Attachment:

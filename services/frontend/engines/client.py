@@ -11,11 +11,6 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from services.frontend.engines.attachment import Attachment
-from services.frontend.engines.liveness import Liveness
-from services.frontend.engines.outlook import EngineOutlook
-from services.frontend.engines.prefix_index import RoutedPrompt
-from services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
 from triptych.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -41,6 +36,11 @@ from triptych.rpc.status import from_rpc_error
 from triptych.rpc.tls import ClientTls
 from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
 from triptych.wire.engine_core import outputs_from_proto, welcome_from_proto
+from triptych_services.frontend.engines.attachment import Attachment
+from triptych_services.frontend.engines.liveness import Liveness
+from triptych_services.frontend.engines.outlook import EngineOutlook
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt
+from triptych_services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.router import Router
 from triptych.rpc.addresses import Resolve, read_addresses, resolve
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.router import Router
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from services.frontend.engines.prefix_index import RoutedPrompt
-from services.frontend.engines.session import EngineLoss
-from services.frontend.logprobs import BatchLogprobs
 from triptych.errors import EngineUnavailable
 from triptych.types.identity import Likeness, compare
 from triptych.types.kv_transfer import KvSource
@@ -20,12 +17,15 @@ from triptych.types.outputs import FinishedRequest, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32, PromptLogprobs
 from triptych.types.submit import ModelTerms, RequestNeeds, SubmitRequest
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt
+from triptych_services.frontend.engines.session import EngineLoss
+from triptych_services.frontend.logprobs import BatchLogprobs
 
 if TYPE_CHECKING:
-    from services.frontend.choice import Choice
-    from services.frontend.engines.client import EngineClient
-    from services.frontend.resumption import Keep
     from triptych.types.facts import ModelFacts
+    from triptych_services.frontend.choice import Choice
+    from triptych_services.frontend.engines.client import EngineClient
+    from triptych_services.frontend.resumption import Keep
 
 _PROBATION = 32
 """Tokens after which the engines that a choice has lost are forgotten: it is not the reason, or not of all."""

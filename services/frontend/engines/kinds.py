@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from services.frontend.engines.client import EngineClient
 from triptych.types.facts import ModelFacts
 from triptych.types.kv_transfer import EngineRole
 from triptych.types.submit import EngineWelcome, ModelTerms, RequestNeeds
+from triptych_services.frontend.engines.client import EngineClient
 
 _ABOUT_AS_LONG = 0.9
 """Share of the longest max_model_len from which on a request without max_tokens may be cut short for its engine."""

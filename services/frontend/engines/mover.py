@@ -11,19 +11,19 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.journey import Journey, Submission
-from services.frontend.engines.kinds import facts_of, key_of, terms_of
-from services.frontend.engines.liveness import BEAT_S
-from services.frontend.engines.router import Router
-from services.frontend.engines.session import EngineLoss
-from services.frontend.engines.suspects import SUSPECT_DEATHS, DeathInquiry
 from triptych.config import FrontendConfig
 from triptych.errors import EngineFailure, EngineUnavailable, QueueFull, TriptychError
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import FrontendMetrics
 from triptych.types.facts import ModelFacts
 from triptych.types.identity import Likeness, compare
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.journey import Journey, Submission
+from triptych_services.frontend.engines.kinds import facts_of, key_of, terms_of
+from triptych_services.frontend.engines.liveness import BEAT_S
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.engines.session import EngineLoss
+from triptych_services.frontend.engines.suspects import SUSPECT_DEATHS, DeathInquiry
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from services.frontend.engines.prefix_index import PrefixIndex, RoutedPrompt, count_leading
 from triptych.prefix_hash import why_unknown
 from triptych.types.outputs import EngineLoad, OutputBatch
 from triptych.types.submit import PrefixHash
+from triptych_services.frontend.engines.prefix_index import PrefixIndex, RoutedPrompt, count_leading
 
 EXPECTED_S = 2.0
 """A prompt's blocks are expected in the cache of its engine for so long, at least, until the engine reports them."""

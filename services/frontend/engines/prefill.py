@@ -16,17 +16,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.outlook import Pace
-from services.frontend.engines.prefix_index import RoutedPrompt
-from services.frontend.engines.session import EngineLoss
-from services.frontend.logprobs import BatchLogprobs
 from triptych.errors import TriptychError
 from triptych.types.kv_transfer import LEASE_BYTES, EngineRole, KvSource
 from triptych.types.outputs import FinishedRequest
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32, PromptLogprobs
 from triptych.types.submit import SubmitRequest
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.outlook import Pace
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt
+from triptych_services.frontend.engines.session import EngineLoss
+from triptych_services.frontend.logprobs import BatchLogprobs
 
 _BYTES_PER_S = 5e8
 """Speed at which blocks come over: what one connection carried between two processes on two busy cores."""

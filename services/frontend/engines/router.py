@@ -6,8 +6,12 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.kinds import (
+from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
+from triptych.types.facts import ModelFacts
+from triptych.types.step import U32
+from triptych.types.submit import ModelTerms, RequestNeeds
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.kinds import (
     EngineKind,
     KindKey,
     group_by_kind,
@@ -18,12 +22,8 @@ from services.frontend.engines.kinds import (
     why_of_another_kind,
     why_unfit,
 )
-from services.frontend.engines.prefix_index import RoutedPrompt
-from services.frontend.engines.routing_policy import RoutingPolicy, create_policy
-from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
-from triptych.types.facts import ModelFacts
-from triptych.types.step import U32
-from triptych.types.submit import ModelTerms, RequestNeeds
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt
+from triptych_services.frontend.engines.routing_policy import RoutingPolicy, create_policy
 
 _ENGINES_NAMED = 8  # in an error's message
 

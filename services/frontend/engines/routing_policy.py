@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from services.frontend.engines.outlook import EngineOutlook, Pace
-from services.frontend.engines.prefix_index import RoutedPrompt
+from triptych_services.frontend.engines.outlook import EngineOutlook, Pace
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt
 
 _ALIKE_SHARE, _ALIKE_S = 0.05, 0.005  # by which expected times differ no more than they are known
 _LATELY_S = 5.0

@@ -8,10 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from services.frontend.engines.outbox import Outbox
-from services.frontend.engines.outlook import EngineOutlook
-from services.frontend.engines.prefix_index import RoutedPrompt
-from services.frontend.logprobs import BatchLogprobs
 from triptych import failpoints
 from triptych.errors import EngineUnavailable, FieldViolation, QueueFull, TriptychError
 from triptych.rpc.session.replay_buffer import is_repeated
@@ -19,9 +15,13 @@ from triptych.rpc.status import error_from_code
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.step import PromptLogprobs
 from triptych.types.submit import AttachRequest, SubmitRequest
+from triptych_services.frontend.engines.outbox import Outbox
+from triptych_services.frontend.engines.outlook import EngineOutlook
+from triptych_services.frontend.engines.prefix_index import RoutedPrompt
+from triptych_services.frontend.logprobs import BatchLogprobs
 
 if TYPE_CHECKING:
-    from services.frontend.engines.attachment import Attachment
+    from triptych_services.frontend.engines.attachment import Attachment
 
 MAX_NUMBER = (1 << 32) - 1
 # The engine keeps what is not acknowledged, a few kB per batch; each acknowledgement costs both sides a message.

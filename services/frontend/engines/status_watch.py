@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 
 import grpc.aio
 
-from services.frontend.engines.client import EngineClient
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.observe.metrics import EngineState
 from triptych.types.facts import EngineStatus
 from triptych.wire.admin import status_from_proto
+from triptych_services.frontend.engines.client import EngineClient
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.journey import Journey, Submission
-from services.frontend.engines.session import EngineLoss
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.journey import Journey, Submission
+from triptych_services.frontend.engines.session import EngineLoss
 
 SUSPECT_DEATHS = 2
 """A choice that was computed by so many engines which died in a row is a suspect."""

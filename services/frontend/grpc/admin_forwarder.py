@@ -13,16 +13,16 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from services.frontend.alive_requests import AliveRequest, AliveRequests
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.router import Router
-from services.frontend.grpc.pages import read_page_size
-from services.frontend.requests.raw import MAX_ABORTS
 from triptych.admin.v1 import admin_pb2
 from triptych.errors import InvalidRequest
 from triptych.observe.logging import set_level
 from triptych.rpc.status import from_rpc_error
 from triptych.wire.admin import log_level_from_proto
+from triptych_services.frontend.alive_requests import AliveRequest, AliveRequests
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.grpc.pages import read_page_size
+from triptych_services.frontend.requests.raw import MAX_ABORTS
 
 _SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 ADMIN_SERVICE = _SERVICE.full_name

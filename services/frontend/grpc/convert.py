@@ -8,15 +8,15 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from services.frontend.requests.json_text import read_json
-from services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
-from services.frontend.requests.tools import reasoning_variables, to_call
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.sampling import OutputKind
 from triptych.v1 import chat_pb2, common_pb2, generation_pb2, sampling_pb2
 from triptych.wire.generation import LOGPROB_FIELDS, RESPONSE_FLAGS, SAMPLING_PATHS, EventEncoder
 from triptych.wire.structured import structured_from_proto
+from triptych_services.frontend.requests.json_text import read_json
+from triptych_services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
+from triptych_services.frontend.requests.tools import reasoning_variables, to_call
 
 NOT_SERVED = "this version does not serve it yet; leave it out"
 _MESSAGE_BYTES = 64  # an empty message costs as much as so many bytes

@@ -13,12 +13,12 @@ import grpc.aio
 from google.protobuf import text_format
 from google.protobuf.message import Message
 
-from services.frontend.access.audit import log_admin_call
-from services.frontend.access.caller import set_caller
-from services.frontend.access.keys import ApiKeys
 from triptych.errors import TriptychError
 from triptych.rpc.interceptors import sent_request_id
 from triptych.rpc.status import to_status
+from triptych_services.frontend.access.audit import log_admin_call
+from triptych_services.frontend.access.caller import set_caller
+from triptych_services.frontend.access.keys import ApiKeys
 
 _FIRST_MESSAGE_S = 1.0  # for the first message of a call that is refused
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc.aio
 
-from services.frontend.generate import Generator, ServedModel
-from services.frontend.grpc.batch import items_in_flight
-from services.frontend.grpc.pages import read_page_size
-from services.frontend.requests.raw import MAX_MESSAGES
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.types.sampling import MAX_CHOICES, MAX_LOGPROBS, SAMPLING_FIELDS
 from triptych.v1 import model_pb2, model_pb2_grpc, sampling_pb2
+from triptych_services.frontend.generate import Generator, ServedModel
+from triptych_services.frontend.grpc.batch import items_in_flight
+from triptych_services.frontend.grpc.pages import read_page_size
+from triptych_services.frontend.requests.raw import MAX_MESSAGES
 
 MODEL_SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 

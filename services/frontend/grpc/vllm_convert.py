@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from services.frontend.requests.raw import RawRequest
 from triptych.compat import vllm_engine_pb2 as pb
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
 from triptych.types.outputs import TokenLogprobs
 from triptych.types.sampling import OutputKind
 from triptych.types.step import U32
 from triptych.types.structured import StructuredOutputs
+from triptych_services.frontend.requests.raw import RawRequest
 
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 _ZERO_MEANS_ONE = ("n", "top_p", "repetition_penalty")

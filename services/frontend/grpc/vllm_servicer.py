@@ -20,15 +20,15 @@ from pathlib import Path
 
 import grpc.aio
 
-from services.frontend.generate import Generator
-from services.frontend.grpc.stall_watch import StallWatch
-from services.frontend.grpc.vllm_convert import VllmEncoder, to_raw_request
-from services.frontend.requests.raw import MAX_ABORTS
 from triptych.checkpoint.config_json import read_model_class
 from triptych.compat import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.rpc.interceptors import current_request_id, set_request_id
 from triptych.types.facts import EngineStatus
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.grpc.stall_watch import StallWatch
+from triptych_services.frontend.grpc.vllm_convert import VllmEncoder, to_raw_request
+from triptych_services.frontend.requests.raw import MAX_ABORTS
 
 VLLM_SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 

@@ -9,21 +9,21 @@ from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
-from services.frontend.access.keys import ApiKeys
-from services.frontend.anthropic import objects as anthropic_objects
-from services.frontend.anthropic import routes as anthropic_routes
-from services.frontend.generate import Generator
-from services.frontend.openai import routes, status_routes, token_routes
-from services.frontend.openai.convert import REQUEST_ID_HEADER
-from services.frontend.openai.document import build_document
-from services.frontend.openai.errors import install_handlers
-from services.frontend.openai.in_flight import InFlight
-from services.frontend.openai.key_guard import DOCS_PATH, DOCUMENT_PATH, STATIC_PATH, KeyGuard
-from services.frontend.openai.request_body import BodyReader
-from services.frontend.openai.request_guard import OnResponse, RequestGuard
-from services.frontend.openai.responses import routes as responses_routes
-from services.frontend.openai.status_routes import VERSION
-from services.frontend.openai.streams import NOT_ENFORCED_HEADER
+from triptych_services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.anthropic import objects as anthropic_objects
+from triptych_services.frontend.anthropic import routes as anthropic_routes
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.openai import routes, status_routes, token_routes
+from triptych_services.frontend.openai.convert import REQUEST_ID_HEADER
+from triptych_services.frontend.openai.document import build_document
+from triptych_services.frontend.openai.errors import install_handlers
+from triptych_services.frontend.openai.in_flight import InFlight
+from triptych_services.frontend.openai.key_guard import DOCS_PATH, DOCUMENT_PATH, STATIC_PATH, KeyGuard
+from triptych_services.frontend.openai.request_body import BodyReader
+from triptych_services.frontend.openai.request_guard import OnResponse, RequestGuard
+from triptych_services.frontend.openai.responses import routes as responses_routes
+from triptych_services.frontend.openai.status_routes import VERSION
+from triptych_services.frontend.openai.streams import NOT_ENFORCED_HEADER
 
 
 def create_app(

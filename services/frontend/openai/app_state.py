@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from services.frontend.generate import Generator
-from services.frontend.openai.request_body import BodyReader
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.openai.request_body import BodyReader
 
 
 def generator_of(request: Request) -> Generator:

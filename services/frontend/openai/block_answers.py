@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.frontend.answer_blocks import BlockAnswer, EventFormat, stream_blocks, whole_blocks
-from services.frontend.openai.app_state import generator_of
-from services.frontend.openai.errors import HttpError, json_response
-from services.frontend.openai.streams import EventStream, with_notes
-from services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.answer_blocks import BlockAnswer, EventFormat, stream_blocks, whole_blocks
+from triptych_services.frontend.openai.app_state import generator_of
+from triptych_services.frontend.openai.errors import HttpError, json_response
+from triptych_services.frontend.openai.streams import EventStream, with_notes
+from triptych_services.frontend.requests.raw import RawRequest
 
 
 class BlockFormat(EventFormat, Protocol):

@@ -22,9 +22,9 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.frontend.openai.errors import json_response, to_http_error
 from triptych.errors import EngineUnavailable, PermissionDenied, QueueFull
 from triptych.rpc.tls import ServerTls
+from triptych_services.frontend.openai.errors import json_response, to_http_error
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen
 from pydantic import ConfigDict, model_validator
 
-from services.frontend.openai.fields import FirstOnly, Name, Text, document_as, schema
-from services.frontend.openai.request_body import Part, either, ignored, not_served
-from services.frontend.requests.tools import MAX_TOOLS
+from triptych_services.frontend.openai.fields import FirstOnly, Name, Text, document_as, schema
+from triptych_services.frontend.openai.request_body import Part, either, ignored, not_served
+from triptych_services.frontend.requests.tools import MAX_TOOLS
 
 _THOUGHTS = ("thinking", "redacted_thinking")
 """Types of parts that hold what a model of another server thought."""

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from services.frontend.identity import unique_request_id
-from services.frontend.openai.conversation import ContentPart, Message, NamedTool
-from services.frontend.openai.form import Form, read_form
-from services.frontend.openai.request_body import refuse_unsupported, unsupported_paths
-from services.frontend.openai.schema import (
+from triptych.errors import FieldViolation, InvalidRequest
+from triptych.types.output_limits import RepetitionDetection
+from triptych.types.sampling import MAX_LOGPROBS, FieldKind, OutputKind, fields_of
+from triptych_services.frontend.identity import unique_request_id
+from triptych_services.frontend.openai.conversation import ContentPart, Message, NamedTool
+from triptych_services.frontend.openai.form import Form, read_form
+from triptych_services.frontend.openai.request_body import refuse_unsupported, unsupported_paths
+from triptych_services.frontend.openai.schema import (
     COMMON_SAMPLING_FIELDS,
     AbortRequest,
     ChatCompletionRequest,
@@ -22,12 +25,9 @@ from services.frontend.openai.schema import (
     StreamOptions,
     TokenizeRequest,
 )
-from services.frontend.requests.parse import why_not_request_id
-from services.frontend.requests.raw import RawChat, RawRequest
-from services.frontend.requests.tools import reasoning_variables, to_call
-from triptych.errors import FieldViolation, InvalidRequest
-from triptych.types.output_limits import RepetitionDetection
-from triptych.types.sampling import MAX_LOGPROBS, FieldKind, OutputKind, fields_of
+from triptych_services.frontend.requests.parse import why_not_request_id
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.requests.tools import reasoning_variables, to_call
 
 REQUEST_ID_HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-S"

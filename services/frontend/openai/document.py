@@ -11,15 +11,15 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from services.frontend.access.keys import X_API_KEY
-from services.frontend.anthropic.answers import MESSAGES_EVENTS
-from services.frontend.anthropic.schema import CountTokensRequest, MessagesRequest
-from services.frontend.openai import answers, schema
-from services.frontend.openai.convert import TIMEOUT_HEADER
-from services.frontend.openai.key_guard import OPEN_PATHS
-from services.frontend.openai.responses.answers import RESPONSES_EVENTS
-from services.frontend.openai.responses.schema import ResponsesRequest
-from services.frontend.requests.parse import MAX_DEADLINE_S
+from triptych_services.frontend.access.keys import X_API_KEY
+from triptych_services.frontend.anthropic.answers import MESSAGES_EVENTS
+from triptych_services.frontend.anthropic.schema import CountTokensRequest, MessagesRequest
+from triptych_services.frontend.openai import answers, schema
+from triptych_services.frontend.openai.convert import TIMEOUT_HEADER
+from triptych_services.frontend.openai.key_guard import OPEN_PATHS
+from triptych_services.frontend.openai.responses.answers import RESPONSES_EVENTS
+from triptych_services.frontend.openai.responses.schema import ResponsesRequest
+from triptych_services.frontend.requests.parse import MAX_DEADLINE_S
 
 _REFERENCE = "#/components/schemas/{model}"
 _BODIES: dict[str, type[BaseModel]] = {

@@ -16,9 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from services.frontend.openai.in_flight import ClientGone
-from services.frontend.openai.objects import to_json
-from services.frontend.openai.request_body import to_violations
 from triptych.errors import (
     EngineUnavailable,
     FeatureDisabled,
@@ -31,6 +28,9 @@ from triptych.errors import (
 )
 from triptych.observe.logging import with_fields
 from triptych.rpc.status import UNAVAILABLE_RETRY_S, row_of
+from triptych_services.frontend.openai.in_flight import ClientGone
+from triptych_services.frontend.openai.objects import to_json
+from triptych_services.frontend.openai.request_body import to_violations
 
 log = logging.getLogger(__name__)
 

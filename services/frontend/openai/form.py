@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from services.frontend.openai.schema import ResponseFormat, SamplingBody, StructuredOutputsBody
 from triptych.errors import FieldViolation
 from triptych.types.structured import StructuredOutputs
+from triptych_services.frontend.openai.schema import ResponseFormat, SamplingBody, StructuredOutputsBody
 
 _FORM_NAMES = {
     "json_": "json",

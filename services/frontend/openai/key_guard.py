@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.frontend.access.caller import set_caller
-from services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.access.caller import set_caller
+from triptych_services.frontend.access.keys import ApiKeys
 
 DOCS_PATH, DOCUMENT_PATH, STATIC_PATH = "/docs", "/openapi.json", "/static-offline-docs"
 OPEN_PATHS = frozenset({"/health", "/ping", DOCS_PATH, DOCUMENT_PATH})

@@ -10,16 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from services.frontend.openai.convert import AnswerOptions
-from services.frontend.openai.logprobs import (
-    EchoLogprobs,
-    PromptLogprobsList,
-    chat_logprobs,
-    completion_logprobs,
-    logprobs_json,
-    name_by_id,
-    name_by_text,
-)
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
 from triptych.types.outputs import (
     FinishReason,
@@ -29,6 +19,16 @@ from triptych.types.outputs import (
     ToolCallDelta,
     Usage,
     append_calls,
+)
+from triptych_services.frontend.openai.convert import AnswerOptions
+from triptych_services.frontend.openai.logprobs import (
+    EchoLogprobs,
+    PromptLogprobsList,
+    chat_logprobs,
+    completion_logprobs,
+    logprobs_json,
+    name_by_id,
+    name_by_text,
 )
 
 REPETITION_DETECTED = "repetition_detected"

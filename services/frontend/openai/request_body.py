@@ -23,11 +23,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
-from services.frontend.fair_threads import FairThreads
-from services.frontend.openai.fields import is_kind
-from services.frontend.openai.in_flight import ClientGone
-from services.frontend.requests.json_text import read_json_in_parts
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
+from triptych_services.frontend.fair_threads import FairThreads
+from triptych_services.frontend.openai.fields import is_kind
+from triptych_services.frontend.openai.in_flight import ClientGone
+from triptych_services.frontend.requests.json_text import read_json_in_parts
 
 log = logging.getLogger(__name__)
 

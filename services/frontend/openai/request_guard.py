@@ -9,10 +9,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.frontend.openai.convert import REQUEST_ID_HEADER
-from services.frontend.openai.errors import dialect_of, error_response
 from triptych.observe.trace import set_trace
 from triptych.rpc.interceptors import new_request_id
+from triptych_services.frontend.openai.convert import REQUEST_ID_HEADER
+from triptych_services.frontend.openai.errors import dialect_of, error_response
 
 MAX_BODY_BYTES = 10 << 20
 OTHER_ROUTES = "other"

@@ -10,20 +10,22 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
-from services.frontend.generate import ServedModel
-from services.frontend.openai import answers, convert
-from services.frontend.openai.app_state import generator_of, reader_of
-from services.frontend.openai.errors import json_response
-from services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat, whole_answer
-from services.frontend.openai.schema import AbortRequest, ChatCompletionRequest, CompletionRequest
-from services.frontend.openai.stream_ids import (
+from triptych.errors import InvalidRequest, ModelNotFound, NotKept
+from triptych.types.events import Event
+from triptych_services.frontend.generate import ServedModel
+from triptych_services.frontend.openai import answers, convert
+from triptych_services.frontend.openai.app_state import generator_of, reader_of
+from triptych_services.frontend.openai.errors import json_response
+from triptych_services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat, whole_answer
+from triptych_services.frontend.openai.schema import AbortRequest, ChatCompletionRequest, CompletionRequest
+from triptych_services.frontend.openai.stream_ids import (
     LAST_EVENT_ID_HEADER,
     MAX_CHOICES_WITH_IDS,
     parse_event_id,
     rest_of,
     write_answer,
 )
-from services.frontend.openai.streams import (
+from triptych_services.frontend.openai.streams import (
     BLANK_LINE,
     COMMENT_LINE,
     EventStream,
@@ -32,10 +34,8 @@ from services.frontend.openai.streams import (
     merge,
     with_notes,
 )
-from services.frontend.requests.raw import RawRequest
-from services.frontend.resumption import ResumeToken, SeenChoice
-from triptych.errors import InvalidRequest, ModelNotFound, NotKept
-from triptych.types.events import Event
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.resumption import ResumeToken, SeenChoice
 
 TimeoutS = Annotated[
     float | None,

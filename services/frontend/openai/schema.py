@@ -1,6 +1,6 @@
 """Bodies of requests: OpenAI's fields, the sampling fields beyond them, and fields that are not served yet.
 
-Types are checked here, ranges in `services.frontend.requests.parse`. Everything optional may also be null. The sampling
+Types are checked here, ranges in `triptych_services.frontend.requests.parse`. Everything optional may also be null. The sampling
 fields that all endpoints share are made from the table in `triptych.types.sampling`.
 """
 
@@ -16,8 +16,10 @@ from pydantic import (
     create_model,
 )
 
-from services.frontend.openai.conversation import Message, NamedTool, Tool
-from services.frontend.openai.fields import (
+from triptych.types.output_limits import MAX_REPETITION
+from triptych.types.sampling import MAX_LOGPROB_TOKEN_IDS, SAMPLING_FIELDS, FieldKind, SamplingField
+from triptych_services.frontend.openai.conversation import Message, NamedTool, Tool
+from triptych_services.frontend.openai.fields import (
     FirstOnly,
     Integral,
     Text,
@@ -27,12 +29,10 @@ from services.frontend.openai.fields import (
     limits,
     schema,
 )
-from services.frontend.openai.request_body import Body, Part, either, ignored, not_served
-from services.frontend.requests.parse import MAX_LABEL_BYTES, MAX_REQUEST_ID_BYTES
-from services.frontend.requests.raw import MAX_ABORTS, MAX_MESSAGES
-from services.frontend.requests.tools import MAX_TOOLS
-from triptych.types.output_limits import MAX_REPETITION
-from triptych.types.sampling import MAX_LOGPROB_TOKEN_IDS, SAMPLING_FIELDS, FieldKind, SamplingField
+from triptych_services.frontend.openai.request_body import Body, Part, either, ignored, not_served
+from triptych_services.frontend.requests.parse import MAX_LABEL_BYTES, MAX_REQUEST_ID_BYTES
+from triptych_services.frontend.requests.raw import MAX_ABORTS, MAX_MESSAGES
+from triptych_services.frontend.requests.tools import MAX_TOOLS
 
 _LOGIT_BIAS: dict[str, Any] = {
     "propertyNames": {"pattern": "^[0-9]+$"},

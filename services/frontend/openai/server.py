@@ -13,9 +13,14 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 
-from services.frontend.openai.connections import GOODBYE_S, BoundedConnection, ConnectionLimits, Connections
 from triptych.errors import ConfigError
 from triptych.rpc.tls import ServerTls
+from triptych_services.frontend.openai.connections import (
+    GOODBYE_S,
+    BoundedConnection,
+    ConnectionLimits,
+    Connections,
+)
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from starlette.responses import Response
 
-from services.frontend.openai import answers
-from services.frontend.openai.app_state import generator_of
-from services.frontend.openai.errors import json_response
 from triptych.errors import EngineUnavailable
+from triptych_services.frontend.openai import answers
+from triptych_services.frontend.openai.app_state import generator_of
+from triptych_services.frontend.openai.errors import json_response
 
 VERSION = importlib.metadata.version("triptych")
 

@@ -8,13 +8,13 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
-from services.frontend.attached import AttachedEvent
-from services.frontend.generate import Generator
-from services.frontend.openai.convert import AnswerOptions
-from services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat
-from services.frontend.openai.streams import StreamIds, chunks
-from services.frontend.resumption import ResumeToken, SeenChoice
 from triptych.errors import InvalidRequest
+from triptych_services.frontend.attached import AttachedEvent
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.openai.convert import AnswerOptions
+from triptych_services.frontend.openai.objects import AnswerFormat, ChatFormat, CompletionFormat
+from triptych_services.frontend.openai.streams import StreamIds, chunks
+from triptych_services.frontend.resumption import ResumeToken, SeenChoice
 
 LAST_EVENT_ID_HEADER = "Last-Event-ID"
 MAX_CHOICES_WITH_IDS = 32

@@ -11,20 +11,6 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.frontend.openai.connections import CUT
-from services.frontend.openai.convert import AnswerOptions
-from services.frontend.openai.errors import HttpError, to_http_error
-from services.frontend.openai.in_flight import ClientGone, InFlight
-from services.frontend.openai.objects import (
-    AnswerFormat,
-    running_usage,
-    system_fingerprint,
-    to_json,
-    usage_object,
-)
-from services.frontend.openai.request_body import MAX_VIOLATIONS
-from services.frontend.outputs import HandedOver
-from services.frontend.resumption import SeenChoice
 from triptych.errors import InvalidRequest
 from triptych.types.events import (
     AdmittedEvent,
@@ -35,6 +21,20 @@ from triptych.types.events import (
     ResumableEvent,
 )
 from triptych.types.outputs import StageTimings, Usage
+from triptych_services.frontend.openai.connections import CUT
+from triptych_services.frontend.openai.convert import AnswerOptions
+from triptych_services.frontend.openai.errors import HttpError, to_http_error
+from triptych_services.frontend.openai.in_flight import ClientGone, InFlight
+from triptych_services.frontend.openai.objects import (
+    AnswerFormat,
+    running_usage,
+    system_fingerprint,
+    to_json,
+    usage_object,
+)
+from triptych_services.frontend.openai.request_body import MAX_VIOLATIONS
+from triptych_services.frontend.outputs import HandedOver
+from triptych_services.frontend.resumption import SeenChoice
 
 
 async def merge(streams: Sequence[AsyncGenerator[Event]], num_choices: int) -> AsyncGenerator[Event]:

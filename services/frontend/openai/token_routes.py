@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.frontend.openai import answers, convert
-from services.frontend.openai.app_state import generator_of, reader_of
-from services.frontend.openai.errors import json_response
-from services.frontend.openai.objects import to_json
-from services.frontend.openai.schema import DetokenizeRequest, TokenizeRequest
-from services.frontend.requests.raw import RawChat
+from triptych_services.frontend.openai import answers, convert
+from triptych_services.frontend.openai.app_state import generator_of, reader_of
+from triptych_services.frontend.openai.errors import json_response
+from triptych_services.frontend.openai.objects import to_json
+from triptych_services.frontend.openai.schema import DetokenizeRequest, TokenizeRequest
+from triptych_services.frontend.requests.raw import RawChat
 
 router = APIRouter(responses=answers.error_answers(400, 404, 413, 429, 503), tags=["tokens"])
 

@@ -9,18 +9,18 @@ from fastapi_offline import FastAPIOffline
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.frontend.access.audit import log_admin_call
-from services.frontend.access.keys import ApiKeys
-from services.frontend.engines.router import Router
-from services.frontend.generate import Generator
-from services.frontend.openai.errors import install_handlers
-from services.frontend.openai.in_flight import InFlight
-from services.frontend.openai.key_guard import DOCS_PATH, DOCUMENT_PATH, STATIC_PATH, KeyGuard
-from services.frontend.openai.request_body import BodyReader
-from services.frontend.openai.request_guard import OnResponse, RequestGuard
-from services.frontend.openai.status_routes import VERSION
-from services.frontend.operators.routes import router as routes
 from triptych.errors import PermissionDenied
+from triptych_services.frontend.access.audit import log_admin_call
+from triptych_services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.openai.errors import install_handlers
+from triptych_services.frontend.openai.in_flight import InFlight
+from triptych_services.frontend.openai.key_guard import DOCS_PATH, DOCUMENT_PATH, STATIC_PATH, KeyGuard
+from triptych_services.frontend.openai.request_body import BodyReader
+from triptych_services.frontend.openai.request_guard import OnResponse, RequestGuard
+from triptych_services.frontend.openai.status_routes import VERSION
+from triptych_services.frontend.operators.routes import router as routes
 
 
 def create_operators_app(

@@ -12,17 +12,17 @@ from fastapi import APIRouter, Query, Request
 from google.protobuf.json_format import MessageToDict
 from starlette.responses import Response
 
-from services.frontend.engines.client import EngineClient
-from services.frontend.openai import convert
-from services.frontend.openai.app_state import generator_of, reader_of
-from services.frontend.openai.errors import json_response
-from services.frontend.openai.schema import AbortRequest
-from services.frontend.openai.status_routes import VERSION
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.errors import FeatureDisabled, TriptychError
 from triptych.rpc.status import from_rpc_error
 from triptych.types.facts import PauseMode
 from triptych.wire.admin import pause_mode_to_proto
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.openai import convert
+from triptych_services.frontend.openai.app_state import generator_of, reader_of
+from triptych_services.frontend.openai.errors import json_response
+from triptych_services.frontend.openai.schema import AbortRequest
+from triptych_services.frontend.openai.status_routes import VERSION
 
 _CALL_S = 600.0
 """The most that a call to an engine may take: a sleep waits for requests, a wake-up reads weights."""

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.frontend.requests.raw import RawChat
-from services.frontend.requests.tools import AnswerSplit
 from triptych.text.tool_formats import JSON_LIST
 from triptych.types.structured import StructuredOutputs
+from triptych_services.frontend.requests.raw import RawChat
+from triptych_services.frontend.requests.tools import AnswerSplit
 
 DEMANDED_FORMAT = JSON_LIST
 """The format of calls that a request demands."""

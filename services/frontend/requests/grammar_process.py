@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from services.frontend.requests.answer_grammars import AnswerGrammar, Tool
-from services.frontend.requests.json_schemas import normalize
+from triptych_services.frontend.requests.answer_grammars import AnswerGrammar, Tool
+from triptych_services.frontend.requests.json_schemas import normalize
 
 _MAX_ERROR_CHARS = 500
 _NUM_TRIALS, _TRIAL_TOKENS = 4, 16  # outputs that are tried, and their tokens

@@ -10,16 +10,16 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.frontend.fair_threads import FairThreads
-from services.frontend.limited_process import LimitedProcess, ProcessEnded
-from services.frontend.requests.answer_forms import AnswerForm
-from services.frontend.requests.answer_grammars import MARKS
-from services.frontend.requests.structural_tags import read_structural_tags
-from services.frontend.requests.tools import tool_path
 from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.facts import ModelFacts
 from triptych.types.structured import MAX_TRIED_ITEMS, MAX_TRIED_MASK_S, StructuredOutputs, compiled
+from triptych_services.frontend.fair_threads import FairThreads
+from triptych_services.frontend.limited_process import LimitedProcess, ProcessEnded
+from triptych_services.frontend.requests.answer_forms import AnswerForm
+from triptych_services.frontend.requests.answer_grammars import MARKS
+from triptych_services.frontend.requests.structural_tags import read_structural_tags
+from triptych_services.frontend.requests.tools import tool_path
 
 COMPILE_LIMIT_S = 5.0
 """CPU time that a form may take to compile."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
-from services.frontend.requests.sampling import check_sampling, find_bad_token_id, to_array, why_not_text
-from services.frontend.requests.tools import check_tools
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import MAX_BIASES, SamplingParams
 from triptych.types.step import U32
 from triptych.types.submit import ModelTerms
+from triptych_services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
+from triptych_services.frontend.requests.sampling import (
+    check_sampling,
+    find_bad_token_id,
+    to_array,
+    why_not_text,
+)
+from triptych_services.frontend.requests.tools import check_tools
 
 COMPLETION_MAX_TOKENS = 16  # where a text or token prompt leaves max_tokens out; a chat gets all that is left
 MAX_DEADLINE_S = 1e9

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from services.frontend.identity import draw_seed
-from services.frontend.requests.answer_forms import AnswerForm, answer_form
-from services.frontend.requests.parse import ValidRequest, fit_to_context, parse
-from services.frontend.requests.raw import RawChat, RawRequest
-from services.frontend.requests.tools import AnswerSplit
-from services.frontend.text_model import TextModel
 from triptych.errors import InvalidRequest
 from triptych.types.sampling import MAX_BIASES, SamplingParams
 from triptych.types.step import U32
 from triptych.types.structured import StructuredOutputs
 from triptych.types.submit import ModelTerms
+from triptych_services.frontend.identity import draw_seed
+from triptych_services.frontend.requests.answer_forms import AnswerForm, answer_form
+from triptych_services.frontend.requests.parse import ValidRequest, fit_to_context, parse
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.requests.tools import AnswerSplit
+from triptych_services.frontend.text_model import TextModel
 
 
 @dataclass(frozen=True, slots=True)

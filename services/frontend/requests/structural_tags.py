@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.frontend.requests.json_text import read_json
+from triptych_services.frontend.requests.json_text import read_json
 
 _FORMS = (
     'send {"structures": [{"begin": …, "schema": …, "end": …}], "triggers": […]}, '

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.frontend.requests.json_text import read_json
 from triptych.errors import FieldViolation
 from triptych.text.answer_parser import AnswerParser, ReasoningFormat, ToolCallFormat
+from triptych_services.frontend.requests.json_text import read_json
 
 MAX_TOOLS = 128
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

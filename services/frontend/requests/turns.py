@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from services.frontend.requests.sampling import why_not_text
-from services.frontend.requests.tools import to_call
 from triptych.errors import FieldViolation
+from triptych_services.frontend.requests.sampling import why_not_text
+from triptych_services.frontend.requests.tools import to_call
 
 
 class Turns:

@@ -6,13 +6,13 @@ import logging
 
 import torch
 
-from services.worker.attention.base import AttentionBackend
-from services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
-from services.worker.attention.flashinfer import FlashInferAttention
-from services.worker.attention.paged import PagedAttention
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.parallel.shares import share, share_kv_heads
 from triptych.errors import ConfigError
+from triptych_services.worker.attention.base import AttentionBackend
+from triptych_services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
+from triptych_services.worker.attention.flashinfer import FlashInferAttention
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.parallel.shares import share, share_kv_heads
 
 log = logging.getLogger(__name__)
 

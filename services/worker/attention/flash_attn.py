@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from services.worker.attention.base import AttentionBatch, KvCache
+from triptych_services.worker.attention.base import AttentionBatch, KvCache
 
 
 class FlashAttention2:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBatch, KvCache
+from triptych_services.worker.attention.base import AttentionBatch, KvCache
 
 _WORKSPACE_BYTES = 384 << 20
 """Memory for partial results. The package's examples take 128 MiB, which long prompts of many heads overflow."""

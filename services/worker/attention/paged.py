@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBatch, KvCache
 from triptych_kernels.ops import paged_attention
+from triptych_services.worker.attention.base import AttentionBatch, KvCache
 
 _NAMES = {None: "auto", "cpu": "native", "triton": "triton", "torch": "torch"}
 

@@ -10,11 +10,6 @@ from pathlib import Path
 
 import torch
 
-from services.worker.context import host
-from services.worker.context.attention_choice import installed_packages
-from services.worker.context.machine import examine_machine
-from services.worker.context.resolve import resolve_for_device
-from services.worker.context.resolved_config import ResolvedConfig
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError
@@ -22,6 +17,11 @@ from triptych_kernels.cpu.build import FLAGS_OF_MACHINE
 from triptych_kernels.cpu.library import isa, missing_flags, processor_flags, refused_isas
 from triptych_kernels.cpu.library import use_threads as use_native_threads
 from triptych_kernels.cpu.machine import rates
+from triptych_services.worker.context import host
+from triptych_services.worker.context.attention_choice import installed_packages
+from triptych_services.worker.context.machine import examine_machine
+from triptych_services.worker.context.resolve import resolve_for_device
+from triptych_services.worker.context.resolved_config import ResolvedConfig
 
 log = logging.getLogger(__name__)
 

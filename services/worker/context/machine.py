@@ -1,6 +1,6 @@
 """Examination of this machine's processor: whether its kernels are right, its rates, and what is chosen by them.
 
-`python -m services.worker.context.machine` prints it as JSON, for `triptych env`.
+`python -m triptych_services.worker.context.machine` prints it as JSON, for `triptych env`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from services.worker.context import host
 from triptych.hub.cache import cache_home
 from triptych_kernels.cpu.library import isa, unused_isas
 from triptych_kernels.cpu.machine import MachineRates, load_rates, rates
 from triptych_kernels.cpu.self_check import check_isas
+from triptych_services.worker.context import host
 
 
 def machine_directory() -> Path:

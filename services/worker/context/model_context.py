@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
-from services.worker.context.rank_group import OneRank, RankGroup
-from services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych.checkpoint.architecture import ModelArchitecture
+from triptych_services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
+from triptych_services.worker.context.rank_group import OneRank, RankGroup
+from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.worker.context.attention_choice import NATIVE_DTYPES
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import FeatureDisabled
+from triptych_services.worker.context.attention_choice import NATIVE_DTYPES
 
 
 def choose_dtype(

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.worker.context.attention_choice import (
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.config import EngineConfig
+from triptych.config.step_size import size_for_device
+from triptych.errors import ConfigError, FeatureDisabled
+from triptych_services.worker.context.attention_choice import (
     BATCH_INVARIANT_CHOICES,
     NATIVE_DTYPES,
     AttentionSite,
     choose_attention_backend,
 )
-from services.worker.context.precision import choose_dtype, choose_kv_dtype, choose_weight_dtype, stored_dtype
-from services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.config import EngineConfig
-from triptych.config.step_size import size_for_device
-from triptych.errors import ConfigError, FeatureDisabled
+from triptych_services.worker.context.precision import (
+    choose_dtype,
+    choose_kv_dtype,
+    choose_weight_dtype,
+    stored_dtype,
+)
+from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
 
 _GROUP_SIZE = 32  # of quantized weights
 _WEIGHT_ONLY = ("q4", "q8")

@@ -9,18 +9,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from services.worker.context.group_place import GroupPlace, host_name, split_address
-from services.worker.group.liveness import Liveness, end_process
-from services.worker.group.messages import (
-    PROTOCOL,
-    FollowerMessage,
-    LeaderMessage,
-    parse_frame,
-    read_frame,
-    read_message,
-    to_frame,
-)
-from services.worker.service.runner_thread import RunnerThread
 from triptych.config import EngineConfig
 from triptych.errors import (
     ConfigError,
@@ -34,6 +22,18 @@ from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepResult
 from triptych.wire.admin import sleep_level_from_proto
 from triptych.wire.step import StepDecoder
+from triptych_services.worker.context.group_place import GroupPlace, host_name, split_address
+from triptych_services.worker.group.liveness import Liveness, end_process
+from triptych_services.worker.group.messages import (
+    PROTOCOL,
+    FollowerMessage,
+    LeaderMessage,
+    parse_frame,
+    read_frame,
+    read_message,
+    to_frame,
+)
+from triptych_services.worker.service.runner_thread import RunnerThread
 
 log = logging.getLogger(__name__)
 

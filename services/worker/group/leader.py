@@ -15,17 +15,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.worker.context.group_place import GroupPlace, host_name, split_address
-from services.worker.group.liveness import Liveness, end_process
-from services.worker.group.messages import (
+from triptych.config import ParallelConfig
+from triptych.errors import ConfigError, ProtocolViolation, RankUnavailable
+from triptych_services.worker.context.group_place import GroupPlace, host_name, split_address
+from triptych_services.worker.group.liveness import Liveness, end_process
+from triptych_services.worker.group.messages import (
     PROTOCOL,
     FollowerMessage,
     LeaderMessage,
     read_message,
     to_frame,
 )
-from triptych.config import ParallelConfig
-from triptych.errors import ConfigError, ProtocolViolation, RankUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.worker.group.leader import GroupLeader
-from services.worker.group.messages import LeaderMessage
-from services.worker.runner.base import PhaseChange, Runner, do_nothing
-from services.worker.service.runner_thread import Deliver, RunnerThread
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan
 from triptych.wire.admin import sleep_level_to_proto
 from triptych.wire.step import Step
+from triptych_services.worker.group.leader import GroupLeader
+from triptych_services.worker.group.messages import LeaderMessage
+from triptych_services.worker.runner.base import PhaseChange, Runner, do_nothing
+from triptych_services.worker.service.runner_thread import Deliver, RunnerThread
 
 
 class LeaderThread(RunnerThread):

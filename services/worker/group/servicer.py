@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 import grpc.aio
 
-from services.worker.service.servicer import info_to_proto
-from services.worker.service.status import StatusPublisher
 from triptych.config import EngineConfig
 from triptych.errors import FeatureDisabled
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
+from triptych_services.worker.service.servicer import info_to_proto
+from triptych_services.worker.service.status import StatusPublisher
 
 
 class FollowerServicer(worker_pb2_grpc.WorkerServiceServicer):

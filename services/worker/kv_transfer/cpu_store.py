@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from services.worker.attention.base import KvCache
+from triptych_services.worker.attention.base import KvCache
 
 
 class CpuBlockStore:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.worker.kv_transfer.base import BlockStore
 from triptych.types.kv_transfer import KvExport, LeaseProgress
+from triptych_services.worker.kv_transfer.base import BlockStore
 
 
 @dataclass(slots=True, eq=False)

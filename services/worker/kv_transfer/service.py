@@ -8,17 +8,17 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict
 
-from services.worker.kv_transfer.base import BlockStore
-from services.worker.kv_transfer.exports import ExportTable
-from services.worker.kv_transfer.frames import PROTOCOL
-from services.worker.kv_transfer.session import KvTransferSession
-from services.worker.kv_transfer.socket_pull import SocketPulls
-from services.worker.kv_transfer.socket_server import BlockServer
-from services.worker.step_orders import StepOrders
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import WorkerFacts
 from triptych.types.kv_transfer import KvEndpoint, KvProgress
+from triptych_services.worker.kv_transfer.base import BlockStore
+from triptych_services.worker.kv_transfer.exports import ExportTable
+from triptych_services.worker.kv_transfer.frames import PROTOCOL
+from triptych_services.worker.kv_transfer.session import KvTransferSession
+from triptych_services.worker.kv_transfer.socket_pull import SocketPulls
+from triptych_services.worker.kv_transfer.socket_server import BlockServer
+from triptych_services.worker.step_orders import StepOrders
 
 _ANY_HOSTS = ("0.0.0.0", "::", "")
 

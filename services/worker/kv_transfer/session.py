@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from services.worker.kv_transfer.base import BlockStore, PullStopped, PullTransport
-from services.worker.kv_transfer.exports import ExportTable
-from services.worker.step_orders import StepOrders
 from triptych.types.kv_transfer import KvOrders, KvProgress, KvPull, PullProgress
 from triptych.types.row_key import RowKey
 from triptych.types.step import StepPlan, StepResult
+from triptych_services.worker.kv_transfer.base import BlockStore, PullStopped, PullTransport
+from triptych_services.worker.kv_transfer.exports import ExportTable
+from triptych_services.worker.step_orders import StepOrders
 
 _REPORT_S = 0.005
 """Seconds between two reports of progress, but for ends, which are reported at once."""

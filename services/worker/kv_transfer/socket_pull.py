@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from services.worker.kv_transfer.base import PullSink, PullStopped
-from services.worker.kv_transfer.frames import (
+from triptych_services.worker.kv_transfer.base import PullSink, PullStopped
+from triptych_services.worker.kv_transfer.frames import (
     CHUNK_BYTES,
     HEAD_BYTES,
     SILENCE_S,

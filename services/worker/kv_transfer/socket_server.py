@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from services.worker.kv_transfer.exports import ExportTable, LeaseGone
-from services.worker.kv_transfer.frames import (
+from triptych_services.worker.kv_transfer.exports import ExportTable, LeaseGone
+from triptych_services.worker.kv_transfer.frames import (
     CHUNK_BYTES,
     MAX_REASON_BYTES,
     REQUEST_BYTES,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from services.worker.layers.rotary import RotaryEmbedding
-from services.worker.layers.step_context import StepContext
 from triptych_kernels.ops import rotary_and_write_kv
+from triptych_services.worker.layers.rotary import RotaryEmbedding
+from triptych_services.worker.layers.step_context import StepContext
 
 
 class Attention(nn.Module):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.worker.context.model_context import ModelContext
-from services.worker.layers.weights import (
+from triptych_kernels.ops import clear_other_rows, embedding, linear, local_ids
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.weights import (
     AnyWeight,
     WeightedLayer,
     WeightTarget,
@@ -14,8 +15,7 @@ from services.worker.layers.weights import (
     empty_parameter,
     linear_target,
 )
-from services.worker.parallel.shares import vocab_lengths
-from triptych_kernels.ops import clear_other_rows, embedding, linear, local_ids
+from triptych_services.worker.parallel.shares import vocab_lengths
 
 
 class VocabEmbedding(WeightedLayer):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.worker.context.model_context import ModelContext
-from services.worker.layers.weights import (
+from triptych_kernels.ops import gated_linear, linear
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.weights import (
     WeightedLayer,
     WeightTarget,
     bias_target,
@@ -20,8 +21,7 @@ from services.worker.layers.weights import (
     linear_target,
     unused_target,
 )
-from services.worker.parallel.shares import share, share_kv_heads
-from triptych_kernels.ops import gated_linear, linear
+from triptych_services.worker.parallel.shares import share, share_kv_heads
 
 
 @dataclass(frozen=True, slots=True)

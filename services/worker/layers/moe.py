@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from services.worker.context.model_context import ModelContext
-from services.worker.layers.quantization import choose_format, create_quantized_experts
-from services.worker.layers.weights import (
+from triptych_kernels.ops import fused_moe, linear
+from triptych_kernels.weights.base import LinearWeight
+from triptych_kernels.weights.packed import PackedWeight, can_pack
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.quantization import choose_format, create_quantized_experts
+from triptych_services.worker.layers.weights import (
     AnyWeight,
     WeightedLayer,
     WeightTarget,
@@ -21,10 +24,7 @@ from services.worker.layers.weights import (
     empty_parameter,
     linear_target,
 )
-from services.worker.parallel.shares import share
-from triptych_kernels.ops import fused_moe, linear
-from triptych_kernels.weights.base import LinearWeight
-from triptych_kernels.weights.packed import PackedWeight, can_pack
+from triptych_services.worker.parallel.shares import share
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,14 @@ from typing import overload
 
 from torch import Tensor
 
-from services.worker.context.model_context import ModelContext
-from services.worker.layers.weights import WeightedLayer, WeightTarget, empty_parameter, parameter_target
 from triptych_kernels.ops import rms_norm
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.weights import (
+    WeightedLayer,
+    WeightTarget,
+    empty_parameter,
+    parameter_target,
+)
 
 
 class RMSNorm(WeightedLayer):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.context.model_context import ModelContext
 from triptych_kernels.weights.base import LinearWeight
 from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat, common_format
 from triptych_kernels.weights.quantized import QuantizedWeight
+from triptych_services.worker.context.model_context import ModelContext
 
 WeightFormat = QuantizedFormat | ChannelFormat
 

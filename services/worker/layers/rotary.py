@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from services.worker.context.model_context import ModelContext
 from triptych.checkpoint.architecture import RopeParameters
 from triptych.errors import FeatureDisabled
+from triptych_services.worker.context.model_context import ModelContext
 
 ROPE_KINDS = ("default", "linear", "llama3")
 

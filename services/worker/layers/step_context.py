@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.attention.base import AttentionBatch, KvCache
+from triptych_services.worker.attention.base import AttentionBatch, KvCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,16 +11,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from services.worker.context.model_context import ModelContext
-from services.worker.layers.quantization import (
+from triptych.errors import ModelError
+from triptych_kernels.weights.base import BlockWeight, Half, LinearWeight
+from triptych_kernels.weights.packed import PackedWeight, WidenedWeight, can_pack
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.quantization import (
     StoredBlocks,
     UnreadTensor,
     choose_format,
     create_quantized_weight,
 )
-from triptych.errors import ModelError
-from triptych_kernels.weights.base import BlockWeight, Half, LinearWeight
-from triptych_kernels.weights.packed import PackedWeight, WidenedWeight, can_pack
 
 LoadedTensor = Tensor | UnreadTensor | StoredBlocks
 """A tensor of a checkpoint on its way into a model."""

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.worker.context.device import STORED_DTYPES
-from services.worker.loader.base import Checkpoint, MappedFile, StoredTensor, release_pages
 from triptych.checkpoint.gguf.index import GgufIndex, GgufTensor
 from triptych.errors import ModelError
+from triptych_services.worker.context.device import STORED_DTYPES
+from triptych_services.worker.loader.base import Checkpoint, MappedFile, StoredTensor, release_pages
 
 
 class GgufCheckpoint(Checkpoint):

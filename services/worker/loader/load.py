@@ -11,21 +11,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
-from services.worker.context.model_context import ModelContext
-from services.worker.context.rank_group import OneRank, RankGroup
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.layers.quantization import StoredBlocks, UnreadTensor, keeps_blocks
-from services.worker.layers.weights import LoadedTensor, linear_weights
-from services.worker.loader.base import Checkpoint
-from services.worker.loader.gguf import GgufCheckpoint
-from services.worker.loader.random import RandomCheckpoint
-from services.worker.loader.safetensors import SafetensorsCheckpoint
-from services.worker.models.base import CausalLM, StagedModel
-from services.worker.models.registry import create_model
 from triptych.checkpoint.config_json import GGUF_INDEX_FILE, read_architecture
 from triptych.errors import ModelError
 from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_products
+from triptych_services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.rank_group import OneRank, RankGroup
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.layers.quantization import StoredBlocks, UnreadTensor, keeps_blocks
+from triptych_services.worker.layers.weights import LoadedTensor, linear_weights
+from triptych_services.worker.loader.base import Checkpoint
+from triptych_services.worker.loader.gguf import GgufCheckpoint
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.loader.safetensors import SafetensorsCheckpoint
+from triptych_services.worker.models.base import CausalLM, StagedModel
+from triptych_services.worker.models.registry import create_model
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from services.worker.context.model_context import ModelContext
-from services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from services.worker.layers.weights import find_weight_targets
-from services.worker.loader.base import Checkpoint, StoredTensor
-from services.worker.models.registry import create_model
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig, ModelConfig
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from triptych_services.worker.layers.weights import find_weight_targets
+from triptych_services.worker.loader.base import Checkpoint, StoredTensor
+from triptych_services.worker.models.registry import create_model
 
 _STANDARD_DEVIATION = 0.02  # as Llama is initialised: activations neither vanish nor overflow
 

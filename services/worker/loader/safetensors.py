@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.worker.loader.base import Checkpoint, StoredTensor, release_pages
 from triptych.checkpoint.config_json import check_inside
 from triptych.errors import ModelError
+from triptych_services.worker.loader.base import Checkpoint, StoredTensor, release_pages
 
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX_FILE = "model.safetensors.index.json"

@@ -7,9 +7,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from services.worker.context.model_context import ModelContext
-from services.worker.layers.step_context import StepContext
-from services.worker.layers.weights import LoadedTensor
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.layers.weights import LoadedTensor
 
 
 class CausalLM(Protocol):

@@ -11,17 +11,17 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from services.worker.context.model_context import ModelContext
-from services.worker.layers.attention import Attention
-from services.worker.layers.embedding import LogitsHead, VocabEmbedding
-from services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
-from services.worker.layers.norm import RMSNorm
-from services.worker.layers.rotary import RotaryEmbedding
-from services.worker.layers.step_context import StepContext
-from services.worker.layers.weights import LoadedTensor, load_weights
-from services.worker.parallel.shares import stage_layers
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import FeatureDisabled
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.attention import Attention
+from triptych_services.worker.layers.embedding import LogitsHead, VocabEmbedding
+from triptych_services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
+from triptych_services.worker.layers.norm import RMSNorm
+from triptych_services.worker.layers.rotary import RotaryEmbedding
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.layers.weights import LoadedTensor, load_weights
+from triptych_services.worker.parallel.shares import stage_layers
 
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.worker.context.model_context import ModelContext
-from services.worker.layers.moe import ExpertNames, SparseMoE
-from services.worker.models.llama import LlamaForCausalLM
 from triptych.errors import ModelError
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.moe import ExpertNames, SparseMoE
+from triptych_services.worker.models.llama import LlamaForCausalLM
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

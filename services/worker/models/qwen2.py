@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from services.worker.context.model_context import ModelContext
-from services.worker.models.llama import LlamaAttention, LlamaForCausalLM
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):

@@ -5,20 +5,20 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from services.worker.context.model_context import ModelContext
-from services.worker.models.base import CausalLM, StagedModel
 from triptych.errors import FeatureDisabled
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.models.base import CausalLM, StagedModel
 
 ENTRY_POINT_GROUP = "triptych.models"
 """Entry points of installed packages that contain models: name = architecture, value = `module:Class`."""
 
 _name_to_model: dict[str, type[CausalLM] | str] = {
-    "LlamaForCausalLM": "services.worker.models.llama:LlamaForCausalLM",
+    "LlamaForCausalLM": "triptych_services.worker.models.llama:LlamaForCausalLM",
     # the same network; a sliding window, its only difference, is refused where config.json is read
-    "MistralForCausalLM": "services.worker.models.llama:LlamaForCausalLM",
-    "MixtralForCausalLM": "services.worker.models.mixtral:MixtralForCausalLM",
-    "Qwen2ForCausalLM": "services.worker.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "services.worker.models.qwen3:Qwen3ForCausalLM",
+    "MistralForCausalLM": "triptych_services.worker.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "triptych_services.worker.models.mixtral:MixtralForCausalLM",
+    "Qwen2ForCausalLM": "triptych_services.worker.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "triptych_services.worker.models.qwen3:Qwen3ForCausalLM",
 }
 
 

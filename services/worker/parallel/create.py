@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from services.worker.context.group_place import GroupPlace
-from services.worker.context.rank_group import OneRank, RankGroup
-from services.worker.context.resolved_config import ResolvedConfig
 from triptych.config.loader import check_same_values, rank_config
 from triptych.types.identity import ModelIdentity
+from triptych_services.worker.context.group_place import GroupPlace
+from triptych_services.worker.context.rank_group import OneRank, RankGroup
+from triptych_services.worker.context.resolved_config import ResolvedConfig
 
 
 def create_rank_group(config: ResolvedConfig, place: GroupPlace | None = None) -> RankGroup:
@@ -27,7 +27,7 @@ def create_rank_group(config: ResolvedConfig, place: GroupPlace | None = None) -
     if config.rank.num_ranks == 1:
         return OneRank()
     # some builds of torch have no torch.distributed, and one rank does not need it
-    from services.worker.parallel.process_group import ProcessGroup
+    from triptych_services.worker.parallel.process_group import ProcessGroup
 
     return ProcessGroup(config, place)
 

@@ -15,12 +15,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.nn import functional
 
-from services.worker.context.group_place import GroupPlace, split_address
-from services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from services.worker.parallel.shared_memory import share_memory
-from services.worker.parallel.stage_link import ProcessStageLink, naming_errors
 from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, RankUnavailable
+from triptych_services.worker.context.group_place import GroupPlace, split_address
+from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from triptych_services.worker.parallel.shared_memory import share_memory
+from triptych_services.worker.parallel.stage_link import ProcessStageLink, naming_errors
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from services.worker.context.attention_choice import NATIVE_DTYPES
-from services.worker.context.group_place import host_name
-from services.worker.context.resolved_config import ResolvedConfig
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.ranks import MAX_RANKS, SharedRanks, create_file
+from triptych_services.worker.context.attention_choice import NATIVE_DTYPES
+from triptych_services.worker.context.group_place import host_name
+from triptych_services.worker.context.resolved_config import ResolvedConfig
 
 log = logging.getLogger(__name__)
 

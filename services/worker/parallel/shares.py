@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.worker.context.resolved_config import RankFacts
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ConfigError
+from triptych_services.worker.context.resolved_config import RankFacts
 
 _VOCAB_ALIGNMENT = 16  # rows of a share: products on GPUs store their outputs in pieces of 16 bytes and more
 

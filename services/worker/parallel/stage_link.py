@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.worker.context.resolved_config import RankFacts
 from triptych.errors import RankUnavailable
 from triptych.types.step import StepResult
+from triptych_services.worker.context.resolved_config import RankFacts
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.kv_transfer.base import BlockStore
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
+from triptych_services.worker.kv_transfer.base import BlockStore
 
 PhaseChange = Callable[[str, float], None]
 """Called with (phase, progress within it, 0..1) while a runner starts or wakes."""

@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBatch, KvCache
-from services.worker.layers.step_context import StepContext
-from services.worker.models.base import CausalLM
-from services.worker.runner.backend import ForwardBackend, StepOutput
-from services.worker.runner.base import CompletedStep
-from services.worker.runner.input_batch import InputBatch, InputBuffers, StepSizes
-from services.worker.runner.prompt_logprobs import PromptScorer
-from services.worker.runner.publish import publish
-from services.worker.runner.request_rows import RequestRows, StepRows
-from services.worker.sampling.sampler import Sampler
 from triptych.types.step import StepTimings
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import NotRecordable, Program, Recording, record
 from triptych_kernels.ops import gather_rows
+from triptych_services.worker.attention.base import AttentionBatch, KvCache
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.backend import ForwardBackend, StepOutput
+from triptych_services.worker.runner.base import CompletedStep
+from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers, StepSizes
+from triptych_services.worker.runner.prompt_logprobs import PromptScorer
+from triptych_services.worker.runner.publish import publish
+from triptych_services.worker.runner.request_rows import RequestRows, StepRows
+from triptych_services.worker.sampling.sampler import Sampler
 
 
 class RecordedBackend:

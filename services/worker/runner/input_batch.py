@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBackend, AttentionBatch
-from services.worker.runner.request_rows import RequestRows, StepRows
-from services.worker.sampling.batch import SamplingBatch, SamplingBuffers
+from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
+from triptych_services.worker.runner.request_rows import RequestRows, StepRows
+from triptych_services.worker.sampling.batch import SamplingBatch, SamplingBuffers
 
 I64 = NDArray[np.int64]
 

@@ -13,32 +13,32 @@ from dataclasses import replace
 
 import torch
 
-from services.worker.attention.base import AttentionBackend, KvCache
-from services.worker.attention.create import describe_kernels
-from services.worker.attention.paged import PagedAttention
-from services.worker.context.rank_group import OneRank, RankGroup
-from services.worker.kv_transfer.base import BlockStore
-from services.worker.kv_transfer.cpu_store import CpuBlockStore
-from services.worker.models.base import CausalLM
-from services.worker.runner.backend import ForwardBackend, StepLauncher
-from services.worker.runner.base import CompletedStep, PendingStep, StepRunner, do_nothing
-from services.worker.runner.cpu_backend import ImmediateSteps, create_cpu_backend
-from services.worker.runner.cuda.create import create_cuda_backend, create_graph_recorder
-from services.worker.runner.cuda.forward import LastTokens
-from services.worker.runner.cuda.steps_in_flight import DeviceSteps
-from services.worker.runner.cuda.streams import DeviceStream
-from services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
-from services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
-from services.worker.runner.pipeline_stage import PipelineStage, create_stage_steps
-from services.worker.runner.prompt_logprobs import PromptScorer
-from services.worker.runner.request_rows import RequestRows
-from services.worker.sampling.grammars import GrammarCompiler
-from services.worker.sampling.logits_processors.create import create_logits_processors
-from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
-from services.worker.sampling.sampler import Sampler
 from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
+from triptych_services.worker.attention.base import AttentionBackend, KvCache
+from triptych_services.worker.attention.create import describe_kernels
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.context.rank_group import OneRank, RankGroup
+from triptych_services.worker.kv_transfer.base import BlockStore
+from triptych_services.worker.kv_transfer.cpu_store import CpuBlockStore
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.backend import ForwardBackend, StepLauncher
+from triptych_services.worker.runner.base import CompletedStep, PendingStep, StepRunner, do_nothing
+from triptych_services.worker.runner.cpu_backend import ImmediateSteps, create_cpu_backend
+from triptych_services.worker.runner.cuda.create import create_cuda_backend, create_graph_recorder
+from triptych_services.worker.runner.cuda.forward import LastTokens
+from triptych_services.worker.runner.cuda.steps_in_flight import DeviceSteps
+from triptych_services.worker.runner.cuda.streams import DeviceStream
+from triptych_services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
+from triptych_services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
+from triptych_services.worker.runner.pipeline_stage import PipelineStage, create_stage_steps
+from triptych_services.worker.runner.prompt_logprobs import PromptScorer
+from triptych_services.worker.runner.request_rows import RequestRows
+from triptych_services.worker.sampling.grammars import GrammarCompiler
+from triptych_services.worker.sampling.logits_processors.create import create_logits_processors
+from triptych_services.worker.sampling.logits_processors.structured_outputs import StructuredForms
+from triptych_services.worker.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 

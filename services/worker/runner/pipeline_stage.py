@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.context.rank_group import ExpectedResult, StageLink
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.parallel.shares import stage_layers
-from services.worker.runner.backend import StepLauncher
-from services.worker.runner.base import CompletedStep, PendingStep
-from services.worker.runner.input_batch import StepSizes
-from services.worker.runner.request_rows import RequestRows, StepRows
 from triptych.types.step import StepResult, StepTimings, empty_u32
+from triptych_services.worker.context.rank_group import ExpectedResult, StageLink
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.parallel.shares import stage_layers
+from triptych_services.worker.runner.backend import StepLauncher
+from triptych_services.worker.runner.base import CompletedStep, PendingStep
+from triptych_services.worker.runner.input_batch import StepSizes
+from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 
 log = logging.getLogger(__name__)
 

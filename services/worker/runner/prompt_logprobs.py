@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.runner.backend import StepOutput
-from services.worker.runner.prompt_targets import PromptTargets, take_prompt_targets
-from services.worker.runner.request_rows import RequestRows, StepRows
-from services.worker.sampling.batch import to_device
-from services.worker.sampling.sampler import NOT_FINITE
 from triptych.types.step import PromptLogprobs, RowError, RowKey
 from triptych_kernels import ops
+from triptych_services.worker.runner.backend import StepOutput
+from triptych_services.worker.runner.prompt_targets import PromptTargets, take_prompt_targets
+from triptych_services.worker.runner.request_rows import RequestRows, StepRows
+from triptych_services.worker.sampling.batch import to_device
+from triptych_services.worker.sampling.sampler import NOT_FINITE
 
 MAX_SCORED_AT_ONCE = 256
 """Number of prompt tokens with logits in memory at one time: 256 x 128k in float32 take 131 MB. A larger number would

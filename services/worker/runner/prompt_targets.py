@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.runner.request_rows import RequestRows, StepRows
 from triptych.types.step import RowKey
+from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 
 I64 = NDArray[np.int64]
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.sampling.params import SamplingColumns, TokenHistory
 from triptych.errors import ProtocolViolation
 from triptych.types.step import U32, NewRow, RowError, RowKey, StepPlan
+from triptych_services.worker.sampling.params import SamplingColumns, TokenHistory
 
 I64 = NDArray[np.int64]
 I32 = NDArray[np.int32]

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from services.worker.context import host
-from services.worker.context.device import free_memory, held_memory
-from services.worker.context.rank_group import OneRank, RankGroup
-from services.worker.kv_transfer.base import BlockStore
-from services.worker.models.base import CausalLM
-from services.worker.runner.base import PendingStep, Runner, do_nothing
-from services.worker.runner.model_runner import ModelRunner
 from triptych.errors import MemoryShort, TriptychError
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
+from triptych_services.worker.context import host
+from triptych_services.worker.context.device import free_memory, held_memory
+from triptych_services.worker.context.rank_group import OneRank, RankGroup
+from triptych_services.worker.kv_transfer.base import BlockStore
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.base import PendingStep, Runner, do_nothing
+from triptych_services.worker.runner.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
 

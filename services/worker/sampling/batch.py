@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.sampling.params import COLUMN_TO_DTYPE, SamplingColumns, TokenHistory
 from triptych.types.sampling import SamplingParams
 from triptych_kernels import ops
+from triptych_services.worker.sampling.params import COLUMN_TO_DTYPE, SamplingColumns, TokenHistory
 
 I64 = NDArray[np.int64]
 _NEUTRAL = SamplingParams(temperature=0.0)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.sampling.grammars import Compilation, GrammarError
 from triptych.types.step import RowError, RowErrorCode
+from triptych_services.worker.sampling.grammars import Compilation, GrammarError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

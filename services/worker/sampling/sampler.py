@@ -11,8 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.sampling.batch import gather_sampling, to_device
-from services.worker.sampling.logits_processors.base import (
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import LogprobColumns, RowError
+from triptych_kernels import ops
+from triptych_services.worker.sampling.batch import gather_sampling, to_device
+from triptych_services.worker.sampling.logits_processors.base import (
     ChangedRows,
     DirectProcessor,
     FusedProcessor,
@@ -21,16 +24,13 @@ from services.worker.sampling.logits_processors.base import (
     OwnRow,
     SteppedProcessor,
 )
-from services.worker.sampling.params import (
+from triptych_services.worker.sampling.params import (
     NO_LOGPROBS,
     NOTHING_ALLOWED,
     LogitChange,
     SamplingColumns,
     TokenHistory,
 )
-from triptych.types.sampling import SamplingParams
-from triptych.types.step import LogprobColumns, RowError
-from triptych_kernels import ops
 
 I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]

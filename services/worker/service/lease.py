@@ -10,10 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from services.worker.kv_transfer.service import KvTransferService
-from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.session import EngineHello, Grant, Session
-from services.worker.service.status import StatusPublisher, WorkerState
 from triptych.config.loader import check_same_values
 from triptych.errors import (
     EngineUnavailable,
@@ -26,6 +22,10 @@ from triptych.errors import (
 from triptych.rpc.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S
 from triptych.types.facts import Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
+from triptych_services.worker.kv_transfer.service import KvTransferService
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.service.session import EngineHello, Grant, Session
+from triptych_services.worker.service.status import StatusPublisher, WorkerState
 
 log = logging.getLogger(__name__)
 

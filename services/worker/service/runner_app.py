@@ -11,12 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from services.worker.context.group_place import GroupPlace
-from services.worker.runner.base import PhaseChange, Runner
-from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.servicer import SERVICE
-from services.worker.service.status import StatusPublisher
-from services.worker.service.watchdog import StepClock, StepHung, Watchdog
 from triptych.config import EngineConfig
 from triptych.errors import RankUnavailable, TriptychError
 from triptych.observe.logging import with_fields
@@ -27,6 +21,12 @@ from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.types.exit_codes import ExitCode
 from triptych.types.facts import Phase, WorkerFacts
+from triptych_services.worker.context.group_place import GroupPlace
+from triptych_services.worker.runner.base import PhaseChange, Runner
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.service.servicer import SERVICE
+from triptych_services.worker.service.status import StatusPublisher
+from triptych_services.worker.service.watchdog import StepClock, StepHung, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,6 @@ async def _watch(watchdog: Watchdog) -> None:
 
 def _load(config: EngineConfig, place: Future[GroupPlace] | None, on_phase: PhaseChange) -> Runner:
     """Load the model. Runs on the runner thread, so that the event loop does not wait for the import of torch."""
-    from services.worker.service.startup import load_runner
+    from triptych_services.worker.service.startup import load_runner
 
     return load_runner(config, on_phase, place)

@@ -29,13 +29,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.worker.runner.base import PendingStep, PhaseChange, Runner, do_nothing
-from services.worker.runner.device_loss import is_device_lost
-from services.worker.service.watchdog import StepClock
 from triptych.errors import EngineFailure, ProtocolViolation, RankUnavailable, TriptychError
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.step import Step
+from triptych_services.worker.runner.base import PendingStep, PhaseChange, Runner, do_nothing
+from triptych_services.worker.runner.device_loss import is_device_lost
+from triptych_services.worker.service.watchdog import StepClock
 
 log = logging.getLogger(__name__)
 

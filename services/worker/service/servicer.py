@@ -8,11 +8,6 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from services.worker.service.lease import WorkerLease
-from services.worker.service.session import DrainNotice, EngineHello, Grant
-from services.worker.service.sleep import SleepControl
-from services.worker.service.status import StatusPublisher, WorkerState
-from services.worker.service.step_counter import StepCounter
 from triptych import failpoints
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -23,6 +18,11 @@ from triptych.wire.admin import sleep_level_from_proto
 from triptych.wire.kv_transfer import progress_to_proto
 from triptych.wire.result import result_to_proto
 from triptych.wire.worker import worker_facts_to_proto
+from triptych_services.worker.service.lease import WorkerLease
+from triptych_services.worker.service.session import DrainNotice, EngineHello, Grant
+from triptych_services.worker.service.sleep import SleepControl
+from triptych_services.worker.service.status import StatusPublisher, WorkerState
+from triptych_services.worker.service.step_counter import StepCounter
 
 log = logging.getLogger(__name__)
 

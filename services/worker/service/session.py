@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
-from services.worker.kv_transfer.service import KvTransferService
-from services.worker.service.runner_thread import RunnerThread
-from services.worker.step_orders import StepOrders
 from triptych.errors import EngineFailure, EngineUnavailable, ProtocolViolation
 from triptych.rpc.session.handshake import Agreement, SessionTerms
 from triptych.rpc.session.lease import SessionLease
@@ -22,6 +19,9 @@ from triptych.types.facts import WorkerFacts
 from triptych.types.kv_transfer import KvProgress
 from triptych.types.step import StepResult
 from triptych.wire.step import Step, StepDecoder
+from triptych_services.worker.kv_transfer.service import KvTransferService
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.step_orders import StepOrders
 
 _SHOWN_CHARS = 13  # of a boot id, as after the first two groups of a UUID
 

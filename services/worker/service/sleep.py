@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from services.worker.service.lease import WorkerLease
-from services.worker.service.runner_thread import RunnerThread
-from services.worker.service.status import StatusPublisher
 from triptych.errors import TriptychError
 from triptych.types.facts import Phase, SleepLevel
+from triptych_services.worker.service.lease import WorkerLease
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.service.status import StatusPublisher
 
 T = TypeVar("T")
 

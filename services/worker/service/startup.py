@@ -8,12 +8,12 @@ import uuid
 from concurrent.futures import Future
 from dataclasses import replace
 
-from services.worker.context.group_place import GroupPlace
-from services.worker.runner.base import PhaseChange, Runner
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
 from triptych.hub import resolve_model
 from triptych.types.facts import Phase
+from triptych_services.worker.context.group_place import GroupPlace
+from triptych_services.worker.runner.base import PhaseChange, Runner
 
 
 def load_runner(
@@ -33,7 +33,7 @@ def load_runner(
     directory = resolve_model(config.model.model, revision=config.model.revision)
     # Each kind imports its own: a simulation is ready before torch would be.
     if config.simulation.enabled:
-        from services.worker.simulation.runner import create_simulated_runner
+        from triptych_services.worker.simulation.runner import create_simulated_runner
 
         boot_id = str(uuid.uuid4()) if place is None else place.result().generation
         return create_simulated_runner(config, directory, boot_id=boot_id, on_phase=on_phase)
@@ -45,8 +45,8 @@ def load_runner(
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     gc.disable()  # a tenth of this import's time would be looking for garbage among what it makes
     try:
-        from services.worker.context.device import resolve_config
-        from services.worker.runner.startup.create import create_runner
+        from triptych_services.worker.context.device import resolve_config
+        from triptych_services.worker.runner.startup.create import create_runner
     finally:
         gc.freeze()  # and it lives as long as the process: no collection need look at it again
         gc.enable()

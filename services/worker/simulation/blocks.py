@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.runner.request_rows import I64, RequestRows, StepRows
 from triptych.types.step import NewRow, RowError, RowKey
+from triptych_services.worker.runner.request_rows import I64, RequestRows, StepRows
 
 U64 = NDArray[np.uint64]
 

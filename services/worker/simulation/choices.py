@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.sampling.form_output import (
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import RowError
+from triptych_services.worker.sampling.form_output import (
     MASKED_BY_OTHERS,
     FormOutput,
     await_grammars,
     leave_out_late,
 )
-from services.worker.sampling.grammars import GrammarCompiler
-from services.worker.sampling.params import NOTHING_ALLOWED, TokenHistory
-from triptych.types.sampling import SamplingParams
-from triptych.types.step import RowError
+from triptych_services.worker.sampling.grammars import GrammarCompiler
+from triptych_services.worker.sampling.params import NOTHING_ALLOWED, TokenHistory
 
 I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]

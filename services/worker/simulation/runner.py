@@ -12,21 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.context.resolve import resolve_for_device
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.kv_transfer.base import BlockStore
-from services.worker.runner.base import CompletedStep, PendingStep, do_nothing
-from services.worker.runner.prompt_targets import take_prompt_targets
-from services.worker.runner.request_rows import Flags, RequestRows, StepRows
-from services.worker.runner.startup.facts import worker_facts
-from services.worker.runner.startup.kv_plan import plan_kv_cache
-from services.worker.sampling.grammars import GrammarCompiler
-from services.worker.simulation.blocks import SimulatedBlocks
-from services.worker.simulation.choices import ConstrainedChoices
-from services.worker.simulation.device import SimulatedDevice, use_precise_sleep
-from services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
-from services.worker.simulation.stages import SimulatedStages
-from services.worker.simulation.vocabulary import I64, hash_ids, read_closing_ids, read_word_ids
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig, SimulationConfig
@@ -35,6 +20,21 @@ from triptych.errors import ConfigError, ProtocolViolation
 from triptych.types.facts import Phase, SleepLevel, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
+from triptych_services.worker.context.resolve import resolve_for_device
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.kv_transfer.base import BlockStore
+from triptych_services.worker.runner.base import CompletedStep, PendingStep, do_nothing
+from triptych_services.worker.runner.prompt_targets import take_prompt_targets
+from triptych_services.worker.runner.request_rows import Flags, RequestRows, StepRows
+from triptych_services.worker.runner.startup.facts import worker_facts
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
+from triptych_services.worker.sampling.grammars import GrammarCompiler
+from triptych_services.worker.simulation.blocks import SimulatedBlocks
+from triptych_services.worker.simulation.choices import ConstrainedChoices
+from triptych_services.worker.simulation.device import SimulatedDevice, use_precise_sleep
+from triptych_services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
+from triptych_services.worker.simulation.stages import SimulatedStages
+from triptych_services.worker.simulation.vocabulary import I64, hash_ids, read_closing_ids, read_word_ids
 
 _GREEDY = SamplingParams(temperature=0.0)
 

@@ -13,11 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.runner.prompt_targets import ScoredRow
-from services.worker.sampling.params import NO_LOGPROBS, NOTHING_ALLOWED, SamplingColumns, TokenHistory
-from services.worker.simulation.choices import ConstrainedChoices
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, RowError
+from triptych_services.worker.runner.prompt_targets import ScoredRow
+from triptych_services.worker.sampling.params import (
+    NO_LOGPROBS,
+    NOTHING_ALLOWED,
+    SamplingColumns,
+    TokenHistory,
+)
+from triptych_services.worker.simulation.choices import ConstrainedChoices
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]

@@ -18,24 +18,6 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from services.enginecore.frontends.servicer import EngineCoreServicer
-from services.enginecore.loop import EngineLoop
-from services.enginecore.workers import grpc_executor
-from services.enginecore.workers.grpc_executor import GrpcExecutor
-from services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
-from services.frontend.engines.client import EngineClient
-from services.frontend.engines.mover import Mover, MoveTerms
-from services.frontend.engines.router import Router
-from services.frontend.generate import Generator
-from services.frontend.grpc.generation_servicer import GenerationServicer
-from services.frontend.openai.app import create_app
-from services.frontend.requests import grammars
-from services.frontend.text_model import TextModel
-from services.worker.service.lease import WorkerLease
-from services.worker.service.servicer import WorkerServicer
-from services.worker.service.session import EngineHello, Grant
-from services.worker.service.sleep import SleepControl
-from services.worker.service.status import StatusPublisher
 from tests.chaos.grounds.fake_time import Process, current_process, run_in_fake_time
 from tests.chaos.grounds.memory_http import post
 from tests.chaos.grounds.memory_network import Channel, HandlerCollector, Network
@@ -68,6 +50,24 @@ from triptych.rpc.service_main import STOP_GRACE_S
 from triptych.types.events import Event
 from triptych.types.facts import Phase
 from triptych.v1 import generation_pb2_grpc
+from triptych_services.enginecore.frontends.servicer import EngineCoreServicer
+from triptych_services.enginecore.loop import EngineLoop
+from triptych_services.enginecore.workers import grpc_executor
+from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
+from triptych_services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
+from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.engines.mover import Mover, MoveTerms
+from triptych_services.frontend.engines.router import Router
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.grpc.generation_servicer import GenerationServicer
+from triptych_services.frontend.openai.app import create_app
+from triptych_services.frontend.requests import grammars
+from triptych_services.frontend.text_model import TextModel
+from triptych_services.worker.service.lease import WorkerLease
+from triptych_services.worker.service.servicer import WorkerServicer
+from triptych_services.worker.service.session import EngineHello, Grant
+from triptych_services.worker.service.sleep import SleepControl
+from triptych_services.worker.service.status import StatusPublisher
 
 PREFILL_STEP_S = 0.002
 """Seconds of a step where prompts are computed for others: blocks arrive while earlier steps are in flight."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from services.frontend.openai.connections import CUT
 from tests.chaos.grounds.fake_time import Process
 from tests.chaos.resuming_http import BrokenOff, Refused
+from triptych_services.frontend.openai.connections import CUT
 
 LATENCY_S = 0.0005
 PATH = "/v1/completions"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.worker.kv_transfer.exports import ExportTable
-from services.worker.kv_transfer.session import KvTransferSession
-from services.worker.step_orders import StepOrders
 from tests.chaos.grounds.fake_time import Process
 from tests.helpers.kv_transfers import CarriedPulls, NaiveBlocks
 from tests.helpers.scheduling import NaiveWorker
 from triptych.types.kv_transfer import KvEndpoint, KvProgress
+from triptych_services.worker.kv_transfer.exports import ExportTable
+from triptych_services.worker.kv_transfer.session import KvTransferSession
+from triptych_services.worker.step_orders import StepOrders
 
 
 class MemoryTransfers:

@@ -13,10 +13,6 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from services.frontend.requests import grammar_process
-from services.worker.sampling.form_output import FormOutput
-from services.worker.sampling.grammars import Compilation
-from services.worker.service.watchdog import StepClock
 from tests.helpers.byte_tokenizer import byte_backend
 from tests.helpers.scheduling import (
     EOS,
@@ -28,6 +24,10 @@ from tests.helpers.scheduling import (
 from tests.helpers.stack import NaiveRunner
 from triptych.errors import EngineFailure
 from triptych.types.step import StepPlan, StepResult
+from triptych_services.frontend.requests import grammar_process
+from triptych_services.worker.sampling.form_output import FormOutput
+from triptych_services.worker.sampling.grammars import Compilation
+from triptych_services.worker.service.watchdog import StepClock
 
 STEP_S = 0.02
 TEXT_VOCAB_SIZE = byte_backend().get_vocab_size()

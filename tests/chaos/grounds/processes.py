@@ -89,7 +89,7 @@ class ProcessGround:
         member = self.members[name]
         with member.log.open("ab") as log:
             member.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", f"services.{member.kind}", *member.flags,
+                sys.executable, "-m", f"triptych_services.{member.kind}", *member.flags,
                 cwd=member.build, env=_environment(member.build) | dict(member.env), stdout=log, stderr=log,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Stands in for services.worker where a test is about processes, not tokens."""
+"""Stands in for triptych_services.worker where a test is about processes, not tokens."""
 
 from __future__ import annotations
 

@@ -20,14 +20,6 @@ import torch
 from triton import knobs
 
 import triptych_kernels.triton.tuning.tunable as tuning
-from services.worker.attention.paged import PagedAttention
-from services.worker.context.model_context import ModelContext
-from services.worker.context.rank_group import OneRank
-from services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from services.worker.models.base import CausalLM
-from services.worker.models.registry import create_model
-from services.worker.runner.startup import compile_ahead
-from services.worker.runner.startup.activation_memory import LargestSteps
 from tests.kernels.triton.hopper import believe_in_hopper
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
@@ -42,6 +34,14 @@ from triptych_kernels.cpu.library import forced_isa
 from triptych_kernels.ops import embedding, silu_and_mul
 from triptych_kernels.triton.linear.few_rows import FEW_ROWS, GATED_LINEAR, LINEAR
 from triptych_kernels.triton.tuning.compile_ahead import NotedLaunch, noted_launches
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.rank_group import OneRank
+from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.models.registry import create_model
+from triptych_services.worker.runner.startup import compile_ahead
+from triptych_services.worker.runner.startup.activation_memory import LargestSteps
 
 META = torch.device("meta")
 MAX_LEN = 8192

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.loader.gguf import dequantize
 from tests.kernels.poison import poisoned_allocations
 from triptych_kernels.ops import embedding, gated_linear, linear
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.triton.linear import quantized_linear, quantized_weight
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
+from triptych_services.worker.loader.gguf import dequantize
 
 FORMATS = [QuantizedFormat(bits, is_affine) for bits in (4, 8) for is_affine in (False, True)]
 HELD = [(type, f) for type, smallest in BLOCK_FORMATS.items() for f in FORMATS if f.holds(smallest)]

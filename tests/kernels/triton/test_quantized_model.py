@@ -9,15 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.context.model_context import ModelContext
-from services.worker.context.resolved_config import RankFacts
-from services.worker.layers import moe, weights
-from services.worker.layers.linear import GatedLinear
-from services.worker.layers.moe import ExpertNames, SparseMoE
-from services.worker.layers.quantization import WeightFormat, choose_format
-from services.worker.layers.weights import load_weights
-from services.worker.loader.load import load_model
-from services.worker.loader.random import RandomCheckpoint
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import runner_for, tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import ModelArchitecture
@@ -27,6 +18,15 @@ from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
 from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
 from triptych_kernels.weights.formats import ChannelFormat
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.layers import moe, weights
+from triptych_services.worker.layers.linear import GatedLinear
+from triptych_services.worker.layers.moe import ExpertNames, SparseMoE
+from triptych_services.worker.layers.quantization import WeightFormat, choose_format
+from triptych_services.worker.layers.weights import load_weights
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
 
 pytestmark = pytest.mark.skipif(
     not isa() or torch.cuda.is_available(), reason="compares with native kernels, in the interpreter"

@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from services.worker.loader.load import load_model
-from services.worker.loader.random import RandomCheckpoint
-from services.worker.runner.model_runner import ModelRunner
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
@@ -18,6 +15,9 @@ from tests.worker.tiny import tiny_architecture, tiny_config
 from tests.worker.traced_graphs import TracedGraphs
 from triptych_kernels import registry
 from triptych_kernels.cpu.library import forced_isa
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="on a device tests/worker/gpu runs the real thing"
@@ -65,7 +65,7 @@ def test_steps_in_flight_say_what_the_cpu_says(
     monkeypatch.setitem(registry.DEVICE_TO_IMPL, "cpu", "triton")
     graphs = TracedGraphs(monkeypatch)
     monkeypatch.setattr(
-        "services.worker.runner.model_runner.create_graph_recorder",
+        "triptych_services.worker.runner.model_runner.create_graph_recorder",
         lambda *_, **__: graphs if has_graphs else None,
     )
     ahead = tiny_runner(family, DeferredStream())

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.worker.attention.base import AttentionBackend, KvCache
-from services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
-from services.worker.attention.flashinfer import FlashInferAttention
-from services.worker.attention.paged import PagedAttention
 from tests.worker.test_attention_backends import HEADS, KV_HEADS, SCALE, STEPS, Step, make_step
+from triptych_services.worker.attention.base import AttentionBackend, KvCache
+from triptych_services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
+from triptych_services.worker.attention.flashinfer import FlashInferAttention
+from triptych_services.worker.attention.paged import PagedAttention
 
 HEAD_DIM = 64
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # weights and results rounded to the dtype, once each

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from services.worker.runner.cuda.streams import CudaStream
+from triptych_services.worker.runner.cuda.streams import CudaStream
 
 NUM_BYTES = 1 << 16
 LONG_CYCLES = 1_000_000_000  # about half a second of a device that does nothing else

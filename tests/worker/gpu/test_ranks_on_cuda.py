@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.context.resolved_config import RankFacts
-from services.worker.parallel.process_group import ProcessGroup
-from services.worker.runner.cuda.graph_recorder import CudaGraphRecorder
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, run_ranks, save_checkpoint
 from tests.worker.tiny import tiny_config
 from triptych.config import ParallelConfig
+from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.parallel.process_group import ProcessGroup
+from triptych_services.worker.runner.cuda.graph_recorder import CudaGraphRecorder
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.worker.attention.paged import PagedAttention
-from services.worker.runner.cuda.graph_recorder import CudaGraphRecorder, Cut
-from services.worker.runner.sleepable_runner import SleepableRunner
-from services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
 from tests.gpu.test_models import SHAPES, make_runner
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
 from triptych.types.step import StepPlan
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.runner.cuda.graph_recorder import CudaGraphRecorder, Cut
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
 
 NUM_STEPS = 24
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.runner.sleepable_runner import SleepableRunner
 from tests.gpu.test_models import SHAPES, generate, make_runner
 from triptych.errors import MemoryShort
 from triptych.types.facts import SleepLevel
 from triptych.types.sampling import SamplingParams
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 
 MIB = 1 << 20
 NUM_BLOCKS = 40_000  # some GiB of keys and values

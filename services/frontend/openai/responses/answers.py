@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from services.frontend.openai.answers import Answer, ChatToken
+from triptych_services.frontend.openai.answers import Answer, ChatToken
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.frontend.openai.convert import REFUSED_PROMPT, base_request, is_refused
-from services.frontend.openai.form import Form, json_form, with_structured_outputs
-from services.frontend.openai.request_body import Part
-from services.frontend.openai.responses.schema import (
+from triptych.errors import FieldViolation
+from triptych_services.frontend.openai.convert import REFUSED_PROMPT, base_request, is_refused
+from triptych_services.frontend.openai.form import Form, json_form, with_structured_outputs
+from triptych_services.frontend.openai.request_body import Part
+from triptych_services.frontend.openai.responses.schema import (
     LOGPROBS,
     MAX_METADATA,
     FunctionTool,
@@ -24,10 +25,9 @@ from services.frontend.openai.responses.schema import (
     Refusal,
     ResponsesRequest,
 )
-from services.frontend.requests.raw import RawChat, RawRequest
-from services.frontend.requests.tools import reasoning_variables
-from services.frontend.requests.turns import Turns
-from triptych.errors import FieldViolation
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.requests.tools import reasoning_variables
+from triptych_services.frontend.requests.turns import Turns
 
 _PATHS = {
     "max_tokens": "max_output_tokens",

@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.frontend.answer_blocks import Block, BlockAnswer, BlockKind, Stage, Step
-from services.frontend.openai.errors import HttpError
-from services.frontend.openai.logprobs import chat_logprobs
-from services.frontend.openai.objects import to_json
 from triptych.types.outputs import FinishReason, TokenLogprobs, Usage
+from triptych_services.frontend.answer_blocks import Block, BlockAnswer, BlockKind, Stage, Step
+from triptych_services.frontend.openai.errors import HttpError
+from triptych_services.frontend.openai.logprobs import chat_logprobs
+from triptych_services.frontend.openai.objects import to_json
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 _EVENTS_OF_TEXT = {

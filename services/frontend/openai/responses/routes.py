@@ -7,15 +7,15 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.frontend.openai.answers import GENERATE_ERRORS
-from services.frontend.openai.app_state import reader_of
-from services.frontend.openai.block_answers import answer_in_blocks
-from services.frontend.openai.responses import convert
-from services.frontend.openai.responses.answers import ResponseAnswer
-from services.frontend.openai.responses.objects import ResponsesFormat
-from services.frontend.openai.responses.schema import ResponsesRequest
-from services.frontend.openai.routes import TimeoutS
-from services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.openai.answers import GENERATE_ERRORS
+from triptych_services.frontend.openai.app_state import reader_of
+from triptych_services.frontend.openai.block_answers import answer_in_blocks
+from triptych_services.frontend.openai.responses import convert
+from triptych_services.frontend.openai.responses.answers import ResponseAnswer
+from triptych_services.frontend.openai.responses.objects import ResponsesFormat
+from triptych_services.frontend.openai.responses.schema import ResponsesRequest
+from triptych_services.frontend.openai.routes import TimeoutS
+from triptych_services.frontend.requests.raw import RawRequest
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=["generate"])
 

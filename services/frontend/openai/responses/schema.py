@@ -8,8 +8,8 @@ from annotated_types import MaxLen
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-from services.frontend.openai.conversation import Function
-from services.frontend.openai.fields import (
+from triptych_services.frontend.openai.conversation import Function
+from triptych_services.frontend.openai.fields import (
     FirstOnly,
     Integral,
     Name,
@@ -19,10 +19,10 @@ from services.frontend.openai.fields import (
     limits,
     schema,
 )
-from services.frontend.openai.request_body import Part, Unserved, ignored, not_served
-from services.frontend.openai.schema import GenerationBody, ReasoningEffort, TemplateVariables
-from services.frontend.requests.raw import MAX_MESSAGES
-from services.frontend.requests.tools import MAX_TOOLS
+from triptych_services.frontend.openai.request_body import Part, Unserved, ignored, not_served
+from triptych_services.frontend.openai.schema import GenerationBody, ReasoningEffort, TemplateVariables
+from triptych_services.frontend.requests.raw import MAX_MESSAGES
+from triptych_services.frontend.requests.tools import MAX_TOOLS
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"

@@ -7,16 +7,16 @@ from typing import Protocol
 
 import torch
 
-from services.worker.attention.base import KvCache
-from services.worker.models.base import CausalLM
-from services.worker.runner.backend import StepOutput
-from services.worker.runner.cuda.decode_graph import DecodeGraphPath
-from services.worker.runner.cuda.forward import DeviceForward, EagerPath, LastTokens
-from services.worker.runner.cuda.graph_recorder import CudaGraphRecorder, GraphRecorder
-from services.worker.runner.cuda.inputs import DeviceInputs
-from services.worker.runner.cuda.piecewise_graph import PiecewiseGraphPath
-from services.worker.runner.cuda.streams import DeviceStream
-from services.worker.runner.input_batch import InputBuffers, StepSizes
+from triptych_services.worker.attention.base import KvCache
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.backend import StepOutput
+from triptych_services.worker.runner.cuda.decode_graph import DecodeGraphPath
+from triptych_services.worker.runner.cuda.forward import DeviceForward, EagerPath, LastTokens
+from triptych_services.worker.runner.cuda.graph_recorder import CudaGraphRecorder, GraphRecorder
+from triptych_services.worker.runner.cuda.inputs import DeviceInputs
+from triptych_services.worker.runner.cuda.piecewise_graph import PiecewiseGraphPath
+from triptych_services.worker.runner.cuda.streams import DeviceStream
+from triptych_services.worker.runner.input_batch import InputBuffers, StepSizes
 
 
 class StepPath(Protocol):

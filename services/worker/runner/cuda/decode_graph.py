@@ -18,12 +18,12 @@ from functools import partial
 
 import torch
 
-from services.worker.runner.backend import StepOutput
-from services.worker.runner.cuda.forward import DeviceForward
-from services.worker.runner.cuda.graph_recorder import GraphRecorder, Replay, record_if_it_fits
-from services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
-from services.worker.runner.graph_sizes import decode_buckets
-from services.worker.runner.input_batch import StepSizes
+from triptych_services.worker.runner.backend import StepOutput
+from triptych_services.worker.runner.cuda.forward import DeviceForward
+from triptych_services.worker.runner.cuda.graph_recorder import GraphRecorder, Replay, record_if_it_fits
+from triptych_services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
+from triptych_services.worker.runner.graph_sizes import decode_buckets
+from triptych_services.worker.runner.input_batch import StepSizes
 
 
 class DecodeGraphPath:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from services.worker.attention.base import KvCache
-from services.worker.layers.step_context import StepContext
-from services.worker.models.base import CausalLM
-from services.worker.runner.backend import StepOutput
-from services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
-from services.worker.runner.input_batch import StepSizes
 from triptych_kernels.ops import gather_rows
+from triptych_services.worker.attention.base import KvCache
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.backend import StepOutput
+from triptych_services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
+from triptych_services.worker.runner.input_batch import StepSizes
 
 
 class LastTokens:

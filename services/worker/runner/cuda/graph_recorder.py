@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from services.worker.runner.device_loss import is_lost_at_capture
 from triptych.errors import ConfigError
+from triptych_services.worker.runner.device_loss import is_lost_at_capture
 
 log = logging.getLogger(__name__)
 

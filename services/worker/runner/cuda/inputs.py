@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBatch
-from services.worker.runner.cuda.streams import DeviceStream
-from services.worker.runner.input_batch import InputBatch, InputBuffers
-from services.worker.sampling.batch import SamplingBatch
-from services.worker.sampling.params import COLUMN_TO_DTYPE
+from triptych_services.worker.attention.base import AttentionBatch
+from triptych_services.worker.runner.cuda.streams import DeviceStream
+from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers
+from triptych_services.worker.sampling.batch import SamplingBatch
+from triptych_services.worker.sampling.params import COLUMN_TO_DTYPE
 
 _ALIGNMENT = (
     256  # bytes; the allocator's own, so that kernels compiled for aligned pointers serve every column

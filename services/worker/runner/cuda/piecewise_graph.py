@@ -18,13 +18,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from services.worker.attention.base import AttentionBackend, AttentionBatch, KvCache
-from services.worker.runner.backend import StepOutput
-from services.worker.runner.cuda.forward import DeviceForward
-from services.worker.runner.cuda.graph_recorder import Cut, GraphRecorder, Replay, record_if_it_fits
-from services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
-from services.worker.runner.graph_sizes import token_buckets
-from services.worker.runner.input_batch import StepSizes
+from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch, KvCache
+from triptych_services.worker.runner.backend import StepOutput
+from triptych_services.worker.runner.cuda.forward import DeviceForward
+from triptych_services.worker.runner.cuda.graph_recorder import Cut, GraphRecorder, Replay, record_if_it_fits
+from triptych_services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
+from triptych_services.worker.runner.graph_sizes import token_buckets
+from triptych_services.worker.runner.input_batch import StepSizes
 
 
 class PiecewiseGraphPath:

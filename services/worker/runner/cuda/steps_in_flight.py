@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.runner.backend import ForwardBackend
-from services.worker.runner.base import CompletedStep, PendingStep
-from services.worker.runner.cuda.forward import LastTokens
-from services.worker.runner.cuda.streams import DeviceStream, ReadBack
-from services.worker.runner.input_batch import StepSizes
-from services.worker.runner.prompt_logprobs import PromptScorer
-from services.worker.runner.prompt_targets import PromptTargets
-from services.worker.runner.publish import publish
-from services.worker.runner.request_rows import Flags, RequestRows, StepRows
-from services.worker.sampling.sampler import ChosenTokens, Sampler
 from triptych.types.step import U32, RowError, StepResult, StepTimings, empty_u32
+from triptych_services.worker.runner.backend import ForwardBackend
+from triptych_services.worker.runner.base import CompletedStep, PendingStep
+from triptych_services.worker.runner.cuda.forward import LastTokens
+from triptych_services.worker.runner.cuda.streams import DeviceStream, ReadBack
+from triptych_services.worker.runner.input_batch import StepSizes
+from triptych_services.worker.runner.prompt_logprobs import PromptScorer
+from triptych_services.worker.runner.prompt_targets import PromptTargets
+from triptych_services.worker.runner.publish import publish
+from triptych_services.worker.runner.request_rows import Flags, RequestRows, StepRows
+from triptych_services.worker.sampling.sampler import ChosenTokens, Sampler
 
 log = logging.getLogger(__name__)
 

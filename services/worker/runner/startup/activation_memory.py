@@ -8,17 +8,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.worker.attention.base import AttentionBackend, AttentionBatch
-from services.worker.context.resolved_config import RankFacts
-from services.worker.layers.step_context import StepContext
-from services.worker.models.base import CausalLM
-from services.worker.runner.prompt_logprobs import MAX_SCORED_AT_ONCE
-from services.worker.runner.startup.kv_cache import allocate_kv_cache
-from services.worker.sampling.batch import SamplingBatch
-from services.worker.sampling.params import COLUMN_TO_DTYPE
 from triptych.types.facts import KvShape
 from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS
 from triptych_kernels.ops import gather_rows, token_logprobs
+from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
+from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.prompt_logprobs import MAX_SCORED_AT_ONCE
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.sampling.batch import SamplingBatch
+from triptych_services.worker.sampling.params import COLUMN_TO_DTYPE
 
 PeakOf = Callable[[Callable[[], None]], int]
 """A function that runs another and returns how many bytes that took at its peak."""

@@ -14,22 +14,22 @@ from functools import partial
 import torch
 from triton.runtime import driver
 
-from services.worker.attention.create import create_attention
-from services.worker.context import host
-from services.worker.context.device import free_memory
-from services.worker.context.rank_group import RankGroup
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.models.base import CausalLM
-from services.worker.runner.cuda.streams import CudaStream
-from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.startup.activation_memory import LargestSteps
-from services.worker.runner.startup.facts import worker_facts
-from services.worker.runner.startup.kv_cache import allocate_kv_cache
-from services.worker.runner.startup.kv_plan import plan_kv_cache
-from services.worker.runner.startup.warm_up import warm_up
 from triptych.errors import ConfigError
 from triptych_kernels.triton.linear.few_rows import FEW_ROWS
 from triptych_kernels.triton.tuning.compile_ahead import NotedLaunch, noted_launches
+from triptych_services.worker.attention.create import create_attention
+from triptych_services.worker.context import host
+from triptych_services.worker.context.device import free_memory
+from triptych_services.worker.context.rank_group import RankGroup
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.cuda.streams import CudaStream
+from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.startup.activation_memory import LargestSteps
+from triptych_services.worker.runner.startup.facts import worker_facts
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
+from triptych_services.worker.runner.startup.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 

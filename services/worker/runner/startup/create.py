@@ -12,41 +12,41 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from services.worker.attention.create import create_attention
-from services.worker.context import host
-from services.worker.context.attention_choice import NATIVE_DTYPES
-from services.worker.context.device import (
+from triptych.errors import ModelError
+from triptych.types.facts import Phase, WorkerFacts
+from triptych.types.identity import Likeness, ModelIdentity, compare
+from triptych_kernels.cpu.library import amx_refusal, isa
+from triptych_kernels.cpu.machine import rates
+from triptych_services.worker.attention.create import create_attention
+from triptych_services.worker.context import host
+from triptych_services.worker.context.attention_choice import NATIVE_DTYPES
+from triptych_services.worker.context.device import (
     device_name,
     leave_cores_to_kernels,
     missing_kernels,
     use_device,
     use_threads,
 )
-from services.worker.context.group_place import GroupPlace
-from services.worker.context.machine import describe_rates
-from services.worker.context.rank_group import RankGroup
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.layers.weights import weight_bytes
-from services.worker.loader.base import Checkpoint, digest_weights, fingerprint
-from services.worker.loader.load import DuringLoad, load_model, open_checkpoint
-from services.worker.models.base import CausalLM
-from services.worker.parallel.create import check_agreement, create_rank_group
-from services.worker.runner.base import PhaseChange
-from services.worker.runner.cuda.streams import CudaStream
-from services.worker.runner.graph_sizes import graph_token_limit
-from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.pipeline_stage import create_stage
-from services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
-from services.worker.runner.startup.facts import worker_facts
-from services.worker.runner.startup.kv_cache import allocate_kv_cache
-from services.worker.runner.startup.memory_plan import plan_memory
-from services.worker.runner.startup.warm_up import warm_up
-from services.worker.sampling.grammars import GrammarCompiler
-from triptych.errors import ModelError
-from triptych.types.facts import Phase, WorkerFacts
-from triptych.types.identity import Likeness, ModelIdentity, compare
-from triptych_kernels.cpu.library import amx_refusal, isa
-from triptych_kernels.cpu.machine import rates
+from triptych_services.worker.context.group_place import GroupPlace
+from triptych_services.worker.context.machine import describe_rates
+from triptych_services.worker.context.rank_group import RankGroup
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.layers.weights import weight_bytes
+from triptych_services.worker.loader.base import Checkpoint, digest_weights, fingerprint
+from triptych_services.worker.loader.load import DuringLoad, load_model, open_checkpoint
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.parallel.create import check_agreement, create_rank_group
+from triptych_services.worker.runner.base import PhaseChange
+from triptych_services.worker.runner.cuda.streams import CudaStream
+from triptych_services.worker.runner.graph_sizes import graph_token_limit
+from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.pipeline_stage import create_stage
+from triptych_services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
+from triptych_services.worker.runner.startup.facts import worker_facts
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.memory_plan import plan_memory
+from triptych_services.worker.runner.startup.warm_up import warm_up
+from triptych_services.worker.sampling.grammars import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +229,9 @@ def _load(
 def _compiled_ahead(
     config: ResolvedConfig, group: RankGroup, model: CausalLM
 ) -> AbstractContextManager[None]:
-    from services.worker.runner.startup.compile_ahead import compiled_ahead  # imports triton: not for CPUs
+    from triptych_services.worker.runner.startup.compile_ahead import (
+        compiled_ahead,  # imports triton: not for CPUs
+    )
 
     return compiled_ahead(config, group, model)
 

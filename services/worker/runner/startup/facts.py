@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.runner.base import max_steps_in_flight
-from services.worker.runner.startup.kv_plan import KvPlan
-from services.worker.runner.startup.numerics import numerics_of
 from triptych.types.facts import ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.runner.base import max_steps_in_flight
+from triptych_services.worker.runner.startup.kv_plan import KvPlan
+from triptych_services.worker.runner.startup.numerics import numerics_of
 
 
 def worker_facts(

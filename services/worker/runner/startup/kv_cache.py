@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.worker.attention.base import KvCache
-from services.worker.context.device import TORCH_DTYPES
 from triptych.types.facts import KvShape
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
+from triptych_services.worker.attention.base import KvCache
+from triptych_services.worker.context.device import TORCH_DTYPES
 
 _KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 

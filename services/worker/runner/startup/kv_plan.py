@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.parallel.shares import share_kv_heads, stage_layers
 from triptych.errors import ConfigError
 from triptych.types.facts import KvShape
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.parallel.shares import share_kv_heads, stage_layers
 
 _MIN_BLOCKS = 2  # the null block and one that a request can hold
 _MIB = 1 << 20

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from services.worker.attention.base import AttentionBackend
-from services.worker.context.device import free_memory
-from services.worker.context.rank_group import RankGroup
-from services.worker.context.resolved_config import ResolvedConfig
-from services.worker.models.base import CausalLM
-from services.worker.runner.graph_sizes import graph_token_limit
-from services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
-from services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache
 from triptych.config.step_size import next_smaller_step
 from triptych.errors import ConfigError
+from triptych_services.worker.attention.base import AttentionBackend
+from triptych_services.worker.context.device import free_memory
+from triptych_services.worker.context.rank_group import RankGroup
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.graph_sizes import graph_token_limit
+from triptych_services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
+from triptych_services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from importlib import metadata
 
-from services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.context.resolved_config import ResolvedConfig
 
 _PACKAGES = ("triptych", "torch", "triton", "llguidance")
 _PACKAGES_OF_ATTENTION = ("flash-attn", "flash-attn-3", "flashinfer-python")

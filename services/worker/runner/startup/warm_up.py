@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.runner.base import StepRunner
 from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS, SamplingParams
 from triptych.types.step import U32, NewRow, RowContent, StepPlan, empty_u32
+from triptych_services.worker.runner.base import StepRunner
 
 _NUM_TOKENS = 16  # enough to take the path of a prefill, too few to wait for
 

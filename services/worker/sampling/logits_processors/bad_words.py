@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.sampling.logits_processors.base import (
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import RowError
+from triptych_services.worker.sampling.logits_processors.base import (
     I64,
     ChangedRows,
     Flags,
@@ -17,9 +19,7 @@ from services.worker.sampling.logits_processors.base import (
     SlotValues,
     token_columns,
 )
-from services.worker.sampling.params import NOTHING_ALLOWED, LogitChange, TokenHistory
-from triptych.types.sampling import SamplingParams
-from triptych.types.step import RowError
+from triptych_services.worker.sampling.params import NOTHING_ALLOWED, LogitChange, TokenHistory
 
 
 class BadWords:

@@ -22,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.sampling.batch import to_device
-from services.worker.sampling.params import LogitChange
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError
 from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_services.worker.sampling.batch import to_device
+from triptych_services.worker.sampling.params import LogitChange
 
 I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.worker.sampling.logits_processors.allowed_ids import AllowedIds
-from services.worker.sampling.logits_processors.bad_words import BadWords
-from services.worker.sampling.logits_processors.base import DirectProcessor, FusedProcessor
-from services.worker.sampling.logits_processors.logit_bias import LogitBias
-from services.worker.sampling.logits_processors.min_tokens import MinTokens
-from services.worker.sampling.logits_processors.penalties import Penalties
-from services.worker.sampling.logits_processors.structured_outputs import StructuredForms
-from services.worker.sampling.logits_processors.thinking_budget import ThinkingBudgets
-from services.worker.sampling.params import TokenHistory
+from triptych_services.worker.sampling.logits_processors.allowed_ids import AllowedIds
+from triptych_services.worker.sampling.logits_processors.bad_words import BadWords
+from triptych_services.worker.sampling.logits_processors.base import DirectProcessor, FusedProcessor
+from triptych_services.worker.sampling.logits_processors.logit_bias import LogitBias
+from triptych_services.worker.sampling.logits_processors.min_tokens import MinTokens
+from triptych_services.worker.sampling.logits_processors.penalties import Penalties
+from triptych_services.worker.sampling.logits_processors.structured_outputs import StructuredForms
+from triptych_services.worker.sampling.logits_processors.thinking_budget import ThinkingBudgets
+from triptych_services.worker.sampling.params import TokenHistory
 
 
 def create_logits_processors(

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.sampling.logits_processors.base import (
+from triptych.types.sampling import SamplingParams
+from triptych_kernels.logit_index import BiasColumns
+from triptych_services.worker.sampling.logits_processors.base import (
     I64,
     ChangedRows,
     Flags,
@@ -15,9 +17,7 @@ from services.worker.sampling.logits_processors.base import (
     joined,
     row_column,
 )
-from services.worker.sampling.params import F32, LogitChange
-from triptych.types.sampling import SamplingParams
-from triptych_kernels.logit_index import BiasColumns
+from triptych_services.worker.sampling.params import F32, LogitChange
 
 
 class LogitBias:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.sampling.logits_processors.base import (
+from triptych.types.sampling import SamplingParams
+from triptych_kernels.logit_index import TokenColumns
+from triptych_services.worker.sampling.logits_processors.base import (
     I64,
     ChangedRows,
     Flags,
@@ -14,9 +16,7 @@ from services.worker.sampling.logits_processors.base import (
     SlotValues,
     token_columns,
 )
-from services.worker.sampling.params import LogitChange, TokenHistory
-from triptych.types.sampling import SamplingParams
-from triptych_kernels.logit_index import TokenColumns
+from triptych_services.worker.sampling.params import LogitChange, TokenHistory
 
 
 class MinTokens:

@@ -8,8 +8,11 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.sampling.batch import to_device
-from services.worker.sampling.logits_processors.base import (
+from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
+from triptych.types.step import RowError
+from triptych_kernels.logit_index import PenaltyColumns
+from triptych_services.worker.sampling.batch import to_device
+from triptych_services.worker.sampling.logits_processors.base import (
     I64,
     ChangedRows,
     Flags,
@@ -18,10 +21,7 @@ from services.worker.sampling.logits_processors.base import (
     joined,
     row_column,
 )
-from services.worker.sampling.params import F32, LogitChange, TokenHistory
-from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
-from triptych.types.step import RowError
-from triptych_kernels.logit_index import PenaltyColumns
+from triptych_services.worker.sampling.params import F32, LogitChange, TokenHistory
 
 PENALTY_OVERFLOWS = RowError.of_client(
     "sampling.repetition_penalty: it makes logits infinite; set it nearer to 1, where it changes nothing"

@@ -11,26 +11,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.context.rank_group import OneRank, RankGroup
-from services.worker.sampling.batch import to_device
-from services.worker.sampling.form_output import (
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import RowError
+from triptych_services.worker.context.rank_group import OneRank, RankGroup
+from triptych_services.worker.sampling.batch import to_device
+from triptych_services.worker.sampling.form_output import (
     MASKED_BY_OTHERS,
     SLOW_MASK_S,
     FormOutput,
     await_grammars,
     leave_out_late,
 )
-from services.worker.sampling.grammars import GrammarCompiler
-from services.worker.sampling.logits_processors.base import (
+from triptych_services.worker.sampling.grammars import GrammarCompiler
+from triptych_services.worker.sampling.logits_processors.base import (
     I64,
     ChangedRows,
     Flags,
     OwnRow,
     SlotValues,
 )
-from services.worker.sampling.params import LogitChange, TokenHistory
-from triptych.types.sampling import SamplingParams
-from triptych.types.step import RowError
+from triptych_services.worker.sampling.params import LogitChange, TokenHistory
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

@@ -9,12 +9,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.sampling.batch import to_device
-from services.worker.sampling.logits_processors.base import I64, ChangedRows, Flags, OwnRow, SlotValues
-from services.worker.sampling.params import LogitChange, TokenHistory
 from triptych.types.output_limits import ThinkingBudget
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError
+from triptych_services.worker.sampling.batch import to_device
+from triptych_services.worker.sampling.logits_processors.base import (
+    I64,
+    ChangedRows,
+    Flags,
+    OwnRow,
+    SlotValues,
+)
+from triptych_services.worker.sampling.params import LogitChange, TokenHistory
 
 _OPENS_WITHIN = 16
 """Tokens of an output in which its reasoning begins, if it does: white space may come before it."""
