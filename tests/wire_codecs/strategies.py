@@ -1,14 +1,21 @@
-"""Hypothesis strategies for every type that crosses the wire, within what its declaration promises."""
+"""Hypothesis strategies for every type that crosses the wire, made from its annotations and its message.
+
+A field that is added to a class and its message is drawn without a line here. Written out are only classes with fields
+that depend on each other, in `CONSTRAINED`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, get_args, get_origin
 
 import numpy as np
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import strategies as st
 
-from tests.wire_codecs import kv_strategies
+from triptych.internal.v1 import engine_core_pb2, kv_transfer_pb2, step_pb2, worker_pb2
 from triptych.rpc.session.handshake import Agreement, Protocol, SessionTerms
 from triptych.types.events import (
     AdmittedEvent,
@@ -17,37 +24,36 @@ from triptych.types.events import (
     PromptLogprobsEvent,
     ResumableEvent,
 )
-from triptych.types.facts import EngineStatus, KvShape, ModelFacts, WorkerFacts
-from triptych.types.identity import ModelIdentity
+from triptych.types.facts import WorkerFacts
+from triptych.types.kv_transfer import KvExport, KvOrders, KvProgress, KvPull
 from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
 from triptych.types.outputs import (
     CacheNews,
-    EngineLoad,
     FinishedRequest,
     FinishReason,
     Logprob,
     OutputBatch,
-    RequestFailure,
-    RequestPromptLogprobs,
     StageTimings,
     TokenLogprobs,
     Usage,
 )
-from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
+from triptych.types.row_key import RowKey
+from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField, SamplingParams
 from triptych.types.step import (
+    F32,
+    U32,
+    U64,
     LogprobColumns,
     NewRow,
     PromptLogprobs,
     RowContent,
     RowError,
-    RowErrorCode,
-    RowKey,
     StepPlan,
     StepResult,
-    StepTimings,
 )
 from triptych.types.structured import compiled
-from triptych.types.submit import AttachRequest, EngineLimits, EngineWelcome, PrefixHash, SubmitRequest
+from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
+from triptych.wire.codec import fields_of, is_record, split_optional, width_of
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -55,62 +61,113 @@ i32 = st.integers(-(2**31), 2**31 - 1)
 f32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 logprob_values = st.floats(width=32, allow_nan=False, max_value=0.0)  # -inf is a token that was masked
 words = st.text(st.characters(codec="utf-8"), max_size=12)
-token_ids = st.lists(u32, max_size=8).map(tuple)
+
+CONSTRAINED: dict[type, Callable[[], st.SearchStrategy]] = {}
+"""Class with fields that depend on each other -> its strategy. Filled below."""
+_SCALARS = {
+    FieldDescriptor.TYPE_UINT32: u32,
+    FieldDescriptor.TYPE_UINT64: u64,
+    FieldDescriptor.TYPE_INT32: i32,
+    FieldDescriptor.TYPE_SINT32: i32,
+    FieldDescriptor.TYPE_DOUBLE: st.floats(allow_nan=False),
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_STRING: words,
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=16),
+}
+_DTYPES = {U32: (np.uint32, u32), U64: (np.uint64, u64), F32: (np.float32, logprob_values)}
+
+
+def column(kind: Any, length: int | None = None) -> st.SearchStrategy:
+    dtype, values = _DTYPES[kind]
+    lengths = {"max_size": 6} if length is None else {"min_size": length, "max_size": length}
+    return st.lists(values, **lengths).map(lambda drawn: np.array(drawn, dtype=dtype))
 
 
 def u32_column(length: int | None = None) -> st.SearchStrategy:
-    lengths = {"max_size": 6} if length is None else {"min_size": length, "max_size": length}
-    return st.lists(u32, **lengths).map(lambda values: np.array(values, dtype=np.uint32))
+    return column(U32, length)
 
 
-def build(cls: type, **fields: st.SearchStrategy) -> st.SearchStrategy:
-    """`cls` with every field drawn: a field added to the type and not here fails the test that uses it."""
-    assert {field.name for field in dataclasses.fields(cls) if field.init} == set(fields), cls
-    return st.builds(cls, **fields)
+def build(cls: type, message: Any = None, **given: st.SearchStrategy) -> st.SearchStrategy:
+    """`cls` with every field drawn: what its message may hold, or what is given."""
+    descriptor = getattr(message, "DESCRIPTOR", message)
+    annotations = fields_of(cls)
+    assert given.keys() <= annotations.keys(), f"{cls.__name__} has no {given.keys() - annotations.keys()}"
+    drawn = {
+        name: _field_of(cls, name, kind, descriptor)
+        for name, kind in annotations.items()
+        if name not in given
+    }
+    return st.builds(cls, **drawn, **given)
 
 
-def number(name: str) -> st.SearchStrategy:
-    """A sampling field's values, which are of 32 bits."""
-    spec = SAMPLING_FIELDS[name]
-    return st.floats(spec.low, spec.high, exclude_min=spec.excludes_low, width=32)
+def _field_of(cls: type, name: str, annotation: Any, descriptor: Descriptor | None) -> st.SearchStrategy:
+    field = descriptor.fields_by_name.get(name) if descriptor is not None else None
+    strategy = _values_of(annotation, field, descriptor)
+    assert strategy is not None, f"{cls.__name__}.{name}: give a strategy, or a message that has the field"
+    return strategy
 
 
-sampling = build(
-    SamplingParams,
-    n=st.integers(1, 16384),
-    max_tokens=st.none() | u32,
-    min_tokens=u32,
-    temperature=number("temperature"),
-    top_p=number("top_p"),
-    top_k=st.integers(-1, 2**31 - 1),
-    min_p=number("min_p"),
-    presence_penalty=number("presence_penalty"),
-    frequency_penalty=number("frequency_penalty"),
-    repetition_penalty=number("repetition_penalty"),
-    seed=st.none() | u64,
-    stop=st.lists(words, max_size=3).map(tuple),
-    stop_token_ids=token_ids,
-    include_stop_str_in_output=st.booleans(),
-    ignore_eos=st.booleans(),
-    logprobs=st.none() | st.integers(-1, 20),
-    prompt_logprobs=st.none() | st.integers(-1, 20),
-    logit_bias=st.dictionaries(u32, f32, max_size=3).map(lambda biases: tuple(sorted(biases.items()))),
-    allowed_token_ids=token_ids,
-    logprob_token_ids=token_ids,
-    thinking_token_budget=st.none()
-    | build(ThinkingBudget, num_tokens=u32, opening_id=u32, closing_id=u32, is_open=st.booleans()),
-    repetition_detection=st.none()
-    | build(RepetitionDetection, max_pattern_size=u32, min_count=u32, min_pattern_size=u32),
-    structured_outputs=st.none() | words.filter(bool).map(compiled),
-    bad_words=st.lists(st.lists(u32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
-    detokenize=st.booleans(),
-    skip_special_tokens=st.booleans(),
-    spaces_between_special_tokens=st.booleans(),
-    output_kind=st.just(SamplingParams().output_kind),  # travels with the request, not with the parameters
+def _values_of(annotation: Any, field: Any, descriptor: Any) -> st.SearchStrategy | None:
+    inner, is_optional = split_optional(annotation)
+    if is_optional:
+        values = _values_of(inner, field, descriptor)
+        return None if values is None else st.none() | values
+    if inner in CONSTRAINED:
+        return CONSTRAINED[inner]()
+    if inner in _DTYPES:
+        return column(inner)
+    if (width := width_of(inner)) is not None:
+        name = st.binary(min_size=width.num_bytes, max_size=width.num_bytes)
+        return st.just(b"") | name if width.may_be_empty else name
+    if get_origin(inner) is tuple:
+        values = _values_of(get_args(inner)[0], field, descriptor)
+        values = u32 if get_args(inner)[0] is int else values
+        return None if values is None else st.lists(values, max_size=3).map(tuple)
+    if isinstance(inner, type) and issubclass(inner, Enum):
+        return st.sampled_from(inner)
+    if is_record(inner):  # its own message, or fields of this one
+        return build(inner, field.message_type if field is not None else descriptor)
+    return None if field is None else _SCALARS.get(field.type)
+
+
+def sampling_values(name: str, spec: SamplingField) -> st.SearchStrategy:
+    """Values of a sampling field, as they travel between the tiers."""
+    low, high = spec.low, spec.high
+    kinds = {
+        FieldKind.NUMBER: lambda: st.floats(low, high, exclude_min=spec.excludes_low, width=32),
+        FieldKind.INTEGER: lambda: (
+            st.integers(int(low), int(high)) | st.sampled_from([*spec.unsupported_values, int(low)])
+        ),
+        FieldKind.BOOLEAN: st.booleans,
+        FieldKind.STRINGS: lambda: st.lists(words, max_size=3).map(tuple),
+        FieldKind.TOKEN_IDS: lambda: st.lists(u32, max_size=8).map(tuple),
+        FieldKind.WORDS: lambda: st.lists(st.lists(u32, min_size=1, max_size=3).map(tuple), max_size=3).map(
+            tuple
+        ),
+        FieldKind.BIASES: lambda: st.dictionaries(u32, f32, max_size=3).map(
+            lambda given: tuple(sorted(given.items()))
+        ),
+        FieldKind.THINKING: lambda: build(ThinkingBudget, sampling_message("ThinkingBudget")),
+        FieldKind.REPETITION: lambda: build(RepetitionDetection, sampling_message("RepetitionDetection")),
+        FieldKind.STRUCTURED: lambda: words.filter(bool).map(compiled),
+        FieldKind.OUTPUT_KIND: lambda: st.just(spec.default),  # stays in the frontend
+    }
+    values = kinds[spec.kind]()
+    return st.none() | values if spec.default is None or name == "max_tokens" else values
+
+
+def sampling_message(name: str) -> Descriptor:
+    return step_pb2.RowContent.DESCRIPTOR.fields_by_name["sampling"].message_type.file.message_types_by_name[
+        name
+    ]
+
+
+sampling = st.builds(
+    SamplingParams, **{name: sampling_values(name, spec) for name, spec in SAMPLING_FIELDS.items()}
 )
 
-timings = build(StageTimings, queued_ns=u64, prefill_ns=u64, decode_ns=u64)
-usage = build(
+timings = st.builds(StageTimings, queued_ns=u64, prefill_ns=u64, decode_ns=u64)
+usage = st.builds(
     Usage, num_prompt_tokens=u32, num_output_tokens=u32, num_cached_tokens=u32, num_reasoning_tokens=u32
 )
 public_logprob = st.builds(Logprob.of_bytes, u32, logprob_values, st.binary(max_size=3), st.just(0))
@@ -210,19 +267,12 @@ def logprob_columns(draw: Any) -> LogprobColumns:
     )
 
 
-row_contents = build(RowContent, prompt_token_ids=u32_column(), sampling=sampling)
-new_rows = build(
-    NewRow,
-    slot=u32,
-    slot_version=u32,
-    content=row_contents,
-    emitted_token_ids=u32_column(),
-    num_computed_tokens=u32,
-    num_cached_tokens=u32,
-    block_ids=u32_column(),
-    seed=u64,
-    prompt_logprobs_start=u32,
-)
+def row_contents() -> st.SearchStrategy:
+    return build(RowContent, step_pb2.RowContent)
+
+
+def new_rows() -> st.SearchStrategy:
+    return build(NewRow, step_pb2.NewRow, content=row_contents())
 
 
 @st.composite
@@ -231,20 +281,14 @@ def plans(draw: Any) -> StepPlan:
     return draw(
         build(
             StepPlan,
-            step_id=u64,
-            last_result_seen=u64,
-            removed_slots=u32_column(),
-            new_rows=st.lists(new_rows, max_size=2).map(tuple),
+            step_pb2.Step,
+            new_rows=st.lists(new_rows(), max_size=2).map(tuple),
             chunk_slots=u32_column(num_chunks),
             chunk_lengths=u32_column(num_chunks),
-            skipped_slots=u32_column(),
             block_slots=u32_column(num_blocks),
             block_ids=u32_column(num_blocks),
             sample_slots=u32_column(num_samples),
             sample_limits=u32_column(num_samples),
-            num_tokens=u32,
-            kv_orders=st.none() | kv_strategies.orders,
-            may_defer_rows=st.booleans(),
         )
     )
 
@@ -255,76 +299,28 @@ row_keys = st.builds(RowKey, u32, u32)
 @st.composite
 def results(draw: Any) -> StepResult:
     counts = draw(st.lists(st.integers(0, 3), max_size=4))
-    token_ids = u32_column(sum(counts)) if counts else u32_column()
     return draw(
         build(
             StepResult,
-            step_id=u64,
-            token_ids=token_ids,
+            step_pb2.Result,
+            token_ids=u32_column(sum(counts)) if counts else u32_column(),
             token_counts=st.just(np.array(counts, dtype=np.uint32)),
-            logprobs=st.none() | logprob_columns(),
             prompt_logprobs=st.dictionaries(row_keys, prompt_logprobs(), max_size=2),
-            row_errors=st.dictionaries(
-                row_keys,
-                build(RowError, message=words, code=st.sampled_from(RowErrorCode), kv_is_valid=st.booleans()),
-                max_size=2,
-            ),
-            timings=build(
-                StepTimings,
-                prepare_ns=u64,
-                forward_ns=u64,
-                sample_ns=u64,
-                idle_ns=u64,
-                gap_ns=u64,
-                mask_ns=u64,
-            ),
+            row_errors=st.dictionaries(row_keys, build(RowError, step_pb2.RowError), max_size=2),
         )
     )
 
 
-model_facts = build(
-    ModelFacts,
-    name=words,
-    identity=build(
-        ModelIdentity,
-        fingerprint=words,
-        weights=words,
-        adapter=words,
-        numerics=words,
-        is_batch_invariant=st.booleans(),
-    ),
-    vocab_size=u32,
-    max_model_len=u32,
-    eos_token_ids=token_ids,
-    dtype=words,
-    kv_dtype=words,
-    quantization=words,
-)
-worker_facts = build(
-    WorkerFacts,
-    boot_id=words,
-    model=model_facts,
-    kv=build(
-        KvShape,
-        num_blocks=u32,
-        block_size=u32,
-        num_layers=u32,
-        num_kv_heads=u32,
-        head_dim=u32,
-        dtype=words,
-        soft_num_blocks=st.none() | u32,
-    ),
-    max_num_seqs=u32,
-    max_num_batched_tokens=u32,
-    max_steps_in_flight=u32,
-    max_samples_per_row=u32,
-    num_stages=st.integers(1, 2**32 - 1),
-    device_name=words,
-    kernels=words,
-    weight_bytes=u64,
-    load_s=st.floats(allow_nan=False),
-    kv_endpoint=st.none() | kv_strategies.endpoints,
-)
+@st.composite
+def blocks_of(draw: Any, cls: type, message: Any) -> KvExport | KvPull:
+    """KV blocks with a hash each."""
+    part = draw(build(cls, message))
+    num_blocks = min(len(part.block_ids), len(part.hashes))
+    return dataclasses.replace(part, block_ids=part.block_ids[:num_blocks], hashes=part.hashes[:num_blocks])
+
+
+def worker_facts() -> st.SearchStrategy:
+    return build(WorkerFacts, worker_pb2.WorkerFacts, num_stages=st.integers(1, 2**32 - 1))
 
 
 @st.composite
@@ -333,27 +329,10 @@ def submits(draw: Any) -> SubmitRequest:
     return draw(
         build(
             SubmitRequest,
-            request_id=words,
+            engine_core_pb2.Submit,
             numbers=u32_column(num_choices),
-            seeds=st.lists(u64, min_size=num_choices, max_size=num_choices).map(
-                lambda seeds: np.array(seeds, np.uint64)
-            ),
-            prompt_token_ids=u32_column(),
+            seeds=column(U64, num_choices),
             emitted=st.just(()) | st.tuples(*[u32_column()] * num_choices),
-            sampling=sampling,
-            priority=i32,
-            tenant=words,
-            cache_salt=words,
-            deadline_remaining_ms=st.none() | u64,
-            adapter=words,
-            whole_output=st.booleans(),
-            num_engine_deaths=u32,
-            is_moved=st.booleans(),
-            kv_lease=st.just(b"") | kv_strategies.leases,
-            kv_source=st.none() | kv_strategies.sources,
-            keep_ms=u32,
-            resume_secret=st.binary(max_size=16),
-            frontend_state=st.binary(max_size=5),
             cached_tokens=st.just(()) | st.tuples(*[st.none() | st.integers(0, 2**32 - 2)] * num_choices),
         )
     )
@@ -365,39 +344,16 @@ def attach_requests(draw: Any) -> AttachRequest:
     return draw(
         build(
             AttachRequest,
-            secret=st.binary(max_size=16),
+            engine_core_pb2.Attach,
             first_number=st.integers(1, 1 << 31),
             num_choices=st.just(num_choices),
             seen=st.dictionaries(st.integers(0, num_choices - 1), st.integers(1, 1 << 31)),
-            tenant=st.none() | words,
         )
     )
 
 
-welcomes = build(
-    EngineWelcome,
-    engine_id=words,
-    ready=st.booleans(),
-    why_not_ready=words,
-    model=st.none() | model_facts,
-    limits=st.builds(
-        EngineLimits,
-        has_priorities=st.booleans(),
-        max_choices=u32,
-        keeps_requests=st.booleans(),
-        max_running=u32,
-    ),
-    prefix_hash=st.none() | st.builds(PrefixHash, words, u32, st.binary(max_size=16)),
-    boot_id=words,
-    role=kv_strategies.roles,
-    kv_endpoint=st.none() | kv_strategies.endpoints,
-    num_other_frontends=u32,
-    takes_streams=st.booleans(),
-)
-
-
 EVERYTHING = Protocol("client", "server", version=7, features=(1 << 64) - 1)
-session_terms = build(
+session_terms = st.builds(
     SessionTerms,
     name=words,
     is_resumed=st.booleans(),
@@ -405,24 +361,9 @@ session_terms = build(
     resume_ttl_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
     agreement=st.builds(Agreement, st.just(EVERYTHING.version), u64),
 )
-
-
 hashes = st.lists(st.binary(min_size=16, max_size=16), max_size=3).map(b"".join)
-# Told or not, an empty change is none.
-cache_news = build(CacheNews, is_cleared=st.booleans(), stored=hashes, evicted=hashes).filter(
-    lambda news: news != CacheNews()
-)
-seconds = st.floats(0, 1e6)
-engine_loads = build(
-    EngineLoad,
-    num_prefill_tokens=u64,
-    num_running=u32,
-    num_waiting=u32,
-    num_free_blocks=u32,
-    num_free_rows=i32,
-    prefill_token_s=seconds,
-    decode_step_s=seconds,
-    row_interval_s=seconds,
+cache_news = st.builds(CacheNews, is_cleared=st.booleans(), stored=hashes, evicted=hashes).filter(
+    lambda news: news != CacheNews()  # sent or not, an empty change is none
 )
 
 
@@ -432,50 +373,51 @@ def output_batches(draw: Any) -> OutputBatch:
     counts = draw(
         st.just([]) | st.lists(st.integers(1, 3), min_size=num_requests, max_size=num_requests),
     )
+    finished = st.builds(
+        FinishedRequest,
+        number=u32,
+        reason=st.sampled_from(FinishReason),
+        stop_token_id=st.none() | st.integers(0, 2**32 - 2),
+        num_cached_tokens=u32,
+        timings=timings,
+    )
     return draw(
         build(
             OutputBatch,
-            batch_id=u64,
-            admitted=u32_column(),
+            engine_core_pb2.OutputBatch,
             numbers=u32_column(num_requests),
             token_counts=st.just(np.array(counts, dtype=np.uint32)),
             token_ids=u32_column(sum(counts) if counts else num_requests),
-            logprobs=st.none() | logprob_columns(),
-            num_free_places=st.none() | u32,
-            released=u32_column(),
             first_numbers=u32_column(num_first),
             first_cached_tokens=u32_column(num_first),
-            attached=st.lists(submits(), max_size=1).map(tuple),
             cache=st.none() | cache_news,
-            load=st.none() | engine_loads,
-            prompt_logprobs=st.lists(
-                build(RequestPromptLogprobs, number=u32, logprobs=prompt_logprobs()), max_size=2
-            ).map(tuple),
-            finished=st.lists(
-                build(
-                    FinishedRequest,
-                    number=u32,
-                    reason=st.sampled_from(FinishReason),
-                    stop_token_id=st.none() | st.integers(0, 2**32 - 2),
-                    num_cached_tokens=u32,
-                    timings=timings,
-                ),
-                max_size=3,
-            ).map(tuple),
-            failures=st.lists(
-                build(RequestFailure, number=u32, code=words, message=words, field=words, retry_after_ms=u32),
-                max_size=2,
-            ).map(tuple),
+            finished=st.lists(finished, max_size=3).map(tuple),
         )
     )
 
 
-statuses = build(
-    EngineStatus,
-    **{
-        field.name: {"str": words, "bool": st.booleans(), "int": u32, "int | None": st.none() | u32}.get(
-            str(field.type), st.dictionaries(words, u64, max_size=3)
-        )
-        for field in dataclasses.fields(EngineStatus)
-    },
-)
+def welcomes() -> st.SearchStrategy:
+    return build(EngineWelcome, engine_core_pb2.ConnectWelcome)
+
+
+CONSTRAINED |= {
+    SamplingParams: lambda: sampling,
+    LogprobColumns: logprob_columns,
+    PromptLogprobs: prompt_logprobs,
+    StepPlan: plans,
+    StepResult: results,
+    KvExport: lambda: blocks_of(KvExport, kv_transfer_pb2.KvExport),
+    KvPull: lambda: blocks_of(KvPull, kv_transfer_pb2.KvPull),
+    WorkerFacts: worker_facts,
+    SubmitRequest: submits,
+    AttachRequest: attach_requests,
+    OutputBatch: output_batches,
+}
+
+
+def orders() -> st.SearchStrategy:
+    return build(KvOrders, kv_transfer_pb2.KvOrders)
+
+
+def progress() -> st.SearchStrategy:
+    return build(KvProgress, kv_transfer_pb2.KvProgress)

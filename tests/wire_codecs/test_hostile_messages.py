@@ -21,6 +21,7 @@ SUBMIT = engine_core_pb2.Submit(
     prompt_token_ids=bytes(8),
     task=step_pb2.TASK_GENERATE,
     sampling={"max_tokens": 4},
+    kv_source={"lease": bytes(16)},
 )
 READERS: tuple[tuple[Message, Callable[[Any], object]], ...] = (
     (SUBMIT, engine_core.submit_from_proto),
@@ -32,7 +33,6 @@ READERS: tuple[tuple[Message, Callable[[Any], object]], ...] = (
     (worker_pb2.WorkerFacts(), worker.worker_facts_from_proto),
     (kv_transfer_pb2.KvOrders(), kv_transfer.orders_from_proto),
     (kv_transfer_pb2.KvProgress(), kv_transfer.progress_from_proto),
-    (kv_transfer_pb2.KvSource(lease=bytes(16)), kv_transfer.source_from_proto),
 )
 """Messages that are right, and what reads their kind."""
 of_each_kind = pytest.mark.parametrize(("base", "read"), READERS, ids=lambda each: type(each).__name__)

@@ -15,9 +15,19 @@ from hypothesis import strategies as st
 
 from tests.helpers.journals import RecordedRun
 from tests.helpers.scheduling import make_prompt
-from tests.wire_codecs.kv_strategies import progress
-from tests.wire_codecs.strategies import build, plans, results, submits, u32, u64, words, worker_facts
+from tests.wire_codecs.strategies import (
+    build,
+    plans,
+    progress,
+    results,
+    submits,
+    u32,
+    u64,
+    words,
+    worker_facts,
+)
 from tests.wire_codecs.test_round_trips import assert_same
+from tools.replay.journal_rows import RowNames, SessionRows, read_measured_steps
 from triptych.config.step_times import StepWork
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import journal_pb2
@@ -42,7 +52,6 @@ from triptych.types.journal import (
 )
 from triptych.types.step import StepTimings
 from triptych.wire.journal import JOURNAL_SUFFIX, event_from_bytes, event_to_bytes, framed, read_journal
-from triptych.wire.journal_rows import RowNames, SessionRows, read_measured_steps
 
 WHATS: dict[type[What], st.SearchStrategy] = {
     Planned: build(Planned, plan=st.none() | plans()),
@@ -52,12 +61,12 @@ WHATS: dict[type[What], st.SearchStrategy] = {
     Aborted: build(Aborted, session=u64, number=u32),
     SessionOpened: build(SessionOpened, session=u64),
     SessionClosed: build(SessionClosed, session=u64),
-    WorkerReady: build(WorkerReady, facts=worker_facts, after_crash=st.booleans()),
+    WorkerReady: build(WorkerReady, facts=worker_facts(), after_crash=st.booleans()),
     WorkerGone: build(WorkerGone),
     CacheReset: build(CacheReset),
     Paused: build(Paused, mode=st.sampled_from(list(PauseMode))),
     Resumed: build(Resumed),
-    KvProgressed: build(KvProgressed, progress=progress),
+    KvProgressed: build(KvProgressed, progress=progress()),
     Closed: build(Closed, reason=words),
 }
 

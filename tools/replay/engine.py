@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tools.replay.journal_rows import RowNames
 from tools.replay.plan_difference import differences_between, is_same
 from triptych.config import EngineConfig
 from triptych.config.loader import load_config
@@ -28,7 +29,6 @@ from triptych.types.journal import (
 )
 from triptych.types.step import StepPlan
 from triptych.wire.journal import JournalReader
-from triptych.wire.journal_rows import RowNames
 from triptych_services.enginecore.engine import EngineCore
 
 
@@ -157,13 +157,13 @@ class _Replayer:
             case Submitted(session, request):
                 self.num_requests += 1
                 self._names.note_submit(request)
-                engine.submit(session, request)
+                engine.frontends.submit(session, request)
             case Aborted(session, number):
-                engine.abort(session, number)
+                engine.frontends.abort(session, number)
             case SessionOpened(session):
-                engine.open_session(session)
+                engine.frontends.open_session(session)
             case SessionClosed(session):
-                engine.close_session(session)
+                engine.frontends.close_session(session)
             case WorkerReady(facts, after_crash):
                 engine.worker_ready(facts, after_crash=after_crash)
             case WorkerGone():

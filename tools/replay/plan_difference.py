@@ -44,7 +44,7 @@ class Difference:
     recorded: str
     now: str
     slots: frozenset[int] = frozenset()
-    """Slots concerned, as far as they are known."""
+    """Slots concerned, where they are known."""
 
     def __str__(self) -> str:
         return f"{self.field}: recorded {self.recorded}, now {self.now}"

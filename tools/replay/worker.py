@@ -16,6 +16,7 @@ from typing import NoReturn
 import grpc.aio
 import numpy as np
 
+from tools.replay.journal_rows import RowNames, SessionRows
 from triptych.config.loader import load_config, shared_config
 from triptych.errors import ConfigError, EngineUnavailable, TriptychError
 from triptych.internal.v1 import session_pb2, worker_pb2, worker_pb2_grpc
@@ -26,7 +27,6 @@ from triptych.types.facts import WorkerFacts
 from triptych.types.journal import Planned, ResultTaken, Submitted, WorkerGone, WorkerReady
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.journal import JournalReader
-from triptych.wire.journal_rows import RowNames, SessionRows
 from triptych.wire.result import result_from_proto
 from triptych.wire.step import StepEncoder
 

@@ -20,7 +20,7 @@ from triptych.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
-"""Open at once. One more takes the place of the one that has waited the longest for its request."""
+"""Connections open at once. One more takes the place of the one that has waited the longest for its request."""
 _MAX_HEAD_BYTES = 8192
 _TIMEOUT_S = 5.0  # for a request to arrive, and for its answer to be read
 _BACKLOG = 32

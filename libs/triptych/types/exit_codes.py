@@ -15,6 +15,6 @@ class ExitCode(IntEnum):
     MISCONFIGURED = 2
     """The configuration cannot work. The last line of the log says why; a restart does not help."""
     FENCED = 3
-    """An engine core whose worker another, started later, has taken over."""
+    """An engine core after another, started later, has taken over its worker."""
     HUNG = 70
     """A worker with a step that made no progress, or a rank that has lost another one of its group."""

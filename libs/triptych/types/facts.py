@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
+from operator import attrgetter
+from typing import Any
 
 from triptych.types.identity import ModelIdentity
 from triptych.types.kv_transfer import KvEndpoint, TransferCounts
@@ -119,54 +122,133 @@ class SleepLevel(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class StatusRow:
+    """A number of an engine's status, as everything that shows it needs it."""
+
+    path: str
+    """Its place in an `EngineStatus`: num_running, counters.num_steps."""
+    help: str
+    is_counter: bool
+    """It only grows, as long as the engine lives."""
+    metric: str
+    """Its name in the engine's metrics, behind `triptych_engine_`. Empty: it is not there."""
+    shared: str
+    """Its name in the frontends' metrics, behind `triptych_frontend_`: vLLM's, where vLLM has it. Empty: not there."""
+    heading: str
+    """Its column in `triptych watch`, which shows what was added since the line before. Empty: it has none."""
+    scale: float
+    """Factor from the unit of the status to that of metrics."""
+
+    def read(self, status: EngineStatus) -> float:
+        """Return the number in a status, in the unit of metrics."""
+        return float(attrgetter(self.path)(status) * self.scale)
+
+
+def _gauge(help: str, metric: str = "", *, shared: str = "", scale: float = 1, default: Any = 0) -> Any:
+    row = {"help": help, "metric": metric, "shared": shared, "heading": "", "scale": scale}
+    return field(default=default, metadata={"row": row | {"is_counter": False}})
+
+
+def _counter(help: str, metric: str, *, shared: str = "", heading: str = "") -> Any:
+    row = {"help": help, "metric": metric, "shared": shared, "heading": heading, "scale": 1}
+    return field(default=0, metadata={"row": row | {"is_counter": True}})
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start. Only the scheduler writes them. They never fall, even when the worker is lost."""
+
+    num_steps: int = _counter("Steps planned.", "steps")
+    num_scheduled_tokens: int = _counter("Tokens planned, recomputed ones included.", "scheduled_tokens")
+    prefix_queries: int = _counter(
+        "Prompt tokens looked up in the prefix cache, once per request.",
+        "prefix_query_tokens",
+        shared="prefix_cache_queries",
+    )
+    prefix_hits: int = _counter(
+        "Prompt tokens found in the prefix cache, and not computed.",
+        "prefix_hit_tokens",
+        shared="prefix_cache_hits",
+    )
+    num_preemptions: int = _counter(
+        "Times that a running request lost its row for lack of blocks.",
+        "preemptions",
+        shared="num_preemptions",
+        heading="preempted",
+    )
+    num_finished: dict[str, int] = field(
+        default_factory=lambda: {"stop": 0, "length": 0, "repetition": 0, "abort": 0, "error": 0}
+    )
+    """Reason -> requests that ended for it."""
+
+    def copy(self) -> EngineCounters:
+        """Return the counters as they are now."""
+        return replace(self, num_finished=dict(self.num_finished))
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """One engine's counters at one moment."""
+    """One engine's counters at one moment. A number with a help text is shown everywhere by its row of STATUS_ROWS."""
 
     engine_id: str
     ready: bool
     why_not_ready: str
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    """Blocks that requests may hold (the null block is not one)."""
-    num_used_blocks: int = 0
-    num_cached_blocks: int = 0
-    """Free blocks whose content can still be hit."""
-    num_steps: int = 0
-    steps_in_flight: int = 0
-    step_ns: int = 0
-    """Moving average between two results while busy."""
-    prefix_queries: int = 0
-    """Prompt tokens looked up since start."""
-    prefix_hits: int = 0
-    """Tokens among them that the prefix cache held."""
-    num_preemptions: int = 0
-    num_scheduled_tokens: int = 0
-    num_finished: dict[str, int] = field(default_factory=dict)
-    """Requests ended, by reason (stop, length, abort, error)."""
+    num_running: int = _gauge(
+        "Choices with a row in the worker.", "running_requests", shared="num_requests_running"
+    )
+    num_waiting: int = _gauge(
+        "Choices that wait for a row.", "waiting_requests", shared="num_requests_waiting"
+    )
+    num_blocks: int = _gauge("KV blocks that requests may hold.", "blocks")
+    num_used_blocks: int = _gauge("KV blocks that requests hold.", "used_blocks")
+    num_cached_blocks: int = _gauge("Free KV blocks with content that can still be hit.")
+    num_touched_blocks: int = _gauge(
+        "KV blocks that requests have held since the worker was ready. On a CPU only these take memory.",
+        "touched_blocks",
+    )
+    steps_in_flight: int = _gauge(
+        "Steps to keep in flight towards the worker, as measured or configured.", "steps_in_flight"
+    )
+    step_ns: int = _gauge("Moving average of the time between two results while busy, in nanoseconds.")
+    counters: EngineCounters = field(default_factory=EngineCounters)
     paused: bool = False
     journal: str = "off"
     """off, recording, full, failed, closed."""
-    asleep: bool = False
-    """The worker sleeps until an operator wakes it."""
-    oldest_waiting_s: float = 0.0
-    """Seconds for which the request that waits for a row longest has been queued. 0: none waits."""
+    asleep: bool = _gauge(
+        "1 while the worker sleeps until an operator wakes it.",
+        "asleep",
+        shared="engine_sleep_state",
+        default=False,
+    )
+    oldest_waiting_s: float = _gauge(
+        "Time that the request which waits longest for a row has been queued; 0: none waits.",
+        "oldest_waiting_seconds",
+        default=0.0,
+    )
     num_waiting_by_priority: dict[int, int] = field(default_factory=dict)
     """Priority -> requests of it that wait for a row."""
     kv_transfers: TransferCounts = field(default_factory=TransferCounts)
-    journal_bytes: int = 0
-    """Bytes of this engine's journals, those of earlier runs included."""
-    journal_oldest_at_ms: int = 0
-    """Unix time of the start of the earliest run that they hold. 0: they hold none."""
-    num_kept: int = 0
-    """Requests that run on without a frontend that reads them."""
+    journal_bytes: int = _gauge("Bytes of this engine's journals, earlier runs included.", "journal_bytes")
+    journal_oldest_at_ms: int = _gauge(
+        "Unix time of the start of the earliest run that the journals hold; 0: they hold none.",
+        "journal_oldest_timestamp_seconds",
+        scale=1e-3,
+    )
+    num_kept: int = _gauge("Requests that run on without a frontend that reads them.", "kept_requests")
     draining: bool = False
     """It takes no more requests, and goes on with those that it has."""
-    num_touched_blocks: int = 0
-    """Blocks that requests have held since the worker was ready. On a CPU only these take memory."""
     soft_num_blocks: int | None = None
     """As in `KvShape`."""
     block_bytes: int = 0
     """Bytes of one block in all layers of a rank."""
     block_size: int = 0
     """Tokens per block."""
+
+
+STATUS_ROWS: Mapping[str, StatusRow] = {
+    each.name: StatusRow(path=prefix + each.name, **each.metadata["row"])
+    for prefix, cls in (("", EngineStatus), ("counters.", EngineCounters))
+    for each in fields(cls)
+    if "row" in each.metadata
+}
+"""Field -> its row, of `EngineStatus` and of its counters."""

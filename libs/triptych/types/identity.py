@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -28,6 +29,14 @@ class ModelIdentity:
     ones give equal bits for equal steps. Empty: not known, and equal to no other."""
     is_batch_invariant: bool = False
     """A request's bits do not depend on what runs beside it, nor on how its prompt is cut into steps."""
+
+    @property
+    def digest(self) -> str:
+        """Names this identity, and no other one: sha256 over its fields, hexadecimal.
+
+        Builds that know different fields would refuse each other's moves: a field that is added joins only when set.
+        """
+        return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()
 
 
 class Likeness(IntEnum):

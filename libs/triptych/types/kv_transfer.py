@@ -10,11 +10,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Annotated
 
 from triptych.types.row_key import RowKey
 
+HASH_BYTES = 16
+"""Bytes of the hash that names a block (`triptych.prefix_hash`)."""
 LEASE_BYTES = 16
 """Bytes of a lease's name, which is drawn at random: a peer that knows it may pull the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """In an annotation: the length of bytes, which other tiers refuse in another length."""
+
+    num_bytes: int
+    may_be_empty: bool = False
+    """Empty bytes mean that there are none."""
+
+
+Lease = Annotated[bytes, Width(LEASE_BYTES)]
+BlockHash = Annotated[bytes, Width(HASH_BYTES)]
 
 
 class EngineRole(Enum):
@@ -43,7 +59,7 @@ class KvSource:
     """The place at which the blocks of one prompt can be pulled."""
 
     endpoint: KvEndpoint
-    lease: bytes
+    lease: Lease
     """The name under which they are held there."""
     ready_in_s: float
     """Seconds in which the last of them is expected to have been computed and to have arrived."""
@@ -53,13 +69,13 @@ class KvSource:
 class KvExport:
     """Further blocks that other workers may pull, once the step that says so is computed."""
 
-    lease: bytes
+    lease: Lease
     row: RowKey
     """The row that has them. If it fails so that its KV is not valid, the lease fails."""
     first_index: int
     """Index of the first of them in its prompt. The blocks of a lease are exported in order."""
     block_ids: tuple[int, ...]
-    hashes: tuple[bytes, ...]
+    hashes: tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +85,12 @@ class KvPull:
     pull_id: int
     """Its name, never used twice in a session."""
     address: str
-    lease: bytes
+    lease: Lease
     first_index: int
     """Index of the first of them in its prompt."""
     block_ids: tuple[int, ...]
     """The blocks to be written, in order. Nothing else writes to them or reads them until the pull is stopped."""
-    hashes: tuple[bytes, ...]
+    hashes: tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +103,8 @@ class KvOrders:
     """
 
     exports: tuple[KvExport, ...] = ()
-    released: tuple[bytes, ...] = ()
-    """Leases whose blocks are not served any more."""
+    released: tuple[Lease, ...] = ()
+    """Leases of blocks that are not served any more."""
     pulls: tuple[KvPull, ...] = ()
     stopped: tuple[int, ...] = ()
     """Pulls that have ended, or end now."""
@@ -129,15 +145,15 @@ class TransferCounts:
     """An engine's transfers of KV blocks since its start, by how they ended. The counts never fall."""
 
     num_in_complete: int = 0
-    """Prompts whose blocks have all come from other workers."""
+    """Prompts that were pulled whole from other workers."""
     num_in_failed: int = 0
     """Prompts of which a part was computed here in the end, because blocks were late or did not come."""
     num_in_blocks: int = 0
     """Blocks that have come."""
     num_out_complete: int = 0
-    """Prompts whose blocks other workers have pulled, all of them."""
+    """Prompts that other workers have pulled whole."""
     num_out_expired: int = 0
-    """Prompts whose blocks nobody has pulled in time, or not all."""
+    """Prompts that no worker pulled whole before the lease ended."""
     num_out_blocks: int = 0
     """Blocks that were pulled."""
 

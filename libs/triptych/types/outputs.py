@@ -92,11 +92,11 @@ class CacheNews:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
+class LoadReport:
     """The work that a new request would wait for at an engine. Measured times are 0 until something was measured."""
 
     num_prefill_tokens: int
-    """Prompt tokens of all its requests that are still to be computed, as far as that is known."""
+    """Prompt tokens of all its requests that are still to be computed; an estimate."""
     num_running: int
     """Choices that have a row."""
     num_waiting: int
@@ -142,7 +142,7 @@ class OutputBatch:
     first_cached_tokens: U32 = field(default_factory=empty_u32)
     """[f] prompt tokens of each that the first engine with output of it found in its cache."""
     cache: CacheNews | None = None
-    load: EngineLoad | None = None
+    load: LoadReport | None = None
     """As it is with everything that came before this; None: no news."""
 
     @property

@@ -288,7 +288,7 @@ class SamplingParams:
     bad_words: Sequence[str] | Sequence[tuple[int, ...]] = _declare(
         FieldKind.WORDS,
         (),
-        "Texts whose tokens never follow one another in the output, at its beginning or behind a space as well.",
+        "Texts: their tokens never follow one another in the output, at its beginning or behind a space as well.",
         max_items=_MAX_BAD_WORDS,
         max_chars=_MAX_STOP_CHARS,
         trial=((0,), (1, 2)),

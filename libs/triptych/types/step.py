@@ -75,7 +75,7 @@ class NewRow:
     emitted_token_ids: U32
     """[num_emitted] the tokens that followed the prompt before a preemption, a crash or a move."""
     num_computed_tokens: int
-    """Positions whose KV is already in the blocks: the first position this row computes."""
+    """Positions with KV in the blocks already: the first position this row computes."""
     num_cached_tokens: int
     """Positions below this are in shared blocks and are never written. Equal to
     `num_computed_tokens`, or one more when the whole prompt hit the cache and only its last token is

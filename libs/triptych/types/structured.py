@@ -50,7 +50,7 @@ class StructuredOutputs:
         StructuredOutputs(regex="[0-9]{5}")
         StructuredOutputs(choice=["yes", "no"])
 
-    Behind the frontend it is always a `grammar` whose syntax is COMPILED.
+    Behind the frontend it is always a `grammar` of syntax COMPILED.
     """
 
     json: str | Mapping[str, Any] | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from triptych.types.facts import ModelFacts
-from triptych.types.kv_transfer import EngineRole, KvEndpoint, KvSource
+from triptych.types.kv_transfer import LEASE_BYTES, EngineRole, KvEndpoint, KvSource, Width
 from triptych.types.sampling import MAX_CHOICES, SamplingParams
 from triptych.types.step import U32, U64
 
@@ -20,12 +20,28 @@ MAX_FRONTEND_STATE_BYTES = 16 << 10
 _SCALAR_BYTES = 512  # of all fields of one number each, with their tags
 
 
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """The part of a request that all tiers carry as it is, from the client's call to the engine's queue.
+
+    Its deadline is no part of it: it is time left in a message, and a reading of each process's own clock elsewhere.
+    """
+
+    request_id: str = ""
+    """Its name in the logs; unique among its frontend's requests while it is alive."""
+    priority: int = 0
+    """Requests with a lower number run first."""
+    tenant: str = ""
+    """The tenant that its tokens are charged to."""
+    cache_salt: str = ""
+    """Prefixes are shared only between requests with equal salts."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SubmitRequest:
     """One request as the engine takes it: validated, tokenized, with one or several choices."""
 
-    request_id: str
-    """Its name in the logs; unique among its frontend's requests while it is alive."""
+    head: RequestHead
     numbers: U32
     """[num_choices] the name of each choice in this frontend's session; never used twice there."""
     seeds: U64
@@ -36,9 +52,6 @@ class SubmitRequest:
     """[num_choices] the tokens of each that another engine has emitted already; empty if none of any."""
     sampling: SamplingParams
     """`max_tokens` is never None here; it counts from the end of the prompt."""
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
     deadline_remaining_ms: int | None = None
     adapter: str = ""
     whole_output: bool = False
@@ -53,13 +66,16 @@ class SubmitRequest:
     """If it is kept: by which an `AttachRequest` finds it."""
     frontend_state: bytes = b""
     """If it is kept: what a frontend needs to know to go on with it. The engine does not read it."""
-    kv_lease: bytes = b""
+    kv_lease: Annotated[bytes, Width(LEASE_BYTES, may_be_empty=True)] = b""
     """The name under which other workers may pull the prompt's blocks. Empty: they may not."""
     kv_source: KvSource | None = None
     """The place at which the prompt's blocks can be pulled. None: there is none."""
     cached_tokens: tuple[int | None, ...] = ()
     """[num_choices] prompt tokens that the engine with the first token of each found in its cache; None: not known.
     Empty: not known of any."""
+    model_digest: str = ""
+    """`ModelIdentity.digest` of the engine's model when the engine was chosen to go on with `emitted`. An engine that
+    has another model by now refuses the request, which goes on where its tokens stay the same. Empty: any model."""
 
     @property
     def num_choices(self) -> int:
@@ -68,10 +84,12 @@ class SubmitRequest:
     @property
     def num_bytes(self) -> int:
         """An upper bound of its size in a message, in bytes."""
-        num_chars = len(self.request_id) + len(self.tenant) + len(self.cache_salt) + len(self.adapter)
+        head = self.head
+        num_chars = len(head.request_id) + len(head.tenant) + len(head.cache_salt) + len(self.adapter)
         columns = self.numbers.nbytes + self.seeds.nbytes + self.prompt_token_ids.nbytes
         emitted = sum(8 + token_ids.nbytes for token_ids in self.emitted)
         kept = len(self.resume_secret) + len(self.frontend_state) + 4 * len(self.cached_tokens)
+        kept += len(self.model_digest)
         return columns + emitted + kept + 4 * num_chars + self.sampling.num_bytes + _SCALAR_BYTES
 
 
@@ -112,6 +130,9 @@ def single_choice(
     *,
     seed: int,
     num_prompt_tokens: int | None = None,
+    priority: int = 0,
+    tenant: str = "",
+    cache_salt: str = "",
     **fields: Any,
 ) -> SubmitRequest:
     """Return a request with one choice.
@@ -119,13 +140,14 @@ def single_choice(
     Args:
         token_ids: Prompt, then what another engine has emitted.
         num_prompt_tokens: How many of them are the prompt; None: all.
-        fields: Of `SubmitRequest`, as they are.
+        priority, tenant, cache_salt: Fields of `RequestHead`.
+        fields: Other fields of `SubmitRequest`, as they are.
     """
     column = np.array(token_ids, np.uint32)
     num_prompt_tokens = len(column) if num_prompt_tokens is None else num_prompt_tokens
     emitted = column[num_prompt_tokens:]
     return SubmitRequest(
-        request_id=request_id,
+        head=RequestHead(request_id, priority, tenant, cache_salt),
         numbers=np.array([number], np.uint32),
         seeds=np.array([seed], np.uint64),
         prompt_token_ids=column[:num_prompt_tokens],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from triptych.admin.v1 import admin_pb2
 from triptych.errors import InvalidRequest
 from triptych.types.facts import EngineStatus, PauseMode, SleepLevel
+from triptych.wire.codec import codec
 
 _PAUSE_MODES = {
     admin_pb2.PAUSE_MODE_UNSPECIFIED: PauseMode.WAIT,
@@ -28,35 +29,25 @@ _SLEEP_LEVELS = {
     admin_pb2.SLEEP_LEVEL_WEIGHTS_DROPPED: SleepLevel.WEIGHTS_DROPPED,
 }
 _PROTO_SLEEP_LEVELS = {level: number for number, level in _SLEEP_LEVELS.items()}
-_PLAIN = (
-    "engine_id",
-    "why_not_ready",
-    "num_running",
-    "num_waiting",
-    "num_blocks",
-    "num_used_blocks",
-    "num_cached_blocks",
-    "num_steps",
-    "step_ns",
-    "prefix_queries",
-    "prefix_hits",
-    "num_preemptions",
-    "num_scheduled_tokens",
-    "num_touched_blocks",
-    "soft_num_blocks",
-    "block_bytes",
-    "block_size",
+_STATUS = codec(
+    EngineStatus,
+    admin_pb2.EngineStatus,
+    names={"steps_in_flight": "max_steps_in_flight"},
+    apart=("state", "ready", "paused", "asleep", "draining", "num_finished", "model", "journal"),
+    left_out=(
+        *("oldest_waiting_s", "num_waiting_by_priority", "kv_transfers"),
+        *("journal_bytes", "journal_oldest_at_ms", "num_kept"),
+    ),
 )
 
 
 def status_to_proto(status: EngineStatus, model: str) -> admin_pb2.EngineStatus:
-    return admin_pb2.EngineStatus(
-        **{name: getattr(status, name) for name in _PLAIN},
+    return _STATUS.encode(
+        status,
         state=_state(status),
-        max_steps_in_flight=status.steps_in_flight,
         num_finished=[
             admin_pb2.OutcomeCount(outcome=f"OUTCOME_{reason.upper()}", count=count)
-            for reason, count in status.num_finished.items()
+            for reason, count in status.counters.num_finished.items()
         ],
         model=model,
         journal=f"JOURNAL_STATE_{status.journal.upper()}",
@@ -65,14 +56,14 @@ def status_to_proto(status: EngineStatus, model: str) -> admin_pb2.EngineStatus:
 
 def status_from_proto(message: admin_pb2.EngineStatus) -> tuple[str, EngineStatus]:
     """Return the model's name, and the status less the ends of requests by reason and the journal's state."""
-    status = EngineStatus(
-        **{name: getattr(message, name) for name in _PLAIN if name != "soft_num_blocks"},
-        soft_num_blocks=message.soft_num_blocks if message.HasField("soft_num_blocks") else None,
+    status = _STATUS.decode(
+        message,
+        num_finished={},
+        journal="off",
         ready=message.state == admin_pb2.ENGINE_STATE_READY and not message.why_not_ready,
         paused=message.state == admin_pb2.ENGINE_STATE_PAUSED,
         asleep=message.state == admin_pb2.ENGINE_STATE_ASLEEP,
         draining=message.state == admin_pb2.ENGINE_STATE_DRAINING,
-        steps_in_flight=message.max_steps_in_flight,
     )
     return message.model, status
 

@@ -6,6 +6,7 @@ file = length header (length event)*        each length a varint, as protobuf's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -33,23 +34,22 @@ from triptych.types.journal import (
     WorkerGone,
     WorkerReady,
 )
+from triptych.wire import engine_core as engine_core  # its codecs are part of an event's
+from triptych.wire import worker as worker
 from triptych.wire.admin import pause_mode_from_proto, pause_mode_to_proto
-from triptych.wire.engine_core import submit_from_proto, submit_to_proto
+from triptych.wire.codec import codec, fields_of, message_class
 from triptych.wire.kv_transfer import progress_from_proto, progress_to_proto
 from triptych.wire.result import result_from_proto, result_to_proto
 from triptych.wire.step import plan_from_proto, plan_to_proto
-from triptych.wire.worker import worker_facts_from_proto, worker_facts_to_proto
 
 JOURNAL_VERSION = 3
 JOURNAL_SUFFIX = ".journal"
 _MAGIC = "triptych-journal"
 _MAX_RECORD_BYTES = 1 << 30  # a length beyond this is no length
 
-_NO_STEP = journal_pb2.JournalNoStep()
-_EXPIRE = journal_pb2.JournalExpire()
-_WORKER_LOST = journal_pb2.JournalWorkerLost()
-_CACHE_RESET = journal_pb2.JournalCacheReset()
-_RESUME = journal_pb2.JournalResume()
+
+Encode = Callable[[Any], Any]
+Decode = Callable[[Any], Any]
 
 
 class JournalReader:
@@ -168,7 +168,10 @@ def header_to_bytes(header: JournalHeader) -> bytes:
 
 
 def event_to_bytes(event: JournalEvent) -> bytes:
-    message: journal_pb2.JournalEvent = _ENCODERS[type(event.what)](event.at_s, event.what)
+    kind, encode = _KINDS[type(event.what)]
+    if type(event.what) is Planned and event.what.plan is None:
+        kind, encode = "no_step", lambda what: journal_pb2.JournalNoStep()
+    message = journal_pb2.JournalEvent(at_s=event.at_s, **{kind: encode(event.what)})
     return bytes(message.SerializeToString())
 
 
@@ -184,68 +187,51 @@ def event_from_bytes(record: bytes) -> JournalEvent:
     return JournalEvent(message.at_s, _DECODERS[kind](getattr(message, kind)))
 
 
-def _encode_planned(at_s: float, what: Planned) -> journal_pb2.JournalEvent:
-    if what.plan is None:
-        return journal_pb2.JournalEvent(at_s=at_s, no_step=_NO_STEP)
-    return journal_pb2.JournalEvent(at_s=at_s, step=plan_to_proto(what.plan))
+def _create_kinds() -> tuple[dict[type[What], tuple[str, Encode]], dict[str, Decode]]:
+    """Return the class of each event -> its field in a `JournalEvent` and its encoder; and field -> decoder."""
+    as_it_is = (lambda value: value), (lambda value: value)
+    with_one_field: dict[str, tuple[type[What], Encode, Decode]] = {
+        "step": (Planned, plan_to_proto, plan_from_proto),
+        "result": (ResultTaken, result_to_proto, result_from_proto),
+        "session_opened": (SessionOpened, *as_it_is),
+        "session_closed": (SessionClosed, *as_it_is),
+        "paused": (Paused, pause_mode_to_proto, pause_mode_from_proto),
+        "kv_progress": (KvProgressed, progress_to_proto, progress_from_proto),
+        "closed": (Closed, *as_it_is),
+    }
+    """Events that are written as the value of their only field."""
+    whole: dict[str, type[What]] = {
+        "submit": Submitted,
+        "abort": Aborted,
+        "worker_ready": WorkerReady,
+        "expire": Expired,
+        "worker_lost": WorkerGone,
+        "cache_reset": CacheReset,
+        "resumed": Resumed,
+    }
+    encoders: dict[type[What], tuple[str, Encode]] = {}
+    decoders: dict[str, Decode] = {"no_step": lambda _: Planned(None)}
+    for name, (cls, encode, decode) in with_one_field.items():
+        encoders[cls], decoders[name] = (name, _inside(cls, encode)), _around(cls, decode)
+    for name, cls in whole.items():
+        made = codec(cls, message_class(journal_pb2.JournalEvent.DESCRIPTOR.fields_by_name[name]))
+        encoders[cls], decoders[name] = (name, made.encode), made.decode
+    return encoders, decoders
 
 
-def _encode_result(at_s: float, what: ResultTaken) -> journal_pb2.JournalEvent:
-    return journal_pb2.JournalEvent(at_s=at_s, result=result_to_proto(what.result))
+def _inside(cls: type[What], encode: Encode) -> Encode:
+    """Return what encodes the only field of an event."""
+    read_field = attrgetter(*fields_of(cls))
+    return lambda what: encode(read_field(what))
 
 
-def _encode_submitted(at_s: float, what: Submitted) -> journal_pb2.JournalEvent:
-    submit = journal_pb2.JournalSubmit(session=what.session, request=submit_to_proto(what.request))
-    return journal_pb2.JournalEvent(at_s=at_s, submit=submit)
+def _around(cls: type[What], decode: Decode) -> Decode:
+    """Return what makes an event of its only field."""
+    create: Callable[..., What] = cls
+    return lambda value: create(decode(value))
 
 
-def _encode_aborted(at_s: float, what: Aborted) -> journal_pb2.JournalEvent:
-    abort = journal_pb2.JournalAbort(session=what.session, number=what.number)
-    return journal_pb2.JournalEvent(at_s=at_s, abort=abort)
-
-
-def _encode_worker_ready(at_s: float, what: WorkerReady) -> journal_pb2.JournalEvent:
-    ready = journal_pb2.JournalWorkerReady(
-        facts=worker_facts_to_proto(what.facts), after_crash=what.after_crash
-    )
-    return journal_pb2.JournalEvent(at_s=at_s, worker_ready=ready)
-
-
-_ENCODERS: dict[type[What], Callable[[float, Any], journal_pb2.JournalEvent]] = {
-    Planned: _encode_planned,
-    ResultTaken: _encode_result,
-    Expired: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, expire=_EXPIRE),
-    Submitted: _encode_submitted,
-    Aborted: _encode_aborted,
-    SessionOpened: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, session_opened=what.session),
-    SessionClosed: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, session_closed=what.session),
-    WorkerReady: _encode_worker_ready,
-    WorkerGone: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, worker_lost=_WORKER_LOST),
-    CacheReset: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, cache_reset=_CACHE_RESET),
-    Paused: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, paused=pause_mode_to_proto(what.mode)),
-    Resumed: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, resumed=_RESUME),
-    KvProgressed: lambda at_s, what: journal_pb2.JournalEvent(
-        at_s=at_s, kv_progress=progress_to_proto(what.progress)
-    ),
-    Closed: lambda at_s, what: journal_pb2.JournalEvent(at_s=at_s, closed=what.reason),
-}
-_DECODERS: dict[str, Callable[[Any], What]] = {
-    "step": lambda step: Planned(plan_from_proto(step)),
-    "no_step": lambda _: Planned(None),
-    "result": lambda result: ResultTaken(result_from_proto(result)),
-    "expire": lambda _: Expired(),
-    "submit": lambda submit: Submitted(submit.session, submit_from_proto(submit.request)),
-    "abort": lambda abort: Aborted(abort.session, abort.number),
-    "session_opened": SessionOpened,
-    "session_closed": SessionClosed,
-    "worker_ready": lambda ready: WorkerReady(worker_facts_from_proto(ready.facts), ready.after_crash),
-    "worker_lost": lambda _: WorkerGone(),
-    "cache_reset": lambda _: CacheReset(),
-    "paused": lambda mode: Paused(pause_mode_from_proto(mode)),
-    "resumed": lambda _: Resumed(),
-    "kv_progress": lambda progress: KvProgressed(progress_from_proto(progress)),
-    "closed": Closed,
-}
+_KINDS, _DECODERS = _create_kinds()
 
 
 def _newest(directory: Path) -> Path:

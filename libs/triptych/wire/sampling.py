@@ -12,6 +12,7 @@ from triptych.internal.v1 import sampling_pb2
 from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
 from triptych.types.sampling import FieldKind, SamplingParams, fields_of
 from triptych.types.structured import GrammarSyntax, compiled
+from triptych.wire.codec import Codec, register
 
 _LISTS = fields_of(FieldKind.STRINGS, FieldKind.TOKEN_IDS)
 _WORDS = fields_of(FieldKind.WORDS)
@@ -20,7 +21,7 @@ _MESSAGES: Mapping[str, type[RepetitionDetection] | type[ThinkingBudget]] = {
     **dict.fromkeys(fields_of(FieldKind.REPETITION), RepetitionDetection),
     **dict.fromkeys(fields_of(FieldKind.THINKING), ThinkingBudget),
 }
-"""Name of a field -> the type of its values, whose message has the same name and fields."""
+"""Name of a field -> the type of its values; its message has the same name and fields."""
 _STRUCTURED = fields_of(FieldKind.STRUCTURED)
 _SCALARS = fields_of(FieldKind.INTEGER, FieldKind.NUMBER, FieldKind.BOOLEAN)
 _NAMES = (*_SCALARS, *_LISTS, *_WORDS, *_MAPS, *_MESSAGES, *_STRUCTURED)
@@ -89,3 +90,6 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         return SamplingParams(**values)
     except ValueError as error:
         raise InvalidRequest("sampling", str(error)) from None
+
+
+register(Codec(SamplingParams, sampling_pb2.SamplingParams, sampling_to_proto, sampling_from_proto))

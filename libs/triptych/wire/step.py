@@ -5,12 +5,25 @@ from __future__ import annotations
 from triptych.errors import FeatureDisabled, InvalidRequest, ProtocolViolation
 from triptych.internal.v1 import step_pb2
 from triptych.types.step import U32, NewRow, RowContent, StepPlan
-from triptych.wire.columns import check_equal_lengths, u32_from_bytes, u32_to_bytes
-from triptych.wire.kv_transfer import orders_from_proto, orders_to_proto
+from triptych.wire import kv_transfer as kv_transfer  # its codecs are part of a plan's
+from triptych.wire.codec import codec
+from triptych.wire.columns import check_equal_lengths
 from triptych.wire.sampling import sampling_from_proto, sampling_to_proto
 
 Step = step_pb2.Step
 """One step of a session as a message, which `StepDecoder` reads."""
+
+
+def _check_tables(plan: StepPlan, message: object) -> StepPlan:
+    check_equal_lengths(chunk_slots=plan.chunk_slots, chunk_lengths=plan.chunk_lengths)
+    check_equal_lengths(block_slots=plan.block_slots, block_ids=plan.block_ids)
+    check_equal_lengths(sample_slots=plan.sample_slots, sample_limits=plan.sample_limits)
+    return plan
+
+
+_CONTENT = codec(RowContent, step_pb2.RowContent, apart=("id", "sampling", "task"))
+_ROW = codec(NewRow, step_pb2.NewRow, apart=("content", "content_id"))
+_PLAN = codec(StepPlan, step_pb2.Step, apart=("new_contents", "new_rows"), finish=_check_tables)
 
 
 class StepEncoder:
@@ -35,34 +48,18 @@ class StepEncoder:
                 content_id, self._next_id = self._next_id, self._next_id + 1
                 self._key_to_id[id(content)] = content_id
                 new_contents.append(
-                    step_pb2.RowContent(
+                    _CONTENT.encode(
+                        content,
                         id=content_id,
-                        prompt_token_ids=u32_to_bytes(content.prompt_token_ids),
                         sampling=sampling_to_proto(content.sampling),
                         task=step_pb2.TASK_GENERATE,
                     )
                 )
             self._held.enter(row.slot, content_id, content)
-        new_rows = [_row_to_proto(row, self._key_to_id[id(row.content)]) for row in plan.new_rows]
+        new_rows = [_ROW.encode(row, content_id=self._key_to_id[id(row.content)]) for row in plan.new_rows]
         for content in self._held.drop_unused():
             del self._key_to_id[id(content)]
-        return step_pb2.Step(
-            step_id=plan.step_id,
-            last_result_seen=plan.last_result_seen,
-            removed_slots=u32_to_bytes(plan.removed_slots),
-            new_contents=new_contents,
-            new_rows=new_rows,
-            chunk_slots=u32_to_bytes(plan.chunk_slots),
-            chunk_lengths=u32_to_bytes(plan.chunk_lengths),
-            skipped_slots=u32_to_bytes(plan.skipped_slots),
-            block_slots=u32_to_bytes(plan.block_slots),
-            block_ids=u32_to_bytes(plan.block_ids),
-            sample_slots=u32_to_bytes(plan.sample_slots),
-            sample_limits=u32_to_bytes(plan.sample_limits),
-            num_tokens=plan.num_tokens,
-            kv_orders=orders_to_proto(plan.kv_orders),
-            may_defer_rows=plan.may_defer_rows,
-        )
+        return _PLAN.encode(plan, new_contents=new_contents, new_rows=new_rows)
 
 
 class StepDecoder:
@@ -81,28 +78,10 @@ class StepDecoder:
         """
         contents = {content.id: _content_from_proto(content) for content in message.new_contents}
         rows = tuple(
-            _row_from_proto(row, contents.get(row.content_id) or self._held.find(row.content_id))
+            _ROW.decode(row, content=contents.get(row.content_id) or self._held.find(row.content_id))
             for row in message.new_rows
         )
-        plan = StepPlan(
-            step_id=message.step_id,
-            last_result_seen=message.last_result_seen,
-            removed_slots=u32_from_bytes(message.removed_slots),
-            new_rows=rows,
-            chunk_slots=u32_from_bytes(message.chunk_slots),
-            chunk_lengths=u32_from_bytes(message.chunk_lengths),
-            skipped_slots=u32_from_bytes(message.skipped_slots),
-            block_slots=u32_from_bytes(message.block_slots),
-            block_ids=u32_from_bytes(message.block_ids),
-            sample_slots=u32_from_bytes(message.sample_slots),
-            sample_limits=u32_from_bytes(message.sample_limits),
-            num_tokens=message.num_tokens,
-            kv_orders=orders_from_proto(message.kv_orders) if message.HasField("kv_orders") else None,
-            may_defer_rows=message.may_defer_rows,
-        )
-        check_equal_lengths(chunk_slots=plan.chunk_slots, chunk_lengths=plan.chunk_lengths)
-        check_equal_lengths(block_slots=plan.block_slots, block_ids=plan.block_ids)
-        check_equal_lengths(sample_slots=plan.sample_slots, sample_limits=plan.sample_limits)
+        plan = _PLAN.decode(message, new_rows=rows)
         self._held.leave(plan.removed_slots)
         for row, row_message in zip(rows, message.new_rows, strict=True):
             self._held.enter(row.slot, row_message.content_id, row.content)
@@ -175,32 +154,4 @@ def _content_from_proto(message: step_pb2.RowContent) -> RowContent:
         sampling = sampling_from_proto(message.sampling)
     except InvalidRequest as error:  # the engine has let it pass
         raise ProtocolViolation(f"content {message.id}: {error}") from None
-    return RowContent(u32_from_bytes(message.prompt_token_ids), sampling)
-
-
-def _row_to_proto(row: NewRow, content_id: int) -> step_pb2.NewRow:
-    return step_pb2.NewRow(
-        slot=row.slot,
-        slot_version=row.slot_version,
-        content_id=content_id,
-        emitted_token_ids=u32_to_bytes(row.emitted_token_ids),
-        num_computed_tokens=row.num_computed_tokens,
-        num_cached_tokens=row.num_cached_tokens,
-        block_ids=u32_to_bytes(row.block_ids),
-        seed=row.seed,
-        prompt_logprobs_start=row.prompt_logprobs_start,
-    )
-
-
-def _row_from_proto(message: step_pb2.NewRow, content: RowContent) -> NewRow:
-    return NewRow(
-        slot=message.slot,
-        slot_version=message.slot_version,
-        content=content,
-        emitted_token_ids=u32_from_bytes(message.emitted_token_ids),
-        num_computed_tokens=message.num_computed_tokens,
-        num_cached_tokens=message.num_cached_tokens,
-        block_ids=u32_from_bytes(message.block_ids),
-        seed=message.seed,
-        prompt_logprobs_start=message.prompt_logprobs_start,
-    )
+    return _CONTENT.decode(message, sampling=sampling)

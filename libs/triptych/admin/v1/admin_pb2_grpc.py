@@ -155,7 +155,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Brings the worker back, whoever put it to sleep, and goes on; answers when it can compute. No effect on one that
+        """Brings the worker back from a sleep that anyone began, and goes on; answers when it can compute. No effect on one that
         is awake. If its memory is not free now it sleeps on, and can be woken again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -198,7 +198,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortRequests(self, request, context):
-        """Ends requests of a frontend with what they have, whoever sent them. Only frontends serve it, each for its own.
+        """Ends requests of a frontend with what they have, of any client. Only frontends serve it, each for its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,6 +18,95 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
+Create = Callable[[CollectorRegistry], Any]
+"""Makes a metric for all models."""
+
+
+def _count(name: str, text: str) -> dict[str, Create]:
+    def create(registry: CollectorRegistry) -> Counter:
+        return Counter(f"{PREFIX}{name}", text, ["model_name"], registry=registry)
+
+    return {"create": create}
+
+
+def _histogram(name: str, text: str, buckets: Sequence[float]) -> dict[str, Create]:
+    def create(registry: CollectorRegistry) -> Histogram:
+        return Histogram(f"{PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=registry)
+
+    return {"create": create}
+
+
+def _counted_histogram(name: str, text: str, buckets: Sequence[float]) -> dict[str, Create]:
+    def create(registry: CollectorRegistry) -> CountedHistogram:
+        return CountedHistogram(f"{PREFIX}{name}", text, "model_name", buckets=buckets, registry=registry)
+
+    return {"create": create}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """The metrics of requests for one model that have no label beside its name."""
+
+    prompt_tokens: Counter = field(
+        metadata=_count("prompt_tokens", "Prompt tokens that an engine has taken.")
+    )
+    generation_tokens: Counter = field(
+        metadata=_count("generation_tokens", "Output tokens, counted as they come.")
+    )
+    time_to_first_token: Histogram = field(
+        metadata=_histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+    )
+    inter_token_latency: CountedSamples = field(
+        metadata=_counted_histogram(
+            "inter_token_latency_seconds",
+            "Between two tokens of a streamed choice; tokens that leave together share their time.",
+            _TOKEN_SECONDS,
+        )
+    )
+    time_per_output_token: Histogram = field(
+        metadata=_histogram(
+            "request_time_per_output_token_seconds",
+            "First token to end, divided by the tokens after the first.",
+            _TOKEN_SECONDS,
+        )
+    )
+    e2e_latency: Histogram = field(
+        metadata=_histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS)
+    )
+    queue_time: Histogram = field(
+        metadata=_histogram("request_queue_time_seconds", "In the engine, before the first step.", _SECONDS)
+    )
+    prefill_time: Histogram = field(
+        metadata=_histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS)
+    )
+    decode_time: Histogram = field(
+        metadata=_histogram("request_decode_time_seconds", "First token to last.", _SECONDS)
+    )
+    inference_time: Histogram = field(
+        metadata=_histogram("request_inference_time_seconds", "First step to last token.", _SECONDS)
+    )
+    request_prompt_tokens: Histogram = field(
+        metadata=_histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+    )
+    request_generation_tokens: Histogram = field(
+        metadata=_histogram(
+            "request_generation_tokens", "Output tokens of a request, all choices together.", TOKENS
+        )
+    )
+    request_max_num_generation_tokens: Histogram = field(
+        metadata=_histogram(
+            "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", TOKENS
+        )
+    )
+    params_n: Histogram = field(
+        metadata=_histogram("request_params_n", "Choices that a request asks for.", _CHOICES)
+    )
+    params_max_tokens: Histogram = field(
+        metadata=_histogram(
+            "request_params_max_tokens", "Output tokens that a choice of a request may have.", TOKENS
+        )
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class FrontendMetrics:
@@ -28,8 +117,6 @@ class FrontendMetrics:
 
     requests: Counter
     active: Gauge
-    prompt_tokens: Counter
-    generation_tokens: Counter
     request_success: Counter
     moves: Counter
     sessions: Counter
@@ -38,19 +125,8 @@ class FrontendMetrics:
     http_responses: Counter
     waiting_for_engine: Gauge
     oldest_waiting_for_engine_seconds: Gauge
-    time_to_first_token: Histogram
-    inter_token_latency: CountedHistogram
-    time_per_output_token: Histogram
-    e2e_latency: Histogram
-    queue_time: Histogram
-    prefill_time: Histogram
-    decode_time: Histogram
-    inference_time: Histogram
-    request_prompt_tokens: Histogram
-    request_generation_tokens: Histogram
-    request_max_num_generation_tokens: Histogram
-    params_n: Histogram
-    params_max_tokens: Histogram
+    by_model: Mapping[str, Any]
+    """Field of `ModelMetrics` -> its metric for all models, with the model as label."""
     _of_models: dict[str, ModelMetrics] = field(init=False, default_factory=dict)
 
     @classmethod
@@ -61,18 +137,19 @@ class FrontendMetrics:
         def counter_of_all(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"{PREFIX}{name}", text, labels, registry=registry)
 
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"{PREFIX}{name}", text, registry=registry)
+
         return cls(
             requests=counter(
                 "requests", "Requests ended, by API and outcome; no model: none was found.", "api", "outcome"
             ),
-            active=Gauge(f"{PREFIX}active_requests", "Requests that run now.", registry=registry),
-            prompt_tokens=counter("prompt_tokens", "Prompt tokens that an engine has taken."),
-            generation_tokens=counter("generation_tokens", "Output tokens, counted as they come."),
+            active=gauge("active_requests", "Requests that run now."),
             request_success=counter("request_success", "Choices that ended, by reason.", "finished_reason"),
             moves=counter(
                 "moves",
-                "Choices whose engine was lost or gave them up: moved to one that computes the same bits, or others, "
-                "failed for want of an engine, or suspected of what the engines died of.",
+                "Choices that lost their engine or were given up by it: moved to one that computes the same bits, or "
+                "others, failed for want of an engine, or suspected of what the engines died of.",
                 "outcome",
             ),
             sessions=counter_of_all(
@@ -96,92 +173,29 @@ class FrontendMetrics:
                 "route",
                 "status",
             ),
-            waiting_for_engine=Gauge(
-                f"{PREFIX}choices_waiting_for_engine",
-                "Choices that have lost their engine and wait for another.",
-                registry=registry,
+            waiting_for_engine=gauge(
+                "choices_waiting_for_engine", "Choices that have lost their engine and wait for another."
             ),
-            oldest_waiting_for_engine_seconds=Gauge(
-                f"{PREFIX}oldest_choice_waiting_for_engine_seconds",
-                "Time that the first of them has waited.",
-                registry=registry,
+            oldest_waiting_for_engine_seconds=gauge(
+                "oldest_choice_waiting_for_engine_seconds", "Time that the first of them has waited."
             ),
-            inter_token_latency=CountedHistogram(
-                f"{PREFIX}inter_token_latency_seconds",
-                "Between two tokens of a streamed choice; tokens that leave together share their time.",
-                "model_name",
-                buckets=_TOKEN_SECONDS,
-                registry=registry,
-            ),
-            **_request_histograms(registry),
+            by_model={each.name: each.metadata["create"](registry) for each in fields(ModelMetrics)},
         )
 
     def of_model(self, name: str) -> ModelMetrics:
         """Return the metrics of requests for one model."""
         if name not in self._of_models:  # looking up each costs 10 us
-            metrics = (getattr(self, each.name).labels(name) for each in fields(ModelMetrics))
-            self._of_models[name] = ModelMetrics(*metrics)
+            metrics = {each: metric.labels(name) for each, metric in self.by_model.items()}
+            self._of_models[name] = ModelMetrics(**metrics)
         return self._of_models[name]
 
     @property
     def collectors(self) -> list[Collector]:
         """All of them."""
-        return [getattr(self, each.name) for each in fields(self) if not each.name.startswith("_")]
-
-
-def _request_histograms(registry: CollectorRegistry) -> dict[str, Histogram]:
-    """Return name -> each field of `FrontendMetrics` that counts requests by their times and sizes."""
-
-    def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"{PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=registry)
-
-    return {
-        "time_to_first_token": histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
-        "time_per_output_token": histogram(
-            "request_time_per_output_token_seconds",
-            "First token to end, divided by the tokens after the first.",
-            _TOKEN_SECONDS,
-        ),
-        "e2e_latency": histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS),
-        "queue_time": histogram(
-            "request_queue_time_seconds", "In the engine, before the first step.", _SECONDS
-        ),
-        "prefill_time": histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS),
-        "decode_time": histogram("request_decode_time_seconds", "First token to last.", _SECONDS),
-        "inference_time": histogram("request_inference_time_seconds", "First step to last token.", _SECONDS),
-        "request_prompt_tokens": histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
-        "request_generation_tokens": histogram(
-            "request_generation_tokens", "Output tokens of a request, all choices together.", TOKENS
-        ),
-        "request_max_num_generation_tokens": histogram(
-            "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", TOKENS
-        ),
-        "params_n": histogram("request_params_n", "Choices that a request asks for.", _CHOICES),
-        "params_max_tokens": histogram(
-            "request_params_max_tokens", "Output tokens that a choice of a request may have.", TOKENS
-        ),
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class ModelMetrics:
-    """Those of `FrontendMetrics` that have no label beside the model's name."""
-
-    prompt_tokens: Counter
-    generation_tokens: Counter
-    time_to_first_token: Histogram
-    inter_token_latency: CountedSamples
-    time_per_output_token: Histogram
-    e2e_latency: Histogram
-    queue_time: Histogram
-    prefill_time: Histogram
-    decode_time: Histogram
-    inference_time: Histogram
-    request_prompt_tokens: Histogram
-    request_generation_tokens: Histogram
-    request_max_num_generation_tokens: Histogram
-    params_n: Histogram
-    params_max_tokens: Histogram
+        own = [
+            getattr(self, each.name) for each in fields(self) if each.name not in ("by_model", "_of_models")
+        ]
+        return [*own, *self.by_model.values()]
 
 
 class ChoiceGauges(Collector):

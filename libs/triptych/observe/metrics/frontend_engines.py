@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from triptych.observe.metrics.frontend import PREFIX
-from triptych.types.facts import EngineStatus
+from triptych.types.facts import STATUS_ROWS, EngineStatus
 
 ENGINE_STATES = ("ready", "not_ready", "asleep", "draining", "lost")
 _NOT_VLLM = (
@@ -56,20 +56,37 @@ class EngineGauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
+        numbers = {
+            name: (CounterMetricFamily if row.is_counter else GaugeMetricFamily)(
+                f"{PREFIX}{row.shared}", row.help, labels=labels
+            )
+            for name, row in STATUS_ROWS.items()
+            if row.shared
+        }
+        usage = GaugeMetricFamily(
+            f"{PREFIX}kv_cache_usage_perc",
+            "Share of KV blocks that requests hold; 1 is all of them.",
+            labels=labels,
+        )
+        sizes = GaugeMetricFamily(
+            f"{PREFIX}cache_config_info",
+            "1; sizes of the engine's KV cache.",
+            labels=[*labels, "block_size", "num_gpu_blocks"],
+        )
+        for model, status in self._latest():
+            who = [model, status.engine_id]
+            for name, family in numbers.items():
+                family.add_metric(who, STATUS_ROWS[name].read(status))
+            usage.add_metric(who, status.num_used_blocks / max(status.num_blocks, 1))
+            sizes.add_metric([*who, str(status.block_size), str(status.num_blocks)], 1)
+        yield from (*numbers.values(), usage, sizes)
+        yield from self._collect_states(labels)
 
-        def gauge(name: str, text: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"{PREFIX}{name}", text, labels=labels)
-
-        def counter(name: str, text: str) -> CounterMetricFamily:
-            return CounterMetricFamily(f"{PREFIX}{name}", text, labels=labels)
-
-        running = gauge("num_requests_running", "Choices with a row in the engine's worker.")
-        waiting = gauge("num_requests_waiting", "Choices that wait for one.")
-        usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests hold; 1 is all of them.")
-        asleep = gauge("engine_sleep_state", "1 while the engine's worker sleeps.")
-        ready = gauge(
-            "engine_ready",
+    def _collect_states(self, labels: Sequence[str]) -> Iterator[Metric]:
+        ready = GaugeMetricFamily(
+            f"{PREFIX}engine_ready",
             "1 while the engine takes requests; 0 also while it is lost, under its last name or its address.",
+            labels=labels,
         )
         engines = GaugeMetricFamily(
             f"{PREFIX}engines", "Engines that are configured or were found, by state.", labels=["state"]
@@ -80,25 +97,7 @@ class EngineGauges(Collector):
             ready.add_metric([each.model, each.engine], each.state == "ready")
         for state, count in counts.items():
             engines.add_metric([state], count)
-        queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        hits = counter("prefix_cache_hits", "Prompt tokens found there.")
-        preemptions = counter("num_preemptions", "Requests that lost their blocks to another.")
-        sizes = GaugeMetricFamily(
-            f"{PREFIX}cache_config_info",
-            "1; sizes of the engine's KV cache.",
-            labels=[*labels, "block_size", "num_gpu_blocks"],
-        )
-        for model, status in self._latest():
-            who = [model, status.engine_id]
-            running.add_metric(who, status.num_running)
-            waiting.add_metric(who, status.num_waiting)
-            usage.add_metric(who, status.num_used_blocks / max(status.num_blocks, 1))
-            asleep.add_metric(who, status.asleep)
-            queries.add_metric(who, status.prefix_queries)
-            hits.add_metric(who, status.prefix_hits)
-            preemptions.add_metric(who, status.num_preemptions)
-            sizes.add_metric([*who, str(status.block_size), str(status.num_blocks)], 1)
-        yield from (running, waiting, usage, asleep, ready, engines, queries, hits, preemptions, sizes)
+        yield from (ready, engines)
 
 
 class VllmNames(Collector):

@@ -105,7 +105,9 @@ class RowNames:
     def note_submit(self, request: SubmitRequest) -> None:
         prompt = request.prompt_token_ids.tobytes()
         for choice, seed in enumerate(request.seeds.tolist()):
-            name = request.request_id if request.num_choices == 1 else f"{request.request_id}#{choice}"
+            name = (
+                request.head.request_id if request.num_choices == 1 else f"{request.head.request_id}#{choice}"
+            )
             self._content_to_ids[seed, prompt].append(name)
 
     def note_rows(self, rows: Iterable[NewRow]) -> None:

@@ -1,0 +1,43 @@
+"""The comparison of two models: how much is alike, and the first thing that is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from triptych.types.identity import Likeness, ModelIdentity, compare
+
+MODEL = ModelIdentity("f" * 64, weights="a" * 64, adapter="", numerics="avx2", is_batch_invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("other", "likeness", "difference"),
+    [
+        (MODEL, Likeness.TOKENS, ""),
+        (replace(MODEL, is_batch_invariant=False), Likeness.NUMERICS, "batch invariance: it is off"),
+        (replace(MODEL, numerics="cuda"), Likeness.WEIGHTS, "numerics: avx2 and cuda"),
+        (replace(MODEL, numerics=""), Likeness.WEIGHTS, "numerics: avx2 and not known"),
+        (replace(MODEL, adapter="b" * 64), Likeness.FORM, "adapter: none and bbbbbbbbbbbb"),
+        (replace(MODEL, weights="b" * 64), Likeness.FORM, "weights: aaaaaaaaaaaa and bbbbbbbbbbbb"),
+        (
+            replace(MODEL, fingerprint="e" * 64),
+            Likeness.NOTHING,
+            "fingerprint: ffffffffffff and eeeeeeeeeeee",
+        ),
+    ],
+)
+def test_the_first_difference_decides(other: ModelIdentity, likeness: Likeness, difference: str) -> None:
+    assert compare(MODEL, other) == (likeness, difference)
+    assert compare(other, MODEL).likeness is likeness
+
+
+def test_numerics_that_neither_side_knows_are_not_alike() -> None:
+    unknown = replace(MODEL, numerics="")
+    assert compare(unknown, unknown).likeness is Likeness.WEIGHTS
+
+
+def test_a_worker_of_an_earlier_version_names_no_weights() -> None:
+    earlier = replace(MODEL, weights="")
+    assert compare(MODEL, earlier).likeness is Likeness.TOKENS
+    assert compare(earlier, earlier).likeness is Likeness.TOKENS
