@@ -39,7 +39,7 @@ class TriptychError(Exception):
 
 
 class InvalidRequest(TriptychError):
-    """The client's request can never work as it stands; carries every violation found."""
+    """The client's request can never work as it is; carries every violation found."""
 
     code = "INVALID_REQUEST"
 

@@ -19,7 +19,7 @@ ENV = "TRIPTYCH_FAILPOINTS"
 PLACES: Mapping[str, str] = {
     "frontend.before_submit": "a submit or an abort is kept, and not written yet",
     "frontend.after_submit": "a submit or an abort is written",
-    "frontend.before_batch": "an output batch has arrived, and nobody has its tokens",
+    "frontend.before_batch": "an output batch has arrived, and no stream has its tokens",
     "frontend.after_batch": "an output batch has taken effect, and is not acknowledged",
     "frontend.before_acknowledge": "an acknowledgement is due",
     "enginecore.before_welcome": "a frontend has its session, and does not know it",

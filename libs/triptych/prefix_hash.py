@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 
+from triptych.types.kv_transfer import HASH_BYTES as HASH_BYTES
 from triptych.types.submit import PrefixHash
 
-HASH_BYTES = 16
 TOKEN_BYTES = 4
 _NAME = "blake2b-16/le32/v1"
 

@@ -41,24 +41,24 @@ from triptych.types.exit_codes import ExitCode
 from triptych.v1 import generation_pb2_grpc, model_pb2_grpc
 from triptych_services.frontend.access.caller import Caller
 from triptych_services.frontend.access.keys import ApiKeys, create_api_keys, label_of_tenant
-from triptych_services.frontend.alive_requests import AliveRequests
 from triptych_services.frontend.engines.client import EngineClient
-from triptych_services.frontend.engines.discovery import EngineDiscovery
-from triptych_services.frontend.engines.mover import Mover, MoveTerms
-from triptych_services.frontend.engines.router import Router
-from triptych_services.frontend.engines.routing_policy import create_policy
 from triptych_services.frontend.engines.status_watch import StatusWatch
 from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, create_admin_forwarder
 from triptych_services.frontend.grpc.generation_servicer import SERVICE, GenerationServicer
 from triptych_services.frontend.grpc.interceptors import AuditInterceptor, KeyInterceptor
 from triptych_services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
-from triptych_services.frontend.grpc.vllm_servicer import VLLM_SERVICE, VllmServicer
-from triptych_services.frontend.limited_process import child_totals
+from triptych_services.frontend.grpc.vllm.servicer import VLLM_SERVICE, VllmServicer
+from triptych_services.frontend.offload.limited_process import child_totals
+from triptych_services.frontend.routing.discovery import EngineDiscovery
+from triptych_services.frontend.routing.policy import create_policy
+from triptych_services.frontend.routing.router import Router
+from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
+from triptych_services.frontend.streams.registry import AliveRequests
 
 if TYPE_CHECKING:
-    from triptych_services.frontend.openai.server import HttpServer
-    from triptych_services.frontend.text_model import TextModel
+    from triptych_services.frontend.http.server import HttpServer
+    from triptych_services.frontend.requests.text_model import TextModel
 
 log = logging.getLogger(__name__)
 
@@ -87,12 +87,12 @@ class FrontendApp(ServiceApp):
         )
         self._keys = create_api_keys(config.frontend)
         metrics = self._metrics = FrontendMetrics.create()
-        self._mover = Mover(self._router, metrics, MoveTerms.of(config.frontend))
+        self._migrator = Migrator(self._router, metrics, MigrationTerms.of(config.frontend))
         self._status_watch = StatusWatch()
         self._generator = Generator(
             self._router,
             metrics,
-            self._mover,
+            self._migrator,
             config.frontend.max_messages_per_s,
             config.frontend.keep_s,
             config.frontend.max_logit_bias,
@@ -119,7 +119,7 @@ class FrontendApp(ServiceApp):
 
     async def start(self) -> Mapping[str, int]:
         self.start_background("engines", self._discovery.run())
-        self.start_background("move-requests", self._mover.run())
+        self.start_background("move-requests", self._migrator.run())
 
         config = self.config.frontend
         admin_port = self._admin_server.bind(
@@ -140,9 +140,9 @@ class FrontendApp(ServiceApp):
     async def _start_http(self) -> int:
         """Start the HTTP server and return its port."""
         # Slow to import; the engines are dialed in the meantime.
-        from triptych_services.frontend.openai.app import create_app
-        from triptych_services.frontend.openai.connections import ConnectionLimits
-        from triptych_services.frontend.openai.server import HttpServer
+        from triptych_services.frontend.http.app import create_app
+        from triptych_services.frontend.http.connections import ConnectionLimits
+        from triptych_services.frontend.http.server import HttpServer
 
         config = self.config.frontend
         app = create_app(
@@ -168,9 +168,9 @@ class FrontendApp(ServiceApp):
 
     async def _start_admin_http(self) -> int:
         """Start the HTTP server of the operators' calls and return its port."""
-        from triptych_services.frontend.openai.connections import ConnectionLimits
-        from triptych_services.frontend.openai.server import HttpServer
-        from triptych_services.frontend.operators.app import create_operators_app
+        from triptych_services.frontend.http.connections import ConnectionLimits
+        from triptych_services.frontend.http.operators.app import create_operators_app
+        from triptych_services.frontend.http.server import HttpServer
 
         config = self.config.frontend
         app = create_operators_app(self._router, self._generator, self._keys, self._note_response)
@@ -221,7 +221,7 @@ class FrontendApp(ServiceApp):
 
 def _load(config: EngineConfig) -> TextModel:
     from triptych.hub import resolve_model
-    from triptych_services.frontend.text_model import TextModel
+    from triptych_services.frontend.requests.text_model import TextModel
 
     return TextModel.from_directory(
         resolve_model(config.model.model, revision=config.model.revision),

@@ -25,21 +25,21 @@ from triptych.types.sampling import MAX_BIASES, OutputKind
 from triptych.types.step import U32
 from triptych_services.frontend.access.caller import Caller, current_caller, set_tenant
 from triptych_services.frontend.access.rate_limits import RateLimits
-from triptych_services.frontend.accounting import RequestRecord
-from triptych_services.frontend.alive_requests import AliveRequests
-from triptych_services.frontend.attached import AttachedEvent, AttachedStream, take_up
-from triptych_services.frontend.departure import Departure
-from triptych_services.frontend.engines.mover import Mover
-from triptych_services.frontend.engines.router import Router
-from triptych_services.frontend.outputs import RequestOutputs
-from triptych_services.frontend.pacing import Pace
-from triptych_services.frontend.placement import place
 from triptych_services.frontend.requests.parse import check_chat, is_request_id
 from triptych_services.frontend.requests.prepare import PreparedRequest, prepare
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
 from triptych_services.frontend.requests.sampling import find_bad_token_id, why_not_text
-from triptych_services.frontend.resumption import ResumeToken, SeenChoice, create_keep
-from triptych_services.frontend.text_model import ALWAYS_TOKENIZED, CONTEXTS_TOKENIZED, TextModel
+from triptych_services.frontend.requests.text_model import ALWAYS_TOKENIZED, CONTEXTS_TOKENIZED, TextModel
+from triptych_services.frontend.routing.router import Router
+from triptych_services.frontend.streams.accounting import RequestRecord
+from triptych_services.frontend.streams.attached import AttachedEvent, AttachedStream, take_up
+from triptych_services.frontend.streams.departure import Departure
+from triptych_services.frontend.streams.migrator import Migrator
+from triptych_services.frontend.streams.outputs import RequestOutputs
+from triptych_services.frontend.streams.pacing import Pace
+from triptych_services.frontend.streams.placement import place
+from triptych_services.frontend.streams.registry import AliveRequests
+from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice, create_retention
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions blocks the event loop for tens of ms
 
@@ -70,7 +70,7 @@ class Generator:
         self,
         router: Router,
         metrics: FrontendMetrics,
-        mover: Mover,
+        migrator: Migrator,
         max_messages_per_s: float = 0,
         keep_s: float = 0,
         max_biases: int = MAX_BIASES,
@@ -91,7 +91,7 @@ class Generator:
         self._max_biases = max_biases
         self._router = router
         self._metrics = metrics
-        self._mover = mover
+        self._migrator = migrator
         self._text: TextModel | None = None
         self.alive = AliveRequests()
         self._pace = Pace(max_messages_per_s, self.alive.__len__)
@@ -150,31 +150,33 @@ class Generator:
         """
         if self._is_draining:
             raise EngineUnavailable(self.why_not_ready)
-        if token := self.alive.token_of_twin(raw):
+        if token := self.alive.token_of_duplicate(raw):
             async with aclosing(self.attach(ResumeToken.parse(token), {}, raw.api)) as events:
                 async for event in events:
                     if not isinstance(event, AttachedEvent):
                         yield event
             return
         # A request whose id is no good is refused under a drawn one: ids appear in logs and headers.
-        request_id = raw.request_id if is_request_id(raw.request_id) else new_request_id()
+        request_id = raw.head.request_id if is_request_id(raw.head.request_id) else new_request_id()
         outputs = RequestOutputs(request_id, self._pace)
         caller = current_caller()
         with (
             RequestRecord(self._metrics, raw.api, request_id) as record,
             self.alive.claim(outputs, raw) as raw,
         ):
-            set_tenant(raw.tenant)
-            record.tenant = raw.tenant
-            self._router.check_free_places(raw.model, raw.priority, raw.tenant)
+            set_tenant(raw.head.tenant)
+            record.tenant = raw.head.tenant
+            self._router.check_free_places(raw.model, raw.head.priority, raw.head.tenant)
             self._rate_limits.admit(caller)
             request = await self.prepare(raw, request_id, record)
             outputs.path_of = request.raw.path
-            alarm = self._set_alarm(raw, record, outputs)
+            deadline_timer = self._set_deadline_timer(raw, record, outputs)
             try:
                 record.note_submitted()
-                keep = create_keep(request, self._keep_s)
-                await place(request, outputs, record, self._router, self._mover, self.text_model, keep)
+                retention = create_retention(request, self._keep_s)
+                await place(
+                    request, outputs, record, self._router, self._migrator, self.text_model, retention
+                )
                 self._rate_limits.charge(caller, len(request.prompt_token_ids))
                 record.note_admitted(len(request.prompt_token_ids), request.sampling)
                 yield AdmittedEvent(
@@ -195,8 +197,8 @@ class Generator:
                     record.usage = _usage(request.prompt_token_ids, outputs)
                 record.note_outputs(outputs)
                 self._rate_limits.charge(caller, record.usage.num_output_tokens)
-                if alarm is not None:
-                    alarm.cancel()
+                if deadline_timer is not None:
+                    deadline_timer.cancel()
 
     async def attach(
         self, token: ResumeToken, seen: Mapping[int, SeenChoice], api: str
@@ -227,10 +229,10 @@ class Generator:
                 self.alive.claim_again(attached.request_id, raw, self._pace) as outputs,
             ):
                 record.note_model(state.model)
-                record.tenant, record.is_resumed = raw.tenant, True
-                alarm = self._set_alarm(raw, record, outputs)
+                record.tenant, record.is_resumed = raw.head.tenant, True
+                deadline_timer = self._set_deadline_timer(raw, record, outputs)
                 try:
-                    await attached.go_on(outputs, seen, self._mover, text)
+                    await attached.go_on(outputs, seen, self._migrator, text)
                     yield AttachedEvent(state, attached.seen_token_ids)
                     yield AdmittedEvent(
                         attached.request_id,
@@ -249,8 +251,8 @@ class Generator:
                     record.note_outputs(outputs)
                     num_new = outputs.num_tokens - sum(map(len, attached.seen_token_ids.values()))
                     self._rate_limits.charge(caller, num_new)
-                    if alarm is not None:
-                        alarm.cancel()
+                    if deadline_timer is not None:
+                        deadline_timer.cancel()
 
     def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
         """See `AliveRequests.abort`."""
@@ -365,7 +367,7 @@ class Generator:
         record.note_model(terms.model.name)
         return await prepare(raw, request_id, terms, text, self._max_biases)
 
-    def _set_alarm(
+    def _set_deadline_timer(
         self, raw: RawRequest, record: RequestRecord, outputs: RequestOutputs
     ) -> asyncio.TimerHandle | None:
         """End the request at its deadline, in whatever state it is."""

@@ -32,7 +32,7 @@ _MAXIMA = {
 """Numbers of config.json that lists and buffers are made for -> a thousand times what models have."""
 
 _WINDOWED = frozenset({"MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Architectures whose attention reads `sliding_window`."""
+"""Architectures with attention that reads `sliding_window`."""
 
 
 def read_architecture(directory: Path) -> ModelArchitecture:

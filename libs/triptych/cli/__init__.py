@@ -85,7 +85,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses what it does not know itself, so that a command shows its own usage, and names what is meant instead.
+    """Refuses unknown arguments itself, so that a command shows its own usage, and suggests what was meant.
 
     Its subparsers are of the same class.
     """

@@ -60,7 +60,7 @@ class _Action:
     names_engine: bool = True
     """Whether the request is about one engine."""
     is_stream: bool = False
-    """Whether responses come until the user has enough; `say` puts their status into a word for each line."""
+    """Whether responses are streamed until Ctrl-C; `say` puts their status into a word for each line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ _CPU_FLAGS = (
 _VARIABLES = (
     "TRIPTYCH_ADDRESS", "TRIPTYCH_ADMIN_ADDRESS", "TRIPTYCH_CONFIG", "TRIPTYCH_FAILPOINTS", "TRIPTYCH_HOME",
 )  # fmt: skip
-"""Variables besides the options of the config, whose values may be in a bug report."""
+"""Variables besides the options of the config; a bug report may show their values."""
 _EXAMINE = "triptych_services.worker.context.machine"
 _EXAMINE_TIMEOUT_S = 120.0  # torch is imported, which a loaded machine takes long for
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError: the entry or the file is no good."""
+    """Raises ConfigError: the entry or the file is refused."""
     key = draw_key()
     names = ("tenant", "admin", "requests_per_minute", "tokens_per_minute", "min_priority")
     options = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}

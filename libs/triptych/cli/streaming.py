@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 
 from triptych.client.collect import OutputCollector
-from triptych.client.stream_stats import StreamStats
 from triptych.types.events import DeltaEvent, Event
 from triptych.types.outputs import CompletionOutput, Usage
 
@@ -17,7 +18,7 @@ _PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def visible(text: str) -> str:
-    """Return the text with its control characters made visible, as a terminal may be shown it."""
+    """Return the text with its control characters made visible, which is safe to show on a terminal."""
     return text.translate(_PICTURES)
 
 
@@ -25,6 +26,40 @@ def write_now(text: str) -> None:
     """Write to stdout at once: text as it is into files and pipes, control characters made visible on a terminal."""
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+@dataclass(slots=True)
+class StreamStats:
+    """Times of one stream; feed it every event as it arrives. Starts its clock when created."""
+
+    started_s: float = field(default_factory=time.perf_counter)
+    num_tokens: int = 0
+    _first_s: float = 0.0
+    _last_s: float = 0.0
+    _num_first_tokens: int = 0
+
+    def add(self, event: Event) -> None:
+        if not isinstance(event, DeltaEvent) or not event.token_ids:
+            return
+        now = time.perf_counter()
+        if self.num_tokens == 0:
+            self._first_s, self._num_first_tokens = now, len(event.token_ids)
+        self._last_s = now
+        self.num_tokens += len(event.token_ids)
+
+    @property
+    def ttft_s(self) -> float:
+        """Request sent to first token; 0 where none came."""
+        return self._first_s - self.started_s if self.num_tokens else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first delta over the time that they took; 0 where there were none."""
+        elapsed_s = self._last_s - self._first_s
+        return (self.num_tokens - self._num_first_tokens) / elapsed_s if elapsed_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        return f"TTFT {self.ttft_s * 1e3:.0f} ms, {self.decode_tokens_per_s:.1f} tokens/s, {self.num_tokens} tokens"
 
 
 class AnswerPrinter:

@@ -1,4 +1,4 @@
-"""Says why an answer does not begin, as behind engines that sleep."""
+"""Says why an answer does not begin, for example because engines sleep."""
 
 from __future__ import annotations
 

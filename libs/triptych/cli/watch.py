@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from triptych.types.facts import STATUS_ROWS
+
 _COLUMNS: dict[str, int] = {
     "time": 8,
     "state": 10,
@@ -17,10 +19,11 @@ _COLUMNS: dict[str, int] = {
     "tokens/s": 9,
     "ended/s": 8,
     "hits": 7,
-    "preempted": 10,
+    **{row.heading: len(row.heading) + 1 for row in STATUS_ROWS.values() if row.heading},
 }
 """Heading -> width, the space before it included.
-Rates, hits of the prefix cache and preemptions are those since the line before."""
+Rates, hits of the prefix cache and the counters behind them are those since the line before."""
+_NUM_SINCE = list(_COLUMNS)[::-1].index("step ms")
 _LINES_PER_HEAD = 20
 
 
@@ -44,7 +47,11 @@ def watch(statuses: Iterable[Any], state_of: Callable[[Any], str], write: Callab
             _percent(status.num_used_blocks, status.num_blocks),
             _percent(status.num_cached_blocks, status.num_blocks),
             f"{status.step_ns / 1e6:.1f}",
-            *(_since(before, status, max(now_s - before_s, 1e-6)) if before is not None else ("-",) * 4),
+            *(
+                _since(before, status, max(now_s - before_s, 1e-6))
+                if before is not None
+                else ("-",) * _NUM_SINCE
+            ),
         )
         write("".join(f" {text:>{width - 1}}" for text, width in zip(values, _COLUMNS.values(), strict=True)))
         before, before_s = status, now_s
@@ -61,7 +68,7 @@ def _since(before: Any, now: Any, elapsed_s: float) -> tuple[str, ...]:
         f"{more('num_scheduled_tokens') / elapsed_s:.0f}",
         f"{max(0, ended) / elapsed_s:.1f}",
         _percent(more("prefix_hits"), more("prefix_queries")),
-        str(more("num_preemptions")),
+        *(str(more(name)) for name, row in STATUS_ROWS.items() if row.heading),
     )
 
 

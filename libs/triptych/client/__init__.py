@@ -1,1 +1,1 @@
-"""For those who ask: the typed gRPC client, LLM and AsyncLLM, a local cluster, the command line."""
+"""Clients: the typed gRPC client, LLM and AsyncLLM, a local cluster, the command line."""

@@ -18,10 +18,10 @@ from triptych.types.facts import EngineStatus, PauseMode, SleepLevel
 from triptych.wire.admin import pause_mode_to_proto, sleep_level_to_proto, status_from_proto
 
 CALL_TIMEOUT_S = 600.0
-"""For a call to end: a sleep may wait for running requests, and a large model takes long to wake."""
+"""Time for a call to end: a sleep may wait for running requests, and a large model takes long to wake."""
 _LIST_TIMEOUT_S = 60.0
 DEFAULT_ADDRESS = "127.0.0.1:50050"
-"""The admin port of a frontend whose config does not say otherwise."""
+"""The admin port of a frontend by default."""
 
 _Response = TypeVar("_Response")
 
@@ -154,7 +154,7 @@ class AdminClient:
 
 
 def admin_error(error: grpc.RpcError, address: str) -> TriptychError:
-    """Return the typed error of a call to an admin server: one that is none, as a public port, is named as such."""
+    """Return the typed error of a call to an admin server; it says so if the port is a public one."""
     typed = from_rpc_error(error)
     if error.code() is not grpc.StatusCode.UNIMPLEMENTED or isinstance(typed, FeatureDisabled):
         return typed

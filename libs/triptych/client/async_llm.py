@@ -74,7 +74,7 @@ class AsyncLLM:
         """Start the stack or connect to it, unless that is done; returns the client, for its other calls.
 
         Raises:
-            ConfigError, ModelError, ModelNotFound, EngineUnavailable: it cannot be had; says why.
+            ConfigError, ModelError, ModelNotFound, EngineUnavailable: there is no server; says why.
         """
         return await self._connection.start()
 
@@ -193,7 +193,7 @@ class AsyncLLM:
         return await client.abort([request_id] if isinstance(request_id, str) else request_id)
 
     async def check_health(self) -> None:
-        """Return if the frontend takes requests now; raises EngineUnavailable, which says why it does not."""
+        """Check that the frontend takes requests now; raises EngineUnavailable, which says why it does not."""
         await (await self.start()).check_health()
 
     async def get_tokenizer(self) -> ServedTokenizer:

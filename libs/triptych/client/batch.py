@@ -134,7 +134,7 @@ class Batch:
 
     A refusal (QueueFull) sends the job back, holds all further ones for the time that the server named and
     narrows the window to what the server did take; each success widens it by 1/window, so that another
-    refusal comes about once per windowful. A job whose server went away is sent again from the start:
+    refusal comes about once per windowful. A job that lost its server is sent again from the start:
     none of its output has been seen.
     """
 

@@ -68,7 +68,7 @@ def read_requests(file: Path, but: Collection[str]) -> Iterator[BatchRequest]:
 
 
 class BatchOutput:
-    """The file that answers are added to. One that is there is gone on with. No other process may write to it."""
+    """The file that answers are added to. An existing one is continued. No other process may write to it."""
 
     def __init__(self, file: Path) -> None:
         """Keep the answers that the file has, and drop those that another attempt may better, and half a line.

@@ -41,7 +41,7 @@ class _Item:
     options: RequestOptions
     collector: OutputCollector
     stream: ResumableStream
-    """Knows what has come, and how it goes on."""
+    """Knows what has come, and how the stream is resumed."""
     answer: asyncio.Future[RequestOutput]
 
     def add(self, event: Event) -> None:
@@ -169,7 +169,7 @@ class BatchStream:
             item.fail(error)
 
     def _take(self, call: _Call, response: generation_pb2.BatchGenerateResponse, address: str) -> None:
-        """Take in a message about an item. One that its server hands over goes on elsewhere."""
+        """Take in a message about an item. An item that its server hands over is resumed elsewhere."""
         item = call.items.get(response.tag)
         if item is None:
             return

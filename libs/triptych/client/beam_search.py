@@ -273,7 +273,7 @@ async def _run(stream: BatchStream, searches: Sequence[_Search], check_server: C
 
 
 def _named(error: Exception, number: int) -> Exception:
-    """Return the error of a beam, telling of which prompt it is."""
+    """Return the error of a beam, with the number of its prompt."""
     if not isinstance(error, InvalidRequest):
         return error
     return InvalidRequest([replace(v, field=f"prompts[{number}].{v.field}") for v in error.violations])

@@ -67,7 +67,7 @@ class Connection:
         """Start the stack or connect to it, unless that is done, and return the client.
 
         Raises:
-            ConfigError, ModelError, ModelNotFound, EngineUnavailable: It cannot be had; says why.
+            ConfigError, ModelError, ModelNotFound, EngineUnavailable: There is no server; says why.
         """
         async with self._starting:
             if self._client is None:

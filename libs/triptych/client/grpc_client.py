@@ -72,7 +72,7 @@ class GenerationClient:
     Every method raises the errors of `triptych.errors` as the server meant them; EngineUnavailable also
     if no server answers at the address, GenerationLost where the connection broke after output had come.
 
-    A stream whose connection broke goes on by itself, at the same frontend or at another of `address`.
+    A stream is resumed by itself when its connection breaks, at the same frontend or at another of `address`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class GenerationClient:
         tls: TlsConfig | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> GenerationClient:
-        """A client whose frontend is ready; EngineUnavailable where it is not after `timeout_s`."""
+        """Return a client of a frontend that is ready; EngineUnavailable where it is not after `timeout_s`."""
         client = cls(address, api_key=api_key, tls=tls, metadata=metadata)
         try:
             await client.wait_ready(timeout_s)
@@ -209,7 +209,7 @@ class GenerationClient:
         )
 
     async def check_health(self) -> None:
-        """Return if the frontend takes requests now.
+        """Check that the frontend takes requests now.
 
         Raises:
             EngineUnavailable: It does not; says why.
@@ -220,7 +220,7 @@ class GenerationClient:
             raise EngineUnavailable(f"{self.address} is not ready: {info.why_not_ready}")
 
     async def why_waiting(self) -> str:
-        """Return why requests that the frontend takes wait, as behind engines that sleep. Empty: it knows no reason."""
+        """Return why requests wait at the frontend, for example because engines sleep. Empty: it knows no reason."""
         request = model_pb2.GetServerInfoRequest()
         info = await self._ask(lambda: self._models.GetServerInfo(request, timeout=_UNARY_TIMEOUT_S))
         return str(info.why_waiting)

@@ -1,4 +1,4 @@
-"""An HTTP client of one server, over aiohttp, whose failures are this package's typed errors."""
+"""An HTTP client of one server, over aiohttp; its failures are this package's typed errors."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class LLM:
                 `**{"scheduler.max_num_seqs": 16}`, `gpu_memory_utilization=0.8`.
 
         Raises:
-            ConfigError, ModelError, ModelNotFound, EngineUnavailable: it cannot be had; says why.
+            ConfigError, ModelError, ModelNotFound, EngineUnavailable: there is no server; says why.
         """
         self._connection = Connection(
             model,
@@ -139,12 +139,12 @@ class LLM:
                 to the model's generation_config.json and the server's defaults.
             use_tqdm: show a progress bar with tokens/s; or what makes it, in place of `tqdm.tqdm`.
             on_error: what follows when a prompt has failed and the others are finished. `raise` its error where it
-                is the only one, or else PartialFailure, whose `outputs` are all; `return` them: those of prompts
+                is the only one, or else PartialFailure, which has all `outputs`; `return` them: those of prompts
                 that failed have an `error` and no choices.
             priority: lower runs first. This and the next may be lists with one entry for each prompt.
-            tenant: whose fair share pays.
+            tenant: the tenant that the tokens are charged to.
             cache_salt: share cached prefixes only with requests of the same salt.
-            truncate_prompt_tokens: keep only so many tokens of a prompt, its last ones.
+            truncate_prompt_tokens: keep only the last tokens of a prompt, this many.
             timeout_s: seconds for each prompt, from its first sending to its end.
 
         Raises:

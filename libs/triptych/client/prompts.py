@@ -1,4 +1,4 @@
-"""Prompts in all their forms, and which of them are one prompt and which are many."""
+"""Prompts in all their forms, each told to be one prompt or many."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ show = _SHORT.repr
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """One prompt whose form has been checked."""
+    """One prompt in a form that has been checked."""
 
     content: Prompt
     text: str | None = None
@@ -115,12 +115,12 @@ def parse_prompt(prompt: AnyPrompt, where: str = "prompt") -> ParsedPrompt:
 
 
 def is_token_ids(prompt: Prompt) -> bool:
-    """Return whether a prompt whose form has been checked is a list of token ids."""
+    """Return whether a checked prompt is a list of token ids."""
     return not isinstance(prompt, str) and not is_conversation(prompt)
 
 
 def is_conversation(prompt: Prompt) -> bool:
-    """Return whether a prompt whose form has been checked is a list of messages."""
+    """Return whether a checked prompt is a list of messages."""
     return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 

@@ -1,4 +1,4 @@
-"""Goes on with streams whose connection broke, at the same frontend or another, so that nothing is lost or repeated."""
+"""Resumes streams when their connection breaks, at the same frontend or another; no token is lost or repeated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from triptych.wire.generation import event_from_proto
 log = logging.getLogger(__name__)
 
 RESUME_S = 15.0
-"""For so long without a new message a stream is tried to be gone on with; a little longer than frontends keep one."""
+"""Time without a new message after which a stream is not resumed any more; a little longer than frontends keep one."""
 _FIRST_PAUSE_S = 0.02
 _MAX_PAUSE_S = 1.0
 
@@ -71,7 +71,7 @@ class ResumableStream:
         self._num_others = 0
         """Output tokens of the choices that were complete when the request was sent again."""
         self._progress_at = 0.0
-        """When something came that had not come before."""
+        """Time of the last new message."""
         self._pause_s = _FIRST_PAUSE_S
 
     @property
@@ -134,7 +134,7 @@ class ResumableStream:
         await asyncio.sleep(pause_s)
 
     def may_go_on(self, error: TriptychError, *, is_broken: bool) -> bool:
-        """Return whether another call may bring what this one has not.
+        """Return whether another call may bring the rest.
 
         Args:
             is_broken: Whether the call ended without a word of the server.
@@ -171,7 +171,7 @@ class ResumableStream:
         return request
 
     def _prepare_again(self, admitted: AdmittedEvent) -> None:
-        """Let the request ask for the rest of what was asked for first."""
+        """Reduce the request to the rest of its answer."""
         generation = self._request.generation
         generation.sampling.seed = admitted.seed
         if self._has_prompt_logprobs:
@@ -188,7 +188,7 @@ class ResumableStream:
                 generation.emitted.add(index=index, token_ids=choice.token_ids)
 
     def take(self, message: generation_pb2.StreamGenerateResponse) -> Event | None:
-        """Note a message, and return its event; None if that is no news."""
+        """Note a message, and return its event; None if it has come before."""
         self._last_sequence = message.sequence
         event = event_from_proto(message)
         match event:

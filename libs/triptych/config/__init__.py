@@ -1,4 +1,4 @@
-"""One config object, many leaves; what an operator said, never what a machine answered."""
+"""The one config object: values that an operator has set, never facts that a machine has told."""
 
 from triptych.config.fields import (
     CacheConfig,

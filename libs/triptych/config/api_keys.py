@@ -20,7 +20,7 @@ from typing import Any
 from triptych.errors import ConfigError
 
 ANY_TENANT = "*"
-"""The `tenant` of a key whose requests may name any tenant: that of a gateway."""
+"""The `tenant` of a key that may name any tenant in its requests: that of a gateway."""
 _MOST_URGENT = -(1 << 31)  # the least value of a request's priority, which is an int32
 _PREFIX = "tk-"  # makes a key that leaked recognizable
 _KEY_BYTES = 32  # of randomness: too many keys to try, so a fast hash is enough
@@ -66,7 +66,7 @@ def entry_line(name: str, key: str, **options: str | int | bool) -> str:
         options: Other fields of the entry.
 
     Raises:
-        ConfigError: A field is no good; names it.
+        ConfigError: A field is invalid; names it.
     """
     entry = {"name": name, "sha256": hash_key(key), **options}
     _to_key(entry, "the entry")
@@ -77,7 +77,7 @@ def read_api_keys(path: Path) -> tuple[ApiKey, ...]:
     """Read the file.
 
     Raises:
-        ConfigError: It cannot be read, or an entry is no good; names the file, the entry and the field.
+        ConfigError: It cannot be read, or an entry is invalid; names the file, the entry and the field.
     """
     import yaml  # a bare GPU machine, which reads no keys, may lack it
 

@@ -24,7 +24,7 @@ from triptych.config.tls_fields import TlsConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and in what precision."""
+    """The model and its precision."""
 
     model: str = value(
         "embedded", "Path of a model directory or .gguf file, a hub id, or `embedded`.", ALL, shared=True
@@ -68,8 +68,8 @@ class ModelConfig:
         "auto",
         "true: a request's numbers do not depend on the batch that it runs in. false: quantized products of "
         "many rows, as in a prefill, may be computed in `model.dtype` where that is faster. auto: true where that "
-        "costs nothing; false with `model.quantization = auto`, with q4 and q8 on CUDA devices, whose prefill it "
-        "would slow down, and where sums follow the batch: with weights that are not quantized on CUDA devices, "
+        "costs nothing; false with `model.quantization = auto`, with q4 and q8 on CUDA devices, where it would "
+        "slow the prefill down, and where sums follow the batch: with weights that are not quantized on CUDA devices, "
         "without native kernels on a CPU, and with torch, flash-attn or flashinfer as `worker.attention_backend`.",
         WORKER,
         choices=("auto", "true", "false"),
@@ -87,7 +87,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """How weights come in."""
+    """The way weights are loaded."""
 
     format: str = value(
         "auto",
@@ -208,7 +208,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How one model is spread over processes; which of them a process is, `worker.rank` says."""
+    """The processes that one model is spread over; `worker.rank` says which of them a process is."""
 
     tensor_parallel_size: int = value(1, "Workers that share each layer.", WORKER, ge=1)
     pipeline_parallel_size: int = value(1, "Groups of layers, one after the other.", WORKER, ge=1)
@@ -229,7 +229,7 @@ class ParallelConfig:
     silence_timeout_s: float = value(
         5.0,
         "Seconds after which a rank that says nothing counts as lost, and all ranks end with code 70, to be started "
-        "again together. One whose process has ended is noticed at once.",
+        "again together. One that has ended is noticed at once.",
         WORKER,
         gt=0,
     )

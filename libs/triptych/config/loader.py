@@ -65,7 +65,7 @@ def load_config(
         file: yaml; None: the file named by $TRIPTYCH_CONFIG, if it is set.
         env: the environment; None: this process's.
         flags: key (`scheduler.max_num_seqs`) to text, as given on the command line.
-        is_worker: whether this process is a worker, whose place among the ranks Kubernetes may set.
+        is_worker: whether this process is a worker: Kubernetes may set its place among the ranks.
 
     Raises:
         ConfigError: an unknown key or a bad value; names key, value, allowed range and source.

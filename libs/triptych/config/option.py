@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 FRONTEND, ENGINE, WORKER = ("frontend",), ("enginecore",), ("worker",)
-"""The packages of `services` that read an option."""
+"""The packages of `triptych_services` that read an option."""
 ALL = FRONTEND + ENGINE + WORKER
 
 ENV_PREFIX = "TRIPTYCH_"

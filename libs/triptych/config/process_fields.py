@@ -102,7 +102,7 @@ class FrontendConfig:
     )
     move_after_silence_s: float = value(
         1.0,
-        "Seconds without a sign of life from an engine whose stream is open, before requests move to another that "
+        "Seconds without a sign of life from an engine with an open stream, before requests move to another that "
         "gives one. It is asked for after 0.33 s.",
         FRONTEND,
         ge=0.5,
@@ -115,8 +115,9 @@ class FrontendConfig:
     )
     keep_s: float = value(
         10.0,
-        "Seconds for which a stream whose frontend is lost goes on at its engine, so that its client can read on at "
-        "another frontend (engine.max_kept_bytes). Over HTTP only where the client asks for event ids. 0: not at all.",
+        "Seconds for which a stream goes on at its engine after its frontend is lost, so that its client can read on "
+        "at another frontend (engine.max_kept_bytes). Over HTTP only where the client asks for event ids. "
+        "0: not at all.",
         FRONTEND,
         ge=0,
         le=3600,
@@ -195,8 +196,8 @@ class FrontendConfig:
     )
     cors_origins: str = value(
         "",
-        "Origins whose web pages may call the HTTP API from a browser, comma-separated: https://app.example; `*`: any. "
-        "Empty: none.",
+        "Origins of web pages that may call the HTTP API from a browser, comma-separated: https://app.example; `*`: "
+        "any. Empty: none.",
         FRONTEND,
     )
     max_connection_age_s: float = value(

@@ -20,7 +20,7 @@ LARGE_STEP = 256, 8192
 SMALL_STEP = 64, 2048
 """The same on any other, and on a CPU."""
 LEAST_STEP_TOKENS = 512
-"""Tokens of the smallest step that is taken where memory is short. In smaller ones weights are read too often."""
+"""Tokens of the smallest step that a default may have. Smaller steps read the weights too often per token."""
 
 
 def size_for_device(config: SchedulerConfig, device_bytes: int) -> SchedulerConfig:

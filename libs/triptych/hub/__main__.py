@@ -9,7 +9,7 @@ from triptych.hub.resolve import EMBEDDED, resolve_model
 
 
 def main(arguments: list[str]) -> int:
-    """0: the directory is on stdout; 1: the model cannot be had, stderr says why; 2: wrong usage."""
+    """0: the directory is on stdout; 1: the model is not available, stderr says why; 2: wrong usage."""
     if len(arguments) not in (1, 2) or any(each.startswith("-") for each in arguments):
         print(f"usage: python -m triptych.hub PATH|HUB_ID|{EMBEDDED} [REVISION]", file=sys.stderr)
         return 2

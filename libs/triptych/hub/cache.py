@@ -1,4 +1,4 @@
-"""The cache on disk: a directory is there whole or not at all, and is built once however many ask."""
+"""The cache on disk: a directory is there whole or not at all, and is built once even if several processes ask."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _write_marker(directory: Path, version: int) -> None:
 
 
 def _replace_directory(built: Path, target: Path) -> None:
-    """Move `built` to `target`. A broken or outdated one in its place goes first: it had no value."""
+    """Move `built` to `target`, after removing a broken or outdated directory there."""
     built.chmod(0o755)  # mkdtemp made it private; the cache may be shared by a read-only mount
     for path in built.iterdir():
         sync(path)

@@ -1,4 +1,4 @@
-"""From what a user says to a local stack that is ready: config, model, free ports, progress."""
+"""Starts a local stack as a user describes it: config, model, free ports, progress."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from triptych.rpc.tls import create_client_tls, create_server_tls
 from triptych.types.facts import Phase
 
 READY_TIMEOUT_S = 600.0
-"""For a stack of our own: a large model may come from a slow disk."""
+"""Time for a stack of our own to start: a large model may come from a slow disk."""
 CONNECT_TIMEOUT_S = 30.0
-"""For a stack that is already running or starting."""
+"""Time for a stack elsewhere to answer; it is already running or starting."""
 
 _write_lock = threading.Lock()
 
@@ -105,7 +105,7 @@ def launch(
         check: called repeatedly while waiting; an exception from it ends the start.
 
     Raises:
-        ConfigError, ModelError, ModelNotFound, EngineUnavailable: it cannot be had; says why.
+        ConfigError, ModelError, ModelNotFound, EngineUnavailable: it is not available; says why.
     """
     check_ports(config)
     _check_tls(config.tls)
@@ -132,7 +132,7 @@ def launch(
 
 
 def _check_tls(tls: TlsConfig) -> None:
-    """Raise what is wrong with the files here, where it is said once and at once, and not by each service."""
+    """Check the files before the services start, so that an error is reported once and early."""
     create_server_tls(tls)
     create_client_tls(tls)
     if tls.certificate and not tls.ca:
@@ -140,7 +140,7 @@ def _check_tls(tls: TlsConfig) -> None:
 
 
 def write_log_line(line: str) -> None:
-    """Pass a service's line on to stderr, whole, and not on top of a progress line."""
+    """Write a service's line to stderr in one piece, after clearing a progress line."""
     erase = "\r\033[K" if sys.stderr.isatty() else ""
     with _write_lock:
         sys.stderr.write(f"{erase}{line}\n")

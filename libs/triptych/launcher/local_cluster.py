@@ -37,7 +37,7 @@ _STOP_MARGIN_S = 5.0  # on top of the longest drain
 _SHOWN_LINES = 10
 _GROUP_END_S = 0.5  # for ranks to end by themselves when one of them has, before they are killed
 _EXIT_CODE_TO_WEIGHT = {USAGE_EXIT_CODE: 0, int(ExitCode.HUNG): 2, int(ExitCode.OK): 3}
-"""The lower, the more an exit says about the end of a group of ranks; 1 for all others."""
+"""Exit code -> weight; 1 for all others. Of a group of ranks that ended, the lowest weight is reported."""
 
 SERVICE_MODULES = {
     "worker": "triptych_services.worker",
@@ -266,7 +266,7 @@ class LocalCluster:
             self._ended.set()
 
     def _advance(self, service: _Service, upstream: _Service | None) -> None:
-        """Start it, note its ports, or deal with its death: whatever is due."""
+        """Do what is due for a service: start it, note its ports, or handle its death."""
         processes, rank = service.processes, service.num_bound
         if any(process.poll() is not None for process in processes):
             self._handle_death(service, self._end_rest(processes))
@@ -385,7 +385,7 @@ def _quote(process: ServiceProcess) -> str:
 
 
 def _child_environment() -> dict[str, str]:
-    """Ours without the options: the flags say it all, and a default among them must stay one."""
+    """Return our environment without options: flags carry them, and those left at their default must stay so."""
     dropped = {option.env for option in iter_options()} | {CONFIG_FILE_ENV, *LWS_VARIABLES}
     kept = {name: text for name, text in os.environ.items() if name not in dropped}
     # A crash in native code then leaves a stack among the last lines, and nothing is held back in a buffer.

@@ -13,7 +13,7 @@ from triptych.config import EngineConfig
 from triptych.errors import ConfigError
 
 INTERNAL_PORTS = ("engine.port", "worker.port")
-"""Options whose ports only the services of the stack dial."""
+"""Options of ports that only the services of the stack dial."""
 _SECTIONS = ("frontend", "engine", "worker")
 _HOST_OF = {"metrics_port": "metrics_host", "admin_port": "admin_host", "admin_http_port": "admin_host"}
 """Option of a port -> option of its address; `host` for others."""
@@ -54,7 +54,7 @@ def with_free_internal_ports(config: EngineConfig, said: Collection[str]) -> Eng
 
 
 def check_ports(config: EngineConfig) -> None:
-    """Raise ConfigError if ports of a stack cannot be had; names all of them, before anything is started."""
+    """Raise ConfigError if ports of a stack are taken; names all of them, before anything is started."""
     problems = []
     remedies = set()
     with contextlib.ExitStack() as held:
@@ -67,7 +67,7 @@ def check_ports(config: EngineConfig) -> None:
                 remedies.add(remedy)
     if problems:
         advice = "".join(f"; {remedy}" for remedy in sorted(remedies) if remedy)
-        raise ConfigError(f"ports that cannot be had: {', '.join(problems)}{advice}")
+        raise ConfigError(f"ports that cannot be used: {', '.join(problems)}{advice}")
 
 
 def _used_ports(config: EngineConfig) -> Iterator[tuple[str, str, int]]:
@@ -91,7 +91,7 @@ def _is_used(config: EngineConfig, key: str) -> bool:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket that holds a port; raises OSError if it cannot be had."""
+    """Return a socket that holds a port; raises OSError if it is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

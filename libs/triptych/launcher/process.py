@@ -52,7 +52,7 @@ class ServiceProcess:
         ready_file = Path(self._directory.name) / "ready.json"
         self._ready_file: Path | None = ready_file
         self._popen = subprocess.Popen(
-            # -P: a directory called `services` in the user's working directory is not ours
+            # -P: a directory called `triptych_services` in the user's working directory is not ours
             [sys.executable, "-P", "-m", "triptych.launcher.child", str(os.getpid()), module,
              *flags, f"--ready-file={ready_file}"],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

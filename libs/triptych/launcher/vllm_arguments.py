@@ -50,7 +50,7 @@ HINTS = frozenset({
     "sleep_mode_backend", "stream_interval", "swap_space", "trust_remote_code", "use_tqdm_on_load",
     "use_v2_block_manager", "watermark",
 })  # fmt: skip
-"""Arguments whose values cannot change an answer here: hints on speed, permissions, bounds of what is not served."""
+"""Arguments that cannot change an answer here: hints on speed, permissions, bounds of what is not served."""
 
 NEUTRAL = {
     "attention_config": (),

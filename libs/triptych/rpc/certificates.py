@@ -1,4 +1,4 @@
-"""Checks of PEM files, whose errors name the option, the file and what is wrong with it."""
+"""Checks of PEM files; errors name the option, the file and what is wrong with it."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def credentials_of(tls: ClientTls | None) -> ClientCredentials | None:
 
 
 def with_api_key(stub: _Stub, api_key: str | None, metadata: Sequence[tuple[str, str]] = ()) -> _Stub:
-    """Return the stub, whose calls send an API key from now on.
+    """Return the stub; its calls send an API key from now on.
 
     Args:
         api_key: None: the one in the environment. Empty: none is sent.

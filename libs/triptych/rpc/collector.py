@@ -1,4 +1,4 @@
-"""When garbage is collected: in small pieces while requests are served, and all of it only while there are none.
+"""Collects garbage in small pieces while requests are served, and all of it only while there are none.
 
 A full collection looks at every object that is alive, and nothing else runs meanwhile: 0.1 s with 10,000 requests.
 Objects of a request refer to each other in one direction only, so they are freed without the collector. What is left

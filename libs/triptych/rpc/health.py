@@ -1,4 +1,4 @@
-"""health.v1 whole: grpc's own asyncio servicer has Check and Watch, but not List."""
+"""A complete servicer of health.v1: grpc's own for asyncio has Check and Watch, but not List."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpc_health.v1 import health, health_pb2
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 GENERATION_SERVICE = "triptych.v1.GenerationService"
-"""The name whose health says whether a frontend takes requests."""
+"""The name in the health service that says whether a frontend takes requests."""
 
 
 class Health(health.aio.HealthServicer):

@@ -32,7 +32,7 @@ from triptych.types.exit_codes import ExitCode
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
-"""For last messages on their way. Calls that watch something are cut off then."""
+"""Seconds for the last messages to be sent. Calls that watch something are cut off then."""
 
 
 class ServiceApp(ABC):
@@ -45,7 +45,7 @@ class ServiceApp(ABC):
     server: RpcServer
     """Set by the subclass, which adds its servicers."""
     logs_each_request: ClassVar[bool] = False
-    """Whether so many lines are logged that they are written together."""
+    """Whether the service logs enough lines to write them together."""
     keys_option: ClassVar[str] = ""
     """The option that makes the service ask for API keys. Empty: it has none, and only mTLS keeps callers out."""
 
@@ -89,7 +89,7 @@ class ServiceApp(ABC):
 
 
 def main(service: str, description: str | None, create: type[ServiceApp]) -> NoReturn:
-    """Run a service from `sys.argv` to the end of the process. `service`: name of its package under `services`."""
+    """Run a service from `sys.argv` to the end of the process. `service`: its name under `triptych_services`."""
     import uvloop  # of the services' images only
 
     arguments = parse_service_arguments(service, description or "", sys.argv[1:])
@@ -167,7 +167,7 @@ def _loop_lag() -> LoopLag:
 
 
 def _warn_if_open(app: ServiceApp) -> None:
-    """Say once what an operator should set who lets other machines reach the ports."""
+    """Log once which options an operator should set if other machines can reach the ports."""
     config = app.config
     hosts = {
         f"{app.section}.{option}": getattr(getattr(config, app.section), option, "")

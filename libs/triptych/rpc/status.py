@@ -38,7 +38,7 @@ class ErrorRow:
     openai_type: str
 
 
-_TABLE = (
+TABLE = (
     ErrorRow(errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     ErrorRow(errors.ContextLengthExceeded, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     ErrorRow(errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, 401, "invalid_request_error"),
@@ -68,7 +68,7 @@ _TABLE = (
     ErrorRow(errors.EngineFailure, grpc.StatusCode.INTERNAL, 500, "server_error"),
     ErrorRow(TriptychError, grpc.StatusCode.INTERNAL, 500, "server_error"),
 )
-_ROW_BY_CODE = {row.error.code: row for row in _TABLE}
+_ROW_BY_CODE = {row.error.code: row for row in TABLE}
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 # For a status that carries no ErrorInfo: the peer was no Triptych servicer, or gRPC itself ended the call.
 _ERROR_BY_GRPC_CODE: dict[grpc.StatusCode, type[TriptychError]] = {
@@ -116,7 +116,7 @@ def _violations_of(error: TriptychError) -> Sequence[FieldViolation]:
 
 
 def _metadata_of(violations: Sequence[FieldViolation]) -> dict[str, str]:
-    """Return the field, the value and the limit of a single violation, as far as they are known."""
+    """Return the field, the value and the limit of a single violation, where they are known."""
     if len(violations) != 1:
         return {}
     violation = violations[0]
@@ -205,7 +205,7 @@ def is_broken_write(error: grpc.RpcError) -> bool:
 
 
 def from_rich_status(status: status_pb2.Status) -> TriptychError:
-    """Return the typed error that a status in a message stands for."""
+    """Return the typed error that a status in a message means."""
     code = _STATUS_CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     return _typed_error(code, status.message or code.name, status)
 

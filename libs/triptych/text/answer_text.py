@@ -20,7 +20,7 @@ class AnswerEndedError(Exception):
 
 
 class AnswerText:
-    """The text of an answer as far as it has come. Methods that read are generators: `yield from` them."""
+    """The text of an answer up to now. Methods that read are generators: `yield from` them."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -161,20 +161,6 @@ class AnswerText:
             num_searched = max(0, len(self._text) - self._at - longest + 1)
             yield from self.wait()
 
-    def take_while(self, accepts: Callable[[str], bool]) -> Reading[str]:
-        """Read the next characters that are accepted."""
-        taken = ""
-        while accepts((yield from self.peek())):
-            taken += self.take(1)
-        return taken
-
-    def take_string(self) -> Reading[str]:
-        """Read a JSON string and return its value."""
-        value = decoded((yield from self.take_value()))
-        if not isinstance(value, str):
-            raise MalformedCallError
-        return value
-
     def take_value(self, on_piece: Callable[[str], None] | None = None) -> Reading[str]:
         """Read one value; return it as JSON, or nothing if `on_piece` takes its pieces.
 
@@ -199,30 +185,47 @@ class AnswerText:
                 yield from self.wait()
         return "".join(pieces)
 
-    def take_balanced(self) -> Reading[str]:
-        """Read up to the bracket that closes one read before, and past it; return what is before it.
 
-        Brackets inside of quoted strings, as Python writes them, do not count.
-        """
-        depth, quote, taken = 0, "", ""
-        while True:
-            yield from self.peek()
-            character = self.take(1)
-            if quote:
-                if character == "\\":
-                    yield from self.peek()
-                    character += self.take(1)
-                elif character == quote:
-                    quote = ""
-            elif character in "'\"":
-                quote = character
-            elif character in "([{":
-                depth += 1
-            elif character in ")]}":
-                if depth == 0:
-                    return taken
-                depth -= 1
-            taken += character
+def take_while(text: AnswerText, accepts: Callable[[str], bool]) -> Reading[str]:
+    """Read the next characters that are accepted."""
+    taken = ""
+    while accepts((yield from text.peek())):
+        taken += text.take(1)
+    return taken
+
+
+def take_string(text: AnswerText) -> Reading[str]:
+    """Read a JSON string and return its value."""
+    value = decoded((yield from text.take_value()))
+    if not isinstance(value, str):
+        raise MalformedCallError
+    return value
+
+
+def take_balanced(text: AnswerText) -> Reading[str]:
+    """Read up to the bracket that closes one read before, and past it; return what is before it.
+
+    Brackets inside of quoted strings, as Python writes them, do not count.
+    """
+    depth, quote, taken = 0, "", ""
+    while True:
+        yield from text.peek()
+        character = text.take(1)
+        if quote:
+            if character == "\\":
+                yield from text.peek()
+                character += text.take(1)
+            elif character == quote:
+                quote = ""
+        elif character in "'\"":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            if depth == 0:
+                return taken
+            depth -= 1
+        taken += character
 
 
 def decoded(text: str) -> Any:

@@ -153,7 +153,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%", "<<"})
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Carry out an operator whose result may be much larger than its operands."""
+        """Carry out an operator with a result that may be much larger than its operands."""
         match operator:
             case "*":
                 for one, other in ((left, right), (right, left)):
@@ -211,7 +211,7 @@ def _check_format(text: str) -> None:
 
 
 def _check_method(text: str, name: str, arguments: Sequence[Any]) -> None:
-    """Refuse a method of a text whose result would be much larger than all that it is given."""
+    """Refuse a method of a text with a result that would be much larger than all that it is given."""
     match name, arguments:
         case "replace", (str() as old, str() as new, *_):
             _check_size(text.count(old) * len(new))

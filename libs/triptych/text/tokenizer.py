@@ -260,7 +260,7 @@ def read_spelling(backend: Backend) -> Spelling:
     """The spelling that the decoder of tokenizer.json describes.
 
     Raises:
-        ModelError: a decoder of another family, whose text is not the sum of its tokens.
+        ModelError: a decoder of another family: its text is not the sum of its tokens.
     """
     description = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
     steps: list[dict[str, Any]] = description.get("decoders", [description])

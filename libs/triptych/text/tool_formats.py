@@ -18,6 +18,9 @@ from triptych.text.answer_text import (
     Reading,
     decoded,
     longest_beginning,
+    take_balanced,
+    take_string,
+    take_while,
 )
 from triptych.text.json_mending import MalformedCallError, mended_object
 
@@ -44,13 +47,13 @@ def _read_members(text: AnswerText, calls: CallWriter, *, is_nested: bool) -> Re
         yield from text.skip_space()
         if (yield from text.take_if("}")):
             break
-        key = yield from text.take_string()
+        key = yield from take_string(text)
         yield from text.skip_space()
         yield from text.expect(":")
         yield from text.skip_space()
         opens = (yield from text.peek()) == "{"
         if key == "name" and name is None:
-            name = yield from text.take_string()
+            name = yield from take_string(text)
         elif key == "function" and opens and not is_nested and name is None:
             text.take(1)
             yield from _read_object(text, calls, is_nested=True)
@@ -149,7 +152,7 @@ def _read_mistral(text: AnswerText, calls: CallWriter, opening: str) -> Reading[
     yield from text.skip_space()
     if (yield from text.take_if("[")):
         return (yield from _read_list(text, calls, "["))
-    name = (yield from text.take_while(lambda character: character not in "[{\n")).strip()
+    name = (yield from take_while(text, lambda character: character not in "[{\n")).strip()
     if not name:
         raise MalformedCallError
     if (yield from text.take_if("[CALL_ID]")):
@@ -271,9 +274,9 @@ def _read_pythonic(text: AnswerText, calls: CallWriter, opening: str) -> Reading
     """`[add(a=1, b=2), …]`"""
     while True:
         yield from text.skip_space()
-        name = yield from text.take_while(lambda character: character.isalnum() or character in "_.-")
+        name = yield from take_while(text, lambda character: character.isalnum() or character in "_.-")
         yield from text.expect("(")
-        arguments = _keywords((yield from text.take_balanced()))
+        arguments = _keywords((yield from take_balanced(text)))
         calls.begin(name)
         calls.add(arguments)
         calls.end()

@@ -44,7 +44,7 @@ class SamplingParams(sampling.SamplingParams):
         params = llm.get_default_sampling_params()
         params.max_tokens = 8
 
-    A request takes the values that they have when it is submitted. None stands for the default of a parameter.
+    A request takes the values that they have when it is submitted. None means the default of a parameter.
     """
 
     __slots__ = ("truncate_prompt_tokens",)
@@ -89,7 +89,7 @@ class SamplingParams(sampling.SamplingParams):
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """Return the parameters; None stands for a default."""
+        """Return the parameters; None means a default."""
         return cls(**values)
 
     def clone(self) -> SamplingParams:

@@ -46,16 +46,16 @@ class Caller:
             PermissionDenied: The request names a tenant that this caller does not speak for, or is more urgent than
                 its requests may be.
         """
-        if self.min_priority is not None and raw.priority < self.min_priority:
+        if self.min_priority is not None and raw.head.priority < self.min_priority:
             raise PermissionDenied(
-                f"{raw.path('priority')}: {raw.priority} is more urgent than {self.min_priority}, the most urgent that "
-                f"API key {self.name!r} may ask for"
+                f"{raw.path('priority')}: {raw.head.priority} is more urgent than {self.min_priority}, the most "
+                f"urgent that API key {self.name!r} may ask for"
             )
         if self.tenant is None:
             return raw
-        if raw.tenant and raw.tenant != self.tenant and raw.path("tenant") == "tenant":
+        if raw.head.tenant and raw.head.tenant != self.tenant and raw.path("tenant") == "tenant":
             raise PermissionDenied(f"tenant: this API key is of tenant {self.tenant!r}; leave the field out")
-        return replace(raw, tenant=self.tenant)
+        return replace(raw, head=replace(raw.head, tenant=self.tenant))
 
 
 ANYONE = Caller()

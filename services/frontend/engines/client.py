@@ -36,11 +36,10 @@ from triptych.rpc.status import from_rpc_error
 from triptych.rpc.tls import ClientTls
 from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
 from triptych.wire.engine_core import outputs_from_proto, welcome_from_proto
-from triptych_services.frontend.engines.attachment import Attachment
-from triptych_services.frontend.engines.liveness import Liveness
-from triptych_services.frontend.engines.outlook import EngineOutlook
-from triptych_services.frontend.engines.prefix_index import RoutedPrompt
-from triptych_services.frontend.engines.session import EngineLoss, EngineSession, OutputSink
+from triptych_services.frontend.engines.heartbeat import Liveness
+from triptych_services.frontend.engines.session import Attachment, EngineLoss, EngineSession, OutputSink
+from triptych_services.frontend.routing.load import EngineLoad
+from triptych_services.frontend.routing.prefix_index import RoutedPrompt
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class EngineClient:
         self._why_lost = "not connected yet"
         self._logged: tuple[grpc.StatusCode | None, float] | None = None
         """Status of the last failed dial that was logged, and when. None: none since the last stream."""
-        self.life = Liveness()
+        self.liveness = Liveness()
         self._call: grpc.aio.StreamStreamCall | None = None
         """The stream. None: there is none."""
 
@@ -131,18 +130,18 @@ class EngineClient:
 
     def silent_for(self, now: float) -> float:
         """Return the seconds for which a stream on which choices are in flight has brought nothing; 0 without one."""
-        return self.life.silent_for(now) if self.num_in_flight else 0.0
+        return self.liveness.silent_for(now) if self.num_in_flight else 0.0
 
     def due_at(self, *, after_s: float, after_silence_s: float) -> float:
         """Return when a look at it is due, with choices in flight: by `is_lost`, or by its silence."""
         if self._is_connected:
-            return self.life.due_at(after_silence_s)
-        return self.life.lost_at + after_s
+            return self.liveness.due_at(after_silence_s)
+        return self.liveness.lost_at + after_s
 
-    def beat(self, now: float) -> None:
+    def send_heartbeat(self, now: float) -> None:
         """Ask for a sign of life, unless one has come or was asked for a moment ago."""
-        if self._session is not None and self.life.take_beat(now):
-            self._session.outbox.beat()
+        if self._session is not None and self.liveness.take_heartbeat(now):
+            self._session.outbox.send_heartbeat()
 
     def is_lost(self, now: float, *, after_s: float) -> bool:
         """Return whether choices are in flight on a stream that broke and is not resumed.
@@ -152,7 +151,7 @@ class EngineClient:
         """
         if self._is_connected or not self.dialer.has_session or not self.num_in_flight:
             return False
-        return self.life.is_refused or now - self.life.lost_at >= after_s
+        return self.liveness.is_refused or now - self.liveness.lost_at >= after_s
 
     def give_up(self, why: str) -> None:
         """End the session, which is never resumed, and its stream if there is one."""
@@ -161,9 +160,9 @@ class EngineClient:
             self._call.cancel()
 
     @property
-    def outlook(self) -> EngineOutlook:
+    def load(self) -> EngineLoad:
         """The load and the cache of the engine, as far as they are known."""
-        return self._session.outlook if self._session is not None else EngineOutlook()
+        return self._session.load if self._session is not None else EngineLoad()
 
     def refuses(self, priority: int, tenant: str) -> float | None:
         """Return what `QueueView.refuses` says; None if there is no session."""
@@ -196,15 +195,15 @@ class EngineClient:
         request = create(session.take_numbers(len(sinks)))
         session.outbox.check_free_places(request.num_choices, request.num_bytes)
         if not session.num_in_flight:
-            self.life.note_asked()
+            self.liveness.note_asked()
         session.submit(request, sinks, prompt)
         return request.numbers.tolist()
 
-    def attach(self, create: Callable[[int], AttachRequest], num_choices: int, attachment: Attachment) -> int:
-        """Ask for a request that began elsewhere; return the number of its first choice here.
+    def attach(self, create: Callable[[int], AttachRequest], num_choices: int) -> Attachment:
+        """Ask for a request that began elsewhere.
 
         Args:
-            create: Makes the question, given that number.
+            create: Makes the question, given the number of the first choice here.
             num_choices: As many as the client claims. Nothing is made for each before the engine has answered.
 
         Raises:
@@ -217,10 +216,9 @@ class EngineClient:
         if not session.keeps_requests or not session.hands_over:
             raise NotKept(f"engine {self.name} keeps no streams")
         first = session.take_numbers_to_attach(num_choices).start
-        wish = create(first)
-        session.outbox.check_free_places(1, wish.num_bytes)
-        session.attach(wish, attachment)
-        return first
+        request = create(first)
+        session.outbox.check_free_places(1, request.num_bytes)
+        return session.attach(request)
 
     def detach(self, numbers: Sequence[int], sink_of: Mapping[int, OutputSink]) -> None:
         """Let choices of one request go on at the engine without a reader, if it may be kept, and hear no more of them.
@@ -261,7 +259,7 @@ class EngineClient:
             self._session.abort(number, sink)
 
     async def run(self) -> None:
-        """Keep a stream to the engine until cancelled."""
+        """Retention a stream to the engine until cancelled."""
         try:
             while True:
                 stream = await self.dialer.dial()
@@ -305,8 +303,8 @@ class EngineClient:
             call.cancel()
             raise
         before, self.welcome = self.welcome, welcome_from_proto(welcome)
-        self.life.note_process(before, self.welcome)
-        session.outlook.note_hash(self.welcome.prefix_hash)
+        self.liveness.note_process(before, self.welcome)
+        session.load.note_hash(self.welcome.prefix_hash)
         return _Stream(call, session, terms, abandoned)
 
     def _begin(self, stream: _Stream) -> None:
@@ -315,7 +313,7 @@ class EngineClient:
         self._is_connected, self._logged = True, None
         self._on_session("resumed" if stream.is_resumed else "begun")
         self._call = stream.call
-        self.life.begin(has_beats=stream.terms.agreement.has(BEATS))
+        self.liveness.begin(has_heartbeats=stream.terms.agreement.has(BEATS))
         if stream.abandoned == self._abandoned:  # else the engine has not heard of the one given up last
             self._abandoned = ""
         fields = with_fields(resumed=stream.is_resumed, in_flight=session.num_in_flight)
@@ -355,7 +353,7 @@ class EngineClient:
 
     async def _read(self, call: grpc.aio.StreamStreamCall, session: EngineSession) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
-            self.life.note_message()
+            self.liveness.note_message()
             match message.WhichOneof("message"):
                 case "outputs":
                     batch = outputs_from_proto(message.outputs)
@@ -363,8 +361,8 @@ class EngineClient:
                         self.dialer.note_progress()
                 case "welcome":
                     before, self.welcome = self.welcome, welcome_from_proto(message.welcome)
-                    session.outlook.note_hash(self.welcome.prefix_hash)
-                    if self.welcome != before:  # else it answers a beat
+                    session.load.note_hash(self.welcome.prefix_hash)
+                    if self.welcome != before:  # else it answers a heartbeat
                         self._on_change()
                 case other:
                     raise ProtocolViolation(f"expected outputs or a welcome, got {other}")
@@ -377,7 +375,7 @@ class EngineClient:
         elif self._is_news(error):
             log.info("engine %s at %s not reached: %s", self.name, self.address, why)
         self._is_connected, self._why_lost = False, why
-        self.life.end(error, self.welcome)
+        self.liveness.end(error, self.welcome)
         is_torn = self._session is not None and self._session.is_torn
         is_over = error is None or _is_refusal(error) or is_torn
         self.dialer.note_broken(why, is_futile=not _is_of_the_network(error), is_over=is_over)
@@ -403,7 +401,7 @@ class EngineClient:
             self._on_session("lost")
         if session is not None:
             self._abandoned = session.name
-            session.end(EngineLoss(f"engine {self.name} was lost ({why})", is_death=self.life.has_died))
+            session.end(EngineLoss(f"engine {self.name} was lost ({why})", is_death=self.liveness.has_died))
 
     def _explain(self, error: BaseException | None) -> str:
         match error:

@@ -49,7 +49,7 @@ class Outbox:
         self._aborts: list[int] = []
         self._stops: list[int] = []
         self._attaches: deque[tuple[int, AttachRequest]] = deque()
-        """Wishes behind so many requests, one of which may be what is attached to."""
+        """(number of requests taken before it, the question). It may ask for one of those."""
         self._detaches: list[int] = []
         self._detached_behind = 0
         """Requests ahead of the last detach."""
@@ -58,7 +58,7 @@ class Outbox:
         self._load = _Load()
         """Load of the messages that are unsent or not confirmed."""
         self._batch_to_acknowledge = 0
-        self._has_beat = False
+        self._heartbeat_is_due = False
         self._takes_streams = False
         self._is_leaving = False
         self._changed = asyncio.Event()
@@ -118,10 +118,10 @@ class Outbox:
             self._stops.append(number)
             self._changed.set()
 
-    def attach(self, wish: AttachRequest) -> None:
+    def attach(self, request: AttachRequest) -> None:
         """Ask the engine to let a request of another session go on in this one."""
-        self._attaches.append((self._num_taken, wish))
-        self._load.add(1, wish.num_bytes)
+        self._attaches.append((self._num_taken, request))
+        self._load.add(1, request.num_bytes)
         self._changed.set()
 
     def detach(self, numbers: Sequence[int]) -> None:
@@ -140,9 +140,9 @@ class Outbox:
         self._batch_to_acknowledge = batch_id
         self._changed.set()
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Ask the engine for a sign of life."""
-        self._has_beat = True
+        self._heartbeat_is_due = True
         self._changed.set()
 
     def leave(self) -> None:
@@ -190,8 +190,8 @@ class Outbox:
                 if failpoints.ARMED:
                     failpoints.reach("frontend.after_submit")
                 next_number += 1
-            elif self._has_beat:
-                self._has_beat = False
+            elif self._heartbeat_is_due:
+                self._heartbeat_is_due = False
                 await call.write(engine_core_pb2.ConnectRequest(beat=engine_core_pb2.Beat()))
             elif self._is_leaving:
                 await call.write(engine_core_pb2.ConnectRequest(goodbye=session_pb2.Goodbye()))
@@ -215,11 +215,11 @@ class Outbox:
             self.sent.append(self._next_batch())
         num_packed = next(iter(self._unsent)).place - 1 if self._unsent else self._num_taken
         for _ in range(min(len(self._attaches), _BATCH_REQUESTS)):
-            num_ahead, wish = self._attaches[0]
+            num_ahead, request = self._attaches[0]
             if num_ahead > num_packed:
                 break
             self._attaches.popleft()
-            self._append(_Load(1, wish.num_bytes), attach=attach_to_proto(wish))
+            self._append(_Load(1, request.num_bytes), attach=attach_to_proto(request))
         if self._detaches and self._detached_behind <= num_packed:
             detaches, self._detaches = self._detaches, []
             self._append(detach=u32_to_bytes(np.array(detaches, dtype=np.uint32)))

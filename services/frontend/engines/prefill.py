@@ -12,21 +12,19 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from triptych.errors import TriptychError
 from triptych.types.kv_transfer import LEASE_BYTES, EngineRole, KvSource
-from triptych.types.outputs import FinishedRequest
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import U32, PromptLogprobs
-from triptych.types.submit import SubmitRequest
+from triptych.types.step import U32
+from triptych.types.submit import RequestHead, SubmitRequest
 from triptych_services.frontend.engines.client import EngineClient
-from triptych_services.frontend.engines.outlook import Pace
-from triptych_services.frontend.engines.prefix_index import RoutedPrompt
-from triptych_services.frontend.engines.session import EngineLoss
-from triptych_services.frontend.logprobs import BatchLogprobs
+from triptych_services.frontend.engines.session import ChoiceOutput, EngineLoss
+from triptych_services.frontend.routing.load import WorkTimes
+from triptych_services.frontend.routing.prefix_index import RoutedPrompt
 
 _BYTES_PER_S = 5e8
 """Speed at which blocks come over: what one connection carried between two processes on two busy cores."""
@@ -42,11 +40,8 @@ _SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 class PromptJob:
     """A prompt that is to be computed somewhere."""
 
-    request_id: str
+    head: RequestHead
     token_ids: U32
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
     deadline: float | None = None
     """On the monotonic clock. None: there is none."""
     routed: RoutedPrompt | None = None
@@ -56,14 +51,11 @@ class PromptJob:
         """Return the message that has an engine compute it and hold its blocks under a lease."""
         remaining_s = None if self.deadline is None else self.deadline - time.monotonic()
         return SubmitRequest(
-            request_id=f"{self.request_id}-prefill",
+            head=replace(self.head, request_id=f"{self.head.request_id}-prefill"),
             numbers=np.array(numbers, np.uint32),
             seeds=np.zeros(1, np.uint64),
             prompt_token_ids=self.token_ids,
             sampling=_SAMPLING,
-            priority=self.priority,
-            tenant=self.tenant,
-            cache_salt=self.cache_salt,
             deadline_remaining_ms=None if remaining_s is None else max(1, round(remaining_s * 1000)),
             whole_output=True,
             kv_lease=lease,
@@ -100,31 +92,11 @@ class RemotePrefill:
         """End it: its blocks are not needed. Safe at any time; blocks of a prompt that is computed are let go later."""
         self._engine.abort(self._number, self)
 
-    def on_admitted(self) -> None:
+    def on_output(self, output: ChoiceOutput) -> None:
+        """Take that the engine computes it. Its output is not needed: the engine that decodes computes it again."""
         self._answer(True)
 
-    def on_first_token(self, num_cached_tokens: int) -> None:
-        """Do nothing: the client's usage is of the engine that decodes."""
-
-    def on_tokens(
-        self,
-        token_ids: list[int],
-        logprobs: BatchLogprobs | None,
-        first_row: int,
-        finish: FinishedRequest | None,
-    ) -> None:
-        self._answer(True)
-
-    def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Do nothing: none was asked for."""
-
-    def on_error(self, error: Exception) -> None:
-        self._answer(False)
-
-    def on_released(self) -> None:
-        """Do nothing: what it has computed stays where it is."""
-
-    def on_engine_lost(self, loss: EngineLoss) -> None:
+    def on_end(self, why: Exception | EngineLoss) -> None:
         self._answer(False)
 
     def _answer(self, is_taken: bool) -> None:
@@ -167,19 +139,19 @@ def choose_source(
     if welcome is None or welcome.role is not EngineRole.DECODE or welcome.kv_endpoint is None:
         return None
     layout, block_bytes = welcome.kv_endpoint.layout, welcome.kv_endpoint.block_bytes
-    outlook, num_tokens = decoding.outlook, len(job.token_ids)
-    if not outlook.is_known or not outlook.block_size:
+    load, num_tokens = decoding.load, len(job.token_ids)
+    if not load.is_known or not load.block_size:
         return None
     num_here = num_tokens - _count_cached(decoding, job.routed)
-    transfer_s = num_here / outlook.block_size * block_bytes / _BYTES_PER_S
+    transfer_s = num_here / load.block_size * block_bytes / _BYTES_PER_S
     best: tuple[float, EngineClient] | None = None
     for engine in engines:
         if not _serves(engine, layout, num_tokens):
             continue
-        token_s = engine.outlook.load.prefill_token_s or outlook.load.prefill_token_s or _UNMEASURED_TOKEN_S
+        token_s = engine.load.reported.prefill_token_s or load.reported.prefill_token_s or _UNMEASURED_TOKEN_S
         num_there = num_tokens - _count_cached(engine, job.routed)
-        computed_s = engine.outlook.first_token_s(
-            num_there, 1, Pace(token_s, engine.outlook.load.decode_step_s)
+        computed_s = engine.load.first_token_s(
+            num_there, 1, WorkTimes(token_s, engine.load.reported.decode_step_s)
         )
         seconds = max(computed_s, transfer_s) + min(computed_s, transfer_s) / _NUM_PARTS
         if best is None or seconds < best[0]:
@@ -187,10 +159,10 @@ def choose_source(
     if best is None:
         return None
     remote_s, engine = best
-    token_s = outlook.load.prefill_token_s or engine.outlook.load.prefill_token_s or _UNMEASURED_TOKEN_S
-    delay_s = outlook.load.num_running * num_here * token_s
-    here_s = outlook.first_token_s(num_here, 1, Pace(token_s, outlook.load.decode_step_s)) + delay_s
-    return (engine, remote_s) if remote_s + outlook.load.decode_step_s < here_s else None
+    token_s = load.reported.prefill_token_s or engine.load.reported.prefill_token_s or _UNMEASURED_TOKEN_S
+    delay_s = load.reported.num_running * num_here * token_s
+    here_s = load.first_token_s(num_here, 1, WorkTimes(token_s, load.reported.decode_step_s)) + delay_s
+    return (engine, remote_s) if remote_s + load.reported.decode_step_s < here_s else None
 
 
 def _serves(engine: EngineClient, layout: str, num_tokens: int) -> bool:
@@ -204,9 +176,9 @@ def _serves(engine: EngineClient, layout: str, num_tokens: int) -> bool:
         and welcome.kv_endpoint.layout == layout
         and welcome.model is not None
         and num_tokens < welcome.model.max_model_len
-        and engine.outlook.is_known
+        and engine.load.is_known
     )
 
 
 def _count_cached(engine: EngineClient, routed: RoutedPrompt | None) -> int:
-    return 0 if routed is None else engine.outlook.count_cached_tokens(routed)
+    return 0 if routed is None else engine.load.count_cached_tokens(routed)

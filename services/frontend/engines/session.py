@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
 from triptych import failpoints
-from triptych.errors import EngineUnavailable, FieldViolation, QueueFull, TriptychError
+from triptych.errors import EngineUnavailable, FieldViolation, TriptychError
 from triptych.rpc.session.replay_buffer import is_repeated
 from triptych.rpc.status import error_from_code
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.step import PromptLogprobs
 from triptych.types.submit import AttachRequest, SubmitRequest
 from triptych_services.frontend.engines.outbox import Outbox
-from triptych_services.frontend.engines.outlook import EngineOutlook
-from triptych_services.frontend.engines.prefix_index import RoutedPrompt
-from triptych_services.frontend.logprobs import BatchLogprobs
-
-if TYPE_CHECKING:
-    from triptych_services.frontend.engines.attachment import Attachment
+from triptych_services.frontend.routing.load import EngineLoad, QueueView
+from triptych_services.frontend.routing.prefix_index import RoutedPrompt
+from triptych_services.frontend.streams.logprobs import BatchLogprobs
 
 MAX_NUMBER = (1 << 32) - 1
 # The engine keeps what is not acknowledged, a few kB per batch; each acknowledgement costs both sides a message.
@@ -40,35 +36,38 @@ class EngineLoss:
     """The engine's process has ended without a word, so that a request may have been the reason."""
 
 
+class ChoiceOutput(NamedTuple):
+    """Output that an engine has sent of one choice: any of these, in the order in which it was computed."""
+
+    token_ids: Sequence[int] = ()
+    """New output tokens."""
+    logprobs: BatchLogprobs | None = None
+    """Log-probabilities of the batch's tokens. None: none were asked for."""
+    first_row: int = 0
+    """The first token's row in `logprobs`."""
+    finish: FinishedRequest | None = None
+    """The end of the choice, which the engine has accounted for. Nothing follows."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Log-probabilities of the next part of the prompt. They come before the first token, or with it."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the engine had in a cache. Comes before the engine's first token."""
+    is_released: bool = False
+    """The engine cannot end the choice in time and would give it to another one. Until then it computes it."""
+
+
+ADMITTED = ChoiceOutput()
+"""The engine has admitted the choice. Any other output says so, too."""
+_RELEASED = ChoiceOutput(is_released=True)
+
+
 class OutputSink(Protocol):
     """Receiver of one choice's outputs. Called on the event loop; it must neither block nor await."""
 
-    def on_admitted(self) -> None:
-        """Note that the engine has admitted the choice."""
+    def on_output(self, output: ChoiceOutput) -> None:
+        """Take what the engine has sent."""
 
-    def on_first_token(self, num_cached_tokens: int) -> None:
-        """Note that the engine's first token follows, and how many tokens of the prompt a cache had."""
-
-    def on_tokens(
-        self,
-        token_ids: list[int],
-        logprobs: BatchLogprobs | None,
-        first_row: int,
-        finish: FinishedRequest | None,
-    ) -> None:
-        """Take new tokens, and the end if `finish` is given. `first_row`: the first token's row in `logprobs`."""
-
-    def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Take log-probabilities of the next part of the prompt. They come before the first token, or with it."""
-
-    def on_error(self, error: Exception) -> None:
-        """Take the error that ends the choice. Nothing follows."""
-
-    def on_released(self) -> None:
-        """Note that the engine would give the choice to another one, since it cannot end it in time. It goes on."""
-
-    def on_engine_lost(self, loss: EngineLoss) -> None:
-        """Note that the session with the engine was given up. Nothing follows."""
+    def on_end(self, why: Exception | EngineLoss) -> None:
+        """Take the end of a choice that the engine does not finish: its error, or the loss of the session."""
 
 
 class EngineSession:
@@ -89,9 +88,9 @@ class EngineSession:
         self.is_torn = False
         """A batch has taken effect in part, by a bug. The session cannot be resumed."""
         self.queue = QueueView()
-        self.outlook = EngineOutlook()
+        self.load = EngineLoad()
         self._sinks: dict[int, OutputSink] = {}
-        self._attachments: dict[int, tuple[AttachRequest, Attachment]] = {}
+        self._attachments: dict[int, Attachment] = {}
         """By the number of the first choice, until the engine has answered."""
         self._next_number = 1
         self._refused_numbers: list[range] = []
@@ -134,11 +133,11 @@ class EngineSession:
         numbers = request.numbers.tolist()
         num_tokens = len(request.prompt_token_ids) + sum(map(len, request.emitted))
         if request.kv_source is None:
-            self.outlook.book(numbers, num_tokens, prompt)
+            self.load.book(numbers, num_tokens, prompt)
         else:  # another engine computes the prompt
-            self.outlook.book(numbers, 1)
+            self.load.book(numbers, 1)
         self._sinks.update(zip(numbers, sinks, strict=True))
-        self.queue.note_submitted(numbers, request.priority, request.tenant)
+        self.queue.note_submitted(numbers, request.head.priority, request.head.tenant)
         self.outbox.submit(request)
 
     def stop(self, number: int, sink: OutputSink) -> None:
@@ -146,13 +145,14 @@ class EngineSession:
         if self._sinks.get(number) is sink:
             self.outbox.stop(number) if self.keeps_requests else self.outbox.abort(number)
 
-    def attach(self, wish: AttachRequest, attachment: Attachment) -> None:
+    def attach(self, request: AttachRequest) -> Attachment:
         """Ask for a request of another session."""
-        self._attachments[wish.first_number], attachment.session = (wish, attachment), self
-        self.outbox.attach(wish)
+        attachment = self._attachments[request.first_number] = Attachment(self, request)
+        self.outbox.attach(request)
+        return attachment
 
     def drop_attachment(self, first_number: int) -> None:
-        """Want no answer to a question any more. What the engine attaches all the same waits for another reader."""
+        """Drop the answer to a question. What the engine attaches all the same waits for another reader."""
         self._attachments.pop(first_number, None)
 
     def detach(self, numbers: Sequence[int], sink_of: Mapping[int, OutputSink]) -> None:
@@ -180,16 +180,16 @@ class EngineSession:
     def _forget(self, number: int) -> None:
         del self._sinks[number]
         self.queue.note_aborted(number)
-        self.outlook.cancel(number)
+        self.load.cancel(number)
 
     def end(self, loss: EngineLoss) -> None:
         """End every request: no output will come any more."""
         sinks, self._sinks = self._sinks, {}
         attachments, self._attachments = self._attachments, {}
-        for _, attachment in attachments.values():
+        for attachment in attachments.values():
             attachment.on_refused(EngineUnavailable(loss.why))
         for sink in sinks.values():
-            sink.on_engine_lost(loss)
+            sink.on_end(loss)
 
     def take_in(self, batch: OutputBatch, messages_received: int) -> bool:
         """Hand out one batch, unless it has been here before.
@@ -221,44 +221,40 @@ class EngineSession:
     def _dispatch(self, batch: OutputBatch) -> None:
         """Give each choice its part of a batch, with one dictionary look-up per choice."""
         self.queue.note_batch(batch)
-        self.outlook.note_batch(batch)
+        self.load.note_batch(batch)
         sinks = self._sinks
         for request in batch.attached:
             numbers = request.numbers.tolist()
-            if (asked := self._attachments.pop(numbers[0], None)) is not None:
-                sinks.update(zip(numbers, asked[1].on_attached(request), strict=True))
+            if (attachment := self._attachments.pop(numbers[0], None)) is not None:
+                sinks.update(zip(numbers, attachment.on_attached(request), strict=True))
             else:
                 self.outbox.detach(numbers)
         for number in batch.admitted.tolist():
             if (sink := sinks.get(number)) is not None:
-                sink.on_admitted()
+                sink.on_output(ADMITTED)
         for entry in batch.prompt_logprobs:
             if (sink := sinks.get(entry.number)) is not None:
-                try:
-                    sink.on_prompt_logprobs(entry.logprobs)
-                except Exception as error:
-                    self.abort(entry.number, sink)
-                    sink.on_error(error)
+                self._deliver(entry.number, sink, ChoiceOutput(prompt_logprobs=entry.logprobs))
         if len(batch.first_numbers):
             firsts = zip(batch.first_numbers.tolist(), batch.first_cached_tokens.tolist(), strict=True)
             for number, num_cached_tokens in firsts:
                 if (sink := sinks.get(number)) is not None:
-                    sink.on_first_token(num_cached_tokens)
+                    sink.on_output(ChoiceOutput(num_cached_tokens=num_cached_tokens))
         finishes = {finish.number: finish for finish in batch.finished}
         if len(batch.numbers):
             self._dispatch_tokens(batch, finishes)
         for number, finish in finishes.items():  # those that end without a new token
             if (sink := sinks.pop(number, None)) is not None:
-                self._deliver(number, sink, [], None, 0, finish)
+                self._deliver(number, sink, ChoiceOutput(finish=finish))
         for failure in batch.failures:
-            if (asked := self._attachments.pop(failure.number, None)) is not None:
-                self._refused_numbers.append(asked[0].numbers)
-                asked[1].on_refused(_to_error(failure))
+            if (attachment := self._attachments.pop(failure.number, None)) is not None:
+                self._refused_numbers.append(attachment.request.numbers)
+                attachment.on_refused(_to_error(failure))
             if (sink := sinks.pop(failure.number, None)) is not None:
-                sink.on_error(_to_error(failure))
+                sink.on_end(_to_error(failure))
         for number in batch.released.tolist():
             if (sink := sinks.get(number)) is not None:
-                sink.on_released()
+                sink.on_output(_RELEASED)
 
     def _dispatch_tokens(self, batch: OutputBatch, finishes: dict[int, FinishedRequest]) -> None:
         """Give each choice its tokens, and take those that end with them out of `finishes`.
@@ -276,94 +272,101 @@ class EngineSession:
             finish = finishes.pop(number, None) if last_place.get(number) == place else None
             sink = sinks.get(number) if finish is None else sinks.pop(number, None)
             if sink is not None:  # else it was aborted here, and the engine did not know yet
-                self._deliver(number, sink, token_ids[start : start + count], logprobs, start, finish)
+                output = ChoiceOutput(token_ids[start : start + count], logprobs, start, finish)
+                self._deliver(number, sink, output)
             start += count
 
-    def _deliver(
-        self,
-        number: int,
-        sink: OutputSink,
-        token_ids: list[int],
-        logprobs: BatchLogprobs | None,
-        first_row: int,
-        finish: FinishedRequest | None,
-    ) -> None:
-        """Give one choice its tokens. An error in them ends only this choice."""
+    def _deliver(self, number: int, sink: OutputSink, output: ChoiceOutput) -> None:
+        """Give one choice what came of it. An error in it ends only this choice."""
         try:
-            sink.on_tokens(token_ids, logprobs, first_row, finish)
+            sink.on_output(output)
         except Exception as error:
             self.abort(number, sink)
-            sink.on_error(error)
+            sink.on_end(error)
 
     def _on_unsendable(self, numbers: Sequence[int], error: Exception) -> None:
         for number in numbers:
             self.queue.note_aborted(number)
-            self.outlook.cancel(number)
+            self.load.cancel(number)
             if (sink := self._sinks.pop(number, None)) is not None:
-                sink.on_error(error)
+                sink.on_end(error)
+
+
+class Attachment:
+    """A request that began at another frontend, until there are choices for its outputs. The session makes it."""
+
+    def __init__(self, session: EngineSession, request: AttachRequest) -> None:
+        """`request`: The question to the engine."""
+        self.request = request
+        self._session = session
+        self._held: Sequence[_HeldOutputs] = ()
+        """[num_choices] once the engine has answered: until then their number is the client's claim."""
+        self._attached: asyncio.Future[SubmitRequest] = asyncio.get_running_loop().create_future()
+
+    def on_attached(self, request: SubmitRequest) -> Sequence[OutputSink]:
+        """Take the engine's answer, and return what takes the outputs of each choice, which follow."""
+        self._held = [_HeldOutputs() for _ in range(request.num_choices)]
+        if not self._attached.done():
+            self._attached.set_result(request)
+        return self._held
+
+    def on_refused(self, error: Exception) -> None:
+        """Take the engine's refusal, or its loss. Nothing follows."""
+        if not self._attached.done():
+            self._attached.set_exception(error)
+
+    async def wait(self, timeout_s: float) -> SubmitRequest:
+        """Return the request as the engine has it, with the output that the client has as `emitted`.
+
+        Raises:
+            NotKept, InvalidRequest: The engine refuses.
+            EngineUnavailable: It is lost, or does not answer.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._attached
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"the engine has not answered within {timeout_s:g} s; try again"
+            ) from None
+
+    def abandon(self) -> None:
+        """Leave what the engine has attached, or will attach, there for another frontend. Safe more than once."""
+        first = self.request.first_number
+        self._session.drop_attachment(first)
+        numbers = range(first, first + len(self._held))
+        self._session.detach(numbers, dict(zip(numbers, self._held, strict=True)))
+
+    def connect(self, sinks: Mapping[int, OutputSink]) -> None:
+        """Give each choice its sink, by number, which first gets what has come."""
+        for (number, sink), held in zip(sinks.items(), self._held, strict=True):
+            self._session.replace_sink(number, held, sink)
+            held.flush_to(sink)
+
+
+class _HeldOutputs:
+    """Holds back the outputs of one choice until there is a sink for them."""
+
+    def __init__(self) -> None:
+        self._outputs: list[ChoiceOutput] = []
+        self._end: Exception | EngineLoss | None = None
+
+    def flush_to(self, sink: OutputSink) -> None:
+        """Hand on what has come."""
+        outputs, self._outputs = self._outputs, []
+        for output in outputs:
+            sink.on_output(output)
+        if self._end is not None:
+            sink.on_end(self._end)
+
+    def on_output(self, output: ChoiceOutput) -> None:
+        self._outputs.append(output)
+
+    def on_end(self, why: Exception | EngineLoss) -> None:
+        self._end = why
 
 
 def _to_error(failure: RequestFailure) -> TriptychError:
     description = failure.message.removeprefix(f"{failure.field}: ")
     violations = [FieldViolation(failure.field, description)] if failure.field else []
     return error_from_code(failure.code, failure.message, violations, failure.retry_after_ms / 1000)
-
-
-_REMEMBERED_S = 1.0
-"""A refusal is taken to hold for so long while the queue stays full: later the queue may take what it has refused."""
-_MOST_REMEMBERED = 1024
-
-
-class QueueView:
-    """Owned by the session with the engine.
-
-    The engine reports its free places in each output batch, and as soon as there are some after it reported none. A
-    full queue may still take a request of another tenant or priority (`Admission.displace_for`), so only what the
-    engine has refused just now is refused here.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: monotonic time in seconds."""
-        self._clock = clock
-        self._num_free_places: int | None = None
-        """As last reported; None: not yet."""
-        self._unanswered: dict[int, tuple[int, str]] = {}
-        """Number of a choice that the engine has neither admitted nor refused -> its priority and tenant."""
-        self._refusals: dict[tuple[int, str], tuple[float, float]] = {}
-        """Priority and tenant -> until when the engine's last refusal holds, and its retry time in seconds."""
-
-    def note_submitted(self, numbers: Iterable[int], priority: int, tenant: str) -> None:
-        self._unanswered.update(dict.fromkeys(numbers, (priority, tenant)))
-
-    def note_aborted(self, number: int) -> None:
-        self._unanswered.pop(number, None)
-
-    def note_batch(self, batch: OutputBatch) -> None:
-        """Take in what the engine has admitted and refused, and how much room it has left."""
-        unanswered = self._unanswered
-        if unanswered:
-            for number in batch.admitted.tolist():
-                unanswered.pop(number, None)
-            for failure in batch.failures:
-                refused = unanswered.pop(failure.number, None)
-                if refused is not None and failure.code == QueueFull.code:
-                    self._remember(refused, failure.retry_after_ms / 1000)
-        if batch.num_free_places is not None:
-            self._num_free_places = batch.num_free_places
-
-    def refuses(self, priority: int, tenant: str) -> float | None:
-        """Return in how many seconds a request that the engine would refuse now may come back; None if it may take it.
-
-        The times of requests that are refused together differ, so that they do not come back together.
-        """
-        if self._num_free_places is None or self._num_free_places > len(self._unanswered):
-            return None
-        until, retry_after_s = self._refusals.get((priority, tenant), (0.0, 0.0))
-        return retry_after_s * random.uniform(1.0, 2.0) if self._clock() < until else None
-
-    def _remember(self, who: tuple[int, str], retry_after_s: float) -> None:
-        now = self._clock()
-        if len(self._refusals) >= _MOST_REMEMBERED:
-            self._refusals = {key: refusal for key, refusal in self._refusals.items() if refusal[0] > now}
-        if len(self._refusals) < _MOST_REMEMBERED:
-            self._refusals[who] = now + _REMEMBERED_S, retry_after_s

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from triptych_services.frontend.engines.client import EngineClient
-from triptych_services.frontend.engines.journey import Journey, Submission
 from triptych_services.frontend.engines.session import EngineLoss
+from triptych_services.frontend.streams.route import ChoiceRoute, Submission
 
 SUSPECT_DEATHS = 2
 """A choice that was computed by so many engines which died in a row is a suspect."""
@@ -15,7 +15,7 @@ _NUM_GROUPS = 3
 
 
 class DeathInquiry:
-    """Owned by the mover.
+    """Owned by the migrator.
 
     Most engines die of their machines, and those of a rack together. So two deaths convict no request. They make it a
     suspect, and suspects are tested: no engine has more than a third of them at a time, and the others wait. Each
@@ -27,67 +27,67 @@ class DeathInquiry:
     """
 
     def __init__(self) -> None:
-        self._deaths: dict[int, tuple[EngineLoss, list[Journey]]] = {}
+        self._deaths: dict[int, tuple[EngineLoss, list[ChoiceRoute]]] = {}
         """Identity of each death that is to be reviewed -> the death, and the choices that the engine computed."""
-        self._under_test: set[Journey] = set()
+        self._under_test: set[ChoiceRoute] = set()
         """Suspects that an engine has."""
         self._at_engine: dict[EngineClient, set[Submission]] = {}
         """Suspects that each engine has, as counted in this turn."""
         self._limits: dict[EngineClient, int] = {}
         """The smallest part that a suspect at each engine is tested in, as of this turn."""
 
-    def note_lost(self, journey: Journey, loss: EngineLoss) -> None:
+    def note_lost(self, route: ChoiceRoute, loss: EngineLoss) -> None:
         """Take in that an engine has died which computed a choice."""
-        self._under_test.discard(journey)
-        self._deaths.setdefault(id(loss), (loss, []))[1].append(journey)
+        self._under_test.discard(route)
+        self._deaths.setdefault(id(loss), (loss, []))[1].append(route)
 
-    def review(self) -> list[Journey]:
+    def review(self) -> list[ChoiceRoute]:
         """Look at the deaths since the last call, and return the choices that are convicted."""
         deaths, self._deaths = self._deaths, {}
         convicted = []
-        for _, journeys in deaths.values():
-            suspects = [journey for journey in journeys if journey.num_deaths >= SUSPECT_DEATHS]
+        for _, routes in deaths.values():
+            suspects = [route for route in routes if route.num_deaths >= SUSPECT_DEATHS]
             # What was under test explains the death: others that were beside it are no suspects for that.
-            suspects = [journey for journey in suspects if journey.most_together] or suspects
-            num_suspects = len({journey.submission for journey in suspects})
+            suspects = [route for route in suspects if route.most_together] or suspects
+            num_suspects = len({route.submission for route in suspects})
             if num_suspects == 1 and suspects[0].most_together == 1:
                 convicted += suspects
                 continue
-            for journey in suspects:
-                journey.most_together = -(-num_suspects // _NUM_GROUPS)
+            for route in suspects:
+                route.most_together = -(-num_suspects // _NUM_GROUPS)
         return convicted
 
     def begin_turn(self) -> None:
         """Count the suspects that each engine has."""
-        self._under_test = {journey for journey in self._under_test if _is_under_test(journey)}
+        self._under_test = {route for route in self._under_test if _is_under_test(route)}
         self._at_engine, self._limits = {}, {}
-        for journey in self._under_test:
-            assert journey.engine is not None, "it is under test there"
-            self._note(journey, journey.engine)
+        for route in self._under_test:
+            assert route.engine is not None, "it is under test there"
+            self._note(route, route.engine)
 
-    def admissible(self, journey: Journey, engines: Sequence[EngineClient]) -> Sequence[EngineClient]:
+    def admissible(self, route: ChoiceRoute, engines: Sequence[EngineClient]) -> Sequence[EngineClient]:
         """Return those of some engines that a choice may go to."""
-        most = journey.most_together
+        most = route.most_together
         if not most:
             return engines
 
         def has_room(engine: EngineClient) -> bool:
             there = self._at_engine.get(engine, ())
-            return journey.submission in there or len(there) < min(most, self._limits.get(engine, most))
+            return route.submission in there or len(there) < min(most, self._limits.get(engine, most))
 
         return list(filter(has_room, engines))
 
-    def note_chosen(self, journey: Journey, engine: EngineClient) -> None:
+    def note_chosen(self, route: ChoiceRoute, engine: EngineClient) -> None:
         """Take in that a choice goes to an engine."""
-        if journey.most_together:
-            self._under_test.add(journey)
-            self._note(journey, engine)
+        if route.most_together:
+            self._under_test.add(route)
+            self._note(route, engine)
 
-    def _note(self, journey: Journey, engine: EngineClient) -> None:
-        self._at_engine.setdefault(engine, set()).add(journey.submission)
-        self._limits[engine] = min(journey.most_together, self._limits.get(engine, journey.most_together))
+    def _note(self, route: ChoiceRoute, engine: EngineClient) -> None:
+        self._at_engine.setdefault(engine, set()).add(route.submission)
+        self._limits[engine] = min(route.most_together, self._limits.get(engine, route.most_together))
 
 
-def _is_under_test(journey: Journey) -> bool:
-    is_alive = journey.engine is not None and journey.choice.finish_reason is None
-    return is_alive and journey.most_together > 0
+def _is_under_test(route: ChoiceRoute) -> bool:
+    is_alive = route.engine is not None and route.choice.finish_reason is None
+    return is_alive and route.most_together > 0

@@ -18,11 +18,11 @@ from triptych.errors import InvalidRequest
 from triptych.observe.logging import set_level
 from triptych.rpc.status import from_rpc_error
 from triptych.wire.admin import log_level_from_proto
-from triptych_services.frontend.alive_requests import AliveRequest, AliveRequests
 from triptych_services.frontend.engines.client import EngineClient
-from triptych_services.frontend.engines.router import Router
 from triptych_services.frontend.grpc.pages import read_page_size
 from triptych_services.frontend.requests.raw import MAX_ABORTS
+from triptych_services.frontend.routing.router import Router
+from triptych_services.frontend.streams.registry import AliveRequest, AliveRequests
 
 _SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 ADMIN_SERVICE = _SERVICE.full_name
@@ -111,16 +111,16 @@ def _to_info(engine: EngineClient) -> admin_pb2.EngineInfo:
         ready=engine.is_ready,
         why_not_ready="" if engine.is_ready else engine.why_not_ready,
         model=model.name if model is not None else "",
-        why_no_affinity=engine.outlook.why_no_affinity,
+        why_no_affinity=engine.load.why_no_affinity,
     )
 
 
 def _to_request(alive: AliveRequest) -> admin_pb2.AliveRequest:
     return admin_pb2.AliveRequest(
         request_id=alive.outputs.request_id,
-        tenant=alive.tenant,
-        model=alive.model,
-        priority=alive.priority,
+        tenant=alive.raw.head.tenant,
+        model=alive.raw.model,
+        priority=alive.raw.head.priority,
         age_ms=round((time.monotonic() - alive.arrived) * 1000),
         num_choices=len(alive.outputs.choices),
         num_output_tokens=alive.outputs.num_tokens,

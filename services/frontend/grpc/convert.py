@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.sampling import OutputKind
+from triptych.types.submit import RequestHead
 from triptych.v1 import chat_pb2, common_pb2, generation_pb2, sampling_pb2
 from triptych.wire.generation import LOGPROB_FIELDS, RESPONSE_FLAGS, SAMPLING_PATHS, EventEncoder
 from triptych.wire.structured import structured_from_proto
@@ -97,16 +98,13 @@ def to_raw_request(
         api="grpc",
         prompt=prompt,
         add_special_tokens=_given(generation.text, "add_special_tokens") if kind == "text" else None,
-        request_id=request_id,
+        head=RequestHead(request_id, generation.priority, generation.tenant, generation.cache.salt),
         model=generation.model,
         sampling=sampling,
         takes_rest_of_context=generation.length.HasField("rest_of_context"),
         output_kind=OutputKind.FINAL_ONLY if generation.response.whole_choices else OutputKind.DELTA,
         min_interval_tokens=generation.response.min_interval_tokens,
         emitted=_emitted(generation, violations),
-        priority=generation.priority,
-        tenant=generation.tenant,
-        cache_salt=generation.cache.salt,
         truncate_prompt_tokens=truncation.max_tokens if truncation is not None else None,
         keeps_beginning=truncation is not None and truncation.side not in _LEFT_SIDES,
         adapter=generation.adapter,

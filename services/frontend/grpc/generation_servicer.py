@@ -14,8 +14,6 @@ from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.interceptors import current_request_id, new_request_id, sent_request_id, set_request_id
 from triptych.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
 from triptych.wire.generation import EventEncoder, WholeAnswer
-from triptych_services.frontend.attached import AttachedEvent
-from triptych_services.frontend.fair_threads import FairThreads
 from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.grpc.batch import BatchRun, items_in_flight
 from triptych_services.frontend.grpc.convert import (
@@ -27,9 +25,11 @@ from triptych_services.frontend.grpc.convert import (
     write_answer,
 )
 from triptych_services.frontend.grpc.stall_watch import StallWatch
-from triptych_services.frontend.identity import unique_request_id
+from triptych_services.frontend.offload.fair_threads import FairThreads
+from triptych_services.frontend.requests.identity import unique_request_id
 from triptych_services.frontend.requests.raw import MAX_ABORTS, RawRequest
-from triptych_services.frontend.resumption import ResumeToken, SeenChoice
+from triptych_services.frontend.streams.attached import AttachedEvent
+from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 

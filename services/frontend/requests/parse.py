@@ -240,19 +240,19 @@ def _overflow_of_token_ids(raw: RawRequest, max_model_len: int) -> ContextLength
 def _check_envelope(raw: RawRequest, terms: ModelTerms) -> list[FieldViolation]:
     """Check everything besides prompt and sampling."""
     found: list[tuple[str, ...]] = []  # what `FieldViolation` takes
-    if raw.request_id and (why := why_not_request_id(raw.request_id)) is not None:
+    if raw.head.request_id and (why := why_not_request_id(raw.head.request_id)) is not None:
         found.append(("request_id", why))
-    for name, text in (("tenant", raw.tenant), ("cache_salt", raw.cache_salt)):
+    for name, text in (("tenant", raw.head.tenant), ("cache_salt", raw.head.cache_salt)):
         if (why := why_not_text(text)) is not None:
             found.append((name, why))
         elif (num_bytes := len(text.encode())) > MAX_LABEL_BYTES:
             why = f"{num_bytes} bytes are above the limit {MAX_LABEL_BYTES}"
             found.append((name, why, str(num_bytes), str(MAX_LABEL_BYTES)))
-    if type(raw.priority) is not int or not _I32[0] <= raw.priority <= _I32[1]:
-        found.append(("priority", f"{raw.priority!r} is not an integer of {_I32[0]}..{_I32[1]}"))
-    elif raw.priority and not terms.limits.has_priorities:
+    if type(raw.head.priority) is not int or not _I32[0] <= raw.head.priority <= _I32[1]:
+        found.append(("priority", f"{raw.head.priority!r} is not an integer of {_I32[0]}..{_I32[1]}"))
+    elif raw.head.priority and not terms.limits.has_priorities:
         found.append(
-            ("priority", f"{raw.priority} is not 0, and the engine's scheduler.policy has no priorities")
+            ("priority", f"{raw.head.priority} is not 0, and the engine's scheduler.policy has no priorities")
         )
     truncate = raw.truncate_prompt_tokens
     if truncate is not None and (type(truncate) is not int or truncate < 1):

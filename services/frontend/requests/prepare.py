@@ -9,13 +9,13 @@ from triptych.errors import InvalidRequest
 from triptych.types.sampling import MAX_BIASES, SamplingParams
 from triptych.types.step import U32
 from triptych.types.structured import StructuredOutputs
-from triptych.types.submit import ModelTerms
-from triptych_services.frontend.identity import draw_seed
-from triptych_services.frontend.requests.answer_forms import AnswerForm, answer_form
+from triptych.types.submit import ModelTerms, RequestHead
+from triptych_services.frontend.requests.grammars.answer_forms import AnswerForm, answer_form
+from triptych_services.frontend.requests.identity import draw_seed
 from triptych_services.frontend.requests.parse import ValidRequest, fit_to_context, parse
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.requests.tools import AnswerSplit
-from triptych_services.frontend.text_model import TextModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class PreparedRequest:
     """A request ready to be submitted."""
 
     raw: RawRequest
-    request_id: str
+    head: RequestHead
+    """As in `raw`, with the request id that was drawn if the client gave none."""
     terms: ModelTerms
     """The facts that it was checked against."""
     prompt_token_ids: U32
@@ -75,12 +76,7 @@ async def prepare(
         not_enforced = compiled.not_enforced
     if sampling.bad_words:
         sampling = await _with_tokenized_words(sampling, terms.model.vocab_size, text)
-    largest = int(token_ids.max())
-    if largest >= terms.model.vocab_size:  # no prompt of ids gets here with one
-        raise InvalidRequest(
-            raw.path("prompt"),
-            f"has the token {largest}, but the model's vocabulary ends at {terms.model.vocab_size - 1}",
-        )
+    _check_vocabulary(token_ids, terms.model.vocab_size, raw.path("prompt"))
     echo = await _echo(valid, token_ids, sampling, text) if raw.echo else ""
     if split is not None and sampling.detokenize and split.needs_special_tokens:
         sampling = replace(sampling, skip_special_tokens=False)
@@ -95,7 +91,7 @@ async def prepare(
     num_tokens = len(token_ids) + (sampling.max_tokens or 0)
     return PreparedRequest(
         raw=raw,
-        request_id=request_id,
+        head=raw.head if raw.head.request_id == request_id else replace(raw.head, request_id=request_id),
         terms=terms,
         prompt_token_ids=token_ids,
         sampling=sampling,
@@ -121,6 +117,17 @@ async def _encode(valid: ValidRequest, text: TextModel, max_model_len: int) -> U
         keeps_beginning=raw.keeps_beginning,
         max_model_len=max_model_len,
     )
+
+
+def _check_vocabulary(token_ids: U32, vocab_size: int, path: str) -> None:
+    """Refuse a text with tokens that the model lacks; a prompt of ids has been checked before.
+
+    Raises:
+        InvalidRequest: The largest token is outside of the vocabulary.
+    """
+    if (largest := int(token_ids.max())) >= vocab_size:
+        reason = f"has the token {largest}, but the model's vocabulary ends at {vocab_size - 1}"
+        raise InvalidRequest(path, reason)
 
 
 async def _echo(valid: ValidRequest, token_ids: U32, sampling: SamplingParams, text: TextModel) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from triptych.errors import FieldViolation
 from triptych.types.sampling import OutputKind
 from triptych.types.structured import StructuredOutputs
+from triptych.types.submit import RequestHead
 
 MAX_MESSAGES = 16384  # of one conversation
 MAX_ABORTS = 4096  # ids in one call
@@ -72,8 +73,8 @@ class RawRequest:
     """grpc or http; for logs and metrics."""
     prompt: str | Sequence[int] | RawChat | None
     """The prompt; None if the client gave none."""
-    request_id: str = ""
-    """Empty: one is drawn."""
+    head: RequestHead = field(default_factory=RequestHead)
+    """Without a request id, one is drawn."""
     client_names: tuple[str, ...] = ()
     """Other names that its client knows it by, and may abort it by. Requests may share them."""
     model: str = ""
@@ -87,9 +88,6 @@ class RawRequest:
     """New tokens of a choice to gather before they are sent. 0 sends them as they come."""
     emitted: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Choices to go on with, by index, and their output tokens so far. Empty: all, from their beginning."""
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
     add_special_tokens: bool | None = None
     """Whether to add special tokens around a text. None means yes."""
     truncate_prompt_tokens: int | None = None

@@ -27,7 +27,7 @@ class GgufTensor:
     size: int
     """In bytes."""
     permuted_heads: int = 0
-    """> 0: a query or key projection of that many heads, whose rows GGUF's llama keeps in another order,
+    """> 0: a query or key projection of that many heads, with rows that GGUF's llama keeps in another order,
     for its own form of rotary embedding; the loader undoes it. 0: as in Hugging Face."""
 
 

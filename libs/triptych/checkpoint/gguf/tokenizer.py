@@ -145,7 +145,7 @@ def _sentencepiece_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _merges_of_scores(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The ranked merges that do what SentencePiece does: join the pair whose piece scores best, leftmost first.
+    """The ranked merges that do what SentencePiece does: join the pair that makes the best piece, leftmost first.
 
     Every split of a piece into two pieces is a merge; pieces of equal score keep their order by id.
     """

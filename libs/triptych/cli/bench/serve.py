@@ -34,10 +34,9 @@ from triptych.cli.bench.requests import DATASETS, add_dataset_arguments, make_re
 from triptych.cli.sampling_flags import add_sampling_arguments, sampling_of
 from triptych.cli.stack import stack_to_measure
 from triptych.client.http_client import HttpClient
-from triptych.client.load.arrivals import draw_arrivals
 from triptych.client.load.backends import CHAT, COMPLETIONS, Backend, GrpcBackend, OpenAiBackend
 from triptych.client.load.datasets import LoadRequest
-from triptych.client.load.run import LoadResult, RequestRecord, run_load
+from triptych.client.load.run import LoadResult, RequestRecord, draw_arrivals, run_load
 from triptych.client.load.statistics import GOAL_NAMES, LATE_S, Distribution, LoadSummary, summarize
 from triptych.config.loader import add_config_flags
 from triptych.errors import ConfigError, TriptychError

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     conversation = Conversation(arguments.system, sampling_of(arguments), shows_stats=arguments.stats)
     options = RequestOptions(model=arguments.model, chat=chat_options_of(arguments))
-    with asyncio.Runner() as runner:  # one loop for all turns, whose Ctrl-C cancels the turn that runs
+    with asyncio.Runner() as runner:  # one loop for all turns; Ctrl-C cancels the turn that runs
         client = runner.run(_open_client(arguments))
         try:
             models = runner.run(client.list_models())

@@ -24,7 +24,7 @@ class LoadRequest:
     max_tokens: int | None
     """New tokens at most; None leaves it to the server."""
     reference: str = ""
-    """The answer that a dataset has for it, whose length `max_tokens` may take. Empty: none."""
+    """The answer that a dataset has for it; `max_tokens` may be its length. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def take(
     """Return `num` of a file's requests, in random order and each once.
 
     Raises:
-        ConfigError: There are not so many.
+        ConfigError: There are fewer.
     """
     if len(requests) < num:
         raise ConfigError(

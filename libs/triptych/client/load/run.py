@@ -1,16 +1,20 @@
-"""Puts load on a server and writes down when what came.
+"""Puts load on a server and records when each piece of output came.
 
 Open loop: requests are sent at their times, whatever becomes of the others, and latencies count from those times. So a
-server that stands still for a second is seen to do so by all that came in that second, and a client that is late makes
+server that stops for a second delays every request that was due in that second, and a client that is late makes
 no figure better. Closed loop: a number of users each send their next request when the last is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from triptych.client.load.backends import Backend, TokenCounts
 from triptych.client.load.datasets import LoadRequest
@@ -39,6 +43,22 @@ class LoadResult:
     records: list[RequestRecord]
     duration_s: float
     """From the start to the end of the last answer."""
+
+
+def draw_arrivals(
+    num_requests: int, rate: float, burstiness: float, generator: np.random.Generator
+) -> NDArray[np.float64]:
+    """Return ascending times in seconds, one per request; they are drawn before the first is sent.
+
+    Args:
+        rate: Requests per second on average. Infinite: all come at once.
+        burstiness: Shape of the gamma distribution of the gaps. 1: a Poisson process; less: bursts; more: evener.
+    """
+    if math.isinf(rate):
+        return np.zeros(num_requests)
+    gaps_s = generator.gamma(burstiness, 1.0 / (rate * burstiness), num_requests)  # [num_requests]
+    times_s: NDArray[np.float64] = np.cumsum(gaps_s)
+    return times_s
 
 
 async def run_load(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from triptych.client.load.run import LoadResult, RequestRecord
 
 LATE_S = 0.01
-"""A start so much after its time counts as late."""
+"""A request that is sent later than this after its time counts as late."""
 GOAL_NAMES = ("ttft", "tpot", "e2el")
 """Figures of a request that goodput may set a limit to."""
 
@@ -106,7 +106,7 @@ def summarize(result: LoadResult, percentiles: Sequence[float], goals_ms: Mappin
 
 
 def figures_ms(record: RequestRecord) -> dict[str, float]:
-    """Return the figures of one request that it has: an answer without output has only its end."""
+    """Return the figures of one request; an answer without output has `e2el` only."""
     if not record.piece_times_s:
         return {"e2el": (record.ended_s - record.due_s) * 1e3}
     first_s, last_s = record.piece_times_s[0], record.piece_times_s[-1]

@@ -1,4 +1,4 @@
-"""The dialing end of a session: when to dial again, and when to give the session up."""
+"""The dialing end of a session: it decides when to dial again, and when to give the session up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WelcomedT = TypeVar("WelcomedT", bound=Welcomed)
 
 
 class Dialer(Generic[WelcomedT]):
-    """Dials one server whenever its owner has no stream, and counts what a session may still hope for.
+    """Dials one server whenever its owner has no stream, and counts the attempts that are left to a session.
 
         dial ──► welcomed: a new session, or the old one goes on
           ▲          │ the stream breaks
@@ -103,14 +103,14 @@ class Dialer(Generic[WelcomedT]):
             delay_s = min(2 * delay_s, MAX_REDIAL_S)
 
     def note_progress(self) -> None:
-        """Note that something has got through in this session."""
+        """Note progress: a message of this session has arrived."""
         self._num_futile = 0
 
     def note_broken(self, why: str, *, is_futile: bool = True, is_over: bool = False) -> None:
         """Note that a stream, or an attempt to resume one, has failed.
 
         Args:
-            is_futile: The next stream may well break by the same, unless something gets through in between.
+            is_futile: The same will probably break the next stream, unless something gets through in between.
             is_over: The session cannot go on.
         """
         if not self.has_session:

@@ -1,4 +1,4 @@
-"""For how long a server keeps a session whose stream is lost, and which of its streams counts."""
+"""For how long a server keeps a session that lost its stream, and which of its streams counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SessionLease:
         """
         Args:
             keep_s: For how long the session outlives a stream, in seconds.
-            on_expired: Called when it has been without a stream for so long.
+            on_expired: Called when it has been without a stream for `keep_s`.
         """
         self.stream = 0
         """Number of the stream that counts. 0: there is none."""

@@ -178,7 +178,7 @@ class LLM(llm.LLM):
 
     @property
     def llm_engine(self) -> Engine:
-        """The engine, as far as programs look into it."""
+        """The part of the engine that programs look into."""
         return Engine(self.model_config, self.get_tokenizer())
 
     def _served_model(self) -> ServedModel:

@@ -1,1 +1,0 @@
-"""Anthropic's Messages API, on the HTTP server of `triptych_services.frontend.openai`."""

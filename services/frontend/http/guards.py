@@ -1,0 +1,114 @@
+"""Guards in front of every route: they name requests, bound their bodies, ask for API keys, and answer what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from triptych.observe.trace import set_trace
+from triptych.rpc.interceptors import new_request_id
+from triptych_services.frontend.access.caller import set_caller
+from triptych_services.frontend.access.keys import ApiKeys
+from triptych_services.frontend.http.errors import dialect_of, error_response
+
+REQUEST_ID_HEADER = "X-Request-Id"
+MAX_BODY_BYTES = 10 << 20
+OTHER_ROUTES = "other"
+"""The name of what is no route, or was refused before its route was looked for."""
+
+DOCS_PATH, DOCUMENT_PATH, STATIC_PATH = "/docs", "/openapi.json", "/static-offline-docs"
+OPEN_PATHS = frozenset({"/health", "/ping", DOCS_PATH, DOCUMENT_PATH})
+"""Probes have no keys, and a browser has none before the page for people asks for one."""
+
+OnResponse: TypeAlias = Callable[[str, int], None]
+"""Takes the template of the route's path, never the path that a client sent, and the status."""
+
+
+class RequestGuard:
+    """ASGI middleware outside of Starlette's own handling of errors, which would log a bug twice."""
+
+    def __init__(self, app: ASGIApp, on_response: OnResponse) -> None:
+        """`on_response`: Hears of each answer."""
+        self._app = app
+        self._on_response = on_response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # answered like GET; the server leaves the body out
+            scope = {**scope, "method": "GET"}
+        headers = Headers(scope=scope)
+        set_trace(headers.items())
+        request_id = headers.get(REQUEST_ID_HEADER) or new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                self._on_response(getattr(scope.get("route"), "path", OTHER_ROUTES), message["status"])
+                sent = MutableHeaders(scope=message)
+                sent[REQUEST_ID_HEADER] = request_id
+                if (dialect := dialect_of(scope)) is not None:
+                    sent[dialect.request_id_header] = request_id
+            await send(message)
+
+        try:
+            num_declared_bytes = headers.get("content-length", "0")
+            if num_declared_bytes.isdecimal() and int(num_declared_bytes) > MAX_BODY_BYTES:
+                raise _body_too_large(f"{num_declared_bytes} bytes are")
+            await self._app(scope, _Counted(receive), send_with_id)
+        except Exception as error:
+            if has_started:
+                raise  # too late for an answer; the server closes the connection and logs it
+            await error_response(error, scope)(scope, receive, send_with_id)
+
+
+class _Counted:
+    """Receives a body of unknown length up to the bound."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._num_bytes = 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            if self._num_bytes > MAX_BODY_BYTES:
+                raise _body_too_large("it is")
+        return message
+
+
+def _body_too_large(what: str) -> HTTPException:
+    return HTTPException(
+        413, f"the body is too large: {what} above the limit {MAX_BODY_BYTES} bytes (10 MiB)"
+    )
+
+
+class KeyGuard:
+    """ASGI middleware that names the caller of each request by its API key. Belongs inside of `RequestGuard`."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, *, needs_admin: bool = False) -> None:
+        """`needs_admin`: only keys of administrators will do."""
+        self._app = app
+        self._keys = keys
+        self._needs_admin = needs_admin
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
+            headers = Headers(scope=scope)
+            set_caller(self._keys.find(headers))
+            if self._needs_admin:
+                self._keys.find_admin(headers)
+        await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(f"{STATIC_PATH}/")

@@ -1,0 +1,42 @@
+"""The route POST /v1/responses."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from triptych_services.frontend.http.answers import GENERATE_ERRORS
+from triptych_services.frontend.http.block_answers import answer_in_blocks
+from triptych_services.frontend.http.document import takes
+from triptych_services.frontend.http.generation import timeout_of
+from triptych_services.frontend.http.openai.responses import convert
+from triptych_services.frontend.http.openai.responses.answers import RESPONSES_EVENTS, ResponseAnswer
+from triptych_services.frontend.http.openai.responses.objects import ResponsesFormat
+from triptych_services.frontend.http.openai.responses.schema import ResponsesRequest
+from triptych_services.frontend.http.state import reader_of
+from triptych_services.frontend.requests.raw import RawRequest
+
+router = APIRouter(responses=GENERATE_ERRORS, tags=["generate"])
+
+
+@router.post("/v1/responses", responses={200: {"model": ResponseAnswer}})
+@takes(ResponsesRequest, events=RESPONSES_EVENTS)
+async def create_response(request: Request) -> Response:
+    """Answer a conversation, as OpenAI's Responses API does. Nothing is stored."""
+    request_id: str = request.state.request_id
+
+    def to_raw(body: ResponsesRequest) -> tuple[convert.ResponsesOptions, RawRequest]:
+        raw = convert.responses_request(body, label=request_id, deadline_s=timeout_of(request))
+        return convert.answer_options(body), raw
+
+    options, raw = await reader_of(request).read(request, ResponsesRequest, to_raw)
+    format = ResponsesFormat(
+        request_id=request_id,
+        created_unix_s=int(time.time()),
+        repeated=options.repeated,
+        wants_logprobs=options.wants_logprobs,
+        namespaces=options.namespaces,
+    )
+    return await answer_in_blocks(request, raw, format, is_streamed=options.is_streamed)

@@ -1,0 +1,153 @@
+"""Server-sent events: sends the chunks of an answer that streams, until they end or its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from triptych.types.events import AdmittedEvent, Event
+from triptych_services.frontend.http.answers import to_json
+from triptych_services.frontend.http.body import ClientGone
+from triptych_services.frontend.http.connections import CUT
+from triptych_services.frontend.http.errors import HttpError, to_http_error
+from triptych_services.frontend.http.state import InFlight
+from triptych_services.frontend.streams.outputs import HandedOver
+
+NOT_ENFORCED_HEADER = "X-Not-Enforced"
+"""Paths of what the request's JSON schemas ask for and the answer is not held to, as a JSON list."""
+_MAX_NOTED, _MAX_NOTE_CHARS = 16, 200  # what is said of one answer
+
+
+async def with_notes(events: AsyncGenerator[Event], notes: dict[str, str]) -> AsyncGenerator[Event]:
+    """Yield the events, and write headers that admission brings into `notes`."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, AdmittedEvent) and event.not_enforced:
+                shown = [place[:_MAX_NOTE_CHARS] for place in event.not_enforced[:_MAX_NOTED]]
+                notes[NOT_ENFORCED_HEADER] = to_json(shown)
+            yield event
+
+
+BLANK_LINE = b"\n"
+"""Keeps a silent stream open that has no event ids: every reader skips a blank line between two events, while those of
+vLLM's and SGLang's benchmarks take a comment for data."""
+COMMENT_LINE = b": ping\n"
+"""The same where events have ids: the official openai client takes a blank line behind an id for an empty event."""
+
+
+def _error_event(error: HttpError) -> str:
+    return f"data: {to_json(error.body)}\n\n"
+
+
+class _Pings:
+    """Lines without data in a stream that has said nothing for a while: proxies close what looks idle."""
+
+    def __init__(self, send: Send, line: bytes, interval_s: float) -> None:
+        """`interval_s`: 0: none are sent."""
+        self._send = send
+        self._line = line
+        self._interval_s = interval_s
+        self._now = asyncio.get_running_loop().time
+        self._sent_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Called when the answer has begun."""
+        if self._interval_s:
+            self._task = asyncio.create_task(self._run(), name="pings")
+
+    def note_sent(self) -> None:
+        """A chunk is about to be sent."""
+        self._sent_at = self._now()
+
+    async def aclose(self) -> None:
+        """Send no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            wait_s = self._sent_at + self._interval_s - self._now()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+                continue
+            self.note_sent()
+            await self._send({"type": "http.response.body", "body": self._line, "more_body": True})
+
+
+class EventStream(Response):
+    """Sends chunks until they end, its client leaves, or something fails.
+
+    A failure before the first chunk is a plain HTTP error; one after it is an event, and the last: no `[DONE]`
+    follows, for the answer is not complete. A stream that is handed over breaks off without an event, since its client
+    goes on elsewhere as it does when a server dies.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[str],
+        *,
+        in_flight: InFlight,
+        request_id: str,
+        failure: Callable[[HttpError], str] = _error_event,
+        ping: bytes = BLANK_LINE,
+        notes: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            failure: Spells the event of a failure.
+            ping: What is sent after a while without an event.
+            notes: More headers, read when the first chunk is there.
+        """
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._in_flight = in_flight
+        self._request_id = request_id
+        self._failure = failure
+        self._ping = ping
+        self._notes = {} if notes is None else notes
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._in_flight.run(receive, self._send_all(send, scope["app"].state.ping_interval_s))
+        except ClientGone:
+            return
+        except HandedOver:
+            if not self._has_started:
+                raise
+            scope["extensions"][CUT]["cut"]()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        except Exception as error:
+            if not self._has_started:
+                raise
+            event = self._failure(to_http_error(error, self._request_id))
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
+
+    async def _send_all(self, send: Send, ping_interval_s: float) -> None:
+        pings = _Pings(send, self._ping, ping_interval_s)
+        async with aclosing(self._chunks), aclosing(pings):
+            async for chunk in self._chunks:
+                if not self._has_started:
+                    self.headers.update(self._notes)
+                    await send(
+                        {
+                            "type": "http.response.start",
+                            "status": self.status_code,
+                            "headers": self.raw_headers,
+                        }
+                    )
+                    self._has_started = True
+                    pings.start()
+                pings.note_sent()
+                await send({"type": "http.response.body", "body": chunk.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

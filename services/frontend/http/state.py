@@ -1,0 +1,75 @@
+"""The state of an HTTP app: its generator, its reader of bodies, and the work of the requests that run now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from triptych.errors import EngineUnavailable
+from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.http.body import BodyReader, ClientGone
+
+_T = TypeVar("_T")
+
+
+class InFlight:
+    """Owned by the app; requests enter themselves, the server ends what outlasts its grace."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_ending = False
+
+    async def run(self, receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+        """Await `work`, whose request's body has been read, and cancel it as soon as its client leaves.
+
+        Raises:
+            ClientGone: the client left first.
+            EngineUnavailable: the server is stopping.
+        """
+        task = asyncio.create_task(work)
+        watcher = asyncio.create_task(_wait_for_disconnect(receive))
+        self._tasks.add(task)
+        try:
+            if not self._is_ending:
+                await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not task.cancelled():
+                return task.result()
+            if self._is_ending:
+                raise EngineUnavailable("the server is stopping; try again, or try another one")
+            raise ClientGone
+        finally:
+            self._tasks.discard(task)
+            task.cancel()
+            watcher.cancel()
+            await asyncio.gather(task, watcher, return_exceptions=True)
+
+    def end_all(self) -> int:
+        """End what runs now, and at once whatever still comes, each with an error to its client.
+
+        Returns how many ran.
+        """
+        self._is_ending = True
+        for task in self._tasks:
+            task.cancel()
+        return len(self._tasks)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def generator_of(request: Request) -> Generator:
+    """Return the generator of the app that serves a request."""
+    generator: Generator = request.app.state.generator
+    return generator
+
+
+def reader_of(request: Request) -> BodyReader:
+    """Return the reader of bodies of the app that serves a request."""
+    reader: BodyReader = request.app.state.reader
+    return reader

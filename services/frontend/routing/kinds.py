@@ -1,0 +1,136 @@
+"""Kinds of engines: those of a kind can serve each other's requests, as far as these fit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from triptych.types.facts import ModelFacts
+from triptych.types.kv_transfer import EngineRole
+from triptych.types.submit import EngineWelcome, ModelTerms, RequestNeeds
+from triptych_services.frontend.engines.client import EngineClient
+
+_ABOUT_AS_LONG = 0.9
+"""Share of the longest max_model_len from which on a request without max_tokens may be cut short for its engine."""
+
+KindKey = tuple[str, str, int, tuple[int, ...]]
+"""Model's name, fingerprint, size of the vocabulary and EOS tokens: all that a request without output depends on."""
+
+
+class EngineKind:
+    """The ready engines of one kind, as they were when it was made. Owned by the router, which makes it anew."""
+
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
+        """`engines`: At least one, all ready and of one kind."""
+        self.engines = leave_out_prefilling(engines)
+        """Those that prefill for others are among them only if there are no others."""
+        self.prefilling = [engine for engine in engines if engine not in self.engines]
+        """The others."""
+        welcomes = [welcome_of(engine) for engine in self.engines]
+        models = [welcome.model for welcome in welcomes if welcome.model is not None]
+        longest = max(models, key=lambda model: model.max_model_len)
+        self._least = RequestNeeds(
+            min(model.max_model_len for model in models),
+            min(welcome.limits.max_choices for welcome in welcomes),
+            all(welcome.limits.has_priorities for welcome in welcomes),
+        )
+        self.terms = ModelTerms(
+            longest,
+            replace(
+                welcomes[0].limits,
+                has_priorities=any(welcome.limits.has_priorities for welcome in welcomes),
+                max_choices=max(welcome.limits.max_choices for welcome in welcomes),
+            ),
+            min(
+                model.max_model_len
+                for model in models
+                if model.max_model_len >= _ABOUT_AS_LONG * longest.max_model_len
+            ),
+        )
+        self.max_choices = sum(welcome.limits.max_choices for welcome in welcomes)
+        """Choices that may be running and waiting on all of them together."""
+        self.max_running = sum(welcome.limits.max_running for welcome in welcomes)
+        """Choices that may be running on all of them together, of those that report it."""
+        self.block_sizes = {engine.load.block_size for engine in self.engines}
+
+    def takes_everywhere(self, needs: RequestNeeds) -> bool:
+        """Return whether a request fits all engines."""
+        least = self._least
+        return (
+            needs.num_tokens <= least.num_tokens
+            and needs.num_choices <= least.num_choices
+            and needs.has_priority <= least.has_priority
+        )
+
+
+def key_of(model: ModelFacts) -> KindKey:
+    """Return the name of the kind that serves a model. Weights and numerics do not count before the first token."""
+    return model.name, model.identity.fingerprint, model.vocab_size, model.eos_token_ids
+
+
+def group_by_kind(engines: Iterable[EngineClient]) -> Mapping[KindKey, EngineKind]:
+    """Return the kinds of the ready engines, in the order of their first ones."""
+    groups: dict[KindKey, list[EngineClient]] = {}
+    for engine in engines:
+        if engine.is_ready and engine.welcome is not None and engine.welcome.model is not None:
+            groups.setdefault(key_of(engine.welcome.model), []).append(engine)
+    return {key: EngineKind(group) for key, group in groups.items()}
+
+
+def why_unfit(welcome: EngineWelcome, needs: RequestNeeds) -> str:
+    """Return why a request does not fit an engine that serves its model; empty if it does."""
+    limits, model = welcome.limits, welcome.model
+    if model is None:
+        return "it has not been ready yet"
+    if needs.num_tokens > model.max_model_len:
+        return f"max_model_len: {model.max_model_len} is below the {needs.num_tokens} tokens that the request may have"
+    if needs.num_choices > limits.max_choices:
+        return f"max_choices: {limits.max_choices} is below the {needs.num_choices} choices of the request"
+    if needs.has_priority and not limits.has_priorities:
+        return "scheduler.policy: it has no priorities, and the request has one"
+    return ""
+
+
+def why_of_another_kind(welcome: EngineWelcome, key: KindKey) -> str:
+    """Return why an engine is not of a kind, with both values; empty if it is."""
+    if welcome.model is None:
+        return "it has not been ready yet"
+    names = ("model", "fingerprint", "vocab_size", "eos_token_ids")
+    for name, own, wanted in zip(names, key_of(welcome.model), key, strict=True):
+        if own != wanted:
+            return f"{name}: {_shown(own)}, not {_shown(wanted)}"
+    return ""
+
+
+def terms_of(welcome: EngineWelcome) -> ModelTerms:
+    """Return the terms of one engine, which has been ready."""
+    assert welcome.model is not None, "an engine that was ready has sent its model"
+    return ModelTerms(welcome.model, welcome.limits, welcome.model.max_model_len)
+
+
+def leave_out_prefilling(engines: Sequence[EngineClient]) -> list[EngineClient]:
+    """Leave out the engines that prefill for others, unless there are no others."""
+    return [e for e in engines if welcome_of(e).role is not EngineRole.PREFILL] or list(engines)
+
+
+def least_loaded(engines: Sequence[EngineClient]) -> EngineClient:
+    """Return the engine with the fewest choices from here in flight; of several, any."""
+    return min(engines, key=lambda engine: (engine.num_in_flight, random.random()))
+
+
+def welcome_of(engine: EngineClient) -> EngineWelcome:
+    """Return the welcome of a ready engine."""
+    assert engine.welcome is not None, "a ready engine has been welcomed"
+    return engine.welcome
+
+
+def facts_of(engine: EngineClient) -> ModelFacts:
+    """Return the model of a ready engine."""
+    model = welcome_of(engine).model
+    assert model is not None, "a ready engine has sent its model"
+    return model
+
+
+def _shown(value: object) -> str:
+    return f"{value!s:.40}"

@@ -1,0 +1,142 @@
+"""The requests that are alive, by name: who may abort them, and when the last has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from triptych.errors import DuplicateRequest
+from triptych_services.frontend.access.caller import current_caller
+from triptych_services.frontend.requests.identity import unique_request_id
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.streams.outputs import RequestOutputs
+from triptych_services.frontend.streams.pacing import Pace
+
+
+class AliveRequest(NamedTuple):
+    """A request that has not ended."""
+
+    outputs: RequestOutputs
+    raw: RawRequest
+    arrived: float
+    """In seconds of the monotonic clock."""
+
+
+class AliveRequests:
+    """Owned by the generator. Bound to one event loop."""
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[str, str], AliveRequest] = {}
+        """Tenant and request id -> the request."""
+        self._name_to_keys: dict[str, set[tuple[str, str]]] = {}
+        """Any name that a client may abort by -> the requests that have it, by tenant and id."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[AliveRequest]:
+        return iter(list(self._requests.values()))
+
+    @contextmanager
+    def claim(self, outputs: RequestOutputs, raw: RawRequest) -> Iterator[RawRequest]:
+        """Hold the id while the request is alive, which is yielded with the tenant of its caller.
+
+        Raises:
+            DuplicateRequest: Another request of its tenant has the id.
+            PermissionDenied: As `Caller.own`.
+        """
+        raw = current_caller().own(raw)
+        with self._hold(outputs, raw):
+            yield raw
+
+    @contextmanager
+    def _hold(self, outputs: RequestOutputs, raw: RawRequest) -> Iterator[None]:
+        request_id = outputs.request_id
+        key = raw.head.tenant, request_id
+        if key in self._requests:
+            raise DuplicateRequest(
+                f"request_id: a request {request_id!r} is alive; choose another id, or wait"
+            )
+        self._requests[key] = AliveRequest(outputs, raw, time.monotonic())
+        names = {request_id, *raw.client_names}
+        for name in names:
+            self._name_to_keys.setdefault(name, set()).add(key)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            del self._requests[key]
+            for name in names:
+                self._name_to_keys[name].remove(key)
+                if not self._name_to_keys[name]:
+                    del self._name_to_keys[name]
+            if not self._requests:
+                self._idle.set()
+
+    @contextmanager
+    def claim_again(self, request_id: str, raw: RawRequest, pace: Pace) -> Iterator[RequestOutputs]:
+        """Hold the id of a stream that goes on here, and yield what gathers its outputs.
+
+        Where it began here, its first call may not have heard yet that it is cut off; both are alive until then.
+        """
+        is_alive = (raw.head.tenant, request_id) in self._requests
+        name = unique_request_id(request_id) if is_alive else request_id
+        raw = replace(raw, client_names=(*raw.client_names, request_id))
+        outputs = RequestOutputs(name, pace)
+        with self._hold(outputs, raw):
+            yield outputs
+
+    def count_without_token(self) -> Counter[str]:
+        """Count the choices that no token has come for, by tenant. May be called on any thread."""
+        counts = Counter[str]()
+        for alive in self:
+            choices = list(alive.outputs.choices)
+            waiting = sum(choice.finish_reason is None and not choice.num_tokens for choice in choices)
+            if waiting:
+                counts[alive.raw.head.tenant] += waiting
+        return counts
+
+    def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
+        """End requests of the caller's tenant with what they have.
+
+        Args:
+            names: Their ids, or others of their `client_names`, each of which may be that of several.
+            of_any_tenant: For operators.
+
+        Returns those of the names that were alive, each once. The requests of others count as not alive.
+        """
+        caller = current_caller()
+        aborted = []
+        for name in dict.fromkeys(names):
+            found = [self._requests[key] for key in self._name_to_keys.get(name, ())]
+            own = [alive for alive in found if of_any_tenant or caller.may_speak_for(alive.raw.head.tenant)]
+            for alive in own:
+                alive.outputs.abort()
+            if own:
+                aborted.append(name)
+        return aborted
+
+    def token_of_duplicate(self, raw: RawRequest) -> str:
+        """Return the token by which a request goes on that is alive and the same as this one; empty if there is none.
+
+        A client sends a request again, under its name, when it has lost the connection and cannot know what came of it.
+        """
+        if not raw.head.request_id:
+            return ""
+        raw = current_caller().own(raw)
+        alive = self._requests.get((raw.head.tenant, raw.head.request_id))
+        if alive is None:
+            return ""
+        duplicate = replace(raw, deadline_s=alive.raw.deadline_s)
+        return alive.outputs.resume_token if duplicate == alive.raw else ""
+
+    async def wait_idle(self) -> None:
+        """Return as soon as none is alive."""
+        await self._idle.wait()
