@@ -23,7 +23,7 @@ from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import ServiceApp
 from triptych.rpc.tls import create_client_tls
 from triptych.types.exit_codes import ExitCode
-from triptych.types.facts import EngineStatus
+from triptych.types.facts import STATUS_ROWS, EngineStatus
 from triptych.types.kv_transfer import TransferCounts
 from triptych_services.enginecore.frontends.servicer import (
     ADMIN_SERVICE,
@@ -87,7 +87,7 @@ class EngineCoreApp(ServiceApp):
     async def drain(self) -> None:
         loop, drain_s = self._loop, self.config.engine.drain_s
         log.info("stopping: draining %d requests", loop.num_requests)
-        loop.stop_taking()
+        loop.operator.stop_taking()
         await self.server.set_ready(False)
         deadline, running = time.monotonic() + drain_s, self.background["engine-loop"]
         while loop.num_requests and time.monotonic() < deadline and not running.done():
@@ -106,7 +106,7 @@ class EngineCoreApp(ServiceApp):
     async def _export_metrics(self) -> None:
         last = None
         while True:
-            last = export_status(self._metrics, self._loop.status(), last)
+            last = export_status(self._metrics, self._loop.operator.status(), last)
             await asyncio.sleep(_METRICS_INTERVAL_S)
 
 
@@ -116,31 +116,18 @@ def export_status(metrics: EngineMetrics, status: EngineStatus, last: EngineStat
     Returns:
         `status`, for the next call.
     """
-    metrics.running.set(status.num_running)
-    metrics.waiting.set(status.num_waiting)
-    metrics.used_blocks.set(status.num_used_blocks)
-    metrics.blocks.set(status.num_blocks)
-    metrics.touched_blocks.set(status.num_touched_blocks)
-    metrics.steps_in_flight.set(status.steps_in_flight)
-    metrics.asleep.set(status.asleep)
-    metrics.oldest_waiting_seconds.set(status.oldest_waiting_s)
-    metrics.kept.set(status.num_kept)
-    for counter, name in (
-        (metrics.steps, "num_steps"),
-        (metrics.scheduled_tokens, "num_scheduled_tokens"),
-        (metrics.preemptions, "num_preemptions"),
-        (metrics.prefix_queries, "prefix_queries"),
-        (metrics.prefix_hits, "prefix_hits"),
-    ):
-        counter.inc(getattr(status, name) - (getattr(last, name) if last else 0))
+    for name, gauge in metrics.gauges.items():
+        gauge.set(STATUS_ROWS[name].read(status))
+    for name, counter in metrics.counters.items():
+        counter.inc(STATUS_ROWS[name].read(status) - (STATUS_ROWS[name].read(last) if last else 0))
     _export_priorities(metrics, status, last)
     _export_transfers(metrics, status, last)
     for state in JOURNAL_STATES:
         metrics.journal_state.labels(state).set(status.journal == state)
-    metrics.journal_bytes.set(status.journal_bytes)
-    metrics.journal_oldest.set(status.journal_oldest_at_ms / 1000)
-    for reason, count in status.num_finished.items():
-        metrics.finished.labels(reason).inc(count - (last.num_finished.get(reason, 0) if last else 0))
+    for reason, count in status.counters.num_finished.items():
+        metrics.finished.labels(reason).inc(
+            count - (last.counters.num_finished.get(reason, 0) if last else 0)
+        )
     return status
 
 

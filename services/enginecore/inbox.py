@@ -47,6 +47,10 @@ class Inbox:
         self._num_bytes += num_bytes
         self._wake.set()
 
+    def wake(self) -> None:
+        """Have the loop take a turn, because something has changed without a call of it."""
+        self._wake.set()
+
     async def ask(self, method: Callable[..., _T], *arguments: object) -> _T:
         """Add a call, and return what it returns."""
         done: asyncio.Future[_T] = asyncio.Future()

@@ -24,7 +24,7 @@ from triptych.observe.logging import with_fields
 from triptych.observe.metrics import EngineMetrics
 from triptych.prefix_hash import describe_hash
 from triptych.rpc.session.outbox import Outbox
-from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
+from triptych.types.facts import WorkerFacts
 from triptych.types.kv_transfer import EngineRole
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepResult
@@ -32,18 +32,16 @@ from triptych.types.submit import AttachRequest, EngineLimits, EngineWelcome, Pr
 from triptych_services.enginecore.inbox import Inbox
 from triptych_services.enginecore.journal.recorder import create_engine
 from triptych_services.enginecore.kv.remote import check_role
-from triptych_services.enginecore.releases import Releases
+from triptych_services.enginecore.operators import EngineOperator
 from triptych_services.enginecore.scheduler.admission import limits_of
 from triptych_services.enginecore.wake_timer import WakeTimer
-from triptych_services.enginecore.worker_sleep import WorkerSleep
 from triptych_services.enginecore.workers.base import Connected, Executor, WorkerLost
 from triptych_services.enginecore.workers.connection import WorkerConnection
 from triptych_services.enginecore.workers.steps_in_flight import PipelineDepth
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.01  # of operators' calls that wait for the loop
-# A frontend drains its stream as fast as the network takes it. One that is so many steps behind is stuck, and its
+# A frontend drains its stream as fast as the network takes it. One that is this many steps behind is stuck, and its
 # requests only hold blocks that others could use. More than what comes of steps of 1 ms while a stream can be resumed.
 MAX_PENDING = 16384
 MAX_PENDING_BYTES = 256 << 20  # log-probabilities of 1,024 requests with 20 alternatives are 0.2 MB a step
@@ -96,10 +94,17 @@ class EngineLoop:
         )
         self._readiness = (False, f"connecting to worker {config.engine.worker_address}")
         """Whether there is a worker, and if there is none, why."""
-        self.worker_sleep = WorkerSleep(self._engine, executor, self._connection, in_loop=self._inbox.ask)
-        self._is_draining = False
-        self._is_stopping = False
-        self._releases = Releases(config.engine.drain_s)
+        self.operator = EngineOperator(
+            self._engine,
+            executor,
+            self._connection,
+            self._inbox,
+            self._pipeline_depth,
+            drain_s=config.engine.drain_s,
+            welcome=lambda: self.welcome,
+            on_change=self._publish_readiness,
+        )
+        self._releases, self._worker_sleep = self.operator.releases, self.operator.worker_sleep
         self.facts: WorkerFacts | None = None
         self.welcome = EngineWelcome(
             engine_id=config.engine.engine_id,
@@ -121,7 +126,7 @@ class EngineLoop:
         outbox: FrontendOutbox = Outbox(max_messages=MAX_PENDING, max_bytes=MAX_PENDING_BYTES)
         self._outboxes[session] = outbox
         outbox.notify(self.welcome)
-        for batch in self._engine.open_session(session):
+        for batch in self._engine.frontends.open_session(session):
             outbox.put(batch, batch.num_bytes)
         self._wake.set()  # the load comes with the next outputs
         return session, outbox
@@ -129,12 +134,12 @@ class EngineLoop:
     def close_session(self, session: int) -> None:
         """Close a session that its frontend has left. Its requests end by the next step."""
         self._outboxes.pop(session).close()
-        self._inbox.post(self._engine.close_session, session)
+        self._inbox.post(self._engine.frontends.close_session, session)
 
     def detach_session(self, session: int, lost_for_s: float) -> None:
-        """Close a session whose frontend was lost so long ago. Requests that may be kept go on."""
+        """Close a session after its frontend was lost `lost_for_s` ago. Requests that may be kept continue."""
         self._outboxes.pop(session).close()
-        self._inbox.post(self._engine.detach_session, session, lost_for_s)
+        self._inbox.post(self._engine.frontends.detach_session, session, lost_for_s)
 
     async def wait_until_below_limit(self) -> None:
         """Wait until more may be posted. While a servicer waits here, gRPC holds back its frontend."""
@@ -142,11 +147,11 @@ class EngineLoop:
 
     def submit(self, session: int, request: SubmitRequest) -> None:
         """Queue a request. A refusal comes through the session's outbox."""
-        self._inbox.post(self._engine.submit, session, request, num_bytes=request.num_bytes)
+        self._inbox.post(self._engine.frontends.submit, session, request, num_bytes=request.num_bytes)
 
     def refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
         """Answer the choices of a request that the engine cannot even be given."""
-        self._inbox.post(self._engine.refuse, session, numbers, error)
+        self._inbox.post(self._engine.frontends.refuse, session, numbers, error)
 
     def abort(self, session: int, numbers: Sequence[int]) -> None:
         """End requests for their clients' sake."""
@@ -154,7 +159,7 @@ class EngineLoop:
 
     def _abort(self, session: int, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._engine.abort(session, number)
+            self._engine.frontends.abort(session, number)
 
     def stop(self, session: int, numbers: Sequence[int]) -> None:
         """End requests with what they have; those that may be kept are."""
@@ -162,71 +167,22 @@ class EngineLoop:
 
     def _stop(self, session: int, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._engine.stop(session, number)
+            self._engine.frontends.stop(session, number)
 
     def detach(self, session: int, numbers: Sequence[int]) -> None:
-        """Let requests wait for another frontend, as far as they may be kept."""
+        """Keep requests for another frontend. Those that may not be kept end."""
         self._inbox.post(self._detach, session, numbers)
 
     def _detach(self, session: int, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._engine.detach(session, number)
+            self._engine.frontends.detach(session, number)
 
-    def attach(self, session: int, wish: AttachRequest) -> None:
-        """Let a request of another session go on in this one. A refusal comes through the session's outbox."""
-        self._inbox.post(self._engine.attach, session, wish)
-
-    def stop_taking(self) -> None:
-        """Take no more requests, because this process is to end. Those that are here go on, even after a pause."""
-        self._is_stopping = True
-        self._inbox.post(self._go_on)
-        self._publish_readiness()
-
-    def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache between two turns of the loop; see `EngineCore.reset_prefix_cache`."""
-        num_blocks = self._engine.reset_prefix_cache()
-        self._wake.set()  # all frontends are to hear of it
-        return num_blocks
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Pause the engine; see `EngineCore.pause`. Return when the last step is back, or after Resume."""
-        await self._inbox.ask(self._pause, mode)
-        while self._engine.is_settling:
-            await asyncio.sleep(_POLL_S)
-
-    def _pause(self, mode: PauseMode) -> None:
-        self.worker_sleep.stay_paused()
-        self._engine.pause(mode)
-
-    async def resume(self) -> None:
-        """Go on after a pause, and take requests again after a drain. A sleep that has not started is cancelled."""
-        self._is_draining = False
-        self._publish_readiness()
-        await self._inbox.ask(self._go_on)
-
-    async def drain(self) -> None:
-        """Take no more requests. Return when all have ended, or when the engine is resumed."""
-        self._is_draining = True
-        self._publish_readiness()
-        self._wake.set()  # requests are offered to others
-        while self._is_draining and self._engine.num_requests:
-            await asyncio.sleep(_POLL_S)
-
-    def status(self) -> EngineStatus:
-        """Return all counters."""
-        status = self._engine.status(
-            ready=self.welcome.ready,
-            why_not_ready=self.welcome.why_not_ready,
-            steps_in_flight=self._pipeline_depth.size,
-        )
-        return replace(
-            status,
-            asleep=self.worker_sleep.is_asleep,
-            draining=self._is_stopping or self._is_draining,
-        )
+    def attach(self, session: int, attach: AttachRequest) -> None:
+        """Send a request's outputs to this session from now on. A refusal comes through the session's outbox."""
+        self._inbox.post(self._engine.frontends.attach, session, attach)
 
     async def run(self) -> None:
-        """Connect and serve for ever. When the stream breaks, resume it or go on with another worker.
+        """Connect and serve for ever. When the stream breaks, resume it or connect to another worker.
 
         Raises:
             StaleEpoch: Another engine has this one's worker, and must not be disturbed.
@@ -266,18 +222,13 @@ class EngineLoop:
             ),
         )
 
-    def _go_on(self) -> None:
-        """End a pause."""
-        self.worker_sleep.cancel()
-        self._engine.resume()
-
     async def _rest(self) -> None:
         """Put the worker to sleep. Return when it was woken and is connected again."""
-        sleep = await self._meanwhile(self.worker_sleep.fall_asleep())
+        sleep = await self._meanwhile(self._worker_sleep.fall_asleep())
         if sleep is not None:
             await self._meanwhile(sleep.is_over.wait())
             self._begin(await self._meanwhile(self._connection.connect()), after_crash=False)
-            self.worker_sleep.end()
+            self._worker_sleep.end()
 
     def _forget_worker(self) -> None:
         """Give up the worker's session: what ran waits again, and will be computed again."""
@@ -315,7 +266,7 @@ class EngineLoop:
             Why the stream broke; None if the worker is to sleep.
         """
         try:
-            while not self.worker_sleep.is_due:
+            while not self._worker_sleep.is_due:
                 await self._turn()
             return None
         except WorkerLost as loss:
@@ -347,7 +298,7 @@ class EngineLoop:
         self._send_outputs()
         if self._inbox:
             await asyncio.sleep(0)  # so that streams are read meanwhile
-        elif not self.worker_sleep.is_due:
+        elif not self._worker_sleep.is_due:
             self._timer.note_turn()
             await self._wake.wait()
 
@@ -381,7 +332,7 @@ class EngineLoop:
                 outbox.put(batch, batch.num_bytes)
                 if outbox.is_overrun:
                     log.warning("session %d does not read its outputs: its requests are aborted", session)
-                    self._engine.close_session(session)
+                    self._engine.frontends.close_session(session)
 
     def _limits(self, facts: WorkerFacts | None) -> EngineLimits:
         """Return what frontends may ask of this engine. Without a worker it may not be known how much runs at once."""
@@ -402,9 +353,8 @@ class EngineLoop:
     def _publish_readiness(self) -> None:
         """Send the engine's state to every frontend and to the health service, if it has changed."""
         ready, why_not_ready = self._readiness
-        self._releases.note_draining(self._is_stopping or self._is_draining, now=time.monotonic())
-        if self._is_stopping or self._is_draining:
-            ready, why_not_ready = False, "the engine is " + ("stopping" if self._is_stopping else "draining")
+        if why := self.operator.why_refusing:
+            ready, why_not_ready = False, why
         welcome = replace(
             self.welcome,
             ready=ready,

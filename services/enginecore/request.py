@@ -12,7 +12,7 @@ from triptych.types.kv_transfer import KvSource
 from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32, RowContent
-from triptych.types.submit import SubmitRequest
+from triptych.types.submit import RequestHead, SubmitRequest
 from triptych_services.enginecore.kv.block_table import BlockTable
 
 
@@ -34,7 +34,7 @@ class Request:
     While it runs its counters are in `RunningRows`, not here: a step that changes only counters touches no request.
     """
 
-    request_id: str
+    head: RequestHead
     session: int
     """Frontend session that it came on."""
     number: int
@@ -46,8 +46,6 @@ class Request:
     writes to it; `own_tokens` copies it. While the request runs, the tokens of its open block may be missing: they are
     in `RunningRows.open_block` until that is full."""
     seed: int
-    priority: int = 0
-    tenant: str = ""
     deadline: float | None = None
     """Seconds on the scheduler's clock; None if it may wait for ever."""
     is_moved: bool = False
@@ -104,17 +102,15 @@ class Request:
         assert prompt.itemsize == submit.prompt_token_ids.itemsize, "unsigned int is not 4 bytes here"
         prompt.frombytes(submit.prompt_token_ids.tobytes())
         content = RowContent(submit.prompt_token_ids, submit.sampling)
-        root = root_of_request(submit.cache_salt)
+        root = root_of_request(submit.head.cache_salt)
         requests = [
             cls(
-                request_id=submit.request_id,
+                head=submit.head,
                 session=session,
                 number=number,
                 content=content,
                 token_ids=prompt,
                 seed=seed,
-                priority=submit.priority,
-                tenant=submit.tenant,
                 deadline=deadline,
                 is_moved=submit.is_moved,
                 num_engine_deaths=submit.num_engine_deaths,
@@ -177,7 +173,7 @@ class Request:
         """Time by stage of a request that has ended; 0 for stages that it did not reach."""
         planned = self.ended_at if self.planned_at is None else self.planned_at
         first_token = self.ended_at if self.first_token_at is None else self.first_token_at
-        assert planned is not None, f"request {self.request_id} has not ended"
+        assert planned is not None, f"request {self.head.request_id} has not ended"
         assert first_token is not None
         assert self.ended_at is not None
         return StageTimings(

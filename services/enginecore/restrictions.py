@@ -31,7 +31,7 @@ class Pause:
         """Return whether nothing that the pause lets finish is left.
 
         Args:
-            num_in_flight: Steps sent whose results have not come.
+            num_in_flight: Number of steps in flight.
         """
         has_ended = all(request.state is RequestState.ENDED for request in self.may_finish)
         return not num_in_flight and (self.is_frozen or has_ended)
@@ -55,7 +55,7 @@ class Restrictions:
         """The only requests that may be admitted; None if any may.
 
         If the pause keeps the whole group under test from being admitted, the test waits for the end of the pause, and
-        what the pause lets finish goes on.
+        what the pause lets finish is computed.
         """
         under_test = self.crashes.under_test
         if self.pause is None:
@@ -67,7 +67,7 @@ class Restrictions:
 
 
 class CrashBisect:
-    """Finds the request that kills workers, so that it fails and all others go on.
+    """Finds the request that kills workers, so that it fails and no other one does.
 
     After a single crash everything is computed again. A request that is in flight at a crash is a suspect until it has
     gone 32 tokens further than it had come. Computing the same tokens again clears no suspect:

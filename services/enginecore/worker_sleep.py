@@ -73,7 +73,7 @@ class WorkerSleep:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the worker sleeps, as far as the engine knows. One that is restarted is awake without its knowing."""
+        """Whether the worker sleeps, to the engine's knowledge: it does not hear of a restart."""
         return self._connection.is_worker_asleep if self._sleep is None else self._sleep.released_bytes.done()
 
     @property

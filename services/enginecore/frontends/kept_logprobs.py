@@ -1,4 +1,4 @@
-"""The log-probabilities of streams that may go on at another frontend, by choice, in a bounded number of bytes."""
+"""The log-probabilities of streams that may continue at another frontend, by choice, in a bounded number of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that outlive their frontend: which session reads each, and what another one needs to go on with it."""
+"""Requests that outlive their frontend: which session reads each, and what another one needs to read it."""
 
 from __future__ import annotations
 
@@ -146,20 +146,20 @@ class KeptRequests:
         """Return the request that a choice was submitted with; None if it is not kept."""
         return self._key_to_request.get(key)
 
-    def find(self, wish: AttachRequest) -> KeptRequest:
-        """Return the request that a frontend wants to go on with.
+    def find(self, attach: AttachRequest) -> KeptRequest:
+        """Return the request that a frontend asks to read.
 
         Its secret is looked up by a digest, so that the time it takes reveals nothing about the secrets that there are.
 
         Raises:
             NotKept: There is no such request.
         """
-        kept = self._digest_to_request.get(_digest(wish.secret))
+        kept = self._digest_to_request.get(_digest(attach.secret))
         if (
             kept is None
             or kept.expires_at <= self._clock()
-            or wish.tenant not in (None, kept.submit.tenant)
-            or wish.num_choices != kept.submit.num_choices
+            or attach.tenant not in (None, kept.submit.head.tenant)
+            or attach.num_choices != kept.submit.num_choices
         ):
             raise NotKept(
                 "no such stream is kept here: it is over, its client has left, or its time has passed"
@@ -204,7 +204,7 @@ class KeptRequests:
         return [kept for kept in self._digest_to_request.values() if kept.reader == session]
 
     def detach(self, kept: KeptRequest, lost_for_s: float = 0.0) -> None:
-        """Note that a request has lost its reader so long ago. It expires if no other one comes."""
+        """Note that a request lost its reader `lost_for_s` ago. It expires unless another session attaches it."""
         self._set_reader(kept, 0, kept.numbers)
         self._settle(kept, lost_for_s)
 
@@ -239,7 +239,7 @@ class KeptRequests:
             self._unmove(key)
 
     def take_expired(self) -> Iterator[KeptRequest]:
-        """Yield the requests whose time has passed, and the next to expire as long as all of them hold too much."""
+        """Yield the requests that have expired, and while all together hold too many bytes the next to expire."""
         now = self._clock()
         while self._expiries:
             expires_at, _, kept = self._expiries[0]

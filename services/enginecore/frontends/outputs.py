@@ -18,7 +18,7 @@ from triptych.types.outputs import (
 from triptych.types.step import U32, LogprobColumns, StepResult, empty_u32
 from triptych.types.submit import SubmitRequest
 from triptych_services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
-from triptych_services.enginecore.frontends.news import EngineNews
+from triptych_services.enginecore.frontends.routing_updates import RoutingUpdate
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 
@@ -166,7 +166,7 @@ class SessionOutputs:
                 self._report_end(key, end.outcome)
 
     def release(self, session: int, number: int) -> None:
-        """Offer a request to its frontend, which may move it. It goes on here."""
+        """Offer a request to its frontend, which may move it. It continues here until then."""
         reader = self._kept.reader_of(ChoiceKey(session, number))
         if reader is not None and (gathered := self._gathered.get(reader.session)) is not None:
             gathered.released.append(reader.number)
@@ -195,17 +195,17 @@ class SessionOutputs:
         for session in np.unique(sessions).tolist():
             self._add_tokens(session, output, result, sessions == session)
 
-    def take(self, num_free_places: int, news: EngineNews | None = None) -> dict[int, OutputBatch]:
+    def take(self, num_free_places: int, update: RoutingUpdate | None = None) -> dict[int, OutputBatch]:
         """Return the next batch of each session for which one is due.
 
         Args:
             num_free_places: Choices that the queue has room for now.
-            news: To be sent to all sessions now; None: nothing.
+            update: Load and cache changes, to be sent to all sessions now; None: nothing.
         """
         batches = {}
         for session, gathered in self._gathered.items():
-            if gathered.is_due or news is not None or (gathered.is_full and num_free_places):
-                batches[session] = _to_batch(gathered, num_free_places, news)
+            if gathered.is_due or update is not None or (gathered.is_full and num_free_places):
+                batches[session] = _to_batch(gathered, num_free_places, update)
                 self._gathered[session] = _Gathered(
                     gathered.num_batches + 1, is_full=not num_free_places, streaming=gathered.streaming
                 )
@@ -264,7 +264,7 @@ class SessionOutputs:
         gathered.streaming.discard(reader.number)
 
 
-def _to_batch(gathered: _Gathered, num_free_places: int, news: EngineNews | None) -> OutputBatch:
+def _to_batch(gathered: _Gathered, num_free_places: int, update: RoutingUpdate | None) -> OutputBatch:
     """Return the batch of what was gathered.
 
     The tokens that a request got in several steps are put together. With log-probabilities they are not, since those
@@ -293,8 +293,8 @@ def _to_batch(gathered: _Gathered, num_free_places: int, news: EngineNews | None
         released=np.array(gathered.released, dtype=np.uint32),
         first_numbers=np.array(gathered.first_numbers, dtype=np.uint32),
         first_cached_tokens=np.array(gathered.first_cached_tokens, dtype=np.uint32),
-        cache=news.cache if news is not None else None,
-        load=news.load if news is not None else None,
+        cache=update.cache if update is not None else None,
+        load=update.load if update is not None else None,
     )
 
 

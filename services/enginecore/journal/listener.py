@@ -1,11 +1,11 @@
-"""The events that the engine core reports while it runs, and the clock that makes a run replayable."""
+"""The events that the engine core reports while it runs, and the time that makes a run replayable."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-from triptych.types.journal import JournalEvent
+from triptych.types.journal import JournalEvent, What
 
 
 class EngineListener(Protocol):
@@ -30,20 +30,48 @@ class EngineListener(Protocol):
         """Take in that no event will follow."""
 
 
-class CallClock:
-    """A clock that stands still within a call of the engine core.
+class CallLog:
+    """The time of the engine core's current call, and the report of its calls to a listener.
 
-    So the calls and their times are all that a replay needs.
+    Time stays the same within a call, so the calls and their times are all that a replay needs.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], listener: EngineListener | None) -> None:
+        """
+        Args:
+            clock: Monotonic time in seconds.
+            listener: Receives every call and decision; None: no listener, at no cost.
+        """
         self.now_s = 0.0
         """Seconds at the start of the current call."""
+        self.listener = listener
         self._clock = clock
 
-    def __call__(self) -> float:
+    def now(self) -> float:
         return self.now_s
 
     def advance(self) -> None:
         """Read the time for the next call."""
         self.now_s = self._clock()
+
+    def start(self, event: Callable[..., What], *fields: object) -> None:
+        """Read the time for a call, and report the call.
+
+        Args:
+            event: Class of the event.
+            fields: Fields of the event.
+        """
+        self.now_s = self._clock()
+        if self.listener is not None:
+            self.listener.on_event(JournalEvent(self.now_s, event(*fields)))
+
+    def report(self, what: What) -> None:
+        """Report an event of the current call."""
+        if self.listener is not None:
+            self.listener.on_event(JournalEvent(self.now_s, what))
+
+    def close(self) -> None:
+        """Report the end of the run."""
+        if self.listener is not None:
+            self.advance()
+            self.listener.close(self.now_s)

@@ -26,7 +26,7 @@ class BlockTable:
     extras: Extras = field(default_factory=dict)
     block_ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
-    """Hashes of the leading full blocks, as far as they were needed. They depend only on tokens, root and extras, so
+    """Hashes of leading full blocks, computed when they are needed. They depend only on tokens, root and extras, so
     they outlive the blocks: a preempted request finds its prefix again without hashing it again."""
     shares_hashes: bool = False
     """Whether `hashes` belongs to all choices of one prompt, and must be copied before it grows."""

@@ -48,11 +48,11 @@ class CacheChanges:
 
     def take(self) -> CacheNews:
         """Return the changes since the last call."""
-        news = CacheNews(self._is_cleared, b"".join(self._stored), b"".join(self._evicted))
+        changes = CacheNews(self._is_cleared, b"".join(self._stored), b"".join(self._evicted))
         self._is_cleared = False
         self._stored.clear()
         self._evicted.clear()
-        return news
+        return changes
 
     def base(self) -> list[bytes]:
         """Return what was cached when `take` was last called, to which the changes since are still to come."""

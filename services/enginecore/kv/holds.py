@@ -59,7 +59,7 @@ class BlockHolds(Generic[NameT, OrderT]):
             self._begun[name] = order
 
     def end(self, name: NameT) -> None:
-        """Give back the blocks of work that is done, or is not to go on."""
+        """Give back the blocks of work that is done or cancelled."""
         self._blocks.free(self._tables.pop(name))
         if self._begun.pop(name, None) is None:
             self._ended.append(name)

@@ -36,7 +36,7 @@ class KvLeases:
         """
         Args:
             lease_s: Seconds for which blocks are held after the prompt is computed and after each pull.
-            counts: Counted up here, as far as they are of what goes out.
+            counts: Counts of outgoing transfers, advanced here.
         """
         self._blocks = blocks
         self._lease_s = lease_s

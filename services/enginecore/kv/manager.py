@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from triptych.prefix_hash import root_hash
 from triptych_services.enginecore.kv.block_table import BlockTable
-from triptych_services.enginecore.kv.cache_changes import CacheChanges
-from triptych_services.enginecore.kv.pool import BlockPool, PoolSnapshot
+from triptych_services.enginecore.kv.pool import BlockPool
 
 
 class BlockManager:
@@ -36,7 +35,8 @@ class BlockManager:
             soft_num_blocks: Number of blocks above which cached blocks are taken before blocks that were never held;
                 None: no such limit.
         """
-        self._pool = BlockPool(num_blocks, soft_num_blocks)
+        self.pool = BlockPool(num_blocks, soft_num_blocks)
+        """References and content of each block. Others may read its counts and changes."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._newly_cached: list[int] = []
@@ -44,26 +44,15 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        return self._pool.num_free
+        return self.pool.num_free
 
     @property
-    def room(self) -> int:
-        """A bound on change: whenever `num_lacking` of any request falls, this grows by at least as much."""
-        return self._pool.num_free + self._pool.num_shareable_gained
+    def fit_credit(self) -> int:
+        """A number that grows whenever any request comes closer to fitting.
 
-    @property
-    def num_used(self) -> int:
-        return self._pool.num_held
-
-    @property
-    def num_cached(self) -> int:
-        """Number of free blocks with content that can still be hit."""
-        return self._pool.num_cached_free
-
-    @property
-    def num_touched(self) -> int:
-        """Number of blocks that have been held since the start."""
-        return self._pool.num_touched
+        A request that lacked n blocks need not be tried again until it has grown by n.
+        """
+        return self.pool.num_free + self.pool.num_shareable_gained
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -104,7 +93,7 @@ class BlockManager:
         while len(hits) < num_full:
             if len(hits) == len(table.hashes):
                 table.extend_hashes(token_ids, min(num_full, 2 * len(hits) + 1), self.block_size)
-            hits += self._pool.find_run(table.hashes[len(hits) : num_full])
+            hits += self.pool.find_run(table.hashes[len(hits) : num_full])
             if len(hits) < len(table.hashes):
                 break
         return hits
@@ -119,8 +108,8 @@ class BlockManager:
             hits: Cached blocks that the request shares.
             num_promised: Free blocks that other requests are to get.
         """
-        num_shared = len(hits) - self._pool.num_free_among(hits)
-        return self.blocks_for(num_tokens) - num_shared + num_promised - self._pool.num_free
+        num_shared = len(hits) - self.pool.num_free_among(hits)
+        return self.blocks_for(num_tokens) - num_shared + num_promised - self.pool.num_free
 
     def allocate(self, table: BlockTable, num_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
         """Grow a table until it holds `num_tokens` tokens.
@@ -135,12 +124,12 @@ class BlockManager:
         """
         assert not (hits and table.block_ids), "hits can only begin a table"
         num_new = self.blocks_for(num_tokens) - len(table.block_ids) - len(hits)
-        if num_new + self._pool.num_free_among(hits) > self._pool.num_free:
+        if num_new + self.pool.num_free_among(hits) > self.pool.num_free:
             return None
         if hits:
-            self._pool.share(hits)
+            self.pool.share(hits)
             table.num_hits = table.num_cached = len(hits)
-        added = [*hits, *self._pool.take(num_new)] if num_new > 0 else [*hits]
+        added = [*hits, *self.pool.take(num_new)] if num_new > 0 else [*hits]
         table.block_ids += added
         return added
 
@@ -150,7 +139,7 @@ class BlockManager:
         Returns:
             The blocks added, those of the first table first.
         """
-        added = self._pool.take(sum(nums_new))
+        added = self.pool.take(sum(nums_new))
         start = 0
         for table, num_new in zip(tables, nums_new, strict=True):
             table.block_ids += added[start : start + num_new]
@@ -178,22 +167,17 @@ class BlockManager:
             hashes += table.hashes[num_cached:num_full]
             table.num_cached = num_full
         if blocks:
-            self._newly_cached += self._pool.cache(blocks, hashes)
-
-    @property
-    def cache_changes(self) -> CacheChanges:
-        """The hashes that came into the prefix cache and left it."""
-        return self._pool.cache_changes
+            self._newly_cached += self.pool.cache(blocks, hashes)
 
     def cache_arrived(self, table: BlockTable, num_blocks: int) -> None:
         """Let others find the first `num_blocks` blocks of a table, which another worker has computed."""
         new = slice(table.num_cached, num_blocks)
-        self._pool.cache(table.block_ids[new], table.hashes[new])
+        self.pool.cache(table.block_ids[new], table.hashes[new])
         table.num_cached = max(table.num_cached, num_blocks)
 
     def hold(self, table: BlockTable, block_ids: Sequence[int]) -> None:
         """Hold blocks that others hold already in one more table."""
-        self._pool.share(block_ids)
+        self.pool.share(block_ids)
         table.block_ids += block_ids
 
     def take_newly_cached(self) -> list[int]:
@@ -204,15 +188,15 @@ class BlockManager:
     def uncache(self, blocks: Iterable[int]) -> None:
         """Remove blocks from the cache, for a step that failed."""
         for block in blocks:
-            self._pool.uncache(block)
+            self.pool.uncache(block)
 
     def named_blocks(self, table: BlockTable) -> list[int]:
         """Return the cached blocks with a table's content, which may be other blocks than its own."""
-        return self._pool.find_all(table.hashes)
+        return self.pool.find_all(table.hashes)
 
     def free(self, table: BlockTable) -> None:
         """Give back all of a request's blocks, last first, so that its tail is evicted before its head."""
-        self._pool.release(reversed(table.block_ids))
+        self.pool.release(reversed(table.block_ids))
         table.block_ids.clear()
         table.num_hits = table.num_cached = 0
 
@@ -222,22 +206,18 @@ class BlockManager:
         for table in tables:
             num_freed = 0
             for block in table.block_ids:
-                references = block_to_references.get(block) or self._pool.num_references(block)
+                references = block_to_references.get(block) or self.pool.num_references(block)
                 block_to_references[block] = references - 1
                 num_freed += references == 1
             yield num_freed
 
     def reset(self) -> bool:
         """Empty the prefix cache. Return False, changing nothing, while any block is in use."""
-        if self._pool.num_held:
+        if self.pool.num_held:
             return False
-        self._pool.uncache_all()
+        self.pool.uncache_all()
         self._newly_cached.clear()
         return True
-
-    def snapshot(self) -> PoolSnapshot:
-        """Copy the state of all blocks."""
-        return self._pool.snapshot()
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Check every block.
@@ -253,4 +233,4 @@ class BlockManager:
             assert len(set(table.block_ids)) == len(table.block_ids), "a table holds a block twice"
             assert table.num_hits <= table.num_cached <= len(table.block_ids), "more cached than held"
             references.update(table.block_ids)
-        self._pool.check_integrity(references)
+        self.pool.check_integrity(references)

@@ -106,7 +106,7 @@ class EvictedHashes:
             del hashes[next(iter(hashes))]
 
     def forget(self, block_hashes: Iterable[bytes]) -> int:
-        """Forget these hashes, whose content was computed again, and return how many of them were remembered."""
+        """Forget hashes of content that was computed again, and return how many of them were remembered."""
         hashes, before = self._hashes, len(self._hashes)
         if hashes:
             for block_hash in block_hashes:
@@ -200,7 +200,7 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """Hold `count` free blocks: those without content, then untouched ones within the soft limit, then the least
-        recently used ones, whose cached content is evicted, then further untouched ones. There must be as many."""
+        recently used ones, which evicts their content, then further untouched ones. There must be enough."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         self.num_free -= count
         num_blank = min(count, len(self._free) - self._num_cached_free)

@@ -69,7 +69,7 @@ class KvPulls:
     ) -> None:
         """
         Args:
-            counts: Counted up here, as far as they are of what comes in.
+            counts: Counts of incoming transfers, advanced here.
             release: Lets a request be admitted.
             lease_s: Seconds that are waited where nothing is known of the time to compute a prompt here.
         """
@@ -156,11 +156,12 @@ class KvPulls:
     def expire(self, now: float, recompute_s: Callable[[int], float | None]) -> None:
         """Give up the pulls for which it is cheaper to compute the rest here than to wait any longer.
 
-        A pull that is late by the time that computing the rest takes has cost as much again, and no more.
+        Waiting is given up after as long as recomputing would take, so a failed pull costs at most twice the
+        recomputation.
 
         Args:
             now: Seconds on the scheduler's clock.
-            recompute_s: Returns the seconds to compute so many tokens of a prompt here; None: not known.
+            recompute_s: Number of prompt tokens to the seconds that computing them here takes; None: not known.
         """
         for pull in [pull for pull in self._pulls.values() if not pull.has_ended]:
             if now > pull.ready_at and now > self._given_up_at(pull, recompute_s):
@@ -175,7 +176,7 @@ class KvPulls:
         """Give back the blocks of the latest prompt that has any, for those who need them more.
 
         Args:
-            request: A waiting request that needs them, whose own prompt stays.
+            request: A waiting request that needs them; its own pull stays.
 
         Returns:
             Whether there was one.
@@ -248,7 +249,7 @@ class KvPulls:
         """End a pull that is not complete, and say why: many of these are a network or a forecast to be seen to."""
         log.warning(
             "request %s computes its prompt itself behind %d pulled blocks: %s",
-            pull.request.request_id,
+            pull.request.head.request_id,
             pull.num_arrived,
             why,
         )

@@ -1,4 +1,4 @@
-"""KV blocks that go to other workers and come from them (docs/adr/0035), as far as the scheduler knows of them."""
+"""The scheduler's part of moving KV blocks to other workers and from them (docs/adr/0035)."""
 
 from __future__ import annotations
 

@@ -105,9 +105,9 @@ class Admission:
                 "prompt",
                 f"{num_prompt} tokens leave no room for an output: max_model_len is {self._max_model_len}",
             )
-        if first.priority and not self.limits.has_priorities:
+        if first.head.priority and not self.limits.has_priorities:
             raise InvalidRequest(
-                "priority", f"{first.priority} is not 0, and scheduler.policy is {config.policy}"
+                "priority", f"{first.head.priority} is not 0, and scheduler.policy is {config.policy}"
             )
         if len(choices) > self.limits.max_choices:
             raise InvalidRequest(
@@ -120,15 +120,15 @@ class Admission:
                 "sampling",
                 f"prompt and sampling parameters take {num_bytes} bytes, above the limit {MAX_SUBMIT_BYTES}",
             )
-        if states.has_id_of(first) and not first.is_moved:
-            raise DuplicateRequest(f"request_id {first.request_id!r} is alive on this session")
+        if states.index.has_id_of(first) and not first.is_moved:
+            raise DuplicateRequest(f"request_id {first.head.request_id!r} is alive on this session")
         for request in choices:
             num_known, limit = len(request.token_ids), self.limit_of(request)
             if num_known >= limit:
                 raise InvalidRequest(
                     "emitted_token_ids", f"{num_known} known tokens reach the request's limit of {limit}"
                 )
-            if states.by_number(request.session, request.number) is not None:
+            if states.index.by_number(request.session, request.number) is not None:
                 raise DuplicateRequest(f"number {request.number} is alive on this session")
         if first.deadline is not None and not first.is_moved:
             self._check_deadline(first, states, first.deadline - now)
@@ -147,24 +147,25 @@ class Admission:
         num_places = self.limits.max_choices
         if first.is_moved:  # set by frontends; the output that a client sends along gives it no right
             num_places += config.max_num_seqs  # a reserve for requests that other engines had to give up
-        num_missing = min(len(states) + len(choices) - num_places, len(choices))
-        has_bytes = states.num_content_bytes + first.content.num_bytes <= config.max_waiting_bytes
+        num_missing = min(len(states.index) + len(choices) - num_places, len(choices))
+        num_held_bytes = states.index.num_content_bytes
+        has_bytes = num_held_bytes + first.content.num_bytes <= config.max_waiting_bytes
         if num_missing <= 0 and has_bytes:
             return []
         if not has_bytes:
             raise QueueFull(
-                f"requests that run or wait hold {states.num_content_bytes} bytes of prompts and sampling parameters; "
+                f"requests that run or wait hold {num_held_bytes} bytes of prompts and sampling parameters; "
                 f"with this one scheduler.max_waiting_bytes {config.max_waiting_bytes} is exceeded",
                 self._retry_after_s(states),
             )
         leaving: list[Request] = []
         shares = states.shares
         greediest = shares.greediest()
-        if greediest is not None and greediest.priority >= first.priority:
-            is_more_urgent = greediest.priority > first.priority
-            num_own = shares.num_waiting(first.priority, first.tenant) + len(choices)
+        if greediest is not None and greediest.priority >= first.head.priority:
+            is_more_urgent = greediest.priority > first.head.priority
+            num_own = shares.num_waiting(first.head.priority, first.head.tenant) + len(choices)
             for group in states.waiting.latest_of(greediest.index):
-                if len(group) != states.num_alive_of(group[0]):
+                if len(group) != states.index.num_alive_of(group[0]):
                     continue  # some of its choices run
                 if not is_more_urgent and greediest.num_waiting - len(leaving) - len(group) < num_own:
                     break
@@ -172,7 +173,7 @@ class Admission:
                 if len(leaving) >= num_missing:
                     return leaving
         raise QueueFull(
-            f"{len(states)} choices run or wait, all that scheduler.max_num_seqs {config.max_num_seqs} and "
+            f"{len(states.index)} choices run or wait, all that scheduler.max_num_seqs {config.max_num_seqs} and "
             f"scheduler.max_num_waiting {config.max_num_waiting} allow",
             self._retry_after_s(states),
         )
@@ -189,7 +190,7 @@ class Admission:
         return self.forecast.endings.refuse(states.num_usable_rows)
 
     def _check_deadline(self, request: Request, states: RequestStates, remaining_s: float) -> None:
-        """Refuse a request whose first token would come too late. One that has expired already ends as expired."""
+        """Refuse a request if its first token would come too late. One that has expired already ends as expired."""
         wait_s = self.forecast.wait_s(request, states)
         if wait_s is not None and wait_s > remaining_s > 0:
             raise DeadlineUnreachable(

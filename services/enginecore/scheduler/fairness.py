@@ -87,14 +87,13 @@ class FairShares:
         """Index -> tenant."""
 
     @property
-    def has_rivals(self) -> bool:
-        """Whether any level has more than one tenant. Without rivals no counter decides anything."""
-        return len(self._tenants) > len(self._levels)
-
-    @property
     def num_entries(self) -> int:
         """Number of entries in all heaps, those of tenants that left included."""
         return sum(level.waiting.num_entries + level.idle.num_entries for level in self._levels.values())
+
+    def count_alive_by_priority(self) -> dict[int, int]:
+        """Return priority -> requests of all tenants that have not ended."""
+        return {level.priority: level.num_alive for level in self._levels.values()}
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -103,13 +102,13 @@ class FairShares:
 
     def open(self, request: Request) -> None:
         """Take in a new request and give it its tenant's index."""
-        level = self._levels.get(request.priority)
+        level = self._levels.get(request.head.priority)
         if level is None:
-            level = _PriorityLevel(request.priority, LazyHeap(self._key), LazyHeap(self._key))
-            self._levels[request.priority] = level
-        tenant = level.tenants.get(request.tenant)
+            level = _PriorityLevel(request.head.priority, LazyHeap(self._key), LazyHeap(self._key))
+            self._levels[request.head.priority] = level
+        tenant = level.tenants.get(request.head.tenant)
         if tenant is None:
-            tenant = self._create(level, request.tenant)
+            tenant = self._create(level, request.head.tenant)
         if not tenant.num_alive:
             level.idle.discard(tenant)
         tenant.num_alive += 1
@@ -174,20 +173,17 @@ class FairShares:
             max(level.waiting, key=lambda tenant: (self._num_waiting[tenant.index], tenant.index))
         )
 
-    def tenant_shares(self) -> list[TenantShare]:
-        """Return all tenants that are known. The counters must be settled."""
-        return [self._share_of(tenant) for tenant in self._tenants.values()]
-
     def charge(self, request: Request, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
         """Add to what the request's tenant was served."""
         self.tokens_served[request.tenant_index] += num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
 
     def settle(self, rows: RunningRows) -> None:
-        """Charge the tokens that running rows have put out since the last time. Called before counters are compared."""
-        slots = rows.running_order()
-        np.add.at(
-            self.tokens_served, rows.tenant_index[slots], OUTPUT_WEIGHT * rows.take_tokens_to_charge(slots)
-        )
+        """Charge the tokens that running rows have put out since the last time. Called before counters are compared.
+
+        Where no level has a second tenant no counter decides anything, and the rows keep their counts.
+        """
+        if len(self._tenants) > len(self._levels):
+            self._charge_outputs(rows)
 
     def ahead_of(self, priority: int, tenant: str) -> tuple[int, int]:
         """Count the requests that have never run and would be admitted before one more request of a tenant.
@@ -230,8 +226,8 @@ class FairShares:
         for request in requests:
             tenant = self._tenants[request.tenant_index]
             expected = tenant.level.priority, tenant.name
-            assert expected == (request.priority, request.tenant), (
-                f"request {request.request_id} has the index of {expected}"
+            assert expected == (request.head.priority, request.head.tenant), (
+                f"request {request.head.request_id} has the index of {expected}"
             )
             num_alive[request.tenant_index] += 1
             if not request.is_returning:
@@ -243,6 +239,11 @@ class FairShares:
             assert counted == noted, f"{name} has {counted}, and {noted} are noted"
             assert (tenant in tenant.level.idle) == (not tenant.num_alive), f"{name} idles wrongly"
             assert (tenant in tenant.level.waiting) == bool(lengths), f"{name} waits wrongly"
+
+    def _charge_outputs(self, rows: RunningRows) -> None:
+        slots = rows.running_order()
+        charges = OUTPUT_WEIGHT * rows.take_tokens_to_charge(slots)
+        np.add.at(self.tokens_served, rows.tenant_index[slots], charges)
 
     def _key(self, tenant: _Tenant) -> Key:
         return int(self.tokens_served[tenant.index]), tenant.index

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from triptych.config import SchedulerConfig
-from triptych.types.outputs import EngineLoad
+from triptych.types.outputs import LoadReport
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.planner import LONG_SHARE, max_short_tokens
 from triptych_services.enginecore.scheduler.request_states import RequestStates
@@ -21,7 +21,7 @@ _MIN_RETRY_S, _MAX_RETRY_S = 0.05, 30.0  # that a client refused for a full queu
 
 
 class EndingPace:
-    """How often a row becomes free. n rows whose requests run for t seconds free n / t rows a second (Little's law).
+    """How often a row becomes free. n rows of requests that run for t seconds free n / t rows a second (Little's law).
 
     So an hour without requests changes nothing, and the first burst after it is judged by what ran before.
     """
@@ -42,7 +42,7 @@ class EndingPace:
             self._run_s = average + _RUN_WEIGHT * (ran_s - average)
 
     def interval_s(self, num_rows: int) -> float | None:
-        """Return the seconds from one ending to the next while so many rows run; None before any request has ended."""
+        """Return the seconds from one ending to the next while `num_rows` run; None before any request has ended."""
         return None if self._run_s is None else self._run_s / num_rows
 
     def refuse(self, num_rows: int) -> float:
@@ -58,7 +58,7 @@ class EndingPace:
 
 
 class StepPace:
-    """How long a step of so many tokens takes: averages by size, in classes of doubling width, with straight lines
+    """The time of a step by its number of tokens: averages by size, in classes of doubling width, with straight lines
     between them. Common sizes do not push out the measurements of rare ones."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class StepPace:
         return max((size for size, _ in self._classes.values()), default=0.0)
 
     def seconds(self, num_tokens: int) -> float:
-        """Return the expected seconds of a step of so many tokens. At least one step must have been measured.
+        """Return the expected seconds of a step of `num_tokens` tokens. At least one step must have been measured.
 
         Above the largest size measured, the line from the smallest to the largest size is continued. Where only one
         size is known, every size takes as long.
@@ -154,7 +154,7 @@ class FirstTokenForecast:
         None where nothing can be said: too few steps are measured, or the engine is idle. Then the request is tried in
         any case, so a wrong measurement corrects itself.
         """
-        if self.steps.num_steps < _MIN_STEPS or not len(states):
+        if self.steps.num_steps < _MIN_STEPS or not len(states.index):
             return None
         num_ahead, num_tokens_ahead = self._ahead_of(request, states)
         num_running = len(states.rows.slot_to_request)
@@ -171,7 +171,7 @@ class FirstTokenForecast:
         for_row = num_endings * (self.endings.interval_s(states.num_usable_rows) or 0.0)
         return max(for_budget, for_row + self._chunks_s(num_own, num_beside))
 
-    def measure_load(self, states: RequestStates) -> EngineLoad:
+    def measure_load(self, states: RequestStates) -> LoadReport:
         """Return what any new request would wait for, in figures that a frontend can add its own to."""
         rows, steps = states.rows, self.steps
         num_running, num_waiting = len(rows.slot_to_request), len(states.waiting)
@@ -181,7 +181,7 @@ class FirstTokenForecast:
         num_tokens += states.waiting.num_returning_tokens + int(wanted[wanted > 1].sum())
         is_measured = steps.num_steps > 0
         knows_prompts = steps.largest >= self._budget * _LEAST_SHARE
-        return EngineLoad(
+        return LoadReport(
             num_prefill_tokens=num_tokens,
             num_running=num_running,
             num_waiting=num_waiting,
@@ -193,20 +193,20 @@ class FirstTokenForecast:
         )
 
     def prefill_s(self, num_tokens: int) -> float | None:
-        """Return the seconds to compute so many tokens of one prompt; None: too few steps are measured."""
+        """Return the seconds to compute `num_tokens` of one prompt; None: too few steps are measured."""
         if self.steps.num_steps < _MIN_STEPS:
             return None
         return self._chunks_s(max(num_tokens, 1), 0)
 
     def _ahead_of(self, request: Request, states: RequestStates) -> tuple[int, int]:
         """Return the requests that are admitted before this one, and how many of their tokens must be computed."""
-        states.settle()
-        num_requests, num_tokens = states.shares.ahead_of(request.priority, request.tenant)
-        num_returning, num_returning_tokens = states.waiting.returning_ahead(request.priority)
+        states.shares.settle(states.rows)
+        num_requests, num_tokens = states.shares.ahead_of(request.head.priority, request.head.tenant)
+        num_returning, num_returning_tokens = states.waiting.returning_ahead(request.head.priority)
         num_requests += num_returning
         num_tokens = round(num_tokens * self._computed_share) + num_returning_tokens
         for preempted in states.draining.values():
-            if preempted.priority <= request.priority:
+            if preempted.head.priority <= request.head.priority:
                 num_requests += 1
                 num_tokens += len(preempted.token_ids)
         return num_requests, num_tokens
@@ -222,24 +222,24 @@ class FirstTokenForecast:
         is_long = wanted > self._max_short
         num_long = 0
         for slot, count in zip(slots[is_long].tolist(), wanted[is_long].tolist(), strict=True):
-            if states.rows.slot_to_request[slot].priority <= request.priority:
+            if states.rows.slot_to_request[slot].head.priority <= request.head.priority:
                 num_long += count
         return int(wanted[(wanted > 1) & ~is_long].sum()), num_long
 
     def _beside_long_s(self, num_tokens: int, num_others: int) -> float:
-        """Return the seconds to compute so many tokens in the part of each step that long prompts leave."""
+        """Return the seconds to compute `num_tokens` in the part of each step that long prompts leave."""
         room = max((self._budget - num_others) // LONG_SHARE, 1)
         return -(-num_tokens // room) * self.steps.seconds(self._budget)
 
     def _prefill_s(self, num_tokens: int, num_decoding: int) -> float:
-        """Return the seconds to compute so many prompt tokens beside rows that decode."""
+        """Return the seconds to compute `num_tokens` of prompts beside rows that decode."""
         room = max(self._budget - num_decoding, 1)
         num_full, rest = divmod(num_tokens, room)
         last_s = self.steps.seconds(num_decoding + rest) if rest else 0.0
         return num_full * self.steps.seconds(self._budget) + last_s
 
     def _chunks_s(self, num_tokens: int, num_decoding: int) -> float:
-        """Return the seconds to compute so many tokens of one request, which may take only a part of each step."""
+        """Return the seconds to compute `num_tokens` of one request, which may take only a part of each step."""
         chunk = min(max(self._budget - num_decoding, 1), self._max_per_request)
         num_full, rest = divmod(num_tokens, chunk)
         last_s = self.steps.seconds(num_decoding + rest) if rest else 0.0

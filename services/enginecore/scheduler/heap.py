@@ -19,8 +19,8 @@ class LazyHeap(Generic[T]):
     """A queue with the smallest key first.
 
     A member's key may grow while it is in the queue, but not fall: an entry holds a lower bound of its key, which is
-    compared again only when the entry comes to the top. A member whose key has fallen must be discarded and pushed
-    again. Entries of members that left are removed later; there are never more of them than of members, by more than a
+    compared again only when the entry comes to the top. A member must be discarded and pushed again when its key
+    falls. Entries of members that left are removed later; there are never more of them than of members, by more than a
     constant.
     """
 

@@ -8,8 +8,8 @@ Two stages, and six rows that decode. While the last stage computes one half of 
     last stage            ██████ ██████ ██████ ██████
                                  ▲ begins with the tokens of step 1, which has just left the last stage
 
-Nothing assigns rows to groups. A step takes its share of the rows whose tokens are back when it begins, those first
-that have waited the longest. So rows that were computed together stay together, and groups of unequal size even out.
+Nothing assigns rows to groups. A step takes its share of the rows that have their tokens back when it begins, the
+longest waiting first. So rows that were computed together stay together, and groups of unequal size even out.
 """
 
 from __future__ import annotations

@@ -142,4 +142,4 @@ def create_limits(config: SchedulerConfig) -> tuple[AdmissionLimit, ...]:
 
 
 def _by_urgency(request: Request) -> Key:
-    return request.priority, request.arrival
+    return request.head.priority, request.arrival

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,12 +14,13 @@ from triptych_services.enginecore.request import Request, RequestState
 from triptych_services.enginecore.scheduler.fairness import FairShares
 from triptych_services.enginecore.scheduler.heap import Key, LazyHeap
 from triptych_services.enginecore.scheduler.policy import AdmissionLimit, SchedulingPolicy
+from triptych_services.enginecore.scheduler.request_index import RequestIndex
 from triptych_services.enginecore.scheduler.running_rows import Ints, RunningRows, Slots
 from triptych_services.enginecore.scheduler.shared_prompts import SharedPrompts
 from triptych_services.enginecore.scheduler.waiting_queue import WaitingQueue, WaitsFor
 
-# Between the attempts to sample a request whose form is not compiled. A usual form takes milliseconds, the slowest that
-# a frontend lets pass some seconds; each attempt computes the end of its tokens again.
+# Between the attempts to sample a request before its form is compiled. A usual form takes milliseconds, the slowest
+# that a frontend lets pass some seconds; each attempt computes the end of its tokens again.
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
 _MAX_DOUBLINGS = 10
@@ -46,6 +46,8 @@ class RequestStates:
         limits: Sequence[AdmissionLimit] = (),
         kv_lease_s: float = LEASE_S,
     ) -> None:
+        self.index = RequestIndex()
+        """All requests that have not ended."""
         self.rows = rows
         self.blocks = blocks
         self.shares = FairShares()
@@ -60,23 +62,8 @@ class RequestStates:
         """Slots that are empty here and not in the worker. The next plan removes them there."""
         self.is_short_of_blocks = False
         """Whether only a lack of blocks kept a request from running in the last step planned."""
-        self.num_content_bytes = 0
-        """Bytes of the prompts and sampling parameters of all requests. Choices of one request count once."""
-        self._alive: dict[tuple[int, int], Request] = {}
-        """Session and number -> request, in the order of arrival."""
-        self._id_to_num_alive: dict[tuple[int, str, str], int] = {}
-        """Session, tenant and request_id -> choices that have not ended."""
-        self._deadlines: LazyHeap[Request] = LazyHeap(_by_deadline)
         self._deferred: LazyHeap[Request] = LazyHeap(_by_deferral)
         """Requests that wait for the worker to compile their form."""
-        self._num_arrivals = 0
-
-    def __len__(self) -> int:
-        return len(self._alive)
-
-    def __iter__(self) -> Iterator[Request]:
-        """Iterate over all requests in the order of their arrival."""
-        return iter(self._alive.values())
 
     @property
     def running(self) -> list[Request]:
@@ -91,23 +78,8 @@ class RequestStates:
     @property
     def num_entries(self) -> int:
         """Number of entries in all heaps, those of requests that left included."""
-        queues = (self._deadlines, self._deferred, self.waiting, self.shares)
+        queues = (self.index, self._deferred, self.waiting, self.shares)
         return sum(queue.num_entries for queue in queues)
-
-    def has_id_of(self, request: Request) -> bool:
-        """Return whether the session has a request of the same tenant and request_id."""
-        return _id_of(request) in self._id_to_num_alive
-
-    def num_alive_of(self, request: Request) -> int:
-        """Return how many choices of a client's request have not ended.
-
-        Args:
-            request: One of the choices.
-        """
-        return self._id_to_num_alive[_id_of(request)]
-
-    def by_number(self, session: int, number: int) -> Request | None:
-        return self._alive.get((session, number))
 
     def by_row(self, row: RowKey) -> Request | None:
         """Return the running or draining request that results for a row belong to; None if it has ended."""
@@ -119,16 +91,9 @@ class RequestStates:
     @property
     def next_due_at(self) -> float:
         """When the next deadline passes, or a deferred request is tried again, in seconds of the clock."""
-        expiring, deferred = self._deadlines.peek(), self._deferred.peek()
-        return min(
-            math.inf if expiring is None else _by_deadline(expiring)[0],
-            math.inf if deferred is None else deferred.deferred_until,
-        )
-
-    def next_expired(self, now: float) -> Request | None:
-        """Return a request with a deadline that has passed, the earliest deadline first; None if there is none."""
-        request = self._deadlines.peek()
-        return request if request is not None and _by_deadline(request)[0] <= now else None
+        deferred = self._deferred.peek()
+        deferred_until = math.inf if deferred is None else deferred.deferred_until
+        return min(self.index.next_deadline, deferred_until)
 
     def reads_cache(self, request: Request) -> bool:
         """Return whether a request may use cached blocks.
@@ -145,48 +110,17 @@ class RequestStates:
 
     def add(self, request: Request) -> None:
         """Let a new request wait for its admission."""
-        request.arrival = self._num_arrivals
-        self._num_arrivals += 1
-        self._alive[request.session, request.number] = request
-        key = _id_of(request)
-        if key not in self._id_to_num_alive:
-            self._id_to_num_alive[key] = 0
-            self.num_content_bytes += request.content.num_bytes
-        self._id_to_num_alive[key] += 1
+        self.index.add(request)
         self.shares.open(request)
-        self.settle()
+        self.shares.settle(self.rows)
         self.waiting.add(request)
-        if request.deadline is not None:
-            self._deadlines.push(request)
-
-    def begin_transfers(self, request: Request, now: float) -> None:
-        """Begin to lease or to pull the prompt of a new request, if it asks for that.
-
-        It waits for what it pulls, and others pass it.
-        """
-        if request.kv_lease and self.blocks.enable_prefix_caching:
-            self.transfers.leases.add(request)
-        source = request.kv_source
-        if source is None or request.has_emitted or not self.reads_cache(request):
-            return
-        if self.transfers.pulls.add(request, source, now):
-            self.waiting.hold(request, WaitsFor.REMOTE_KV)
 
     def adopt(self, previous: RequestStates) -> None:
         """Take over all requests of an engine's previous worker, which all wait, with their tenants' shares."""
-        assert not self._alive, "requests cannot be mixed"
-        assert len(previous.waiting) == len(previous), "something still runs there"
-        self.shares, self.waiting = previous.shares, previous.waiting
-        self.shared_prompts = previous.shared_prompts
-        self._alive, self._id_to_num_alive = previous._alive, previous._id_to_num_alive
-        self._deadlines, self._num_arrivals = previous._deadlines, previous._num_arrivals
-        self._deferred = previous._deferred
-        self.num_content_bytes = previous.num_content_bytes
-
-    def settle(self) -> None:
-        """Bring the tenants' counters up to date, if there is anything to compare."""
-        if self.shares.has_rivals:
-            self.shares.settle(self.rows)
+        assert not self.index, "requests cannot be mixed"
+        assert len(previous.waiting) == len(previous.index), "something still runs there"
+        self.index, self.shares, self.waiting = previous.index, previous.shares, previous.waiting
+        self.shared_prompts, self._deferred = previous.shared_prompts, previous._deferred
 
     def admit(self, request: Request, hits: Sequence[int], num_computed_tokens: int, count: int) -> NewRow:
         """Give a waiting request a row and blocks.
@@ -302,8 +236,8 @@ class RequestStates:
     def defer(self, request: Request, now: float) -> None:
         """Take a started request off for which the worker is not ready, and try it again after a pause.
 
-        The KV of its known tokens is valid. Tokens in flight are lost: the worker had none to go on from. Pauses grow,
-        and begin anew for a request that has gone on since the last one.
+        The KV of its known tokens is valid. Tokens in flight are lost: the worker had none to continue from. Pauses
+        grow, and begin anew for a request that has gone on since the last one.
         """
         if request.is_draining:
             self.finish_draining(request)
@@ -320,7 +254,7 @@ class RequestStates:
         self._deferred.push(request)
 
     def retry_deferred(self, now: float) -> None:
-        """Let deferred requests be admitted whose pause is over."""
+        """Let deferred requests be admitted after their pause."""
         while (request := self._deferred.peek()) is not None and request.deferred_until <= now:
             self._deferred.discard(request)
             self.waiting.release(request, WaitsFor.FORM)
@@ -343,14 +277,8 @@ class RequestStates:
             self.waiting.remove(request)
         self.shared_prompts.end(request)
         self.shares.close(request)
-        self._deadlines.discard(request)
         self._deferred.discard(request)
-        del self._alive[request.session, request.number]
-        key = _id_of(request)
-        self._id_to_num_alive[key] -= 1
-        if not self._id_to_num_alive[key]:
-            del self._id_to_num_alive[key]
-            self.num_content_bytes -= request.content.num_bytes
+        self.index.remove(request)
         request.state = RequestState.ENDED
 
     def check_integrity(self) -> None:
@@ -363,22 +291,17 @@ class RequestStates:
         running = self.running
         tables = [request.blocks for request in running]
         self.blocks.check_integrity([*tables, *self.transfers.tables])
-        self.shares.check_integrity(list(self))
+        self.shares.check_integrity(list(self.index))
         self.waiting.check_integrity()
         self.shared_prompts.check_integrity()
-        num_alive = Counter(_id_of(request) for request in self)
-        assert num_alive == self._id_to_num_alive, "choices are counted wrongly"
-        num_bytes = sum({_id_of(request): request.content.num_bytes for request in self}.values())
-        assert num_bytes == self.num_content_bytes, f"{num_bytes} bytes, {self.num_content_bytes} are noted"
-        assert len(running) + len(self.waiting) == len(self._alive), "a request is lost"
+        self.index.check_integrity()
+        assert len(running) + len(self.waiting) == len(self.index), "a request is lost"
         held = self.waiting.held_for(WaitsFor.FORM)
         assert held == set(self._deferred), "deferred requests are never tried again"
-        draining = {request for request in self if request.is_draining}
+        draining = {request for request in self.index if request.is_draining}
         assert draining == set(self.draining.values()), "draining requests are lost, or not draining"
-        for request in self:
-            name = f"request {request.request_id}"
-            has_deadline = request in self._deadlines
-            assert has_deadline == (request.deadline is not None), f"{name} is lost to its deadline"
+        for request in self.index:
+            name = f"request {request.head.request_id}"
             if request.state is RequestState.RUNNING:
                 assert self.rows.slot_to_request.get(request.slot) is request, f"{name} has no row"
                 continue
@@ -418,14 +341,5 @@ class RequestStates:
         self.waiting.add(request, waits_for=waits_for)
 
 
-def _id_of(request: Request) -> tuple[int, str, str]:
-    return request.session, request.tenant, request.request_id
-
-
 def _by_deferral(request: Request) -> Key:
     return request.deferred_until, request.arrival
-
-
-def _by_deadline(request: Request) -> Key:
-    assert request.deadline is not None
-    return request.deadline, request.arrival

@@ -9,48 +9,22 @@ from dataclasses import replace
 import numpy as np
 
 from triptych.errors import EngineFailure, InvalidRequest, ProtocolViolation, TriptychError
-from triptych.types.outputs import FinishReason
 from triptych.types.step import U32, PromptLogprobs, RowError, RowErrorCode, RowKey, StepResult
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.admission import Admission
-from triptych_services.enginecore.scheduler.repetition import num_repeated_tokens, repeats_itself
 from triptych_services.enginecore.scheduler.request_states import RequestStates
+from triptych_services.enginecore.scheduler.requests import Requests
 from triptych_services.enginecore.scheduler.running_rows import Flags, Ints, Slots
 from triptych_services.enginecore.scheduler.step_results import (
     Failed,
     Finished,
     InFlightStep,
-    SchedulerCounters,
     StepOutput,
     StepsInFlight,
 )
+from triptych_services.enginecore.scheduler.stop import find_repetition, find_stop, num_repeated_tokens
 
 _MAX_PREFIXES = 64  # remembered, of requests that failed after they had found them in the cache
-
-
-class RequestEnds:
-    """Ends requests and counts how they ended. The scheduler owns it."""
-
-    def __init__(self, states: RequestStates, admission: Admission, clock: Callable[[], float]) -> None:
-        self.counters = SchedulerCounters()
-        self._states = states
-        self._admission = admission
-        self._clock = clock
-
-    def finish(self, request: Request, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
-        self._end(request, reason.word)
-        return Finished(request, reason, stop_token_id)
-
-    def fail(self, request: Request, error: TriptychError, *, is_trusted: bool = True) -> Failed:
-        self._end(request, "error", is_trusted=is_trusted)
-        return Failed(request, error)
-
-    def _end(self, request: Request, outcome: str, *, is_trusted: bool = True) -> None:
-        request.ended_at = self._clock()
-        self._states.end(request, request.ended_at, is_trusted=is_trusted)
-        ran_s = None if request.planned_at is None else request.ended_at - request.planned_at
-        self._admission.forecast.endings.note_ending(ran_s)
-        self.counters.num_finished[outcome] += 1
 
 
 class ResultReader:
@@ -61,7 +35,7 @@ class ResultReader:
         *,
         states: RequestStates,
         in_flight: StepsInFlight,
-        ends: RequestEnds,
+        requests: Requests,
         admission: Admission,
         eos_token_ids: Sequence[int],
         clock: Callable[[], float],
@@ -69,7 +43,7 @@ class ResultReader:
         self._states = states
         self._rows = states.rows
         self._in_flight = in_flight
-        self._ends = ends
+        self._requests = requests
         self._admission = admission
         self._eos_token_ids = eos_token_ids
         self._clock = clock
@@ -184,12 +158,12 @@ class ResultReader:
         for index in np.flatnonzero(is_at_limit | self._rows.may_end(slots, token_ids)).tolist():
             slot, token_id = int(slots[index]), int(token_ids[index])
             request, num_known = self._rows.slot_to_request[slot], int(self._rows.known[slot])
-            stop = _find_stop(request, token_id, num_known, self._eos_token_ids)
+            stop = find_stop(request, token_id, num_known, self._eos_token_ids)
             if stop is None and (detection := request.sampling.repetition_detection) is not None:
                 tail = self._rows.last_tokens(request, num_repeated_tokens(detection))
-                stop = _find_repetition(request, tail, num_known)
+                stop = find_repetition(request, tail, num_known)
             if stop is not None:
-                finished.append(self._ends.finish(request, *stop))
+                finished.append(self._requests.finish(request, *stop))
         return finished
 
     def _with_late_tokens(
@@ -213,11 +187,11 @@ class ResultReader:
             token_ids, stop = result.token_ids[indices], None
             for num_kept, token_id in enumerate(token_ids.tolist(), 1):
                 num_known = len(request.token_ids) + num_kept
-                stop = _find_stop(request, token_id, num_known, self._eos_token_ids)
+                stop = find_stop(request, token_id, num_known, self._eos_token_ids)
                 if stop is None and request.sampling.repetition_detection is not None:
                     known = np.array(request.token_ids[request.num_prompt_tokens :], np.uint32)
                     tail = np.concatenate((known, token_ids[:num_kept]))
-                    stop = _find_repetition(request, tail, num_known)
+                    stop = find_repetition(request, tail, num_known)
                 if stop is not None:
                     indices, token_ids = indices[:num_kept], token_ids[:num_kept]
                     break
@@ -228,7 +202,7 @@ class ResultReader:
                 request.first_token_at = self._clock()
                 self._first.append(request)
             if stop is not None:
-                finished.append(self._ends.finish(request, *stop))
+                finished.append(self._requests.finish(request, *stop))
             elif not request.num_in_flight:
                 self._states.finish_draining(request)
         return output.with_late_tokens(late, tuple(finished))
@@ -249,7 +223,9 @@ class ResultReader:
             if not error.kv_is_valid:
                 suspect_blocks |= self._suspect_blocks.find(request)
             failed.append(
-                self._ends.fail(request, _to_client_error(step.step_id, error), is_trusted=error.kv_is_valid)
+                self._requests.fail(
+                    request, _to_client_error(step.step_id, error), is_trusted=error.kv_is_valid
+                )
             )
         if not all(error.kv_is_valid for error in errors.values()):
             self._suspect_blocks.uncache(step, suspect_blocks)
@@ -307,43 +283,6 @@ def _counts_of(step: InFlightStep, result: StepResult) -> Ints:
     if len(result.token_counts):
         return result.token_counts.astype(np.int64)
     return np.ones(len(step.sampling_slots), np.int64)
-
-
-def _find_stop(
-    request: Request, token_id: int, num_known: int, eos_token_ids: Sequence[int]
-) -> tuple[FinishReason, int | None] | None:
-    """Return why a token ends its request, and the stop id that did; None if the request goes on.
-
-    Only the engine decides this. The order is: min_tokens, EOS, stop_token_ids, length, repetition. The length limit
-    holds below min_tokens as well.
-
-    Args:
-        token_id: The token at position `num_known - 1`.
-        eos_token_ids: The tokenizer's own EOS first. Another EOS that the model names is reported like a stop id.
-    """
-    sampling = request.sampling
-    if num_known - request.num_prompt_tokens >= sampling.min_tokens:
-        if token_id in eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP, token_id if token_id != eos_token_ids[0] else None
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP, token_id
-    if num_known >= request.limit:
-        return FinishReason.LENGTH, None
-    return None
-
-
-def _find_repetition(request: Request, tail: U32, num_known: int) -> tuple[FinishReason, None] | None:
-    """Return the reason if the output repeats itself, else None.
-
-    Args:
-        tail: The last tokens of the output, as many as may count.
-    """
-    sampling = request.sampling
-    assert sampling.repetition_detection is not None
-    if num_known - request.num_prompt_tokens < sampling.min_tokens:
-        return None
-    repeats = repeats_itself(tail, sampling.repetition_detection)
-    return (FinishReason.REPETITION, None) if repeats else None
 
 
 def _match_prompt_logprobs(

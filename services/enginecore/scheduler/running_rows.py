@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
@@ -18,17 +17,6 @@ Slots = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
 _NO_TOKEN = 0xFFFFFFFF  # outside of every vocabulary; keeps the table of watched tokens from being empty
-
-
-@dataclass(frozen=True, slots=True)
-class RowCounts:
-    """The counters of one running request; see the picture in `RunningRows`."""
-
-    known: int
-    computed: int
-    num_expected: int
-    wanted: int
-    """Tokens that a step could compute now."""
 
 
 class RunningRows:
@@ -149,7 +137,7 @@ class RunningRows:
         self._running_order = None
 
     def hold(self, slot: int) -> None:
-        """Keep a row from computing until `release`. Steps in flight go on."""
+        """Keep a row from computing until `release`. Steps in flight are not affected."""
         self._num_held += bool(self.may_compute[slot])
         self.may_compute[slot] = False
 
@@ -163,14 +151,6 @@ class RunningRows:
         """Return how many tokens each row could compute now, [len(slots)]."""
         wanted = np.minimum(self.num_expected[slots], self.last[slots]) - self.computed[slots]
         return np.where(self.may_compute[slots], wanted, 0) if self._num_held else wanted
-
-    def counts_of(self, request: Request) -> RowCounts:
-        """Return the counters of a running request."""
-        slot = request.slot
-        (wanted,) = self.wanted(np.array([slot])).tolist()
-        return RowCounts(
-            int(self.known[slot]), int(self.computed[slot]), int(self.num_expected[slot]), wanted
-        )
 
     def expect(self, slots: Slots, guesses: Ints) -> None:
         """Count tokens that the step just planned may bring beyond the first of each row.
@@ -256,7 +236,7 @@ class RunningRows:
             AssertionError: A counter is wrong; names the request and the values.
         """
         for slot, request in self.slot_to_request.items():
-            name = f"request {request.request_id} in slot {slot}"
+            name = f"request {request.head.request_id} in slot {slot}"
             known, num_expected = int(self.known[slot]), int(self.num_expected[slot])
             computed, capacity = int(self.computed[slot]), int(self.capacity[slot])
             assert request.state is RequestState.RUNNING, f"{name} is {request.state}"

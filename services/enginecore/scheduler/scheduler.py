@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from triptych.config import SchedulerConfig
-from triptych.errors import DeadlineExceeded, EngineFailure, TriptychError
-from triptych.types.facts import WorkerFacts
-from triptych.types.outputs import EngineLoad, FinishReason
-from triptych.types.step import U32, StepPlan, StepResult
+from triptych.errors import EngineFailure
+from triptych.types.facts import EngineCounters, EngineStatus, KvShape, WorkerFacts
+from triptych.types.outputs import LoadReport
+from triptych.types.step import StepPlan, StepResult
 from triptych_services.enginecore.kv.manager import BlockManager
 from triptych_services.enginecore.request import Request, RequestState
 from triptych_services.enginecore.scheduler.admission import Admission, check_facts
-from triptych_services.enginecore.scheduler.fairness import TenantShare
-from triptych_services.enginecore.scheduler.integrity import check_in_flight
 from triptych_services.enginecore.scheduler.microbatches import Microbatches, split_budget
-from triptych_services.enginecore.scheduler.planner import StepBuilder, StepPlanner
+from triptych_services.enginecore.scheduler.planner import StepPlanner
 from triptych_services.enginecore.scheduler.policy import create_limits, create_policy
 from triptych_services.enginecore.scheduler.request_states import RequestStates
-from triptych_services.enginecore.scheduler.result_reader import RequestEnds, ResultReader
-from triptych_services.enginecore.scheduler.running_rows import RowCounts, RunningRows
+from triptych_services.enginecore.scheduler.requests import Requests
+from triptych_services.enginecore.scheduler.result_reader import ResultReader
+from triptych_services.enginecore.scheduler.running_rows import RunningRows
+from triptych_services.enginecore.scheduler.step_builder import StepBuilder
 from triptych_services.enginecore.scheduler.step_results import (
     Failed,
-    Finished,
     InFlightStep,
-    SchedulerCounters,
-    SchedulerSnapshot,
     StepOutput,
     StepsInFlight,
 )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SchedulerSnapshot:
+    """The state of a scheduler between two calls, for status, metrics and tests. Its requests must not be changed."""
+
+    requests: tuple[Request, ...]
+    """All requests that have not ended, in the order of their arrival."""
+    running: tuple[Request, ...]
+    """Requests with a row, in the order of their admission."""
+    waiting: tuple[Request, ...]
+    """All other requests, in the order of their arrival."""
+    draining: tuple[Request, ...]
+    """Waiting requests that were preempted while results for them were in flight."""
+    steps_in_flight: tuple[InFlightStep, ...]
+    """The steps in flight, oldest first."""
+    num_blocks: int
+    """Blocks that requests may hold."""
+    num_used_blocks: int
+    """Blocks that requests hold."""
+    num_cached_blocks: int
+    """Free blocks with content that can still be hit."""
+    num_touched_blocks: int
+    """Blocks that requests have held since the start."""
+    num_heap_entries: int
+    """Entries of all heaps, those of requests that left included."""
+    num_watched_tokens: int
+    """Different token ids that may end a running request."""
+    counters: EngineCounters
 
 
 class Scheduler:
@@ -39,9 +66,9 @@ class Scheduler:
 
     It is pure: it reads no clock but the one given.
 
-    The loop calls `expired(now)`, then `schedule()` as often as the pipeline depth allows, sending each plan at once,
-    and `update(result)` for each result, in order. `schedule()` may be called again before the last plan's result has
-    come: tokens in flight count as placeholders.
+    The loop calls `requests.expire(now)`, then `schedule()` as often as the pipeline depth allows, sending each plan at
+    once, and `update(result)` for each result, in order. `schedule()` may be called again before the last plan's result
+    has come: tokens in flight count as placeholders. What is done to requests between two steps is in `requests`.
     """
 
     def __init__(
@@ -78,7 +105,7 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             soft_num_blocks=kv.soft_num_blocks,
         )
-        self.cache_changes = self._blocks.cache_changes
+        self.cache_changes = self._blocks.pool.cache_changes
         limits = create_limits(config)
         self._states = RequestStates(
             rows=self._rows, blocks=self._blocks, policy=policy, limits=limits, kv_lease_s=kv_lease_s
@@ -90,163 +117,88 @@ class Scheduler:
         self._planner = StepPlanner(
             config, policy, self._states, self._microbatches, kv.block_size, facts.max_samples_per_row
         )
-        self._ends = RequestEnds(self._states, self._admission, clock)
+        self.counters = EngineCounters()
+        """Totals since the start, of this scheduler and those it has adopted."""
+        self.requests = Requests(self._states, self._admission, clock, self.counters)
         self._reader = ResultReader(
             states=self._states,
             in_flight=self._in_flight,
-            ends=self._ends,
+            requests=self.requests,
             admission=self._admission,
             eos_token_ids=eos_token_ids,
             clock=clock,
         )
 
     @property
-    def counters(self) -> SchedulerCounters:
-        """Totals since the start, of this scheduler and those it has adopted."""
-        return self._ends.counters
-
-    @property
     def has_work(self) -> bool:
-        return len(self._states) > 0 or len(self.transfers) > 0
+        return len(self._states.index) > 0 or len(self.transfers) > 0
 
     @property
     def next_due_at(self) -> float:
-        """When `expired` ends something or `schedule` tries something again, in seconds of the clock; inf: never."""
+        """When a request expires or `schedule` tries something again, in seconds of the clock; inf: never."""
         transfers_due_at = self.transfers.next_due_at(self._admission.forecast.prefill_s)
         return min(self._states.next_due_at, transfers_due_at)
 
     @property
     def num_in_flight(self) -> int:
-        """Number of steps sent whose results have not come."""
+        """Number of steps in flight."""
         return len(self._in_flight)
 
     @property
     def num_requests(self) -> int:
         """Number of requests that run or wait."""
-        return len(self._states)
+        return len(self._states.index)
 
     @property
     def num_free_places(self) -> int:
         """Number of choices that can be added before the queue is full."""
-        return max(self._admission.limits.max_choices - len(self._states), 0)
+        return max(self._admission.limits.max_choices - len(self._states.index), 0)
 
     def snapshot(self) -> SchedulerSnapshot:
         """Return the current state. Takes time in proportion to the number of requests."""
         return SchedulerSnapshot(
-            requests=tuple(self._states),
+            requests=tuple(self._states.index),
             running=tuple(self._states.running),
-            waiting=tuple(request for request in self._states if request.state is RequestState.WAITING),
+            waiting=tuple(request for request in self._states.index if request.state is RequestState.WAITING),
             draining=tuple(self._states.draining.values()),
             steps_in_flight=tuple(self._in_flight),
             num_blocks=self._num_blocks - 1,
-            num_used_blocks=self._blocks.num_used,
-            num_cached_blocks=self._blocks.num_cached,
-            num_touched_blocks=self._blocks.num_touched,
+            num_used_blocks=self._blocks.pool.num_held,
+            num_cached_blocks=self._blocks.pool.num_cached_free,
+            num_touched_blocks=self._blocks.pool.num_touched,
             num_heap_entries=self._states.num_entries,
             num_watched_tokens=len(self._rows.watched),
-            counters=replace(self.counters, num_finished=dict(self.counters.num_finished)),
+            counters=self.counters.copy(),
         )
 
-    def tenant_shares(self) -> list[TenantShare]:
-        """Return what each tenant was served, up to the last result."""
-        self._states.shares.settle(self._rows)
-        return self._states.shares.tenant_shares()
+    def add_counts(self, status: EngineStatus, kv: KvShape, *, now: float) -> EngineStatus:
+        """Return a status with the numbers of this scheduler and of its worker's KV cache.
 
-    def row_counts(self, request: Request) -> RowCounts:
-        """Return the counters of a running request."""
-        return self._rows.counts_of(request)
+        Its time does not depend on the number of waiting requests. `now`: on the engine's clock.
+        """
+        waiting_since = (each.queued_at for each in self._states.index if each.state is RequestState.WAITING)
+        running = Counter(each.head.priority for each in self._rows.slot_to_request.values())
+        alive = self._states.shares.count_alive_by_priority().items()
+        return replace(
+            status,
+            num_running=len(self._rows.slot_to_request),
+            num_waiting=len(self._states.waiting),
+            oldest_waiting_s=max(now - next(waiting_since, now), 0.0),  # the index is in the order of arrival
+            num_waiting_by_priority={level: num for level, count in alive if (num := count - running[level])},
+            num_blocks=self._num_blocks - 1,
+            num_used_blocks=self._blocks.pool.num_held,
+            num_cached_blocks=self._blocks.pool.num_cached_free,
+            num_touched_blocks=self._blocks.pool.num_touched,
+            soft_num_blocks=kv.soft_num_blocks,
+            block_bytes=kv.block_bytes,
+            block_size=kv.block_size,
+            kv_transfers=replace(self.transfers.counts),
+            counters=self.counters.copy(),
+        )
 
-    def find_cached_blocks(self, request: Request) -> list[int]:
-        """Return the blocks in the cache that hold the beginning of a waiting request, or of one not added yet."""
-        return self._states.cached_blocks(request)
-
-    def predict_wait_s(self, request: Request) -> float | None:
-        """Return the seconds to the first token of a request that is not added yet; None if nothing can be said."""
-        return self._admission.forecast.wait_s(request, self._states)
-
-    def measure_load(self) -> EngineLoad:
+    def measure_load(self) -> LoadReport:
         """Return what any new request would wait for."""
         return self._admission.forecast.measure_load(self._states)
-
-    def add(self, *choices: Request) -> tuple[Failed, ...]:
-        """Queue all choices of one client's request, and return the requests that had to leave a full queue for them.
-
-        Raises:
-            InvalidRequest, DuplicateRequest, DeadlineUnreachable: As `Admission.check` says; nothing has changed.
-            QueueFull: As `Admission.displace_for` says; nothing has changed.
-        """
-        now = self._clock()
-        self._admission.check(choices, self._states, now)
-        leaving = self._admission.displace_for(choices, self._states)
-        displaced = tuple(
-            self._ends.fail(request, self._admission.displaced_error(self._states)) for request in leaving
-        )
-        tables = [request.blocks for request in choices]
-        self._blocks.hash_prompt(tables, choices[0].token_ids, choices[0].num_prompt_tokens)
-        for request in choices:
-            request.limit = self._admission.limit_of(request)
-            request.queued_at = now
-            self._states.add(request)
-        self._states.shared_prompts.add(choices)
-        self._states.begin_transfers(choices[0], now)
-        return displaced
-
-    def abort(self, session: int, number: int) -> Finished | None:
-        """End a request for its client's sake, and return None if it has ended already.
-
-        Its blocks are free at once. The next plan removes its row from the worker.
-        """
-        request = self._states.by_number(session, number)
-        return None if request is None else self._ends.finish(request, FinishReason.ABORT)
-
-    def abort_session(self, session: int) -> tuple[Finished, ...]:
-        """End all requests of one frontend session."""
-        return tuple(self._ends.finish(request, FinishReason.ABORT) for request in self.requests_of(session))
-
-    def requests_of(self, session: int) -> list[Request]:
-        """Return the requests that were submitted on a session."""
-        return [request for request in self._states if request.session == session]
-
-    def requests_with_output(self) -> list[Request]:
-        """Return the waiting requests that have output tokens, by this engine or by one that they were moved from."""
-        return [
-            request
-            for request in self._states
-            if request.state is RequestState.WAITING and len(request.token_ids) > request.num_prompt_tokens
-        ]
-
-    def find(self, session: int, number: int) -> Request | None:
-        """Return a choice that has not ended."""
-        return self._states.by_number(session, number)
-
-    def output_of(self, request: Request) -> U32:
-        """Return all output tokens of a request so far."""
-        if request.state is RequestState.RUNNING:
-            return self._rows.last_tokens(request, request.limit)
-        return np.array(request.token_ids[request.num_prompt_tokens :], np.uint32)
-
-    def abort_all(self) -> tuple[Finished, ...]:
-        """End all requests."""
-        return tuple(self._ends.finish(request, FinishReason.ABORT) for request in list(self._states))
-
-    @property
-    def started(self) -> list[Request]:
-        """Requests with a row, or with results still to come."""
-        return [*self._states.running, *self._states.draining.values()]
-
-    def expired(self, now: float) -> tuple[Failed, ...]:
-        """End all requests with a deadline that has passed.
-
-        Called before `schedule`, so that a request that expired while it waited is never computed.
-        """
-        self.transfers.expire(now, self._admission.forecast.prefill_s)
-        failed = []
-        while (request := self._states.next_expired(now)) is not None:
-            stage = "waited to be scheduled" if request.planned_at is None else "ran"
-            failed.append(
-                self._ends.fail(request, DeadlineExceeded(f"the deadline passed while the request {stage}"))
-            )
-        return tuple(failed)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Return False, changing nothing, while any block is in use."""
@@ -275,16 +227,16 @@ class Scheduler:
         """
         assert previous._blocks.block_size == self._blocks.block_size, "block hashes depend on it"
         previous.requeue_all()
-        self._ends.counters = previous.counters
+        self.counters = self.requests.counters = previous.counters
         self.transfers.counts.add(previous.transfers.counts)
         self._admission.forecast = previous._admission.forecast
         self._states.adopt(previous._states)
         failed = []
-        for request in list(self._states):
+        for request in list(self._states.index):
             request.limit = self._admission.limit_of(request)
             if len(request.token_ids) >= request.limit:
                 why = f"{len(request.token_ids)} tokens reach {request.limit}, all that the new worker's blocks hold"
-                failed.append(self._ends.fail(request, EngineFailure(why)))
+                failed.append(self.requests.fail(request, EngineFailure(why)))
         return tuple(failed)
 
     def requests_in_flight(self) -> dict[Request, int]:
@@ -300,20 +252,6 @@ class Scheduler:
             positions[request] = len(request.token_ids) + request.num_in_flight
         return positions
 
-    def requests_beyond(self, time_s: float, step_s: float) -> list[Request]:
-        """Return the requests that may not end within a time: all that wait, and those with too much output left.
-
-        Args:
-            step_s: Seconds that a step takes.
-        """
-        rows = self._rows
-        return [
-            request
-            for request in self._states
-            if request.state is RequestState.WAITING
-            or (request.limit - int(rows.known[request.slot])) * step_s >= time_s
-        ]
-
     def restrict(self, admissible: Collection[Request] | None, *, may_compute: bool = True) -> None:
         """Replace the restriction on what may be planned.
 
@@ -326,10 +264,6 @@ class Scheduler:
         self._states.waiting.admit_only(admissible)
         for slot in self._rows.slot_to_request:
             self._rows.release(slot) if may_compute else self._rows.hold(slot)
-
-    def fail(self, request: Request, error: TriptychError) -> Failed:
-        """End a request for a reason that its client did not cause."""
-        return self._ends.fail(request, error)
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None if there is nothing to compute until a result or a request comes in."""
@@ -390,9 +324,18 @@ class Scheduler:
             AssertionError: Names what is wrong.
         """
         self._states.check_integrity()
-        check_in_flight(self._states, self._in_flight)
+        num_in_flight = self._in_flight.count_tokens()
+        for request in self._states.index:
+            noted, planned = request.num_in_flight, 0
+            if request.state is RequestState.RUNNING:
+                noted = int(self._rows.num_expected[request.slot] - self._rows.known[request.slot])
+            if request.state is RequestState.RUNNING or request.is_draining:
+                planned = num_in_flight[request.slot, request.slot_version]
+            assert noted == planned, (
+                f"request {request.head.request_id} expects {noted} tokens, steps in flight bring {planned}"
+            )
         if not self.has_work:
-            assert not self._blocks.num_used, f"{self._blocks.num_used} blocks were not given back"
+            assert not self._blocks.pool.num_held, f"{self._blocks.pool.num_held} blocks were not given back"
 
     def _note_admitted(self, build: StepBuilder) -> None:
         for request, row in zip(build.admitted, build.new_rows, strict=True):

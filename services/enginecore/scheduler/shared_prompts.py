@@ -23,7 +23,7 @@ class SharedPrompts:
         """The same the other way round."""
 
     def add(self, choices: Sequence[Request]) -> None:
-        """Hold all choices of a new request but the first, unless they go on with outputs."""
+        """Hold all choices of a new request but the first, unless they have output already."""
         if len(choices) == 1 or any(request.has_emitted for request in choices):
             return
         for request in choices[1:]:
@@ -36,7 +36,7 @@ class SharedPrompts:
             self._release(request)
 
     def release_planned(self, rows: RunningRows) -> None:
-        """Let the choices enter whose prompts are computed by the steps planned so far."""
+        """Let choices enter if the steps planned so far compute their prompt."""
         for request in list(self._leader_to_others):
             if request.state is RequestState.RUNNING:
                 self.note_planned(request, int(rows.computed[request.slot]))

@@ -15,29 +15,6 @@ from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.running_rows import Ints, Slots
 
 
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start, for status and metrics.
-
-    Only the scheduler writes them. They never fall, even when the worker is lost.
-    """
-
-    num_steps: int = 0
-    """Steps planned."""
-    num_scheduled_tokens: int = 0
-    """Tokens planned, recomputed ones included."""
-    prefix_queries: int = 0
-    """Prompt tokens looked up in the prefix cache, once per request."""
-    prefix_hits: int = 0
-    """Tokens among them that the cache held, and that were not computed."""
-    num_preemptions: int = 0
-    """Times that a running request lost its row for lack of blocks."""
-    num_finished: dict[str, int] = field(
-        default_factory=lambda: {"stop": 0, "length": 0, "repetition": 0, "abort": 0, "error": 0}
-    )
-    """Reason to the number of requests that ended for it."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
     """A request's good end, its one terminal outcome."""
@@ -75,7 +52,7 @@ class StepOutput:
     prompt_logprobs: tuple[tuple[Request, PromptLogprobs], ...] = ()
     """Parts of prompts; the parts of one request are in order."""
     first: tuple[Request, ...] = ()
-    """The requests whose first tokens these are."""
+    """The requests that got their first tokens by this step."""
 
     def with_late_tokens(
         self, late: Sequence[tuple[Request, Slots, U32]], finished: tuple[Finished, ...]
@@ -106,7 +83,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlightStep:
-    """A step that was sent, as far as it is needed to read its result."""
+    """The parts of a sent step that are needed to read its result."""
 
     step_id: int
     num_tokens: int
@@ -123,7 +100,7 @@ class InFlightStep:
 
 
 class StepsInFlight:
-    """The steps sent whose results have not come, oldest first. Results come in the order of plans."""
+    """The steps in flight: sent, without a result yet. Oldest first; results come in the order of plans."""
 
     def __init__(self) -> None:
         self._steps: deque[InFlightStep] = deque()
@@ -184,35 +161,6 @@ class StepsInFlight:
         """Drop all steps, because no result will come. The next step has id 1."""
         self._steps.clear()
         self._last_step_id = self._last_result_seen = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SchedulerSnapshot:
-    """The state of a scheduler between two calls, for status, metrics and tests. Its requests must not be changed."""
-
-    requests: tuple[Request, ...]
-    """All requests that have not ended, in the order of their arrival."""
-    running: tuple[Request, ...]
-    """Requests with a row, in the order of their admission."""
-    waiting: tuple[Request, ...]
-    """All other requests, in the order of their arrival."""
-    draining: tuple[Request, ...]
-    """Waiting requests that were preempted while results for them were in flight."""
-    steps_in_flight: tuple[InFlightStep, ...]
-    """Steps sent whose results have not come, oldest first."""
-    num_blocks: int
-    """Blocks that requests may hold."""
-    num_used_blocks: int
-    """Blocks that requests hold."""
-    num_cached_blocks: int
-    """Free blocks with content that can still be hit."""
-    num_touched_blocks: int
-    """Blocks that requests have held since the start."""
-    num_heap_entries: int
-    """Entries of all heaps, those of requests that left included."""
-    num_watched_tokens: int
-    """Different token ids that may end a running request."""
-    counters: SchedulerCounters
 
 
 def _check_counts(step: InFlightStep, result: StepResult) -> None:

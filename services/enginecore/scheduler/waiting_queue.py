@@ -157,7 +157,7 @@ class WaitingQueue:
                 self.hold(request, WaitsFor.RESTRICTION)
 
     def count_late_tokens(self, request: Request, num_tokens: int) -> None:
-        """Take in that a request that waits for results has got so many more tokens."""
+        """Take in that a request that waits for results has got more tokens."""
         self._count_returning(request, 0, num_tokens)
 
     def begin_step(self, rows: RunningRows, slots: Slots) -> None:
@@ -166,7 +166,7 @@ class WaitingQueue:
             limit.begin_step(rows, slots)
 
     def note_admitted(self, request: Request, num_to_compute: int) -> None:
-        """Let the admission limits count a request that this step admits, with so many tokens to compute."""
+        """Let the admission limits count a request that this step admits, and its tokens to compute."""
         for limit in self._limits:
             limit.note_admitted(request, num_to_compute)
 
@@ -196,9 +196,9 @@ class WaitingQueue:
     def key_of(self, request: Request) -> Key:
         """Return the key that the first request of each queue and tenant is compared by."""
         if request.is_returning:
-            return request.priority, 0, 0, request.arrival
+            return request.head.priority, 0, 0, request.arrival
         served = int(self._shares.tokens_served[request.tenant_index])
-        return request.priority, 1, served, *self._policy.waiting_key(request)
+        return request.head.priority, 1, served, *self._policy.waiting_key(request)
 
     def check_integrity(self) -> None:
         """Compare everything with a plain search.
@@ -227,17 +227,17 @@ class WaitingQueue:
         returning: dict[int, tuple[int, int]] = {}
         for request in self._members:
             if request.is_returning:
-                count, num_tokens = returning.get(request.priority, (0, 0))
-                returning[request.priority] = count + 1, num_tokens + len(request.token_ids)
+                count, num_tokens = returning.get(request.head.priority, (0, 0))
+                returning[request.head.priority] = count + 1, num_tokens + len(request.token_ids)
         assert returning == self._returning, "the count of those that have run is wrong"
 
     def _count_returning(self, request: Request, num_requests: int, num_tokens: int) -> None:
-        before = self._returning.get(request.priority, (0, 0))
+        before = self._returning.get(request.head.priority, (0, 0))
         count = before[0] + num_requests
         if count:
-            self._returning[request.priority] = count, before[1] + num_tokens
+            self._returning[request.head.priority] = count, before[1] + num_tokens
         else:
-            del self._returning[request.priority]
+            del self._returning[request.head.priority]
 
     def _groups_of(self, request: Request) -> tuple[Hashable | None, ...]:
         return tuple(limit.group_of(request) for limit in self._limits) if self._limits else ()
@@ -284,18 +284,18 @@ class _OrderedQueue:
         return self._order.num_entries + sum(level.num_entries for level in self._levels.values())
 
     def add(self, request: Request) -> None:
-        level = self._levels.get(request.priority)
+        level = self._levels.get(request.head.priority)
         if level is None:
-            level = _PriorityQueue(request.priority, self._shares, self._policy)
-            self._levels[request.priority] = level
+            level = _PriorityQueue(request.head.priority, self._shares, self._policy)
+            self._levels[request.head.priority] = level
             self._order.push(level)
         level.add(request)
 
     def remove(self, request: Request) -> None:
-        level = self._levels[request.priority]
+        level = self._levels[request.head.priority]
         level.remove(request)
         if level.is_empty:
-            del self._levels[request.priority]
+            del self._levels[request.head.priority]
             self._order.discard(level)
 
     def peek(self) -> Request:

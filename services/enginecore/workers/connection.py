@@ -28,7 +28,7 @@ class Recovery:
 
 
 class WorkerConnection:
-    """Owned by the engine loop, which goes on with its own work while this one dials."""
+    """Owned by the engine loop, which continues with its own work while this one dials."""
 
     def __init__(
         self,

@@ -46,9 +46,9 @@ from triptych_services.enginecore.workers.worker_addresses import WorkerAddresse
 
 log = logging.getLogger(__name__)
 
-_SEND_TIMEOUT_S = 30.0  # a worker that takes no bytes for so long is gone, whatever keepalive thinks
+_SEND_TIMEOUT_S = 30.0  # a worker that takes no bytes for this long is gone, whatever keepalive says
 _GOODBYE_TIMEOUT_S = 0.5
-_LISTED_POLL_S = 0.2  # between two look-ups of a pool whose worker does not answer
+_LISTED_POLL_S = 0.2  # between two look-ups of a pool while its worker does not answer
 
 
 class GrpcExecutor:
@@ -130,7 +130,7 @@ class GrpcExecutor:
             check_resumed(terms, self._session_name, self._steps)
         else:
             self._begin_session(terms.name)
-        # The requests were tokenized for a model of this form: no other can go on with them.
+        # The requests were tokenized for a model of this form: no other can continue them.
         self._hello.fingerprint = welcome.facts.model.fingerprint
         self._hello.last_session = terms.name
         self._loss, self._is_draining = None, False
@@ -154,7 +154,7 @@ class GrpcExecutor:
         if self._call is None or self._loss is not None:
             raise self._loss or WorkerLost("not connected")
         self._write(worker_pb2.ExecuteRequest(step=step))
-        await asyncio.sleep(0)  # the writer begins, and the caller goes on while the transport works
+        await asyncio.sleep(0)  # the writer begins, and the caller continues while the transport works
 
     def receive(self) -> list[StepResult]:
         results = list(self._arrived)
@@ -316,7 +316,7 @@ class GrpcExecutor:
         on_event()
 
     def _note_loss(self, loss: WorkerLost) -> None:
-        """Note why the stream has ended, for whoever receives next. The first reason counts."""
+        """Store why the stream ended, which the next `receive` raises. The first reason counts."""
         self._loss = self._loss or loss
 
     def _take(self, message: step_pb2.Result) -> None:

@@ -69,7 +69,7 @@ class WorkerAddresses:
         self._is_kept = False
 
     async def is_listed(self, address: str) -> bool:
-        """Return whether an address still belongs to the pool, as far as its names can be looked up."""
+        """Return whether an address still belongs to the pool. A name that cannot be looked up is taken to."""
         if not self._names or address in self._listed:
             return True
         try:

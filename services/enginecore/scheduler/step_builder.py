@@ -1,0 +1,123 @@
+"""A step while it is being decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from triptych.types.kv_transfer import KvOrders
+from triptych.types.step import U32, NewRow, StepPlan, empty_u32
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.running_rows import Ints, Slots
+
+
+@dataclass(slots=True, eq=False)
+class StepBuilder:
+    """A step while it is being decided. One call of `Scheduler.schedule` owns it."""
+
+    slots: Slots
+    """[r] rows that were running before this step, in the order of admission."""
+    wanted: Ints
+    """[r] tokens that each could compute."""
+    counts: Ints
+    """[r] tokens that each computes; 0 skips it."""
+    ends: Ints
+    """[r] computed count of each after the step, without guesses."""
+    guesses: Ints | None
+    """[r] tokens that each may get beyond the first; None: no row may."""
+    max_tokens: int
+    """Tokens that the step may compute."""
+    budget: int
+    """Tokens of them that are left."""
+    num_preempted: int
+    """Requests that were preempted."""
+    num_reserved: int
+    """Tokens of `budget` that long prompts leave to waiting requests."""
+    block_slots: list[int] = field(default_factory=list)
+    """[b] the running rows that grow, once per block."""
+    block_ids: list[int] = field(default_factory=list)
+    """[b] the blocks that they grow by."""
+    admitted: list[Request] = field(default_factory=list)
+    """[n] requests that enter."""
+    new_rows: list[NewRow] = field(default_factory=list)
+    """[n] their rows."""
+    new_counts: list[int] = field(default_factory=list)
+    """[n] tokens that each of them computes."""
+    num_new_bytes: int = 0
+    """Bytes that the new rows and their contents take in a message, at most."""
+    _content_ids: set[int] = field(default_factory=set)
+    """id() of each content that is counted in `num_new_bytes`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the step computes, guesses included."""
+        return self.max_tokens - self.budget
+
+    def add_row(self, request: Request, row: NewRow, count: int) -> None:
+        """Add a request that enters and computes `count` tokens."""
+        self.admitted.append(request)
+        self.new_rows.append(row)
+        self.new_counts.append(count)
+        self.budget -= count
+        self.num_new_bytes += row.num_bytes
+        if id(row.content) not in self._content_ids:
+            self._content_ids.add(id(row.content))
+            self.num_new_bytes += row.content.num_bytes
+
+    def close(self) -> None:
+        """Append the new rows to the columns of the others."""
+        if self.new_rows:
+            starts = [row.num_computed_tokens for row in self.new_rows]
+            counts = np.array(self.new_counts, np.int64)
+            self.slots = np.concatenate([self.slots, np.array([row.slot for row in self.new_rows], np.intp)])
+            self.counts = np.concatenate([self.counts, counts])
+            self.ends = np.concatenate([self.ends, counts + np.array(starts, np.int64)])
+            if self.guesses is not None:
+                self.guesses = np.concatenate([self.guesses, np.zeros_like(counts)])
+
+    def to_plan(
+        self,
+        step_id: int,
+        last_result_seen: int,
+        removed_slots: Sequence[int],
+        kv_orders: KvOrders | None = None,
+    ) -> StepPlan:
+        """Return the closed step as the worker takes it, which lists only rows that do not compute one token."""
+        chunk_slots = chunk_lengths = skipped_slots = empty_u32()
+        if (self.counts != 1).any():
+            is_chunk, is_skipped = self.counts > 1, self.counts == 0
+            chunk_slots = _column(self.slots[is_chunk])
+            chunk_lengths = _column(self.counts[is_chunk])
+            skipped_slots = _column(self.slots[is_skipped])
+        sample_slots = sample_limits = empty_u32()
+        if self.guesses is not None:
+            is_guessing = self.guesses > 0
+            sample_slots = _column(self.slots[is_guessing])
+            sample_limits = _column(1 + self.guesses[is_guessing])
+        return StepPlan(
+            step_id=step_id,
+            last_result_seen=last_result_seen,
+            removed_slots=_column(removed_slots),
+            new_rows=tuple(self.new_rows),
+            chunk_slots=chunk_slots,
+            chunk_lengths=chunk_lengths,
+            skipped_slots=skipped_slots,
+            block_slots=_column(self.block_slots),
+            block_ids=_column(self.block_ids),
+            sample_slots=sample_slots,
+            sample_limits=sample_limits,
+            num_tokens=self.num_tokens,
+            kv_orders=kv_orders,
+            may_defer_rows=True,
+        )
+
+
+def _column(values: Sequence[int] | Ints | Slots) -> U32:
+    """Return a read-only copy as u32."""
+    if not len(values):
+        return empty_u32()
+    column = np.array(values, np.uint32)
+    column.flags.writeable = False
+    return column
