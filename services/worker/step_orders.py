@@ -26,7 +26,7 @@ class StepOrders:
 
     def __init__(self) -> None:
         self._last_computed = _NOT_OPEN
-        """The last step whose result is there; 0: the session is open, and nothing of an earlier one is computed."""
+        """The last step with its result there; 0: the session is open, and nothing of an earlier one is computed."""
         self._step_to_orders: dict[int, list[tuple[Hashable, Callable[[], None]]]] = {}
         """Step -> name and action of each order that waits for its result."""
 

@@ -38,7 +38,7 @@ def _elements_per_word(kv_cache: Tensor) -> int:
 
 
 def keys_in_words(kv_cache: Tensor) -> Tensor:
-    """Return a copy of a cache whose keys are rows, with keys as the native kernels keep them."""
+    """Return a copy of a cache that has keys as rows, with keys as the native kernels keep them."""
     copy = kv_cache.clone()
     keys = kv_cache[:, 0].unflatten(-1, (-1, _elements_per_word(kv_cache)))
     copy[:, 0] = keys.transpose(2, 3).reshape(copy[:, 0].shape)

@@ -79,7 +79,7 @@ def launch(kernel: str, rows: Tensor, filled_like: Tensor | None = None, /, **op
     """Run `triptych_<kernel>` of the native library, or record the call.
 
     Args:
-        rows: Any tensor whose first axis is what the kernel calls rows.
+        rows: Any tensor with what the kernel calls rows as its first axis.
         filled_like: A tensor with as many rows as what the kernel fills; None means `rows`.
         operands: The fields of the kernel's struct, by name. Tensors must be as the struct describes them, which is
             not checked.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from triptych_kernels.cpu.build import DIGEST, FLAGS_OF_MACHINE, library_path
+from triptych_kernels.cpu.compile import DIGEST, FLAGS_OF_MACHINE, library_path
 
 CPUINFO = Path("/proc/cpuinfo")
 _TIMEOUT_S = 10.0

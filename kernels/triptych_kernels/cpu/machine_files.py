@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from triptych_kernels.cpu import library
-from triptych_kernels.cpu.build import library_path
+from triptych_kernels.cpu.compile import library_path
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _write(path: Path, content: Json) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock among processes for this file, as far as the directory can be written."""
+    """Hold a lock among processes for this file, if the directory can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path.parent / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -114,7 +114,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _processor() -> dict[str, str]:
-    """Return the identity of the first processor, as far as the system has it."""
+    """Return the identity of the first processor, if the system has it."""
     if not library.CPUINFO.is_file():
         return {"machine": platform.machine(), "flags": " ".join(sorted(library.processor_flags()))}
     first = library.CPUINFO.read_text().partition("\n\n")[0]

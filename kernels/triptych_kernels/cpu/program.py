@@ -187,7 +187,7 @@ class Program:
         raise_failure(self._run(self._structs, len(self._structs), self._counts), "a recorded step")
 
     def run_in_child(self, counts: Mapping[str, int]) -> str:
-        """Compute in a child process, whose outputs are lost, and return how it ended; empty if it ended well.
+        """Compute in a child process, lose its outputs, and return how it ended; empty if it ended well.
 
         The native kernels must have one thread.
         """

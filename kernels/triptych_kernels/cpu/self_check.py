@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.attention import keys_in_words
-from triptych_kernels.cpu.build import AMX_EMULATED
+from triptych_kernels.cpu.compile import AMX_EMULATED
 from triptych_kernels.cpu.library import (
     forced_isa,
     refuse,
@@ -69,7 +69,7 @@ class Check:
     name: str
     """Kernel and form, for the warning."""
     forward: Callable[[Recording], Tensor]
-    """Computes the product from inputs that it declares, whose rows are counted as `rows` and `requests`."""
+    """Computes the product from inputs that it declares, with rows counted as `rows` and `requests`."""
     expected: Tensor
     """[rows, …]"""
     tolerance: Tensor | float
@@ -77,7 +77,7 @@ class Check:
 
 
 def check_isas(directory: Path) -> None:
-    """Refuse usable instruction sets whose kernels are wrong, from the widest on until one is right.
+    """Refuse usable instruction sets with wrong kernels, from the widest on until one is right.
 
     Each of them is a warning. Call this before weights are packed.
 

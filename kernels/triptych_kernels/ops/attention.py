@@ -1,4 +1,16 @@
-"""Contracts of attention over the paged cache, of rotary embeddings and of writing the cache."""
+"""Contracts of attention over the paged cache, of rotary embeddings and of writing the cache.
+
+Attention of a query to the keys that it sees:
+
+    score = scale * query . key
+    out = sum over keys of softmax(scores) * value
+
+In a cache of int8 or float8_e4m3fn a key is its elements times its scale, and so is a value. A scale of NaN makes the
+outputs of all queries that see its key NaN.
+
+The native kernel gives a query the same bits in any batch, however its prompt is cut into chunks, and with any number
+of threads. The Triton kernels give it the same bits in any batch.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +45,6 @@ def paged_attention(
     the last `window` of them. Query head h reads key head h // (num_heads // num_kv_heads). Cache content past a row's
     end, before all of a row's windows, and in block 0 has no influence, NaN included.
 
-    The native kernel gives a query the same bits in any batch, however its prompt is cut into chunks, and with any
-    number of threads. The Triton kernels give it the same bits in any batch.
-
-        score = scale * query . key
-        out = sum over keys of softmax(scores) * value
-
-    In a cache of int8 or float8_e4m3fn a key is its elements times its scale, and so is a value. A scale of NaN makes
-    the outputs of all queries that see its key NaN.
-
     Args:
         query: [num_tokens, num_heads, head_dim], may be a view of a larger tensor, the last axis dense. The tokens of
             a row are contiguous, and rows follow each other.
@@ -66,12 +69,37 @@ def paged_attention(
     Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245; sliding window,
         arXiv:2310.06825.
     """
+    _check_operands(query, kv_cache, block_tables, query_starts, seq_lens, kv_scales, window)
+    if query.device.type != "meta":
+        if query_lens_list is None:
+            query_lens_list = tuple(query_starts.diff().tolist())
+        if seq_lens_list is None:
+            seq_lens_list = tuple(seq_lens.tolist())
+        max_keys = block_tables.shape[1] * kv_cache.shape[3]
+        _check_lengths(query_lens_list, seq_lens_list, len(seq_lens), query.shape[0], max_keys)
+    lens = {"query_lens_list": query_lens_list, "seq_lens_list": seq_lens_list}
+    operands = query, kv_cache, block_tables, query_starts, seq_lens, scale
+    out: Tensor = find_impl("paged_attention", query, impl)(
+        *operands, kv_scales=kv_scales, window=window, **lens
+    )
+    return out
+
+
+def _check_operands(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    kv_scales: Tensor | None,
+    window: int,
+) -> None:
     if kv_cache.ndim != 5 or kv_cache.shape[1] != 2 or not kv_cache.is_contiguous():
         raise ValueError(
             f"paged_attention: kv_cache {list(kv_cache.shape)} must be a contiguous "
             "[num_blocks, 2, num_kv_heads, block_size, head_dim]"
         )
-    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    _, _, num_kv_heads, _, head_dim = kv_cache.shape
     if query.ndim != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads or query.stride(2) != 1:
         raise ValueError(
             f"paged_attention: query {list(query.shape)} with strides {query.stride()} does not fit kv_cache "
@@ -82,30 +110,6 @@ def paged_attention(
     _check_layout(block_tables, query_starts, seq_lens)
     if window < 0:
         raise ValueError(f"paged_attention: window {window} must be 0 or positive")
-    if query.device.type != "meta":
-        if query_lens_list is None:
-            query_lens_list = tuple(query_starts.diff().tolist())
-        if seq_lens_list is None:
-            seq_lens_list = tuple(seq_lens.tolist())
-        if not len(query_lens_list) == len(seq_lens_list) == len(seq_lens):
-            raise ValueError(
-                f"paged_attention: query_lens_list has {len(query_lens_list)} rows and seq_lens_list "
-                f"{len(seq_lens_list)}, but seq_lens has {len(seq_lens)}"
-            )
-        _check_lengths(query_lens_list, seq_lens_list, query.shape[0], block_tables.shape[1] * block_size)
-    out: Tensor = find_impl("paged_attention", query, impl)(
-        query,
-        kv_cache,
-        block_tables,
-        query_starts,
-        seq_lens,
-        scale,
-        kv_scales=kv_scales,
-        window=window,
-        query_lens_list=query_lens_list,
-        seq_lens_list=seq_lens_list,
-    )
-    return out
 
 
 def _check_layout(block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> None:
@@ -129,8 +133,13 @@ def _check_layout(block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) 
 
 @lru_cache(maxsize=4)  # asked once per layer with the same step
 def _check_lengths(
-    query_lens: tuple[int, ...], seq_lens: tuple[int, ...], num_tokens: int, capacity: int
+    query_lens: tuple[int, ...], seq_lens: tuple[int, ...], num_rows: int, num_tokens: int, capacity: int
 ) -> None:
+    if not len(query_lens) == len(seq_lens) == num_rows:
+        raise ValueError(
+            f"paged_attention: query_lens_list has {len(query_lens)} rows and seq_lens_list {len(seq_lens)}, but "
+            f"seq_lens has {num_rows}"
+        )
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if not 1 <= query_len <= seq_len <= capacity:
             raise ValueError(

@@ -140,7 +140,7 @@ def local_ids(token_ids: Tensor, first: int, count: int, *, impl: str | None = N
 def clear_other_rows(
     x: Tensor, token_ids: Tensor, first: int, count: int, *, impl: str | None = None
 ) -> Tensor:
-    """Set the rows of x to zero whose ids are not among the `count` from `first` on, in place, and return x.
+    """Set the rows of x to zero that have no id among the `count` from `first` on, in place, and return x.
 
     Args:
         x: [num_tokens, size], contiguous.

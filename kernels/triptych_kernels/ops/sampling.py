@@ -44,6 +44,21 @@ def process_logits(
         ValueError: Shapes or dtypes differ from these; names both.
     Source: penalties as in OpenAI's API (presence, frequency) and CTRL, arXiv:1909.05858 (repetition).
     """
+    _check_process_logits(logits, rows, allowed, banned, biases, penalties)
+    processed: Tensor = find_impl("process_logits", logits, impl)(
+        logits, rows, allowed, banned, biases, penalties
+    )
+    return processed
+
+
+def _check_process_logits(
+    logits: Tensor,
+    rows: Tensor,
+    allowed: TokenColumns | None,
+    banned: TokenColumns | None,
+    biases: BiasColumns | None,
+    penalties: PenaltyColumns | None,
+) -> None:
     if logits.ndim != 2 or logits.dtype != torch.float32:
         raise ValueError(
             f"process_logits: logits {list(logits.shape)} {logits.dtype} must be "
@@ -73,10 +88,6 @@ def process_logits(
             frequency=penalties.frequency,
             repetition=penalties.repetition,
         )
-    processed: Tensor = find_impl("process_logits", logits, impl)(
-        logits, rows, allowed, banned, biases, penalties
-    )
-    return processed
 
 
 def _check_equal(what: str, **columns: Tensor) -> None:
@@ -120,7 +131,7 @@ def sample(
 
         min_p   probability >= min_p * the largest
         top_k   the k largest; 0 or k >= vocab_size is off
-        top_p   the fewest largest whose sum reaches top_p; 1 is off
+        top_p   the fewest largest with a sum that reaches top_p; 1 is off
 
     Equal logits are kept or dropped together, so that a kept set depends only on values, never on an order.
 
@@ -148,10 +159,6 @@ def sample(
     Source: Gumbel-max, arXiv:1411.0030; Philox, Salmon et al., SC 2011; nucleus, arXiv:1904.09751;
         min-p, arXiv:2407.01082.
     """
-    if logits.ndim != 2 or logits.dtype != torch.float32:
-        raise ValueError(
-            f"sample: logits {list(logits.shape)} {logits.dtype} must be [num_rows, vocab_size] torch.float32"
-        )
     columns = {
         "temperature": temperature,
         "top_k": top_k,
@@ -160,14 +167,22 @@ def sample(
         "seeds": seeds,
         "positions": positions,
     }
+    _check_sample(logits, columns)
+    token_ids: Tensor = find_impl("sample", logits, impl)(logits, **columns)
+    return token_ids
+
+
+def _check_sample(logits: Tensor, columns: dict[str, Tensor]) -> None:
+    if logits.ndim != 2 or logits.dtype != torch.float32:
+        raise ValueError(
+            f"sample: logits {list(logits.shape)} {logits.dtype} must be [num_rows, vocab_size] torch.float32"
+        )
     for name, column in columns.items():
         if column.shape != logits.shape[:1] or column.dtype != _COLUMN_DTYPES[name]:
             raise ValueError(
                 f"sample: {name} {list(column.shape)} {column.dtype} does not fit logits "
                 f"{list(logits.shape)}; it must be [num_rows] {_COLUMN_DTYPES[name]}"
             )
-    token_ids: Tensor = find_impl("sample", logits, impl)(logits, **columns)
-    return token_ids
 
 
 def token_logprobs(

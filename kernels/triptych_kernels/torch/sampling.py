@@ -141,7 +141,7 @@ def filter_thresholds(scaled: Tensor, best: Tensor, top_k: Tensor, top_p: Tensor
 
 
 def _raise_for_top_p(scaled: Tensor, thresholds: Tensor, top_p: Tensor) -> Tensor:
-    """Return [num_rows] the smallest of the fewest largest logits whose probabilities sum up to top_p."""
+    """Return [num_rows] the threshold of top-p: the largest logits down to it are the fewest that reach top_p."""
     vocab_size = scaled.shape[1]
     # what the earlier filters dropped has probability 0
     scaled = scaled.masked_fill(scaled < thresholds[:, None], -torch.inf)

@@ -15,7 +15,7 @@ GROUP_SIZE = 32
 class QuantizedFormat:
     """A format with a scale per group of inputs.
 
-    An integer q of a group stands for the weight `scale * q`, in affine formats for `scale * q + minimum`.
+    An integer q of a group means the weight `scale * q`, in affine formats for `scale * q + minimum`.
     """
 
     bits: int
@@ -29,7 +29,7 @@ class QuantizedFormat:
 
     def holds(self, other: QuantizedFormat) -> bool:
         """Return whether this format holds all weights of `other` without loss."""
-        # a symmetric 4-bit group is an affine one whose minimum is -8 scales
+        # a symmetric 4-bit group is an affine one with a minimum of -8 scales
         return self.bits >= other.bits and self.is_affine >= other.is_affine
 
 

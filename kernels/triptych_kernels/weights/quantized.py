@@ -66,8 +66,8 @@ class QuantizedWeight(PackedWeight, BlockWeight):
         """Bits of the integers that inputs are rounded to, with a scale per row and group. 8 are multiplied faster
         than 16, and are coarser than bfloat16. Read when a product is called or recorded."""
         self.wide_rows = NEVER
-        """Fewest rows that are multiplied in bfloat16, with weights rounded to it. That is faster for very many rows,
-        whose results then differ from those of fewer rows. Read when a product is called or recorded; written by
+        """Fewest rows that are multiplied in bfloat16, with weights rounded to it. That is faster for very many rows;
+        their results then differ from those of fewer rows. Read when a product is called or recorded; written by
         `allow_wide_products`."""
 
     @property

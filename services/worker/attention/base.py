@@ -35,7 +35,7 @@ class AttentionBatch:
         their positions 0 1 2 3 9 6 7          seq_lens [4, 10, 8]
 
     A backend may keep what it derives from a batch for the layers that follow, and recognises the batch by its
-    identity: each step is another object. The only exception is a decode that a graph records, whose tensors change
+    identity: each step is another object. The only exception is a decode that a graph records: its tensors change
     while the object stays.
 
     Tensors are on the rank's device. The numbers and tuples hold the same values for code that loops on the host, which

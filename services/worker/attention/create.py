@@ -42,7 +42,7 @@ def describe_kernels(forward: str, attention: AttentionBackend) -> str:
     """Return a description for people, such as "triton graphs" or "triton eager, attention by flashinfer".
 
     Args:
-        forward: Description of the forward backend, whose own kernels' attention is not mentioned.
+        forward: Description of the forward backend; the attention of its own kernels is not mentioned.
     """
     is_implied = attention.name in ("auto", "native", "triton") or attention.name == forward
     return forward if is_implied else f"{forward}, attention by {attention.name}"

@@ -12,7 +12,7 @@ FLASH_ATTN, FLASH_ATTN_3, FLASHINFER = "flash_attn", "flash_attn_interface", "fl
 """Packages of attention kernels, as Python imports them."""
 
 BATCH_INVARIANT_CHOICES = frozenset({"auto", "triton"})
-"""Choices whose results do not depend on which rows share a step. Others split keys, or gather rows, by that."""
+"""Choices with results that do not depend on which rows share a step. Others split keys, or gather rows, by that."""
 
 NATIVE_DTYPES = ("float32", "bfloat16")
 """Precisions in which the native kernels for CPUs compute."""

@@ -13,7 +13,7 @@ import torch
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError
-from triptych_kernels.cpu.build import FLAGS_OF_MACHINE
+from triptych_kernels.cpu.compile import FLAGS_OF_MACHINE
 from triptych_kernels.cpu.library import isa, missing_flags, processor_flags, refused_isas
 from triptych_kernels.cpu.library import use_threads as use_native_threads
 from triptych_kernels.cpu.machine import rates
@@ -21,7 +21,7 @@ from triptych_services.worker.context import host
 from triptych_services.worker.context.attention_choice import installed_packages
 from triptych_services.worker.context.machine import examine_machine
 from triptych_services.worker.context.resolve import resolve_for_device
-from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.context.resolved_config import DeviceTraits, ResolvedConfig
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +52,18 @@ def resolve_config(
     return resolve_for_device(
         engine,
         architecture,
-        device=str(device),
-        prefers_bfloat16=prefers_bfloat16(device, root),
-        native_kernels=bool(isa()),
-        prefers_8_bit_inputs=rates().prefers_8_bit_inputs,
-        native_float8=has_native_float8(device),
-        compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
-        attention_packages=installed_packages(),
-        device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,
+        DeviceTraits(
+            device=str(device),
+            prefers_bfloat16=prefers_bfloat16(device, root),
+            native_kernels=bool(isa()),
+            prefers_8_bit_inputs=rates().prefers_8_bit_inputs,
+            native_float8=has_native_float8(device),
+            compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+            attention_packages=installed_packages(),
+            device_bytes=torch.cuda.get_device_properties(device).total_memory
+            if device.type == "cuda"
+            else 0,
+        ),
     )
 
 

@@ -16,7 +16,7 @@ def choose_dtype(
     float32 on a device that would only emulate it. So does float16 on a CPU, where no native kernel takes it.
 
     Args:
-        device: As of `resolve_for_device`.
+        device: As of `DeviceTraits`.
     """
     if requested != "auto":
         return requested
@@ -28,7 +28,7 @@ def choose_dtype(
 
 
 def stored_dtype(architecture: ModelArchitecture) -> str:
-    """Return the precision that a checkpoint stands for: bfloat16 if it is a GGUF file."""
+    """Return the precision that a checkpoint means: bfloat16 if it is a GGUF file."""
     return "bfloat16" if architecture.is_gguf else architecture.dtype
 
 
@@ -41,7 +41,7 @@ def choose_weight_dtype(
     quantization: str,
     native_kernels: bool,
 ) -> str:
-    """Return the precision of weights that are not quantized and whose stored form has none.
+    """Return the precision of weights that are not quantized and have none in their stored form.
 
     It is that of the activations. Only where `auto` computes in float32, since a CPU would emulate the checkpoint's
     precision, weights are rounded to the latter all the same: the native kernels widen them, and read half the bytes.
@@ -49,7 +49,7 @@ def choose_weight_dtype(
     Args:
         requested: `model.dtype`.
         dtype: Precision of activations.
-        device, native_kernels: As of `resolve_for_device`.
+        device, native_kernels: As of `DeviceTraits`.
         quantization: Form of linear weights, resolved.
     """
     may_widen = requested == "auto" and dtype == "float32" and device == "cpu" and native_kernels
@@ -67,12 +67,12 @@ def choose_kv_dtype(
 ) -> str:
     """Return the precision of keys and values that `cache.dtype` means; `auto` is that of the activations.
 
-    Only where float32 stands for bfloat16, since this CPU would emulate it, `auto` is bfloat16: keys and values then
+    Only where float32 replaces bfloat16, since this CPU would emulate it, `auto` is bfloat16: keys and values then
     take half the memory and half the time to read.
 
     Args:
         dtype: Precision of activations.
-        device, native_kernels, native_float8: As of `resolve_for_device`.
+        device, native_kernels, native_float8: As of `DeviceTraits`.
         stands_for_bfloat16: Whether `dtype` was chosen for a checkpoint in bfloat16.
 
     Raises:

@@ -20,71 +20,40 @@ from triptych_services.worker.context.precision import (
     choose_weight_dtype,
     stored_dtype,
 )
-from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from triptych_services.worker.context.resolved_config import DeviceTraits, RankFacts, ResolvedConfig
 
 _GROUP_SIZE = 32  # of quantized weights
 _WEIGHT_ONLY = ("q4", "q8")
-"""Forms whose inputs stay in `model.dtype`. On CUDA devices their products of many rows are several times slower if
+"""Forms with inputs that stay in `model.dtype`. On CUDA devices their products of many rows are several times slower if
 they must not depend on the batch."""
 
 
 def resolve_for_device(
-    engine: EngineConfig,
-    architecture: ModelArchitecture,
-    *,
-    device: str,
-    prefers_bfloat16: bool,
-    native_kernels: bool,
-    prefers_8_bit_inputs: bool = False,
-    native_float8: bool = False,
-    compute_capability: tuple[int, int] = (0, 0),
-    attention_packages: frozenset[str] = frozenset(),
-    device_bytes: int = 0,
+    engine: EngineConfig, architecture: ModelArchitecture, traits: DeviceTraits
 ) -> ResolvedConfig:
     """Join the operator's config, the checkpoint's architecture and the facts of the device.
-
-    Args:
-        device: `cpu`, `cuda:<local_rank>` or `simulated`.
-        prefers_bfloat16: Whether the device multiplies bfloat16 faster than float32.
-        native_kernels: Whether the native kernels for CPUs are built and run on this processor.
-        prefers_8_bit_inputs: Whether the native kernels multiply inputs in 8 bits faster than in 16.
-        native_float8: Whether the device multiplies 8-bit floats itself.
-        compute_capability: Compute capability of a CUDA device.
-        attention_packages: As of `installed_packages`.
-        device_bytes: Memory of a CUDA device.
 
     Raises:
         ConfigError: max_model_len is above the model's own, or the group has no such rank.
         FeatureDisabled: A value is not supported on this device.
     """
+    device, native_kernels = traits.device, traits.native_kernels
     rank = find_rank(engine, device)
     _check_stages(engine, rank)
     _check_length(engine, architecture)
-    dtype = choose_dtype(engine.model.dtype, architecture, device=device, prefers_bfloat16=prefers_bfloat16)
+    dtype = choose_dtype(
+        engine.model.dtype, architecture, device=device, prefers_bfloat16=traits.prefers_bfloat16
+    )
     quantization = choose_quantization(
-        engine.model.quantization,
-        architecture,
-        dtype,
-        device=device,
-        native_kernels=native_kernels,
-        native_float8=native_float8,
-        num_ranks=rank.tensor_parallel_size,
+        engine.model.quantization, architecture, dtype, traits, num_ranks=rank.tensor_parallel_size
     )
     kv_dtype = choose_kv_dtype(
         engine.cache.dtype,
         dtype,
         device=device,
         native_kernels=native_kernels,
-        native_float8=native_float8,
+        native_float8=traits.native_float8,
         stands_for_bfloat16=engine.model.dtype == "auto" and stored_dtype(architecture) == "bfloat16",
-    )
-    weight_dtype = choose_weight_dtype(
-        engine.model.dtype,
-        architecture,
-        dtype,
-        device=device,
-        quantization=quantization,
-        native_kernels=native_kernels,
     )
     site = AttentionSite(
         architecture,
@@ -93,24 +62,25 @@ def resolve_for_device(
         kv_dtype=kv_dtype,
         block_size=engine.cache.block_size,
         native_kernels=native_kernels,
-        compute_capability=compute_capability,
-        packages=attention_packages,
+        compute_capability=traits.compute_capability,
+        packages=traits.attention_packages,
     )
     return ResolvedConfig(
-        engine=replace(engine, scheduler=size_for_device(engine.scheduler, device_bytes)),
+        engine=replace(engine, scheduler=size_for_device(engine.scheduler, traits.device_bytes)),
         architecture=architecture,
         rank=rank,
         dtype=dtype,
-        weight_dtype=weight_dtype,
+        weight_dtype=choose_weight_dtype(
+            engine.model.dtype,
+            architecture,
+            dtype,
+            device=device,
+            quantization=quantization,
+            native_kernels=native_kernels,
+        ),
         kv_dtype=kv_dtype,
         quantization=quantization,
-        activation_bits=choose_activation_bits(
-            engine.model.activation_bits,
-            quantization,
-            kv_dtype,
-            device=device,
-            prefers_8_bit_inputs=prefers_8_bit_inputs,
-        ),
+        activation_bits=choose_activation_bits(engine.model.activation_bits, quantization, kv_dtype, traits),
         attention_backend=choose_attention_backend(engine.worker.attention_backend, site),
         batch_invariant=choose_batch_invariance(engine, site, quantization),
         has_step_by_device=not engine.scheduler.max_num_batched_tokens,
@@ -160,10 +130,8 @@ def choose_quantization(
     requested: str,
     architecture: ModelArchitecture,
     dtype: str,
+    traits: DeviceTraits,
     *,
-    device: str,
-    native_kernels: bool,
-    native_float8: bool = False,
     num_ranks: int = 1,
 ) -> str:
     """Return the form of linear weights that `model.quantization` means: none, q4, q8, int8 or fp8.
@@ -173,7 +141,6 @@ def choose_quantization(
 
     Args:
         dtype: Precision of activations.
-        device, native_kernels, native_float8: As of `resolve_for_device`.
         num_ranks: Number of ranks that share the inputs of some layers.
 
     Raises:
@@ -183,20 +150,18 @@ def choose_quantization(
         return "none"
     wanted = "q4" if requested == "auto" else requested
     obstacle = (
-        _obstacle_on_cpu(wanted, dtype, native_kernels=native_kernels)
-        if device == "cpu"
-        else _obstacle_on_cuda(wanted, device, native_float8=native_float8)
+        _obstacle_on_cpu(wanted, dtype, native_kernels=traits.native_kernels)
+        if traits.device == "cpu"
+        else _obstacle_on_cuda(wanted, traits.device, native_float8=traits.native_float8)
     ) or _indivisible_inputs(architecture, num_ranks)
     if requested == "auto":
-        return "q4" if device == "cpu" and obstacle is None else "none"
+        return "q4" if traits.device == "cpu" and obstacle is None else "none"
     if obstacle is None:
         return requested
     raise FeatureDisabled(f"model.quantization = {requested}", f"{obstacle}; set it to none or auto")
 
 
-def choose_activation_bits(
-    requested: str, quantization: str, kv_dtype: str, *, device: str, prefers_8_bit_inputs: bool
-) -> int:
+def choose_activation_bits(requested: str, quantization: str, kv_dtype: str, traits: DeviceTraits) -> int:
     """Return the bits that `model.activation_bits` means.
 
     `auto` keeps 16 beside a cache of 8 bits: together the two are coarser than a model in bfloat16 (adr/0022).
@@ -204,20 +169,19 @@ def choose_activation_bits(
     Args:
         quantization: Form of linear weights, resolved.
         kv_dtype: Precision of keys and values, resolved.
-        device, prefers_8_bit_inputs: As of `resolve_for_device`.
 
     Raises:
         FeatureDisabled: No product rounds its inputs so.
     """
-    is_rounded = device == "cpu" and quantization in ("q4", "q8", "int8")
+    is_rounded = traits.device == "cpu" and quantization in ("q4", "q8", "int8")
     if requested == "auto":
-        is_chosen = quantization == "int8" or (prefers_8_bit_inputs and kv_dtype != "int8")
+        is_chosen = quantization == "int8" or (traits.prefers_8_bit_inputs and kv_dtype != "int8")
         return 8 if is_rounded and is_chosen else 16
     if not is_rounded:
         raise FeatureDisabled(
             f"model.activation_bits = {requested}",
             "inputs are rounded to integers on CPUs with model.quantization = q4, q8 or int8 only, and this is "
-            f"{device} with {quantization}; set it to auto",
+            f"{traits.device} with {quantization}; set it to auto",
         )
     if quantization == "int8" and requested != "8":
         raise FeatureDisabled(

@@ -48,6 +48,28 @@ class RankFacts:
         return self.stage == self.num_stages - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTraits:
+    """The facts of a device that decide what `auto` means on it."""
+
+    device: str
+    """`cpu`, `cuda:<local_rank>` or `simulated`."""
+    prefers_bfloat16: bool = False
+    """Whether the device multiplies bfloat16 faster than float32."""
+    native_kernels: bool = False
+    """Whether the native kernels for CPUs are built and run on this processor."""
+    prefers_8_bit_inputs: bool = False
+    """Whether the native kernels multiply inputs in 8 bits faster than in 16."""
+    native_float8: bool = False
+    """Whether the device multiplies 8-bit floats itself."""
+    compute_capability: tuple[int, int] = (0, 0)
+    """Compute capability of a CUDA device."""
+    attention_packages: frozenset[str] = frozenset()
+    """As of `installed_packages`."""
+    device_bytes: int = 0
+    """Memory of a CUDA device."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
     """The operator's config, the checkpoint's architecture and this machine's answers to `auto`.
@@ -61,7 +83,7 @@ class ResolvedConfig:
     dtype: str = "float32"
     """`engine.model.dtype` with `auto` resolved: float32, bfloat16 or float16."""
     weight_dtype: str = "float32"
-    """Precision of weights that are not quantized and whose stored form has none: blocks of GGUF files that are
+    """Precision of weights that are not quantized and have none in their stored form: blocks of GGUF files that are
     dequantized, and random weights. Tensors stored in 16 bits are held in those if `dtype` is float32."""
     kv_dtype: str = "float32"
     """`engine.cache.dtype` with `auto` resolved: int8, float8_e4m3fn, or one of `dtype`'s."""

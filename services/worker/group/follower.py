@@ -133,7 +133,7 @@ class GroupFollower:
             HandshakeMismatch, ConfigError: The leader does not want this rank; says why.
         """
         parallel = self._parallel
-        started, refused_since, why = time.monotonic(), 0.0, "nobody listens there"
+        started, refused_since, why = time.monotonic(), 0.0, "nothing listens there"
         join = FollowerMessage(
             join={
                 "protocol": PROTOCOL,

@@ -213,11 +213,13 @@ class GroupLeader:
         """Have all followers end, and wait for that, a few seconds at most."""
         self._is_leaving = True
         if self._liveness is not None:
-            self._liveness.stop()
+            self._liveness.let_end()
         self.relay(LeaderMessage(leave={}))
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S), self._has_changed:
                 await self._has_changed.wait_for(lambda: not self._followers)
+        if self._liveness is not None:
+            self._liveness.stop()  # not before: a follower that has not read the message would take it for a loss
         if self._server is not None:
             self._server.close()
 

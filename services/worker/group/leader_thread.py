@@ -11,7 +11,8 @@ from triptych.wire.step import Step
 from triptych_services.worker.group.leader import GroupLeader
 from triptych_services.worker.group.messages import LeaderMessage
 from triptych_services.worker.runner.base import PhaseChange, Runner, do_nothing
-from triptych_services.worker.service.runner_thread import Deliver, RunnerThread
+from triptych_services.worker.service.runner_thread import RunnerThread
+from triptych_services.worker.service.session_steps import Deliver
 
 
 class LeaderThread(RunnerThread):

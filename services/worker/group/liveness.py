@@ -76,6 +76,7 @@ class Liveness:
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
         self._is_stopping = threading.Event()
+        self._may_end = threading.Event()
 
     @property
     def port(self) -> int:
@@ -107,8 +108,12 @@ class Liveness:
         """Note that the group serves: from now on a rank may be silent for `silence_timeout_s` only."""
         self._limit = BEATS
 
+    def let_end(self) -> None:
+        """Take the end or the silence of a peer for what was asked of it. The others get beats until `stop`."""
+        self._may_end.set()
+
     def stop(self) -> None:
-        """Stop watching for the ends of the others."""
+        """Stop watching for the ends of the others, and close the connections to them."""
         self._is_stopping.set()
 
     def _run(self) -> None:
@@ -152,7 +157,7 @@ class Liveness:
         except OSError:
             beats = b""
         if not beats:
-            raise _Lost(f"{peer.name} is gone")
+            self._lose(peer, "is gone")
         peer.num_silent_beats = 0
 
     def _add(self, peer: _Peer, connection: socket.socket) -> None:
@@ -162,17 +167,27 @@ class Liveness:
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _beat(self) -> None:
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             peer.num_silent_beats += 1
             if peer.num_silent_beats >= self._limit:
-                raise _Lost(f"{peer.name} has been silent for {self._limit * self._beat_s:g} s")
+                self._lose(peer, f"has been silent for {self._limit * self._beat_s:g} s")
             try:
                 if peer.connection is not None:
                     peer.connection.send(_BEAT)
             except BlockingIOError:
                 pass  # it reads nothing, and is found silent
             except OSError:
-                raise _Lost(f"{peer.name} is gone") from None
+                self._lose(peer, "is gone")
+
+    def _lose(self, peer: _Peer, how: str) -> None:
+        """End with a loss, or forget the peer if it may end."""
+        if not self._may_end.is_set():
+            raise _Lost(f"{peer.name} {how}") from None
+        self._peers = {rank: other for rank, other in self._peers.items() if other is not peer}
+        if peer.connection is not None:
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+            peer.connection = None
 
 
 class _Lost(Exception):

@@ -35,7 +35,7 @@ class KvTransferService:
             store: Returns the runner's blocks, which are others after each sleep. Called while a session begins.
 
         Raises:
-            ConfigError: The port cannot be had.
+            ConfigError: The port is taken.
             FeatureDisabled: The runner's blocks cannot be transferred.
         """
         store()

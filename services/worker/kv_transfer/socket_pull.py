@@ -111,7 +111,7 @@ class _SocketPull:
         """Receive all blocks.
 
         Args:
-            head: Of the first frame, whose content is still to come.
+            head: Of the first frame; its content is still to come.
         """
         pull, sink = self._sink.pull, self._sink
         buffer = memoryview(bytearray(CHUNK_BYTES))

@@ -42,7 +42,7 @@ MAX_UNKNOWN = 8
 """Places among them for leases that are not here yet."""
 MAX_UNKNOWN_PER_PEER = 4
 MAX_ASKING = 64
-"""Connections whose request has not come."""
+"""Connections without their request yet."""
 MAX_ASKING_PER_PEER = 16
 REQUEST_S = 0.2
 """Seconds in which a connection must send its request."""
@@ -55,7 +55,7 @@ _CLOSE_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Asking:
-    """A connection whose request has not come whole."""
+    """A connection without its whole request yet."""
 
     connection: socket.socket
     peer: str
@@ -74,11 +74,6 @@ class BlockServer:
         self._thread: threading.Thread | None = None
         self._places = _Places()
         self._stop_reader, self._stop_writer = socket.socketpair()
-
-    @property
-    def num_connections(self) -> int:
-        """Pulls that are being served."""
-        return len(self._places)
 
     def bind(self, host: str, port: int) -> int:
         """Listen, and return the port. Raises OSError."""
@@ -186,7 +181,7 @@ class _Places:
     def __init__(self) -> None:
         self._connections: set[socket.socket] = set()
         self._unknown: dict[socket.socket, str] = {}
-        """Those of them whose lease is not here yet -> host of the peer."""
+        """Those of them without their lease yet -> host of the peer."""
         self._lock = threading.Lock()
         self.is_closed = False
 

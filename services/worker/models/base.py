@@ -13,7 +13,7 @@ from triptych_services.worker.layers.weights import LoadedTensor
 
 
 class CausalLM(Protocol):
-    """A decoder that predicts the next token; an nn.Module whose weights are undefined until they are loaded."""
+    """A decoder that predicts the next token; an nn.Module with weights that are undefined until they are loaded."""
 
     def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
         """Allocate this rank's share of the weights, in the form in which they are computed with.

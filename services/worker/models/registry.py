@@ -14,7 +14,7 @@ ENTRY_POINT_GROUP = "triptych.models"
 
 _name_to_model: dict[str, type[CausalLM] | str] = {
     "LlamaForCausalLM": "triptych_services.worker.models.llama:LlamaForCausalLM",
-    # the same network; a sliding window, its only difference, is refused where config.json is read
+    # the same network; its sliding window is an option of the attention layer
     "MistralForCausalLM": "triptych_services.worker.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "triptych_services.worker.models.mixtral:MixtralForCausalLM",
     "Qwen2ForCausalLM": "triptych_services.worker.models.qwen2:Qwen2ForCausalLM",

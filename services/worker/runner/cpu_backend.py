@@ -187,7 +187,7 @@ def create_cpu_backend(
     received: Tensor | None = None,
     samples: bool = True,
 ) -> RecordedBackend | EagerBackend:
-    """Create the backend for a device whose steps are complete when they have been launched.
+    """Create the backend for a device that has completed a step when it has launched it.
 
     Args:
         inputs: Buffers in which every step is gathered.

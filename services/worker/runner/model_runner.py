@@ -77,52 +77,30 @@ class ModelRunner(StepRunner):
         """
         self._group = group or OneRank()
         self._kv_caches = kv_caches
-        self._rows = RequestRows(
-            max_num_seqs=facts.max_num_seqs,
-            max_model_len=facts.model.max_model_len,
-            max_num_batched_tokens=facts.max_num_batched_tokens,
-            num_blocks=facts.kv.num_blocks,
-            block_size=facts.kv.block_size,
-            vocab_size=facts.model.vocab_size,
-        )
-        max_num_seqs, max_blocks = self._rows.block_table.shape
-        max_num_tokens = facts.max_num_batched_tokens
-        self._inputs = InputBuffers(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_tokens,
-            max_blocks=max_blocks,
-            attention=attention or PagedAttention(),
-            feedback=FeedbackBuffers(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_tokens)
-            if stream is not None
-            else None,
+        self._rows = _create_rows(facts)
+        self._inputs = _create_inputs(
+            self._rows, facts, attention or PagedAttention(), reads_last_tokens=stream is not None
         )
         self._forms = StructuredForms(
-            max_num_seqs,
+            facts.max_num_seqs,
             compiler=grammars,
             eos_token_ids=facts.model.eos_token_ids,
             history=self._rows.history,
             group=self._group,
         )
         processors = create_logits_processors(
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=facts.max_num_seqs,
             eos_token_ids=facts.model.eos_token_ids,
             history=self._rows.history,
             forms=self._forms,
         )
         sampler = Sampler(self._rows.sampling, self._rows.history, processors)
         scorer = PromptScorer(self._rows, model.compute_logits)
+        parts = model, sampler, scorer
         self._backend, self._steps = (
-            self._steps_on_host(model, sampler, scorer, stage=stage, enforce_eager=enforce_eager)
+            self._steps_on_host(*parts, stage=stage, enforce_eager=enforce_eager)
             if stream is None
-            else self._steps_on_device(
-                model,
-                sampler,
-                scorer,
-                stream=stream,
-                facts=facts,
-                enforce_eager=enforce_eager,
-                max_graph_tokens=max_graph_tokens,
-            )
+            else self._steps_on_device(*parts, stream, facts, enforce_eager, max_graph_tokens)
         )
         kernels = describe_kernels(self._backend.description, self._inputs.attention)
         self._facts = replace(facts, kernels=kernels)
@@ -156,7 +134,6 @@ class ModelRunner(StepRunner):
         model: CausalLM,
         sampler: Sampler,
         scorer: PromptScorer,
-        *,
         stream: DeviceStream,
         facts: WorkerFacts,
         enforce_eager: bool,
@@ -251,3 +228,28 @@ class ModelRunner(StepRunner):
             sizes = self._inputs.gather(self._rows, step)
             on_prepared()
             return self._steps.launch(plan.step_id, step, sizes, started)
+
+
+def _create_rows(facts: WorkerFacts) -> RequestRows:
+    return RequestRows(
+        max_num_seqs=facts.max_num_seqs,
+        max_model_len=facts.model.max_model_len,
+        max_num_batched_tokens=facts.max_num_batched_tokens,
+        num_blocks=facts.kv.num_blocks,
+        block_size=facts.kv.block_size,
+        vocab_size=facts.model.vocab_size,
+    )
+
+
+def _create_inputs(
+    rows: RequestRows, facts: WorkerFacts, attention: AttentionBackend, *, reads_last_tokens: bool
+) -> InputBuffers:
+    """Create the inputs of steps.
+
+    Args:
+        reads_last_tokens: Whether a step is launched before the tokens of the one before it are on the host.
+    """
+    max_num_seqs, max_blocks = rows.block_table.shape
+    sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": facts.max_num_batched_tokens}
+    feedback = FeedbackBuffers(**sizes) if reads_last_tokens else None
+    return InputBuffers(**sizes, max_blocks=max_blocks, attention=attention, feedback=feedback)

@@ -1,4 +1,4 @@
-"""Steps of a model whose layers are spread over stages, each in a process of its own: docs/adr/0033.
+"""Steps of a model with layers spread over stages, each in a process of its own: docs/adr/0033.
 
     first stage   | step 1 | step 2 | step 3 | step 4 |      steps 1 and 3 compute other rows than 2 and 4
     last stage             | step 1 | step 2 | step 3 |

@@ -101,7 +101,7 @@ class RequestRows:
         self.prompt_logprobs_start: I64 = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] positions of the prompt below this have been reported; only of slots in the map below."""
         self.slot_to_prompt_top: dict[int, int] = {}
-        """Slot to the number of alternatives per prompt token, of the rows whose prompt is still to be reported."""
+        """Slot to the number of alternatives per prompt token, of rows with a prompt to be reported yet."""
 
     def apply(self, plan: StepPlan) -> StepRows:
         """Carry out a plan's removals, new rows and new blocks, and return the rows that it computes.

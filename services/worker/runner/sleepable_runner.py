@@ -114,7 +114,7 @@ class SleepableRunner(Runner):
             if is_copied:
                 host_copy = HostCopy(_module(self.model))  # before anything changes, since it may fail
         except MemoryShort as error:
-            failure = error.with_traceback(None)  # whose frames would keep the copy alive
+            failure = error.with_traceback(None)  # its frames would keep the copy alive
         if (failure := self._agree_on(failure)) is not None:
             if host_copy is not None:
                 host_copy.discard()

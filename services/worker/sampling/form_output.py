@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COMPILE_TIMEOUT_S = 30.0
 """The longest wait of a request for its grammar. The frontend has compiled it before, in a few seconds at most."""
 GRACE_S = 0.005
-"""The longest wait of a step for grammars whose rows may be left out: most need no more, and come in one step then."""
+"""The longest wait of a step for grammars of rows that may be left out: most need no more, and come in one step."""
 MASK_BURST_S, MASK_S = 0.25, 0.002
 """CPU time that the masks of one request may take: at the beginning, as automata are built, and for each token more."""
 SLOW_MASK_S = 0.0005
@@ -178,7 +178,7 @@ def await_grammars(outputs: Collection[FormOutput], *, may_defer: bool) -> NDArr
 
 
 def leave_out_late(outputs: Iterable[FormOutput]) -> None:
-    """Leave out of a step the outputs whose masks would hold it for too long: of the slow ones, the slowest.
+    """Leave out of a step the outputs with masks that would hold it for too long: of the slow ones, the slowest.
 
         expected to take   0.1   0.1   0.3   0.6   2.5   4.9   5.0  ms
                            └── always ──┘  └ up to 8 ms ┘ └ left out
@@ -204,7 +204,7 @@ def leave_out_late(outputs: Iterable[FormOutput]) -> None:
 
 
 def _why_not_consumed(matcher: LLMatcher) -> RowError:
-    """Return the error of a row whose matcher has not taken a token."""
+    """Return the error of a row after its matcher has not taken a token."""
     why = _first_line(matcher.get_error())
     if _NO_MATCH in why:
         why = f"the output so far does not have this form: {why}; go on with another request"

@@ -83,7 +83,7 @@ class ChosenTokens:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors whose values `Sampler.read` takes, in its order."""
+        """The tensors of the values that `Sampler.read` takes, in its order."""
         tensors: tuple[Tensor, ...] = (self.token_ids,)
         if self.token_ids is not self.first:
             tensors += (self.first,)
@@ -244,7 +244,7 @@ class _Processors:
     def change(self, logits: Tensor, chosen: Tensor, slots: I64) -> _ChangedLogits | None:
         """Return the logits of the rows that change in this step, or None if none does.
 
-        A row whose first choice stands all the same does not change.
+        A row that keeps its first choice all the same does not change.
         """
         fused, direct = _active(self._fused, slots), _active(self._direct, slots)
         if direct and chosen.device.type == "cpu":  # other devices would have to be waited for
@@ -309,7 +309,7 @@ def _unsettled(
     chosen: NDArray[np.generic],
     slots: I64,
 ) -> list[tuple[DirectProcessor, Flags]]:
-    """Return `direct` without the rows whose first choice stands, see `JudgingProcessor`."""
+    """Return `direct` without the rows that keep their first choice, see `JudgingProcessor`."""
     num_changes = np.sum([flags for _, flags in (*fused, *direct)], axis=0)
     unsettled = []
     for processor, flags in direct:

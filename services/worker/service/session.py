@@ -41,7 +41,7 @@ class EngineHello:
     resume_session: str = ""
     """Empty: begin a new session."""
     last_result_seen: int = 0
-    """To resume: the last step whose result the engine holds."""
+    """To resume: the last step with a result that the engine holds."""
     last_session: str = ""
     """Name of the last session that this engine was granted. Empty: none."""
 

@@ -25,7 +25,7 @@ def load_runner(
         place: Of several ranks: set when they have met, within a deadline of its own.
 
     Raises:
-        ModelNotFound, ModelError: the model cannot be had, or its files are not whole.
+        ModelNotFound, ModelError: the model is not available, or its files are not whole.
         ConfigError, FeatureDisabled: what the operator asks for cannot be done here.
         RankUnavailable, HandshakeMismatch: other ranks are missing, or differ.
     """
@@ -37,7 +37,7 @@ def load_runner(
 
         boot_id = str(uuid.uuid4()) if place is None else place.result().generation
         return create_simulated_runner(config, directory, boot_id=boot_id, on_phase=on_phase)
-    from triptych_kernels.cpu.build import DIGEST
+    from triptych_kernels.cpu.compile import DIGEST
 
     if DIGEST.is_file():
         # Read when torch is imported: its threads must not spin on the cores that native kernels' threads work on.

@@ -86,9 +86,9 @@ class SimulatedBlocks:
         self._content[blocks, positions % self._block_size] = content[first - start :]
 
     def _check_running(self, slots: I64, starts: I64) -> dict[RowKey, RowError]:
-        """Return the rows whose blocks hold something else than they have written or found there.
+        """Return the rows with something else in their blocks than they have written or found there.
 
-        One position of each block is looked at, and the last one: whoever overwrites blocks overwrites them whole.
+        One position of each block is looked at, and the last one: a row that overwrites blocks overwrites them whole.
 
         Args:
             slots: [num_rows] rows that have computed tokens.

@@ -37,7 +37,7 @@ _QUARTER = 1 << 62  # of the values of 64 bits
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """The constraints of one request, and its output as far as they read it."""
+    """The constraints of one request, and the part of its output that they read."""
 
     allowed_ids: I64 | None
     biases: dict[int, float]
@@ -49,7 +49,7 @@ class _Request:
 
 
 class ConstrainedChoices:
-    """The requests whose tokens are not any word, by slot. Owned by the sampler."""
+    """The requests with tokens that are not any word, by slot. Owned by the sampler."""
 
     def __init__(
         self,

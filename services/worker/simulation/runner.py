@@ -21,7 +21,7 @@ from triptych.types.facts import Phase, SleepLevel, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
 from triptych_services.worker.context.resolve import resolve_for_device
-from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.context.resolved_config import DeviceTraits, ResolvedConfig
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.runner.base import CompletedStep, PendingStep, do_nothing
 from triptych_services.worker.runner.prompt_targets import take_prompt_targets
@@ -243,7 +243,7 @@ def create_simulated_runner(
     simulation, architecture = engine.simulation, read_architecture(directory)
     # Like the accelerators that it simulates, and unlike many a CPU, it has native bfloat16.
     config = resolve_for_device(
-        engine, architecture, device=DEVICE, prefers_bfloat16=True, native_kernels=False
+        engine, architecture, DeviceTraits(device=DEVICE, prefers_bfloat16=True, native_kernels=False)
     )
     # Every rank simulates all stages, and has as many blocks as the first one.
     config = replace(config, rank=replace(config.rank, stage=0))
@@ -279,16 +279,20 @@ def create_simulated_runner(
             directory, vocab_size=architecture.vocab_size, eos_token_ids=architecture.eos_token_ids
         ),
         eos_probability=simulation.eos_probability,
-        stages=SimulatedStages(
-            step_time,
-            num_stages=num_stages,
-            max_num_seqs=facts.max_num_seqs,
-            clock=time.perf_counter_ns,
-            sleep=time.sleep,
-        )
-        if num_stages > 1
-        else None,
+        stages=_create_stages(step_time, num_stages, facts.max_num_seqs),
         has_blocks=engine.worker.kv_transfer,
+    )
+
+
+def _create_stages(step_time: StepTimeModel, num_stages: int, max_num_seqs: int) -> SimulatedStages | None:
+    if num_stages == 1:
+        return None
+    return SimulatedStages(
+        step_time,
+        num_stages=num_stages,
+        max_num_seqs=max_num_seqs,
+        clock=time.perf_counter_ns,
+        sleep=time.sleep,
     )
 
 

@@ -214,7 +214,7 @@ class SimulatedSampler:
         return tuple(failures)
 
     def _gather_logprobs(self, token_ids: I64, slots: I64, bits: U64) -> LogprobColumns | None:
-        """Return those of the tokens whose slots asked; None if none did.
+        """Return those of the tokens with slots that asked; None if none did.
 
         The chosen token is the likeliest, and the words after it follow as (1 - q) q^rank.
         """

@@ -29,7 +29,7 @@ class DecodeTiles:
     """Keys of one step."""
     num_warps: int
     num_stages: int
-    """The step that is computed, and those whose keys and values are being loaded at the same time."""
+    """The step that is computed, and those that load their keys and values at the same time."""
     programs_per_sm: int = 2
     """Number of programs that a multiprocessor holds at once; the grid has as many for every step."""
 
@@ -102,7 +102,7 @@ def _default_prefill_tiles(head_dim: int, kv_dtype: torch.dtype) -> PrefillTiles
 
 
 def _prefill_candidates(head_dim: int, kv_dtype: torch.dtype) -> Iterator[PrefillTiles]:
-    """Yield tiles whose accumulators fit the registers and whose stages fit shared memory."""
+    """Yield tiles with accumulators that fit the registers and stages that fit shared memory."""
     block_d = triton.next_power_of_2(head_dim)
     for block_m, block_n, num_warps, num_stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
         # in registers of 4 bytes a thread: the sums, and the scores with the weights made of them

@@ -105,7 +105,7 @@ def _default_tiles(out_features: int, in_features: int, element_dtype: torch.dty
 def _candidates(
     out_features: int, in_features: int, element_dtype: torch.dtype, rows: int
 ) -> Iterator[_Tiles]:
-    """Yield tiles whose sums fit the registers, with enough bytes in flight and at most 227 KiB."""
+    """Yield tiles with sums that fit the registers, with enough bytes in flight and at most 227 KiB."""
     for block_n, block_m, num_warps in product((64, 128, 256), (16, 32, 64, 128, 256), (4, 8)):
         sums = block_n * block_m // (32 * num_warps)  # of a thread
         if not min(rows, 256) // 4 <= block_m <= rows or not min(rows, 64) // 4 <= sums <= 128:

@@ -1,4 +1,4 @@
-"""Products of a mixture whose experts' weights have 4 or 8 bits in groups of 32 inputs.
+"""Products of a mixture of experts with weights of 4 or 8 bits in groups of 32 inputs.
 
 Each tile is computed as by `quantized_linear`, but over all inputs at once: even few rows make a program for every few
 columns of every chosen expert, which fills the device without splits of the inputs. A row's groups are added in one

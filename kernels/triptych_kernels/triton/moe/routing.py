@@ -20,7 +20,7 @@ from torch import Tensor
 
 _MOST_TOKENS = 64  # of one program
 _MOST_LOGITS = 2048  # of one program: 16 per thread, several times over in registers
-_COUNTS_AT_ONCE = 16  # programs whose counts one program adds up at a time
+_COUNTS_AT_ONCE = 16  # programs that one program adds up the counts of at a time
 _TILES_AT_ONCE = 64
 
 

@@ -1,4 +1,4 @@
-"""Products of a mixture whose experts' weights have 8 bits with a scale per output; inputs are rounded to 8 bits too.
+"""Products of a mixture of experts with weights of 8 bits and a scale per output; inputs are rounded to 8 bits too.
 
 Tokens are rounded once, before they are routed; the inputs of the second product are rounded pair by pair. Tiles are
 those of `w8a8_linear`, each over all inputs at once as in `quantized_experts`, with the same part measured.

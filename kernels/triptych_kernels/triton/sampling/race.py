@@ -77,7 +77,7 @@ def words_of_quads(seed, position, quads):
     position_low = tl.zeros_like(low) + (position & 0xFFFFFFFF).to(tl.uint32)
     position_high = tl.zeros_like(low) + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, position_low, position_high, low, tl.zeros_like(low))
-    # a join adds an innermost axis: [Q, 2, 2] whose entry [a, b] is word 2 * a + b
+    # a join adds an innermost axis: [Q, 2, 2] with word 2 * a + b as entry [a, b]
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (quads.shape[0], 4))
 
 

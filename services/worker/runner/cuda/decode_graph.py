@@ -27,7 +27,7 @@ from triptych_services.worker.runner.input_batch import StepSizes
 
 
 class DecodeGraphPath:
-    """A `StepPath` for steps whose rows all compute one token and sample."""
+    """A `StepPath` for steps of rows that all compute one token and sample."""
 
     description = "triton graphs"
 

@@ -47,7 +47,7 @@ class GraphRecorder(Protocol):
 
 
 class CudaGraphRecorder:
-    """A `GraphRecorder` whose graphs share one pool."""
+    """A `GraphRecorder` of graphs that share one pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_bytes = 0

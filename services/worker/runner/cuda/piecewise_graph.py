@@ -3,7 +3,7 @@
     replay [embed … write keys] | attend | replay [project … write keys] | attend | … | replay [project … norm] | sample
 
 A graph repeats launches of fixed shapes. With padded tokens all operations of a step have fixed shapes but attention,
-whose grid depends on the rows, and sampling: these two are launched as they are. In a small model such a step is
+with a grid that depends on the rows, and sampling: these two are launched as they are. In a small model such a step is
 bounded by the host's time to launch, not by the device. Buckets are recorded at the same time as those of decodes.
 """
 

@@ -108,17 +108,7 @@ def create_runner(
         load_s=load_s,
     )
     factory = RunnerFactory(config, directory, facts, group, on_phase)
-    return SleepableRunner(
-        model,
-        device=device,
-        needs=MemoryNeeds(
-            facts.weight_bytes, kv.shape.num_blocks * kv.shape.block_bytes, kv.activation_bytes
-        ),
-        load=factory.load,
-        create=factory.create,
-        warm_up=factory.warm_up,
-        group=group,
-    )
+    return factory.sleepable(model, activation_bytes=kv.activation_bytes)
 
 
 class RunnerFactory:
@@ -183,6 +173,24 @@ class RunnerFactory:
         if not runner.computes_with_torch:
             leave_cores_to_kernels()
         return runner
+
+    def sleepable(self, model: CausalLM, *, activation_bytes: int) -> SleepableRunner:
+        """Create a runner that can give back the model's memory and load the model again.
+
+        Args:
+            model: The loaded model.
+            activation_bytes: Bytes that a step takes besides weights and KV cache.
+        """
+        kv = self._facts.kv
+        return SleepableRunner(
+            model,
+            device=self._device,
+            needs=MemoryNeeds(self._facts.weight_bytes, kv.num_blocks * kv.block_bytes, activation_bytes),
+            load=self.load,
+            create=self.create,
+            warm_up=self.warm_up,
+            group=self._group,
+        )
 
     def warm_up(self, runner: ModelRunner) -> None:
         """Prepare a runner for step 1, which all ranks do together."""

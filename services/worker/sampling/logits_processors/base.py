@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedRows:
-    """The rows of one step whose logits at least one processor changes."""
+    """The rows of one step with logits that at least one processor changes."""
 
     rows: I64
     """[num_changed] rows of the step's logits, ascending."""
@@ -114,11 +114,11 @@ class DirectProcessor(LogitsProcessor, Protocol):
 class JudgingProcessor(DirectProcessor, Protocol):
     """A processor that only masks, and that says of one token whether it may come for much less than all masks cost.
 
-    Where it alone would change a row and lets the first choice pass, no other token is better: the choice stands.
+    Where it alone would change a row and lets the first choice pass, no other token is better: the choice is kept.
     """
 
     def lets_pass(self, slot: int, token_id: int) -> bool:
-        """Return whether the first choice of a slot stands; False where that takes `apply` to say.
+        """Return whether the first choice of a slot is kept; False where that takes `apply` to say.
 
         Args:
             token_id: Best token among the logits as the model made them; negative: there is none.

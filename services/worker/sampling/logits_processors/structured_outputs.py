@@ -63,7 +63,7 @@ class StructuredForms:
             group: The ranks that sample the same rows, which leave out the same ones; None: one rank.
         """
         self.may_defer = False
-        """Whether rows whose grammar is not compiled, or whose mask is late, are left out of a step. It waits for them
+        """Whether rows without a compiled grammar, or with a late mask, are left out of a step. It waits for them
         otherwise. The runner sets it for each step."""
         self._mask_ns = 0
         self._group = group or OneRank()

@@ -123,7 +123,7 @@ class RowTiles {
   float* inputs_;
 };
 
-constexpr int64_t kChunk = 1024;  // inputs whose float32 weights are in the second-level cache at a time
+constexpr int64_t kChunk = 1024;  // inputs that have their float32 weights in the second-level cache at a time
 
 // Where a tile takes its weights from. kFloatsAhead also fetches the chunk that follows in memory, so that memory is
 // read while later tiles compute.

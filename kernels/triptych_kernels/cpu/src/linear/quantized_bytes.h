@@ -29,7 +29,7 @@ namespace triptych::bytes {
 constexpr int kSteps = kGroup / 4;
 constexpr float kLevels = 254.0f;  // between the smallest and the largest input; both round up at times, to 255
 constexpr int32_t kLowest = -128;
-constexpr float kCenter = 12582912.0f;  // 1.5 * 2^23, whose units are 1
+constexpr float kCenter = 12582912.0f;  // 1.5 * 2^23, with units of 1
 constexpr int32_t kCenterBits = 0x4b400000;
 static_assert(kGroup * 128 * 255 < 1 << 22 && kGroup * 15 * 255 < 1 << 22);
 
