@@ -30,7 +30,7 @@ from tests.oracle.entries import Entry, read_entries
 from triptych.hub.resolve import EMBEDDED, resolve_model
 
 SHORT_PROMPT_LEN = 128
-"""Prompts of docs/adr/0003, 0006 and 0007: their figures are means over 14 prompts of at most so many tokens."""
+"""Prompts of docs/adr/0003, 0006 and 0007: their figures are means over the 14 prompts of at most this length."""
 DEFAULT_MODES = (
     {"model.dtype": "float32", "model.quantization": "none"},
     {"model.dtype": "float32", "model.quantization": "q4"},

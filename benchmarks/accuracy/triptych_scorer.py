@@ -58,7 +58,7 @@ def _token_by_token(runner: Runner, entries: Sequence[Entry]) -> list[Scores]:
     """Score all continuations as they are served: prompts one by one, then all rows decode together.
 
     `allowed_token_ids` forces the token of a row, and log-probabilities are taken before any mask. Each step has
-    rows of its own, as after a preemption whose blocks were kept, so that each row may force another token.
+    rows of its own, as after a preemption that left the blocks in place, so that each row may force another token.
     """
     num_tokens = len(entries[0].tokens)
     lengths = [len(entry.prompt) + num_tokens for entry in entries]

@@ -52,11 +52,11 @@ def arrivals_s(submits: list[SubmitRequest]) -> float:
     engine = EngineCore(replace(config, scheduler=replace(config.scheduler, **limits)))
     facts = worker_facts(num_blocks=NUM_BLOCKS, max_model_len=8192, **limits)
     engine.worker_ready(facts, after_crash=False)
-    engine.open_session(SESSION)
+    engine.frontends.open_session(SESSION)
     received = engine_core_pb2.SubmitBatch(requests=map(submit_to_proto, submits)).SerializeToString()
     started_s = time.perf_counter()
     for message in engine_core_pb2.SubmitBatch.FromString(received).requests:
-        engine.submit(SESSION, submit_from_proto(message))
+        engine.frontends.submit(SESSION, submit_from_proto(message))
     plan = engine.plan()
     assert plan is not None
     worker_pb2.ExecuteRequest(step=plan_to_proto(plan)).SerializeToString()

@@ -23,14 +23,14 @@ from triptych.types.identity import ModelIdentity
 from triptych.types.outputs import OutputBatch
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
-from triptych.types.submit import EngineLimits, ModelTerms, SubmitRequest
+from triptych.types.submit import EngineLimits, ModelTerms, RequestHead, SubmitRequest
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
 from triptych_services.enginecore.request import Request
-from triptych_services.frontend.engines.journey import Journey, Submission
-from triptych_services.frontend.engines.mover import Mover, MoveTerms
-from triptych_services.frontend.engines.router import Router
 from triptych_services.frontend.engines.session import EngineLoss, EngineSession
-from triptych_services.frontend.outputs import RequestOutputs
+from triptych_services.frontend.routing.router import Router
+from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
+from triptych_services.frontend.streams.outputs import RequestOutputs
+from triptych_services.frontend.streams.route import ChoiceRoute, Submission
 
 NUM_ROWS = 4096
 
@@ -83,12 +83,15 @@ def loss_s() -> float:
         for _ in range(NUM_ROWS):
             outputs.add_choice(sampling, None, [1, 2, 3], "")  # type: ignore[arg-type] # needs no tokenizer
         request = _group(NUM_ROWS, 3, sampling, first=1)
-        mover = Mover(Router(), FrontendMetrics.create(CollectorRegistry()), MoveTerms())
+        migrator = Migrator(Router(), FrontendMetrics.create(CollectorRegistry()), MigrationTerms())
         model = ModelFacts("m", ModelIdentity("f"), 1000, 1 << 20, (), "float32", "float32", "none")
         terms = ModelTerms(model, EngineLimits(), model.max_model_len)
-        submission = Submission("r", terms, request.prompt_token_ids, sampling)
-        journeys = [Journey(submission, choice, mover, seed=choice.index) for choice in outputs.choices]
-        session.submit(request, journeys)
+        submission = Submission(RequestHead("r"), terms, request.prompt_token_ids, sampling)
+        routes = [
+            ChoiceRoute(submission, choice, migrator.on_change, seed=choice.index)
+            for choice in outputs.choices
+        ]
+        session.submit(request, routes)
         token_ids = np.full(NUM_ROWS, 5, np.uint32)
         batch = OutputBatch(1, admitted=request.numbers, numbers=request.numbers, token_ids=token_ids)
         session.take_in(batch, 0)
@@ -127,7 +130,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
 def _group(num_choices: int, length: int, sampling: SamplingParams, first: int = 0) -> SubmitRequest:
     numbers = np.arange(first, first + num_choices)
     return SubmitRequest(
-        request_id="r",
+        head=RequestHead("r"),
         numbers=numbers.astype(np.uint32),
         seeds=numbers.astype(np.uint64),
         prompt_token_ids=np.random.default_rng(0).integers(0, 32_000, length, dtype=np.uint32),

@@ -67,7 +67,7 @@ def create_scheduler(
     )
     scheduler = Scheduler(config, facts, enable_prefix_caching=enable_prefix_caching, clock=time.monotonic)
     for submit in submits:
-        scheduler.add(*Request.choices_of(submit, session=0))
+        scheduler.requests.add(*Request.choices_of(submit, session=0))
     return scheduler
 
 

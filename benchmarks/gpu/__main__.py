@@ -137,7 +137,7 @@ if __name__ == "__main__":
     parser.add_argument("--tiny", action="store_true", help="sizes that say nothing, to see that it runs")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="PART",
-        help="figures whose title holds one of these; default: all",
+        help="figures with one of these in their titles; default: all",
     )  # fmt: skip
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR",

@@ -120,7 +120,7 @@ class ModelBench:
         return max(read_s, 2 * num_parameters * num_tokens / self.bench.matrix_rate)
 
     def _start(self, num_streams: int) -> DecodingStreams:
-        """Return the model's streams, of which so many decode."""
+        """Return the model's streams; `num_streams` of them decode."""
         streams = self.loaded.streams(self.bench, self.config)
         streams.start(num_streams)
         streams.advance(_WARM_UP_STEPS)

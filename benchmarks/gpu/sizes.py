@@ -15,7 +15,7 @@ class Sizes:
 
     copy_bytes: int = 4 << 30
     matrix: int = 8192
-    """Rows and columns of the square product whose rate is the limit."""
+    """Rows and columns of the square product; its rate is the limit."""
     uncached_bytes: int = 256 << 20
     """Bytes that a row reads in turn so that no cache holds them: four times the L2 of an H200."""
     round_s: float = 0.25

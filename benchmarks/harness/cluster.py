@@ -12,7 +12,7 @@ from triptych.launcher.local_cluster import LocalCluster
 
 
 def simulated_config(step_ms: float, **overrides: Any) -> EngineConfig:
-    """Return the config of a stack whose worker computes nothing and whose steps take `step_ms`.
+    """Return the config of a stack with a worker that computes nothing and takes `step_ms` for each step.
 
     Args:
         overrides: Bare names of options, as `max_num_seqs`.

@@ -1,4 +1,4 @@
-"""The command line that all benchmarks share: rounds, JSON, an order for the interrupted."""
+"""The command line that all benchmarks share: rounds, JSON output, and an orderly end when it is interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One measured figure: its samples, their median and spread, and what bounds it."""
+"""One measured figure: its samples, their median and spread, and the limit that the machine sets."""
 
 from __future__ import annotations
 

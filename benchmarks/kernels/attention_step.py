@@ -88,7 +88,7 @@ def build_step(
     *,
     uncached_bytes: int,
 ) -> AttentionStep:
-    """Return a step whose rows have their blocks anywhere in the cache, as after some hours of service.
+    """Return a step; the blocks of its rows lie anywhere in the cache, as after some hours of service.
 
     Args:
         uncached_bytes: Size of all layers' caches together, at least, unless those are 1,000 layers.

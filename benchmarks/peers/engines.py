@@ -112,7 +112,7 @@ ENGINES = (
 
 
 def matching_engines(name: str) -> list[Engine]:
-    """Return the engine of this name, or those whose names start so; the type of a command's option.
+    """Return the engine of this name, or all that begin with it; the type of a command's option.
 
     Raises:
         ArgumentTypeError: There is none.

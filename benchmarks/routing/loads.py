@@ -36,7 +36,7 @@ class Load:
 
     name: str
     users: Callable[[np.random.Generator, int, float], Iterator[User]]
-    """Random numbers, engines and seconds -> users whose first turns come within these seconds."""
+    """Random numbers, engines and seconds -> users; their first turns come within these seconds."""
 
 
 def _words(rng: np.random.Generator, low: int, high: int) -> Tokens:

@@ -19,11 +19,11 @@ import numpy as np
 
 from benchmarks.harness.command import ROOT, module_command
 from benchmarks.harness.processes import Child
+from benchmarks.routing.engines import POLL_S, START_S, start_frontend, wait_ports
 from benchmarks.routing.loads import Tokens, User
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
 from triptych.hub import resolve_model
-from triptych.launcher.process import ServiceProcess
 from triptych.text.tokenizer import Tokenizer
 from triptych_services.worker.simulation.vocabulary import read_word_ids
 
@@ -34,8 +34,6 @@ _LAUNCH = {
     "sglang-router": ("sglang-router", "launch"),
     "vllm-router": ("vllm-router",),
 }
-_START_S = 120.0
-_POLL_S = 0.2
 _SETTLE_S = 3.0
 
 
@@ -77,48 +75,18 @@ def measure(
         slowdown: Seconds of this machine for each of the engines.
     """
     with ExitStack() as stack:
-        engines = stack.enter_context(
-            Child(
-                module_command(
-                    "benchmarks.routing.engines", f"--engines={num_engines}", f"--slowdown={slowdown}"
-                )
-            )
-        )
-        ports = engines.receive(_START_S)["ports"]
+        options = f"--engines={num_engines}", f"--slowdown={slowdown}"
+        engines = stack.enter_context(Child(module_command("benchmarks.routing.engines", *options)))
+        ports = engines.receive(START_S)["ports"]
+        # engines that share a core may be silent for a while, so nothing moves
         if contender in PEERS:
-            workers = [_start_frontend(stack, [port], "prefix") for port in ports]
-            url = _start_router(stack, contender, [_http_port(worker) for worker in workers])
+            workers = [start_frontend(stack, [port], moves="never") for port in ports]
+            url = _start_router(stack, contender, [wait_ports(worker)["http_port"] for worker in workers])
         else:
-            url = f"http://127.0.0.1:{_http_port(_start_frontend(stack, ports, contender))}"
+            frontend = start_frontend(stack, ports, routing=contender, moves="never")
+            url = f"http://127.0.0.1:{wait_ports(frontend)['http_port']}"
         answers = asyncio.run(_run(url, users, slowdown, num_engines))
-        return answers, engines.ask({}, _START_S)["busy_s"]
-
-
-def _start_frontend(stack: ExitStack, ports: Sequence[int], policy: str) -> ServiceProcess:
-    flags = {
-        "simulation.enabled": "true",
-        "frontend.port": 0,
-        "frontend.http-port": 0,
-        "frontend.admin-port": 0,
-        "frontend.metrics-port": 0,
-        "frontend.engine-addresses": ",".join(f"127.0.0.1:{port}" for port in ports),
-        "frontend.routing": policy,
-        "frontend.moves": "never",  # engines that share a core may be silent for a while
-        "log.level": "warning",
-    }
-    texts = [f"--{name}={value}" for name, value in flags.items()]
-    frontend = ServiceProcess("triptych_services.frontend", texts, os.environ, lambda line: None)
-    stack.callback(frontend.kill)
-    return frontend
-
-
-def _http_port(frontend: ServiceProcess) -> int:
-    ends_at = time.monotonic() + _START_S
-    while (ports := frontend.read_ports()) is None:
-        if (end := frontend.poll()) is not None or time.monotonic() > ends_at:
-            raise RuntimeError(f"the frontend {end or 'does not serve'}: " + " | ".join(frontend.tail))
-        time.sleep(_POLL_S)
-    return int(ports["http_port"])
+        return answers, engines.ask({}, START_S)["busy_s"]
 
 
 def _start_router(stack: ExitStack, router: str, ports: Sequence[int]) -> str:
@@ -178,7 +146,7 @@ async def _run(url: str, users: Sequence[User], slowdown: float, num_engines: in
 
 async def _wait_served(http: aiohttp.ClientSession, url: str) -> str:
     """Return the model's name once the engines serve it."""
-    ends_at = time.monotonic() + _START_S
+    ends_at = time.monotonic() + START_S
     while True:
         try:
             async with http.get(f"{url}/v1/models") as response:
@@ -189,7 +157,7 @@ async def _wait_served(http: aiohttp.ClientSession, url: str) -> str:
         except (aiohttp.ClientError, KeyError, IndexError, ValueError, RuntimeError) as error:
             if time.monotonic() > ends_at:
                 raise RuntimeError(f"{url} does not serve: {error!r}") from None
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
 
 
 async def _complete(

@@ -1,4 +1,4 @@
-"""Engines and a frontend's routing in simulated time: the real scheduler, news, outlook and policies; no wire."""
+"""Engines and a frontend's routing in simulated time: real scheduler, loads and policies; no wire."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from triptych.types.outputs import OutputBatch
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import single_choice
 from triptych_services.enginecore.engine import EngineCore
-from triptych_services.enginecore.frontends.news import INTERVAL_S
-from triptych_services.frontend.engines.outlook import EngineOutlook
-from triptych_services.frontend.engines.prefix_index import RoutedPrompt, keys_of
-from triptych_services.frontend.engines.routing_policy import RoutableEngine, RoutingPolicy, create_policy
+from triptych_services.enginecore.frontends.routing_updates import INTERVAL_S
+from triptych_services.frontend.routing.load import EngineLoad
+from triptych_services.frontend.routing.policy import RoutableEngine, RoutingPolicy, create_policy
+from triptych_services.frontend.routing.prefix_index import RoutedPrompt, keys_of
 from triptych_services.worker.simulation.device import SimulatedDevice
 from triptych_services.worker.simulation.runner import SimulatedRunner, create_simulated_runner
 
@@ -131,9 +131,9 @@ class Engine:
         )
         self.core = EngineCore(self._config, self._timeline)
         self.core.worker_ready(self._facts, after_crash=False)
-        self.core.open_session(_SESSION)
-        self.outlook = EngineOutlook(self._timeline)
-        self.outlook.note_hash(describe_hash(self._facts.kv.block_size))
+        self.core.frontends.open_session(_SESSION)
+        self.load = EngineLoad(self._timeline)
+        self.load.note_hash(describe_hash(self._facts.kv.block_size))
         self.requests: dict[int, Request] = {}
         self._next_number = 1
         self._free_at = 0.0
@@ -152,7 +152,7 @@ class Engine:
         self._next_number += 1
         self.num_sent += 1
         self.requests[number], request.engine = request, self
-        self.outlook.book([number], prompt.num_tokens, prompt)
+        self.load.book([number], prompt.num_tokens, prompt)
         sampling = SamplingParams(max_tokens=request.turn.num_output_tokens, ignore_eos=True)
         submit = single_choice(number, f"{number}", request.prompt, sampling, seed=number)
         life = self._life
@@ -160,7 +160,7 @@ class Engine:
 
     def _take(self, life: int, submit: object) -> None:
         if life == self._life:
-            self.core.submit(_SESSION, submit)  # type: ignore[arg-type]
+            self.core.frontends.submit(_SESSION, submit)  # type: ignore[arg-type]
             self._turn()
 
     def _turn(self) -> None:
@@ -188,7 +188,7 @@ class Engine:
     def _deliver(self, life: int, batch: OutputBatch) -> None:
         if life != self._life:
             return
-        self.outlook.note_batch(batch)
+        self.load.note_batch(batch)
         for number, token in zip(batch.owners.tolist(), batch.token_ids.tolist(), strict=True):
             request = self.requests[number]
             if request.first_at is None:
@@ -213,7 +213,7 @@ class Oracle:
             assert isinstance(engine, Engine)
             scheduler = engine.core.scheduler
             assert scheduler is not None
-            cached = set(keys_of(b"".join(scheduler._blocks.snapshot().hash_to_block)))
+            cached = set(keys_of(b"".join(scheduler._blocks.pool.snapshot().hash_to_block)))
             keys = prompt.keys(16)
             num_cached = next((place for place, key in enumerate(keys) if key not in cached), len(keys))
             on_the_way = sum(

@@ -1,4 +1,4 @@
-"""Requests of a hostile tenant: each asks for as much work beside the scheduler as is let in."""
+"""Requests of a hostile tenant: each costs the frontend as much work as its limits admit."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def send_body(address: str, path: str, body: bytes, key: str) -> int:
 
 
 def flood_headers(address: str, num_bytes: int) -> bytes:
-    """Send so many bytes of headers on one connection without a key, and return what comes back before it is closed."""
+    """Send `num_bytes` of headers on one connection without a key, and return what comes back before it is closed."""
     host, _, port = address.rpartition(":")
     chunk = b"".join(b"a%d: b\r\n" % index for index in range(1000))
     with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:

@@ -1,4 +1,4 @@
-"""The longest silence of running streams while long prompts arrive: one engine prefills for the other, or both do both.
+"""Measures the longest gap of streams while long prompts arrive: one engine prefills for the other, or both mix.
 
 Two workers and two engines in either case, with a frontend, all processes of their own. The model is simulated, with
 its times and without its weights, unless real weights are asked for. Long prompts arrive one after the other, each as
@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
+from tests.chaos.grounds.processes import ProcessGround
 from triptych.client.grpc_client import GenerationClient
 from triptych.config import SimulationConfig
-from triptych.launcher.process import ServiceProcess
 from triptych.types.events import DeltaEvent, FinishedEvent
 
 DEADLINE_S = 600.0
@@ -62,65 +62,14 @@ class Stream:
         return np.diff(times[(times >= since_s) & (times <= until_s)])
 
 
-@contextlib.contextmanager
-def tiers(roles: Sequence[str], options: Sequence[str]) -> Iterator[str]:
-    """Two workers, an engine for each, and a frontend; the frontend's address."""
-    with contextlib.ExitStack() as stack:
-        engines = []
-        for number, role in enumerate(roles):
-            worker = _start(
-                stack, "worker", "--worker.kv-transfer=true", "--worker.kv-transfer-port=0", *options
-            )
-            engines.append(
-                _start(
-                    stack,
-                    "enginecore",
-                    f"--engine.worker-address=127.0.0.1:{worker}",
-                    f"--engine.engine-id={role}-{number}",
-                    f"--engine.role={role}",
-                    *options,
-                )
-            )
-        addresses = ",".join(f"127.0.0.1:{port}" for port in engines)
-        port = _start(
-            stack,
-            "frontend",
-            f"--frontend.engine-addresses={addresses}",
-            "--frontend.serve-http=false",
-            "--frontend.admin-port=0",
-            *options,
-        )
-        yield f"127.0.0.1:{port}"
-
-
-def _start(stack: contextlib.ExitStack, name: str, *flags: str) -> int:
-    """Start a service that ends with the stack, and return its port."""
-    leaf = "engine" if name == "enginecore" else name
-    env = {key: text for key, text in os.environ.items() if not key.startswith("TRIPTYCH_")}
-    own = (f"--{leaf}.port=0", f"--{leaf}.metrics-port=0", "--log.level=warning")
-    process = ServiceProcess(
-        f"triptych_services.{name}", [*own, *flags], env, lambda line: print(line, file=sys.stderr)
-    )
-    stack.callback(process.kill)
-    while (ports := process.read_ports()) is None:
-        if (end := process.poll()) is not None:
-            raise RuntimeError(f"{name} {end}: {process.tail}")
-        time.sleep(_POLL_S)
-    return ports["port"]
-
-
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     options = [f"--model.model={arguments.model}", "--scheduler.max-num-seqs=64"]
     options.append(f"--scheduler.max-num-batched-tokens={arguments.budget}")
     if arguments.real:
-        options += [
-            "--model.dtype=float32",
-            "--worker.num-threads=1",
-            f"--cache.num-blocks={arguments.blocks}",
-        ]
+        options += ["--simulation.enabled=false", "--model.dtype=float32", "--worker.num-threads=1"]
+        options.append(f"--cache.num-blocks={arguments.blocks}")
     else:
         times = SimulationConfig()
-        options.append("--simulation.enabled=true")
         options += [
             f"--simulation.{name.replace('_', '-')}={arguments.slowdown * getattr(times, name)}"
             for name in ("base_ms", "prefill_token_us", "decode_row_us", "context_token_ns")
@@ -130,8 +79,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         longest: dict[str, float] = {}
         answers: dict[str, list[list[int]]] = {}
         for name, roles in _ROLES.items():
-            with tiers(roles, options) as address:
-                streams, prompts, gaps_s = asyncio.run(_load(address, arguments))
+            streams, prompts, gaps_s = asyncio.run(_run(roles, options, arguments))
             longest[name] = float(gaps_s.max())
             answers[name] = [stream.token_ids for stream in (*streams, *prompts)]
             yield Figure(f"{title}, {name}: longest silence", "ms", (1e3 * longest[name],))
@@ -147,6 +95,24 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         num_different = sum(a != b for a, b in zip(answers["mixed"], answers["disaggregated"], strict=True))
         error = f"{num_different} answers differ" if num_different else ""
         yield Figure(f"{title}: answers that differ", "", (num_different,), error=error)
+
+
+async def _run(
+    roles: Sequence[str], options: Sequence[str], arguments: argparse.Namespace
+) -> tuple[list[Stream], list[Stream], np.ndarray]:
+    """Load two workers with an engine each, of these roles, and a frontend."""
+    kind_to_flags = {"worker": ("--worker.kv-transfer=true", "--worker.kv-transfer-port=0", *options)}
+    kind_to_flags |= {f"enginecore-{place}": (f"--engine.role={role}",) for place, role in enumerate(roles)}
+    kind_to_flags |= {"enginecore": tuple(options), "frontend": tuple(options)}
+    with TemporaryDirectory() as folder:
+        ground = ProcessGround(Path(folder), num_engines=len(roles), num_frontends=1, options=kind_to_flags)
+        try:
+            for name in ground.members:
+                await ground.start(name)
+            await ground.wait_ready("frontend-0")
+            return await _load(ground.members["frontend-0"].address, arguments)
+        finally:
+            await ground.end_all()
 
 
 async def _load(address: str, arguments: argparse.Namespace) -> tuple[list[Stream], list[Stream], np.ndarray]:

@@ -2,8 +2,8 @@
 
 The worker is simulated and takes no time for a step, so that the services and the client share the machine's cores
 and nothing else limits them. The clients read bytes and take nothing apart: of HTTP they look for the stream's last
-event, of gRPC they count messages. Each stream sends so many requests, the next when the last has ended, and the
-figures are those of all together. `--beside logprobs` measures in turn with requests for each token's 20 best
+event, of gRPC they count messages. Each stream sends `--requests` requests, the next when the last has ended, and the
+figures are of all together. `--beside logprobs` measures in turn with requests for each token's 20 best
 log-probabilities, `--beside tls` with TLS on all ports and hops. `--real` serves the embedded model instead.
 """
 
@@ -118,20 +118,16 @@ def figures(api: str, num_streams: int, found: Mapping[str, Rates]) -> Iterator[
 
 def create_tls(folder: Path) -> tuple[dict[str, str], bytes]:
     """Return the options of a stack with TLS on all ports and hops, and the authority's PEM."""
-    import trustme  # one of the tests' packages
+    from tests.helpers.certificates import Authority
 
-    authority = trustme.CA()
-    certificate = authority.issue_cert("127.0.0.1", "localhost")
-    ca_file, chain, key = (str(folder / name) for name in ("ca.pem", "chain.pem", "key.pem"))
-    authority.cert_pem.write_to_path(ca_file)
-    certificate.private_key_pem.write_to_path(key)
-    for blob in certificate.cert_chain_pems:
-        blob.write_to_path(chain, append=True)
-    return {"tls.certificate": chain, "tls.key": key, "tls.ca": ca_file}, authority.cert_pem.bytes()
+    authority = Authority(folder)
+    chain, key = authority.issue("stack")
+    options = {"tls.certificate": chain, "tls.key": key, "tls.ca": authority.file}
+    return options, authority.ca.cert_pem.bytes()
 
 
 def rates(cluster: LocalCluster, load: Load, num_requests: int) -> Rates:
-    """Have a process of its own send so many requests over each stream."""
+    """Send `num_requests` requests over each stream, from a process of its own."""
     pipe, child_end = multiprocessing.Pipe()
     client = multiprocessing.get_context("spawn").Process(
         target=send_load, args=(load, num_requests, child_end)
@@ -185,7 +181,7 @@ def send_load(load: Load, num_requests: int, pipe: Connection) -> None:
 
 
 async def connect_http(load: Load) -> list[Complete]:
-    """Return what completes over kept connections, one per stream."""
+    """Open a connection for each stream, and return a function for each that sends a request over it."""
     host, port = load.address.rsplit(":", 1)
     context = ssl.create_default_context(cadata=load.ca.decode()) if load.ca else None
     terms = {"max_tokens": load.output_len, "ignore_eos": True, "stream": True}
@@ -210,7 +206,7 @@ async def connect_http(load: Load) -> list[Complete]:
 
 
 async def connect_grpc(load: Load) -> list[Complete]:
-    """Return what completes over the connection that all streams share; messages stay bytes."""
+    """Open one connection for all streams, and return a function for each; messages stay bytes."""
     if load.ca:
         channel = grpc.aio.secure_channel(load.address, grpc.ssl_channel_credentials(load.ca))
     else:

@@ -127,7 +127,7 @@ def _stream_one(address: str, path: str, body: dict[str, Any], times: Times) -> 
 
 @contextmanager
 def attacking(address: str, name: str, rate: float) -> Iterator[Callable[[], dict[str, int]]]:
-    """Attack during the block; what is yielded returns the number of answers by status afterwards."""
+    """Attack during the block; the function that is yielded returns the answers by status, after the block."""
     pipe, child_end = multiprocessing.Pipe()
     sender = multiprocessing.Process(target=_attack, args=(address, name, rate, child_end))
     sender.start()

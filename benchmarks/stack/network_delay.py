@@ -1,6 +1,6 @@
 """Measures what the network between engine core and worker costs a step, beside the same in one process.
 
-The engine loop is the real one and chooses its steps in flight itself. The worker is a simulated one whose steps take
+The engine loop is the real one and chooses its steps in flight itself. The worker is simulated, and each step takes
 a fixed time: in a process of its own behind a proxy that delays every byte, or, as the yardstick, on a thread of the
 engine's process without gRPC. Rounds of all of them take turns.
 """
@@ -173,7 +173,7 @@ async def step_times(config: EngineConfig, port: int | None, num_steps: int) -> 
                 task.result()
         return np.diff(
             times.received_at[NUM_WARM_UP_STEPS : num_all_steps + 1]
-        ), loop.status().steps_in_flight
+        ), loop.operator.status().steps_in_flight
     finally:
         task.cancel()
         await asyncio.wait([task])

@@ -27,21 +27,20 @@ from typing import NamedTuple
 import grpc.aio
 import numpy as np
 
-from benchmarks.harness.command import create_parser, run
+from benchmarks.harness.command import create_parser, module_command, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.process_tree import cpu_seconds, descendants
 from benchmarks.harness.processes import Child
+from benchmarks.routing.engines import POLL_S, START_S, start_frontend, wait_ports
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.launcher.process import ServiceProcess
 from triptych.v1 import generation_pb2
 
 _METHOD = "/triptych.v1.GenerationService/StreamGenerate"
 _NUM_HOSTS = 4
-_START_S = 300.0
 _PROMPT_LEN = 16
 _OUTPUT_LEN = 200
 _NEVER = 1 << 20
-_POLL_S = 0.2
 _IDLE_S = 5.0
 
 
@@ -98,18 +97,8 @@ def measure_load(load: Load, arguments: argparse.Namespace) -> Costs:
     """Start the engines and one frontend, run the streams, and take the difference of the counters."""
     with ExitStack() as stack:
         hosts, ports = start_engines(stack, load, arguments)
-        flags = {
-            "simulation.enabled": "true",
-            "frontend.port": 0,
-            "frontend.http-port": 0,
-            "frontend.admin-port": 0,
-            "frontend.metrics-port": 0,
-            "frontend.engine-addresses": ",".join(f"127.0.0.1:{port}" for port in ports),
-        }
-        texts = [f"--{name}={value}" for name, value in flags.items()]
         began_at = time.monotonic()
-        frontend = ServiceProcess("triptych_services.frontend", texts, os.environ, lambda line: None)
-        stack.callback(frontend.kill)
+        frontend = start_frontend(stack, ports)
         return asyncio.run(run_streams(load, frontend, hosts, arguments, began_at))
 
 
@@ -121,12 +110,12 @@ def start_engines(
     shares = [len(part) for part in np.array_split(np.arange(load.num_engines), _NUM_HOSTS) if len(part)]
     for number, share in enumerate(shares):
         first = sum(shares[:number])
-        command = [sys.executable, "-m", "benchmarks.stack.scale_engines", f"--engines={share}"]
-        command += [f"--first={first}", f"--step-s={arguments.step_s}"]
-        command += [f"--streams={max(1, load.num_streams // load.num_engines)}"]
+        num_streams = max(1, load.num_streams // load.num_engines)
+        command = module_command("benchmarks.routing.engines", f"--engines={share}", f"--first={first}")
+        command += [f"--step-s={arguments.step_s}", f"--streams={num_streams}"]
         hosts.append(stack.enter_context(Child(command)))
     for host in hosts:
-        ports += host.receive(_START_S)["ports"]
+        ports += host.receive(START_S)["ports"]
     return hosts, ports
 
 
@@ -138,22 +127,13 @@ async def run_streams(
     began_at: float,
 ) -> Costs:
     """Open all streams, and measure while they run."""
-    while (ports := frontend.read_ports()) is None:
-        if (end := frontend.poll()) is not None:
-            raise RuntimeError(f"the frontend {end}: " + " | ".join(frontend.tail))
-        await asyncio.sleep(_POLL_S)
+    ports = wait_ports(frontend)
     await _wait_connected(ports["admin_port"], load.num_engines)
     connect_s, connected_mb = time.monotonic() - began_at, _resident_mb(frontend.pid)
     idle_before = _counters(frontend, hosts)
     await asyncio.sleep(_IDLE_S)
     idle = _counters(frontend, hosts)
-    request = generation_pb2.StreamGenerateRequest()
-    request.generation.token_ids.ids.extend(range(100, 100 + _PROMPT_LEN))
-    request.generation.length.max_tokens = _OUTPUT_LEN
-    request.generation.length.ignore_eos = True
-    if not load.has_messages:
-        request.generation.response.min_interval_tokens = _NEVER
-    message = request.SerializeToString()
+    message = _request(load)
     opened = asyncio.Semaphore(0)
 
     async def stream(call: grpc.aio.UnaryStreamMultiCallable) -> None:
@@ -167,7 +147,7 @@ async def run_streams(
         call = channel.unary_stream(_METHOD)
         tasks = [asyncio.create_task(stream(call)) for _ in range(load.num_streams)]
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(START_S):
                 for _ in tasks:
                     await opened.acquire()
             await asyncio.sleep(2 * arguments.step_s)  # until every prompt is computed
@@ -200,20 +180,31 @@ async def run_streams(
     )
 
 
+def _request(load: Load) -> bytes:
+    """Return the message that opens a stream which does not end while it is measured."""
+    request = generation_pb2.StreamGenerateRequest()
+    request.generation.token_ids.ids.extend(range(100, 100 + _PROMPT_LEN))
+    request.generation.length.max_tokens = _OUTPUT_LEN
+    request.generation.length.ignore_eos = True
+    if not load.has_messages:
+        request.generation.response.min_interval_tokens = _NEVER
+    return request.SerializeToString()
+
+
 async def _wait_connected(admin_port: int, num_engines: int) -> None:
     """Wait until the frontend says that every engine takes requests."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{admin_port}") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        async with asyncio.timeout(_START_S):
+        async with asyncio.timeout(START_S):
             while True:
                 answer = await stub.ListEngines(admin_pb2.ListEnginesRequest())
                 if sum(engine.ready for engine in answer.engines) == num_engines:
                     return
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(POLL_S)
 
 
 def _counters(frontend: ServiceProcess, hosts: Sequence[Child]) -> dict[str, float]:
-    answers = [host.ask({}, _START_S) for host in hosts]
+    answers = [host.ask({}, START_S) for host in hosts]
     return {
         "steps": sum(answer["steps"] for answer in answers),
         "tokens": sum(answer["tokens"] for answer in answers),

@@ -2,7 +2,7 @@
 
     python -m benchmarks.worker.tensor_parallel [--ranks 2] [any option of the config]
 
-The model has the sizes of SmolLM2-135M but for its heads, whose numbers even numbers of ranks divide, and random
+The model has the sizes of SmolLM2-135M, except for numbers of heads that an even number of ranks divides, and random
 weights. `--model.model` names another one. Runners are called in process, as by `runner_steps`: ranks compute the same
 steps, each on its share of the cores.
 """
@@ -65,7 +65,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _run(arguments: argparse.Namespace, options: list[str], num_ranks: int) -> dict[str, float]:
-    """Return the tokens per second of so many ranks, as rank 0 measures them."""
+    """Return the tokens per second of `num_ranks` ranks, as rank 0 measures them."""
     num_threads = max(1, usable_cores() // num_ranks)
     shared = [
         f"--streams={arguments.streams}", "--input-len=128", "--output-len=65", "--rounds=1", "--json",

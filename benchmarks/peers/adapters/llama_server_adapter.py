@@ -19,7 +19,7 @@ from protocol import Load, LoadedEngine, Ran, Scored, serve
 
 READY_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 3600.0  # the driver's own deadline is shorter
-NUM_BEST = 100  # tokens whose log-probabilities are asked for
+NUM_BEST = 100  # tokens that it is asked to report log-probabilities of
 CONTEXT_STEP = 256  # llama.cpp rounds a slot's context up to this itself
 
 
