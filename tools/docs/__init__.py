@@ -1,0 +1,1 @@
+"""Documentation: checks of its pages, tables made from the code, and the site."""
