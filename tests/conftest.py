@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.pairwise import bring_new_pairs
+
 # A shell that starts us in the background has SIGINT ignored, which children inherit; tests send it to both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,19 +38,60 @@ with contextlib.suppress(ModuleNotFoundError):  # a machine with a GPU may have 
 LONGEST_FILES = (
     "oracle/test_greedy_tokens.py",
     "e2e/test_stack.py",
-    "kernels/triton/test_compiles.py",
     "oracle/test_logprobs.py",
-    "kernels/triton/test_paged_attention.py",
+    "e2e/test_frontend_death.py",
+    "e2e/test_fine_tunes.py",
+    "e2e/test_worker_groups.py",
+    "e2e/test_disaggregated.py",
+    "e2e/test_hostile_tenant.py",
+    "kernels/triton/test_compiles.py",
+    "kernels/triton/attention/test_paged_attention.py",
     "kernels/ops/test_sample.py",
+    "chaos/test_planted_bugs.py",
     "benchmarks/test_gpu.py",
 )
 """Files that take longer than 15 s, the longest first."""
+MANY_CASES = 12
+"""Up to so many cases of one test are all quick."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _thin(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _sort(items)
+
+
+def _thin(items: list[pytest.Item]) -> None:
+    """Mark as thorough what the quick set need not have of a test with many cases.
+
+    Those are the cases behind the first `n` where the test is marked with `quick_cases(n)`. Otherwise, of more than
+    MANY_CASES, those whose values have all met, two by two, in earlier cases.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        marker = same[0].get_closest_marker("quick_cases")
+        if marker is not None:
+            others = same[marker.args[0] :]
+        elif len(same) > MANY_CASES:
+            are_new = bring_new_pairs([_params(item) for item in same])
+            others = [item for item, is_new in zip(same, are_new, strict=True) if not is_new]
+        else:
+            continue
+        for item in others:
+            item.add_marker(pytest.mark.thorough)
+
+
+def _params(item: pytest.Item) -> dict[str, object]:
+    """Return parameter -> value."""
+    params: dict[str, object] = item.callspec.params  # type: ignore[attr-defined]
+    return params
+
+
+def _sort(items: list[pytest.Item]) -> None:
     """Begin with the longest files where processes share the tests, so that they end at about the same time."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
+@pytest.mark.thorough
 def test_every_figure_is_measured_at_toy_sizes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, model_config(LLAMA_8B, TINY), CPU)
     figures = [outcome(row) for row in all_rows(CPU, TINY, tmp_path)]

@@ -30,6 +30,7 @@ def test_every_policy_serves_every_user(policy: str) -> None:
     assert all(len(request.output) == request.turn.num_output_tokens for request in fleet.done)
 
 
+@pytest.mark.thorough
 def test_conversations_find_more_where_they_return() -> None:
     assert cached_share(run("prefix", "multi-turn")) > 1.5 * cached_share(run("round_robin", "multi-turn"))
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.engine import core_arrivals, core_step, pipeline_stages
-from benchmarks.harness.command import Measure
+from benchmarks.harness.command import Measure, module_command
+from benchmarks.stack import faults
 
 ROOT = Path(__file__).parents[2]
 MODULES = [
@@ -42,3 +45,40 @@ def test_engine_benchmark_measures(measure: Measure, options: dict, num_figures:
     figures = list(measure(argparse.Namespace(rounds=1, **options)))
     assert len(figures) == num_figures
     assert all(np.isfinite(figure.median) for figure in figures)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("fault", ["failover", "worker_killed", "frontend_death"])
+def test_no_token_is_lost_when_a_process_is_killed(fault: str) -> None:
+    options = {"streams": 4, "tokens": 100, "kills": 1, "keep_s": 2.0}
+    figures = list(faults.measure(argparse.Namespace(fault=fault, **options)))
+    name_to_value = {figure.name.rpartition(": ")[2]: figure.median for figure in figures}
+    names = ("streams that failed", "tokens changed", "tokens lost", "tokens repeated")
+    assert [name_to_value[name] for name in names] == [0, 0, 0, 0]
+    assert name_to_value["longest gap, of all"] > 0
+
+
+SMALL = {
+    "engine.engine_extremes": "--rounds 1",
+    "stack.disaggregated": "--rounds 1 --prompts 1 --streams 2 --prompt-tokens 500 --slowdown 1",
+    "stack.frontend_load": "--rounds 1 --streams 2 --output-len 8 --requests 1",
+    "stack.hostile": "--rounds 1 --seconds 1 --attacks urgent",
+    "stack.network_delay": "--rounds 1 --steps 20 --delays 0",
+    "stack.overload": "--rounds 1 --seconds 1",
+    "stack.pipeline_parallel": "--rounds 1 --streams 2 --input-len 8 --output-len 8 --simulation.enabled=true",
+    "stack.resident_memory": "--minutes 0.05 simulation.enabled=true",
+    "stack.scale": "--loads 1x2 --step-s 0.5 --measure-s 2",
+    "worker.step_round_trip": "--rounds 1 --steps 50",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("name", SMALL)
+def test_benchmark_runs_as_a_command(name: str, tmp_path: Path) -> None:
+    report = tmp_path / "figures.json"
+    command = module_command(f"benchmarks.{name}", "--json", report, *SMALL[name].split())
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert any("median" in figure for figure in json.loads(report.read_text())["figures"])

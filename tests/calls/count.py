@@ -40,7 +40,7 @@ from triptych.types.identity import ModelIdentity
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
-from triptych.types.submit import EngineWelcome, SubmitRequest
+from triptych.types.submit import EngineWelcome, RequestHead, SubmitRequest
 from triptych.v1 import generation_pb2
 from triptych.wire.engine_core import outputs_from_proto, outputs_to_proto, submit_from_proto, submit_to_proto
 from triptych.wire.generation import EventEncoder
@@ -48,13 +48,13 @@ from triptych.wire.result import result_from_proto, result_to_proto
 from triptych.wire.step import plan_to_proto
 from triptych_services.enginecore.engine import EngineCore
 from triptych_services.frontend.engines.client import EngineClient
-from triptych_services.frontend.engines.mover import Mover, MoveTerms
-from triptych_services.frontend.engines.prefix_index import RoutedPrompt
-from triptych_services.frontend.engines.router import Router
 from triptych_services.frontend.engines.session import EngineSession, OutputSink
 from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.text_model import TextModel
+from triptych_services.frontend.requests.text_model import TextModel
+from triptych_services.frontend.routing.prefix_index import RoutedPrompt
+from triptych_services.frontend.routing.router import Router
+from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = Path(__file__).with_name("marks.toml")
@@ -102,7 +102,7 @@ def count_engine_step() -> tuple[Calls, int]:
     max_model_len = PROMPT_LEN + BLOCK_SIZE + warm_up + num_steps + 8
     engine = create_engine(NUM_ROWS, max_model_len)
     for submit in decoding_submits(NUM_ROWS, SamplingParams(max_tokens=None)):
-        engine.submit(1, submit)
+        engine.frontends.submit(1, submit)
     for _ in range(warm_up):
         step(engine, Calls())
     calls = Calls()
@@ -119,7 +119,7 @@ def count_engine_request() -> tuple[Calls, int]:
         counted = calls if number >= num_requests else Calls()
         message = submit_to_proto(submit_of(number + 1, 40, SamplingParams(max_tokens=1))).SerializeToString()
         with counted.counting():
-            engine.submit(1, submit_from_proto(engine_core_pb2.Submit.FromString(message)))
+            engine.frontends.submit(1, submit_from_proto(engine_core_pb2.Submit.FromString(message)))
         step(engine, counted)
         assert not engine.num_requests, "a request of one token has not ended with its step"
     return calls, num_requests
@@ -140,7 +140,7 @@ def create_engine(max_num_seqs: int, max_model_len: int) -> EngineCore:
         max_num_batched_tokens=budget,
     )
     engine.worker_ready(facts, after_crash=False)
-    engine.open_session(1)
+    engine.frontends.open_session(1)
     return engine
 
 
@@ -208,12 +208,14 @@ async def stream(
     engine = LocalEngine(ModelFacts("m", ModelIdentity("0" * 64), vocab_size, 1024, (), "f", "f", "none"))
     router, metrics = Router({}), FrontendMetrics.create(CollectorRegistry())
     router.engines = [engine]
-    generator = Generator(router, metrics, Mover(router, metrics, MoveTerms(policy="never")))
+    generator = Generator(router, metrics, Migrator(router, metrics, MigrationTerms(policy="never")))
     generator.set_text_model(TextModel(byte_tokenizer(), {}, ROOT))
 
     async def read(number: int) -> None:
         sampling = {"max_tokens": num_tokens, "ignore_eos": True, "seed": number, "stop": list(stop)}
-        raw = RawRequest(api="grpc", prompt="Hello the world", request_id=f"r{number}", sampling=sampling)
+        raw = RawRequest(
+            api="grpc", prompt="Hello the world", head=RequestHead(f"r{number}"), sampling=sampling
+        )
         encoder = EventEncoder(generation_pb2.ResponseOptions())
         async with aclosing(generator.generate(raw)) as events:
             async for event in events:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -38,7 +38,7 @@ FORMS: tuple[Mapping[str, str], ...] = (
     },
 )
 """Short ones: whatever is drawn, most of them end before their limit."""
-Send = Callable[[Request, int], AsyncIterator[Event]]
+Send = Callable[[Request, int], AsyncGenerator[Event, None]]
 """A request and the number of the attempt -> its events, from one of the frontends."""
 
 
@@ -135,7 +135,7 @@ async def _run_client(
 def sender_to(clients: Sequence[GenerationClient]) -> Send:
     """Return how to send to several frontends: each attempt at a request goes to the next one."""
 
-    def send(request: Request, attempt: int) -> AsyncIterator[Event]:
+    def send(request: Request, attempt: int) -> AsyncGenerator[Event, None]:
         client = clients[(hash(request.prompt) + attempt) % len(clients)]
         return client.generate(list(request.prompt), request.sampling, timeout_s=request.timeout_s)
 

@@ -16,17 +16,20 @@ from triptych.types import identity
 from triptych.types.events import FinishedEvent
 from triptych.types.identity import Comparison, ModelIdentity
 from triptych.types.step import U32, NewRow, RowContent, empty_u32
+from triptych.types.submit import SubmitRequest
 from triptych_services.enginecore import engine
 from triptych_services.enginecore.engine import EngineCore
-from triptych_services.enginecore.frontends.servicer import FrontendSessions
+from triptych_services.enginecore.frontends.requests import FrontendRequests
+from triptych_services.enginecore.frontends.sessions import FrontendSessions
 from triptych_services.enginecore.kv.manager import BlockManager
 from triptych_services.enginecore.scheduler import request_states
 from triptych_services.enginecore.scheduler.scheduler import Scheduler
 from triptych_services.frontend import generate
-from triptych_services.frontend.choice import Choice
 from triptych_services.frontend.engines import client as engine_client
-from triptych_services.frontend.engines import journey, mover
 from triptych_services.frontend.engines import session as engine_session
+from triptych_services.frontend.engines.session import ChoiceOutput
+from triptych_services.frontend.streams import migrator, route
+from triptych_services.frontend.streams.choice import Choice
 from triptych_services.worker.sampling.form_output import FormOutput
 from triptych_services.worker.service.lease import WorkerLease
 from triptych_services.worker.step_orders import StepOrders
@@ -57,12 +60,14 @@ def _every(count: int) -> Callable[[], bool]:
 
 
 def _drop_a_token(patch: pytest.MonkeyPatch) -> None:
-    right, is_due = Choice.on_tokens, _every(50)
+    right, is_due = Choice.on_output, _every(50)
 
-    def wrong(self: Choice, token_ids: list[int], *rest: Any) -> None:
-        right(self, token_ids[1:] if is_due() else token_ids, *rest)
+    def wrong(self: Choice, output: ChoiceOutput) -> None:
+        if output.token_ids and is_due():
+            output = output._replace(token_ids=output.token_ids[1:])
+        right(self, output)
 
-    patch.setattr(Choice, "on_tokens", wrong)
+    patch.setattr(Choice, "on_output", wrong)
 
 
 def _take_a_repeated_batch(patch: pytest.MonkeyPatch) -> None:
@@ -181,12 +186,22 @@ def _compare_no_weights(patch: pytest.MonkeyPatch) -> None:
     def wrong(one: ModelIdentity, other: ModelIdentity) -> Comparison:
         return right(replace(one, weights=""), replace(other, weights=""))
 
-    for module in (engine, journey, mover):
+    for module in (engine, route, migrator):
         patch.setattr(module, "compare", wrong)
 
 
 def _go_on_with_any_worker(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "_give_up_output", lambda *_: None)
+
+
+def _take_output_for_any_model(patch: pytest.MonkeyPatch) -> None:
+    """A moved request that arrives late goes on at a worker that it was not chosen for."""
+    right = FrontendRequests.submit
+
+    def wrong(self: FrontendRequests, session: int, submit: SubmitRequest) -> None:
+        right(self, session, replace(submit, model_digest=""))
+
+    patch.setattr(FrontendRequests, "submit", wrong)
 
 
 def _begin_forms_anew(patch: pytest.MonkeyPatch) -> None:
@@ -219,6 +234,11 @@ _TRANSFERS = tuple(f"seed={seed} engines=2 frontends=1 requests=24 transfers=1:"
 """A pull must meet blocks that a step in flight still uses, which depends on all that the engines do before."""
 _USURP = "seed=5 engines=1 frontends=1 requests=4: 0.100 usurp enginecore-0 2.0"
 _RELEASE = f"{_QUIET} 0.500 change:numerics worker-0 0.2"
+_HELD_MOVE = (
+    "seed=150 engines=2 frontends=2 requests=16: 1.612 change:numerics worker-0 0.651; "
+    "1.682 half-cut frontend-0>enginecore-0 0.339; 1.805 change:numerics worker-1 0.822; "
+    "1.836 hold frontend-0>enginecore-0 4.702"
+)
 _FINE_TUNE = f"{_QUIET} 0.500 change:weights worker-0 0.2"
 
 PLANTED_BUGS = (
@@ -235,6 +255,7 @@ PLANTED_BUGS = (
     PlantedBug("end twice", _end_twice, (_QUIET,), "one_end"),
     PlantedBug("compare no weights", _compare_no_weights, (_FINE_TUNE,), "unchanged"),
     PlantedBug("go on with any worker", _go_on_with_any_worker, (_RELEASE,), "unchanged"),
+    PlantedBug("take output for any model", _take_output_for_any_model, (_HELD_MOVE,), "unchanged"),
     PlantedBug("hold a share", _hold_a_share, (_QUIET,), "all_home"),
     PlantedBug("begin pulls at once", _begin_pulls_at_once, _TRANSFERS, "worker-1 ended"),
 )

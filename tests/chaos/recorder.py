@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,8 @@ class Seen:
     stop_reason: int | str | None = None
     usage: tuple[int, int] | None = None
     """Tokens of the prompt and of the output, as they are counted."""
+    num_moves: int = 0
+    """How often it moved to another engine, as its last event says."""
     error: str = ""
     """Code and message of what it failed with."""
 
@@ -95,7 +97,7 @@ class Recorder:
         return sum(seen.what == "delta" for seen in self.history)
 
     async def follow(
-        self, request: Request, events: AsyncIterator[Event], pause: Callable[[float], Any]
+        self, request: Request, events: AsyncGenerator[Event, None], pause: Callable[[float], Any]
     ) -> bool:
         """Take down one attempt at a request. Return whether it was refused, and may be tried again.
 
@@ -104,7 +106,7 @@ class Recorder:
         """
         num_tokens, has_output = 0, False
         try:
-            async with aclosing(events) as stream:  # type: ignore[type-var]
+            async with aclosing(events) as stream:
                 async for event in stream:
                     self._take(request.name, event)
                     if isinstance(event, DeltaEvent):
@@ -141,7 +143,7 @@ class Recorder:
                 )
             case FinishedEvent():
                 usage = (event.usage.num_prompt_tokens, event.usage.num_output_tokens)
-                self._note(name, "finished", usage=usage)
+                self._note(name, "finished", usage=usage, num_moves=event.num_moves)
 
     def _note(self, request: str, what: str, **fields: Any) -> None:
         self.history.append(Seen(self._clock(), request, what, **fields))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ _PATIENCE_S = 30.0
 """For so long without anything new a stream is tried to be gone on with."""
 _READ_S = 180.0
 _AGAIN = (EngineUnavailable, QueueFull, AttachedElsewhere)
-Post = Callable[[int, Mapping[str, str], Mapping[str, Any]], AsyncIterator[str]]
+Post = Callable[[int, Mapping[str, str], Mapping[str, Any]], AsyncGenerator[str, None]]
 """Number of a frontend, headers and body of a request -> the lines of the answer. Raises BrokenOff, Refused."""
 
 
@@ -38,7 +38,9 @@ class Refused(Exception):
     text: str
 
 
-async def post_to(address: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> AsyncIterator[str]:
+async def post_to(
+    address: str, headers: Mapping[str, str], body: Mapping[str, Any]
+) -> AsyncGenerator[str, None]:
     """Ask the server at host:port for a completion and yield the lines of its answer.
 
     Raises:
@@ -72,7 +74,7 @@ class _Part:
 
 async def resume_over_http(
     post: Post, num_frontends: int, first: int, request: Request, *, attaches_twice: bool
-) -> AsyncIterator[Event]:
+) -> AsyncGenerator[Event, None]:
     """Stream one answer.
 
     Args:
@@ -89,11 +91,18 @@ async def resume_over_http(
     until = clock() + _PATIENCE_S
     while True:
         headers = {"Last-Event-ID": last_id} if last_id else {}
-        places = [place, place + 1] if attaches_twice and last_id else [place]
-        parts = await asyncio.gather(*(_read(post, each % num_frontends, headers, body) for each in places))
-        part = max(parts, key=lambda part: (part.is_done, len(part.events)))
-        for event in part.events:
-            yield event
+        part, other = _Part(), _Part()
+        here = _read(part, post(place % num_frontends, headers, body))
+        if attaches_twice and last_id:
+            there = _read(other, post((place + 1) % num_frontends, headers, body))
+            await asyncio.gather(_exhaust(here), _exhaust(there))
+            part = max(part, other, key=lambda part: (part.is_done, len(part.events)))
+            for event in part.events:
+                yield event
+        else:
+            async with aclosing(here) as events:
+                async for event in events:
+                    yield event
         if part.is_done:
             yield FinishedEvent(part.usage, StageTimings())
             return
@@ -110,11 +119,11 @@ async def resume_over_http(
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _read(post: Post, number: int, headers: Mapping[str, str], body: Mapping[str, Any]) -> _Part:
-    """Read one connection to its end."""
-    part, event_id = _Part(), ""
+async def _read(part: _Part, answer: AsyncGenerator[str, None]) -> AsyncGenerator[Event, None]:
+    """Read one connection to its end into `part`, and yield each event as it comes."""
+    event_id = ""
     try:
-        async with aclosing(post(number, headers, body)) as lines:  # type: ignore[type-var]
+        async with aclosing(answer) as lines:
             async for line in lines:
                 if line.startswith("id: "):
                     event_id = line[4:]
@@ -129,9 +138,15 @@ async def _read(post: Post, number: int, headers: Mapping[str, str], body: Mappi
                     if chunk.get("usage"):
                         usage = chunk["usage"]
                         part.usage = Usage(usage["prompt_tokens"], usage["completion_tokens"])
-                    part.events += [delta_of(choice) for choice in chunk["choices"]]
+                    for choice in chunk["choices"]:
+                        part.events.append(delta_of(choice))
+                        yield part.events[-1]
     except BrokenOff:
         pass
     except Refused as refused:
         part.error = refusal_of(refused.status, refused.text)
-    return part
+
+
+async def _exhaust(events: AsyncGenerator[Event, None]) -> None:
+    async for _ in events:
+        pass

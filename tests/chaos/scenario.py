@@ -7,7 +7,7 @@ seed=7 engines=2 frontends=1 requests=48 transfers=1: 0.350 kill worker-0 0.400
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -180,7 +180,7 @@ class Ground(Protocol):
 
     def heal(self, client: str, server: str) -> None: ...
 
-    def generate(self, request: Request, attempt: int) -> AsyncIterator[Event]: ...
+    def generate(self, request: Request, attempt: int) -> AsyncGenerator[Event, None]: ...
 
     async def wait_all_ready(self) -> None: ...
 

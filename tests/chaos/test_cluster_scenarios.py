@@ -32,7 +32,12 @@ PROMPTS_ELSEWHERE = (
 
 
 @pytest.mark.parametrize(
-    "text", [KILLS, FRONTEND_DIES, PROMPTS_ELSEWHERE], ids=["below", "frontend", "transfers"]
+    "text",
+    [
+        pytest.param(KILLS, id="below"),
+        pytest.param(FRONTEND_DIES, id="frontend", marks=pytest.mark.thorough),
+        pytest.param(PROMPTS_ELSEWHERE, id="transfers", marks=pytest.mark.thorough),
+    ],
 )
 async def test_one_of_each_tier_dies(text: str, tmp_path: Path) -> None:
     await _check(Scenario.parse(text), tmp_path)

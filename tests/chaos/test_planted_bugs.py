@@ -22,6 +22,7 @@ def test_a_planted_bug_is_found(bug: PlantedBug) -> None:
     pytest.fail(f"{bug.found_by} has not found it: {found}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", sorted({text for bug in PLANTED_BUGS for text in bug.scenarios}))
 def test_without_it_the_same_scenario_finds_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not play_in_memory(Scenario.parse(text), monkeypatch)

@@ -11,6 +11,10 @@ import pytest
 from tests.helpers.command import NOBODY, exit_code
 from tests.helpers.fake_generator import MODEL
 from triptych.cli import stack
+from triptych.cli.bench.rounds import medians
+from triptych.client.load.backends import TokenCounts
+from triptych.client.load.run import LoadResult, RequestRecord
+from triptych.client.load.statistics import summarize
 from triptych.errors import ConfigError, EngineFailure
 
 
@@ -53,6 +57,18 @@ def test_bench_ends_at_the_first_error(frontend, capsys):
     words = ("--address", frontend.address, "--num-prompts", "4", "--input-len", "3", "--rounds", "1")
     assert exit_code("bench", "throughput", *words) == 1
     assert capsys.readouterr().err == "triptych bench: broken\n"
+
+
+def test_a_figure_is_the_median_of_the_rounds():
+    def of_round(wall_s):
+        records = [
+            RequestRecord(0.0, 0.0, times_s, wall_s, TokenCounts(50, 25)) for times_s in ([0.1], [0.3, 0.4])
+        ]
+        return summarize(LoadResult(records, wall_s), (50, 99), {})
+
+    figures = medians([of_round(wall_s) for wall_s in (1.0, 4.0, 2.0)])
+    assert (figures["output_tokens_per_s"], figures["total_tokens_per_s"], figures["wall_s"]) == (25, 75, 2)
+    assert (figures["ttft_p50_ms"], figures["itl_p99_ms"]) == (pytest.approx(200.0), pytest.approx(100.0))
 
 
 # The server that is measured

@@ -81,5 +81,5 @@ async def test_a_stream_that_cannot_be_attached_to_is_sent_again_with_what_came(
 
 async def test_a_stream_that_cannot_go_on_ends_with_the_first_error_and_why_it_cannot() -> None:
     with pytest.raises(GenerationLost) as ended:
-        await read_from(Breaking(InvalidRequest("resume_token", "is of nobody")))
+        await read_from(Breaking(InvalidRequest("resume_token", "belongs to no caller")))
     assert isinstance(ended.value.__cause__, InvalidRequest)

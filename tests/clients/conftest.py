@@ -40,7 +40,9 @@ def stack() -> Iterator[LocalCluster]:
 @pytest.fixture
 def run_program(tmp_path: Path) -> RunProgram:
     """Return a function that runs a program of the clients' environment and returns what it printed."""
-    if not PROGRAMS.is_dir():
+    if (
+        not PROGRAMS.is_dir()
+    ):  # GBs that no other test needs; `make test-clients` installs them before it runs these
         pytest.skip("their environment is made by make test-clients")
 
     def run(name: str, *words: str) -> str:

@@ -101,6 +101,7 @@ async def test_official_python_clients_read_on_after_a_silence(hold_after_words:
         assert await asyncio.gather(*reading) == [TEXT] * len(reading)
 
 
+@pytest.mark.thorough
 @SILENCES
 async def test_official_javascript_clients_read_on_after_a_silence(
     hold_after_words: int, node_clients: Path

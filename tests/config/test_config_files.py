@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -71,10 +72,11 @@ def test_cpu_tiny_overrides_a_few_options_and_is_small():
 # Readers
 
 
-def attribute_reads(root: Path) -> set[str]:
-    """`y.z` and `x.y.z` for each attribute access `….x.y.z` in the sources under `root`."""
+@functools.cache
+def reads_of(service: str) -> set[str]:
+    """`y.z` and `x.y.z` for each attribute access `….x.y.z` in the sources of a service."""
     found = set()
-    for path in root.rglob("*.py"):
+    for path in (ROOT / "services" / service).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 names = [name.lstrip("_") for name in ast.unparse(node).split(".")]
@@ -82,7 +84,6 @@ def attribute_reads(root: Path) -> set[str]:
     return found
 
 
-READS = {service: attribute_reads(ROOT / "services" / service) for service in SERVICES}
 HANDSHAKE = shared_config(EngineConfig()).keys()
 """Options that the engine core and the worker compare."""
 
@@ -90,7 +91,7 @@ HANDSHAKE = shared_config(EngineConfig()).keys()
 def is_read(option: Option, service: str) -> bool:
     """By `config.leaf.name` or by `leaf.name`, or `config.name` where a leaf is passed as its part's config."""
     return bool(
-        {option.key, f"config.{option.name}"} & READS[service]
+        {option.key, f"config.{option.name}"} & reads_of(service)
         or (option.key in HANDSHAKE and service in ("enginecore", "worker"))
         or option.key in SHARED
     )
@@ -107,7 +108,7 @@ def test_an_option_is_read_by_the_services_that_it_names(option):
 @pytest.mark.parametrize("option", OPTIONS, ids=KEYS)
 def test_an_option_is_read_by_no_other_service(option):
     for service in set(SERVICES) - set(option.limits.read_by):
-        assert f"config.{option.key}" not in READS[service], (
+        assert f"config.{option.key}" not in reads_of(service), (
             f"{option.key}: services/{service} reads it, undeclared"
         )
 

@@ -18,6 +18,7 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.submit import single_choice
 from triptych_services.enginecore.engine import EngineCore
 from triptych_services.worker.context.resolve import resolve_for_device
+from triptych_services.worker.context.resolved_config import DeviceTraits
 
 GB = 10**9
 
@@ -73,11 +74,13 @@ def test_a_worker_has_as_many_rows_as_its_device_takes(device: str, device_bytes
     resolved = resolve_for_device(
         EngineConfig(),
         tiny_architecture(),
-        device=device,
-        prefers_bfloat16=True,
-        native_kernels=False,
-        compute_capability=(9, 0),
-        device_bytes=device_bytes,
+        DeviceTraits(
+            device=device,
+            prefers_bfloat16=True,
+            native_kernels=False,
+            compute_capability=(9, 0),
+            device_bytes=device_bytes,
+        ),
     )
     assert resolved.engine.scheduler.max_num_seqs == rows
 
@@ -93,10 +96,10 @@ def facts(rows: int, tokens: int) -> WorkerFacts:
 def test_an_engine_plans_as_many_rows_as_its_worker_has() -> None:
     engine = EngineCore(EngineConfig())
     engine.worker_ready(facts(200, 1000), after_crash=False)
-    engine.open_session(1)
+    engine.frontends.open_session(1)
     for number in range(1, 300):
         prompt = np.arange(5, dtype=np.uint32)
-        engine.submit(1, single_choice(number, str(number), prompt, SamplingParams(), seed=1))
+        engine.frontends.submit(1, single_choice(number, str(number), prompt, SamplingParams(), seed=1))
     plan = engine.plan()
     assert plan is not None
     assert len(plan.new_rows) == 200

@@ -81,6 +81,11 @@ def requirements_closure(extra: str | None, *, on_any_platform: bool = False) ->
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
+        if name == PROJECT["name"]:  # an extra that is a sum of others
+            todo += [
+                Requirement(line) for e in requirement.extras for line in PROJECT["optional-dependencies"][e]
+            ]
+            continue
         extras = {"", *requirement.extras}
         if extras <= extras_of.get(name, set()):
             continue

@@ -83,6 +83,6 @@ def test_prometheus_loads_the_alerts_where_they_are_mounted() -> None:
 
 def test_the_table_for_operators_names_series_that_there_are(exported: set[str]) -> None:
     histograms = {name.removesuffix("_bucket") for name in exported if name.endswith("_bucket")}
-    text = (ROOT / "docs/operations.md").read_text()
-    section = text[text.index("## Metrics\n") : text.index("## Sleep and wake\n")]
+    text = (ROOT / "docs/operations/observe.md").read_text()
+    section = text[text.index("## Metrics\n") : text.index("## The step journal\n")]
     assert set(names_in(section)) <= exported | histograms

@@ -47,5 +47,6 @@ def test_the_pin_is_what_the_tests_run_with(name):
 
 def test_pins_are_within_the_supported_ranges():
     lines = itertools.chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
-    for requirement in map(Requirement, lines):
+    own_extras = f"{PROJECT['name']}["
+    for requirement in (Requirement(line) for line in lines if not line.startswith(own_extras)):
         assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)]), requirement

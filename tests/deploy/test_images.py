@@ -191,7 +191,7 @@ def copy_as_docker_does(source: Path, context: Path, target: str, *, is_alone: b
     destination.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         kept_away = shutil.ignore_patterns("__pycache__", "*.egg-info", "Dockerfile", "*.md")
-        shutil.copytree(source, destination, ignore=kept_away)
+        shutil.copytree(source, destination, symlinks=True, ignore=kept_away)
     else:
         shutil.copy(source, destination)
 
@@ -199,7 +199,9 @@ def copy_as_docker_does(source: Path, context: Path, target: str, *, is_alone: b
 def test_its_wheel_holds_its_own_service_and_no_other(service, wheel_of):
     names = zipfile.ZipFile(wheel_of(service)).namelist()
     packages = {name.split("/")[0] for name in names if name.endswith(".py")}
-    services = {name.split("/")[1] for name in names if name.startswith("services/") and name.count("/") > 1}
+    services = {
+        name.split("/")[1] for name in names if name.startswith("triptych_services/") and name.count("/") > 1
+    }
     assert services == {service}
     assert packages == {"triptych", "triptych_services"} | (
         {"triptych_kernels"} if service == "worker" else set()
@@ -266,7 +268,8 @@ def run_in_image(service: str, wheel: Path, code: str) -> subprocess.CompletedPr
 
 
 def test_its_service_prints_its_help_with_nothing_else_installed(service, wheel_of):
-    code = f"import runpy; sys.argv = ['x', '--help']; runpy.run_module('triptych_services.{service}', run_name='__main__')"
+    module = f"triptych_services.{service}"
+    code = f"import runpy; sys.argv = ['x', '--help']; runpy.run_module({module!r}, run_name='__main__')"
     result = run_in_image(service, wheel_of(service), code)
     assert result.returncode == 0, result.stderr
     assert f"--{LEAF[service]}.port" in result.stdout

@@ -101,7 +101,15 @@ def test_every_pin_is_locked():
     assert sorted(PINS.keys() - locked("dev").keys() - locked("installers").keys() - {"torch"}) == []
     assert locked("installers").keys() == INSTALLERS
     assert EXTRAS.keys() >= {"frontend", "enginecore", "worker"}
-    assert set(EXTRAS["dev"]) == PROJECT["optional-dependencies"].keys() - {"tokenizer"}, "part of others"
+    assert set(EXTRAS["dev"]) == PROJECT["optional-dependencies"].keys() - {"tokenizer", "serve", "all"}, (
+        "which are parts or sums of others"
+    )
+
+
+def test_sums_of_extras_are_what_a_stack_runs_with():
+    serve = set().union(*(requirements_closure(service) for service in ("frontend", "enginecore", "worker")))
+    assert requirements_closure("serve") == serve
+    assert requirements_closure("all") == set().union(*map(requirements_closure, EXTRAS["runtime"]))
 
 
 def test_torch_is_one_version_in_two_builds():

@@ -113,7 +113,7 @@ def test_the_embedded_model_is_not_fetched_for_another_one(clone):
 
 def test_slow_tests_run_where_all_are_asked_for_and_arguments_come_last(clone):
     quick, every = (make(clone, "-n", name, "ARGS=-n0 -k health").stdout for name in ("test", "test-all"))
-    assert '-m "not gpu and not slow" -n0 -k health' in quick
+    assert '-m "not gpu and not slow and not thorough" -n0 -k health' in quick
     assert '-m "not gpu" -n0 -k health' in every
 
 
@@ -130,6 +130,6 @@ def test_continuous_integration_runs_what_a_developer_runs():
     assert os.access(script, os.X_OK)
     assert "set -euo pipefail" in script.read_text()
     assert script.read_text().rstrip().endswith("make ci")
-    assert re.search(r"^ci: verify test ##", MAKEFILE, re.MULTILINE), "and no second try"
+    assert re.search(r"^ci: verify test test-thorough ##", MAKEFILE, re.MULTILINE), "and no second try"
     verify = re.search(r"^verify: ([a-z -]+) ##", MAKEFILE, re.MULTILINE)[1].split()
     assert set(verify) == set(re.findall(r"^(verify-[a-z]+):", MAKEFILE, re.MULTILINE))

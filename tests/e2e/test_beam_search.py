@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.byte_tokenizer import EOS, byte_backend, write_model_directory
 from tests.helpers.cores import share_of_cores
-from tests.worker.checkpoints import SIZES, save_checkpoint
+from tests.worker.models.checkpoints import SIZES, save_checkpoint
 from triptych import LLM, AsyncLLM, BeamSearchParams
 from triptych.errors import InvalidRequest
 
@@ -58,6 +58,7 @@ def beams_of(model: Any, prompt: list[int], params: BeamSearchParams) -> list[tu
     return beams
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.model  # of which the config and the tokenizer are read
 
 @pytest.fixture(scope="module")
 def simulated() -> Iterator[LocalCluster]:
-    with started_cluster({"simulation.base_ms": "1"}) as stack:
+    with started_cluster({"simulation.base_ms": "1", "model.max_model_len": "1024"}) as stack:
         yield stack
 
 

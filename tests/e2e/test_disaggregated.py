@@ -112,6 +112,7 @@ def make_prompt(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(1000, 40_000, length).tolist()
 
 
+@pytest.mark.thorough
 async def test_real_blocks_give_the_tokens_of_one_engine(tmp_path: Path) -> None:
     patient = ("--engine.kv-lease-s=120", "--engine.resume-ttl-s=120")  # however busy the machine is
     async with processes(tmp_path, *REAL, *patient) as stack:
@@ -132,9 +133,9 @@ async def test_real_blocks_give_the_tokens_of_one_engine(tmp_path: Path) -> None
     ("victim", "kind"),
     [
         ("prefill worker", signal.SIGKILL),
-        ("prefill worker", signal.SIGSTOP),
-        ("prefill engine", signal.SIGKILL),
-        ("decode worker", signal.SIGKILL),
+        pytest.param("prefill worker", signal.SIGSTOP, marks=pytest.mark.thorough),
+        pytest.param("prefill engine", signal.SIGKILL, marks=pytest.mark.thorough),
+        pytest.param("decode worker", signal.SIGKILL, marks=pytest.mark.thorough),
     ],
 )
 async def test_a_death_in_the_middle_of_transfers_changes_no_token(

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.chaos.grounds.processes import DEADLINE_S, ProcessGround, process_ground
 from triptych.client.grpc_client import GenerationClient
 from triptych.types.events import DeltaEvent, FinishedEvent
@@ -93,6 +95,7 @@ async def busiest(ground: ProcessGround) -> str:
     return max(names, key=num_running.__getitem__)
 
 
+@pytest.mark.thorough
 async def test_engines_that_are_killed_and_stopped_change_no_token(tmp_path: Path) -> None:
     options = {
         "worker": ("--simulation.enabled=false", *OPTIONS),

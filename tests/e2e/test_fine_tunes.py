@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.chaos.grounds.processes import DEADLINE_S, ProcessGround, process_ground
 from tests.helpers.byte_tokenizer import byte_backend, write_model_directory
-from tests.worker.checkpoints import SIZES
+from tests.worker.models.checkpoints import SIZES
 from triptych.client.grpc_client import GenerationClient
 from triptych.errors import TriptychError
 from triptych.types.events import DeltaEvent, FinishedEvent
@@ -98,9 +99,9 @@ async def wait_both_serve(ground: ProcessGround, client: GenerationClient, start
             pass
 
     await ground.wait_listening(started)
-    before = (await ground.status(started)).num_scheduled_tokens
+    before = (await ground.status(started)).counters.num_scheduled_tokens
     async with asyncio.timeout(DEADLINE_S):
-        while (await ground.status(started)).num_scheduled_tokens == before:
+        while (await ground.status(started)).counters.num_scheduled_tokens == before:
             await asyncio.gather(*map(ask, range(4)))
 
 
@@ -131,6 +132,7 @@ def check_only_first_is_left(streams: Sequence[Stream], first: Answers, second: 
             assert stream.token_ids == first[number], number
 
 
+@pytest.mark.thorough
 async def test_no_stream_goes_on_with_other_weights(tmp_path: Path) -> None:
     """Streams of one fine-tune end with an error where only the other is left, and wait for it where it comes back."""
     tunes = [write_fine_tune(tmp_path / name, seed) for seed, name in enumerate(("first", "second"))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +76,7 @@ async def check_blocks_are_back(stack: ProcessGround) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.thorough
 async def test_our_client_goes_on_by_itself(tmp_path: Path) -> None:
     async with ground(tmp_path) as stack:
         first, second = stack.of_kind("frontend")
@@ -92,6 +93,7 @@ async def test_our_client_goes_on_by_itself(tmp_path: Path) -> None:
         await check_blocks_are_back(stack)
 
 
+@pytest.mark.thorough
 async def test_a_form_is_kept_across_the_break(tmp_path: Path) -> None:
     form = {"max_tokens": 60, "ignore_eos": False, "structured_outputs": {"regex": "([a-f]{3} ){60}"}}
     real = ("--simulation.enabled=false",)
@@ -107,6 +109,7 @@ async def test_a_form_is_kept_across_the_break(tmp_path: Path) -> None:
             assert await asyncio.gather(*reading) == whole
 
 
+@pytest.mark.thorough
 async def test_an_engine_that_is_gone_too_is_not_needed(tmp_path: Path) -> None:
     """The request is sent again, with what has come."""
     async with ground(tmp_path) as stack:
@@ -174,13 +177,13 @@ class Clients:
         self.begun: set[tuple[int, ...]] = set()
         """Prompts of which the first frontend has answered something."""
 
-    async def send(self, request: Request, attempt: int) -> AsyncIterator[Event]:
+    async def send(self, request: Request, attempt: int) -> AsyncGenerator[Event, None]:
         """Yield the events of one attempt at a request."""
         if request.http:
             events = resume_over_http(self._post, 2, attempt % 2, request, attaches_twice=False)
         else:
             events = self._grpc.generate(list(request.prompt), request.sampling)
-        async with aclosing(events) as stream:  # type: ignore[type-var]
+        async with aclosing(events) as stream:
             async for event in stream:
                 if isinstance(event, DeltaEvent):
                     self.begun.add(request.prompt)
@@ -188,13 +191,14 @@ class Clients:
 
     async def _post(
         self, number: int, headers: Mapping[str, str], body: Mapping[str, Any]
-    ) -> AsyncIterator[str]:
-        async with aclosing(post_to(self._addresses[number], headers, body)) as lines:  # type: ignore[type-var]
+    ) -> AsyncGenerator[str, None]:
+        async with aclosing(post_to(self._addresses[number], headers, body)) as lines:
             async for line in lines:
                 self.begun.add(tuple(body["prompt"]))
                 yield line
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("drain_s", [0.5, 600.0], ids=["short", "long"])
 async def test_a_frontend_leaves_before_its_streams_end(drain_s: float, tmp_path: Path) -> None:
     """All streams outlast the short drain, and none keeps the frontend for the long one."""
@@ -222,6 +226,7 @@ async def test_a_frontend_leaves_before_its_streams_end(drain_s: float, tmp_path
         await check_blocks_are_back(stack)
 
 
+@pytest.mark.thorough
 async def test_nobody_comes_back(tmp_path: Path) -> None:
     keep = ("--frontend.keep-s=1",)
     async with ground(tmp_path, frontend=keep, enginecore=("--engine.resume-ttl-s=0.5",)) as stack:

@@ -20,6 +20,7 @@ from triptych.launcher.launch import config_from_overrides, launch
 
 HOSTILE, BYSTANDER = "hostile-key", "bystander-key"
 NUM_REQUESTS = 2
+LONGEST = {"schema of 9,000 properties", "grammar that compiles slowly"}
 _OWN_CPU_S = 3.0  # for the bystander, and for a process that starts again
 BODIES = (
     {"prompt": "Once upon a time", "seed": 1},
@@ -90,7 +91,9 @@ def cpu_s(process: psutil.Process) -> float:
     return total
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough if name in LONGEST else ()) for name in ATTACKS]
+)
 def test_attack_is_answered_and_harms_nobody(
     address: str, bystander: Bystander, frontend: psutil.Process, name: str
 ) -> None:

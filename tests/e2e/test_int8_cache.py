@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 def test_it_answers_and_answers_again_from_its_cached_prefix() -> None:
     flags = {
         "cache.dtype": "int8",

@@ -106,6 +106,7 @@ def stream(network: Hosts, on_text: threading.Event) -> str:
     return network.run("client", complete)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", TIERS[1:])
 async def test_a_pulled_cable_delays_a_stream_and_changes_nothing(tier: str, tmp_path: Path) -> None:
     with hosts(*TIERS, "client") as network:
@@ -124,6 +125,7 @@ async def test_a_pulled_cable_delays_a_stream_and_changes_nothing(tier: str, tmp
             assert undisturbed
 
 
+@pytest.mark.thorough
 async def test_an_engine_is_found_under_its_name_at_another_address(tmp_path: Path) -> None:
     """Its stream goes on. gRPC alone looks a name up again 30 s after the last time."""
     with hosts("frontend", "old", "new", "worker", "client") as network:

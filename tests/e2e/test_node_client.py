@@ -16,7 +16,7 @@ from triptych.client.llm import LLM
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.sampling import SamplingParams
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.thorough]
 
 RUN_S = 60.0
 
@@ -78,6 +78,7 @@ def test_a_node_client_that_is_interrupted_cancels_its_request(cluster: LocalClu
     assert printed.endswith("\ncancelled\n")
 
 
+@pytest.mark.thorough
 async def test_a_node_client_goes_on_after_a_broken_connection(cluster: LocalCluster, example: Path) -> None:
     prompt, num_tokens = "Tell me a story.", 48
     async with CutProxy(cluster.address) as proxy:
@@ -97,6 +98,7 @@ async def test_a_node_client_goes_on_after_a_broken_connection(cluster: LocalClu
     assert (text, int(counted[1])) == (answer.outputs[0].text.rstrip(), len(answer.outputs[0].token_ids))
 
 
+@pytest.mark.thorough
 def test_the_openai_package_streams_calls_tools_and_forms_outputs(
     cluster: LocalCluster, example: Path
 ) -> None:

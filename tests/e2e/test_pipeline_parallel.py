@@ -89,6 +89,7 @@ def expected(model: Path) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.thorough
 async def test_the_end_of_any_stage_is_that_of_all_and_costs_no_token(
     model: Path, expected: list[list[int]]
 ) -> None:
@@ -106,6 +107,7 @@ async def test_the_end_of_any_stage_is_that_of_all_and_costs_no_token(
                     assert await stream == expected[0], f"{name} was killed"
 
 
+@pytest.mark.thorough
 async def test_two_stages_of_two_ranks_say_what_one_says(model: Path, expected: list[list[int]]) -> None:
     with group_of_ranks(**flags_of(model, 2, 2)) as (stack, _):
         assert len(ranks_of(stack)) == 4

@@ -84,6 +84,7 @@ async def test_a_worker_killed_in_mid_step_costs_no_token_and_changes_none(tmp_p
         assert (status.num_running, status.num_waiting) == (0, 0)
 
 
+@pytest.mark.thorough
 async def test_a_worker_that_stands_still_goes_on_where_it_was(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(

@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.helpers.byte_tokenizer import write_model_directory
-from tests.worker.checkpoints import SIZES
+from tests.worker.models.checkpoints import SIZES
 from triptych import LLM, AsyncLLM, OutputKind, SamplingParams
 from triptych.errors import ConfigError, WrongState
 
@@ -75,6 +75,7 @@ def test_the_tokenizer_of_a_stack_agrees_with_its_prompts(llm: LLM) -> None:
     assert tokenizer.eos_token_id < tokenizer.vocab_size
 
 
+@pytest.mark.thorough
 def test_bad_prompts_among_thousands_fail_alone(llm: LLM) -> None:
     prompts = [[number % 1000] for number in range(2000)]
     for number in (3, 999, 1500):

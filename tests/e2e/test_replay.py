@@ -68,6 +68,7 @@ def run_replay(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.thorough
 def test_the_scheduler_of_another_process_decides_the_same(journal: Path) -> None:
     """Another process has other hashes of strings, and other addresses."""
     ended = run_replay(journal)
@@ -75,12 +76,14 @@ def test_the_scheduler_of_another_process_decides_the_same(journal: Path) -> Non
     assert f"{2 * REQUESTS} requests: no divergence (the recording ended: the engine stopped)" in ended.stdout
 
 
+@pytest.mark.thorough
 def test_a_worker_of_the_recorded_config_computes_the_same(journal: Path) -> None:
     ended = run_replay(journal, "--against", "worker")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "no divergence" in ended.stdout
 
 
+@pytest.mark.thorough
 def test_a_worker_that_cannot_start_is_told_with_its_last_words(journal: Path, tmp_path: Path) -> None:
     [file] = journal.glob("*.journal")
     doctored = tmp_path / file.name

@@ -105,6 +105,7 @@ async def test_an_answer_takes_at_least_the_time_of_its_steps(simulated: LocalCl
         assert time.monotonic() - started_s >= 50 * STEP_MS / 1e3
 
 
+@pytest.mark.thorough
 async def test_several_tokens_a_step_are_the_same_in_less_time(simulated: LocalCluster) -> None:
     async def answers(cluster: LocalCluster) -> list[tuple[str, list[int]]]:
         async with GenerationClient(cluster.address) as client:
@@ -189,6 +190,7 @@ async def test_serve_sim_says_that_it_is_simulated_and_leaves_in_order() -> None
             await serve.wait()
 
 
+@pytest.mark.thorough
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_the_wait_to_expect() -> None:
     num_rows, num_tokens = 2, 200
     with started_cluster({"scheduler.max_num_seqs": str(num_rows)}) as small:

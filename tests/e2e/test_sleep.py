@@ -27,6 +27,7 @@ async def stream(client: GenerationClient, tokens: list[int], started: asyncio.E
     return tokens
 
 
+@pytest.mark.thorough
 async def test_a_stream_goes_on_over_both_levels_of_sleep_with_the_same_tokens(cluster: LocalCluster) -> None:
     async with (
         asyncio.timeout(120),

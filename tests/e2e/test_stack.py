@@ -114,6 +114,7 @@ async def test_the_answer_is_paris_token_by_token(client: GenerationClient) -> N
     assert events[-1].timings.prefill_ns > 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("num_seen", [1, 6])
 async def test_a_cut_answer_goes_on_with_penalties_and_stop_strings(
     client: GenerationClient, num_seen: int
@@ -278,6 +279,7 @@ async def test_choices_have_their_own_seeds_and_repeat(client: GenerationClient)
     assert len({tuple(tokens) for tokens in first.values()}) == 3
 
 
+@pytest.mark.thorough
 async def test_three_hundred_at_once_are_served_or_refused_with_a_retry_time(
     cluster: LocalCluster, client: GenerationClient
 ) -> None:
@@ -315,6 +317,7 @@ def test_the_http_door_refuses_with_429_and_retry_after(cluster: LocalCluster) -
     assert all(int(refusal.response.headers["retry-after"]) >= 1 for refusal in refusals)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_prompts", [250, pytest.param(1000, marks=pytest.mark.slow)])
 def test_more_prompts_than_the_queue_holds_simply_work(cluster: LocalCluster, num_prompts: int) -> None:
     prompts = [[number + 17] for number in range(num_prompts)]
@@ -403,6 +406,7 @@ async def test_a_worker_killed_mid_stream_costs_no_token(
     await wait_idle(cluster)
 
 
+@pytest.mark.thorough
 async def test_one_stalled_reader_slows_nobody(cluster: LocalCluster) -> None:
     """The gap between two deltas of fifteen readers, alone and beside one that never reads."""
 

@@ -64,6 +64,7 @@ def generate(cluster: LocalCluster, *requests: SamplingParams) -> list[Completio
     return [output for answer in answers for output in answer.outputs]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_sampled_json_conforms_to_its_schema(cluster: LocalCluster, name: str) -> None:
     form = StructuredOutputs(json=SCHEMAS[name])
@@ -73,6 +74,7 @@ def test_sampled_json_conforms_to_its_schema(cluster: LocalCluster, name: str) -
         jsonschema.validate(json.loads(output.text), SCHEMAS[name])
 
 
+@pytest.mark.thorough
 def test_other_forms_match(cluster: LocalCluster) -> None:
     choices, pattern = ["yes", "yes, of course", "no"], "[A-Z][a-z]{2,9} (and|or) [0-9]{1,3}!"
     lark = StructuredOutputs(grammar='start: "(" inner ")"\ninner: start | /[a-c]{2}/')
@@ -97,6 +99,7 @@ def test_other_forms_match(cluster: LocalCluster) -> None:
         assert isinstance(json.loads(anything.text), dict)
 
 
+@pytest.mark.thorough
 def test_forms_leave_other_requests_of_a_batch_alone(cluster: LocalCluster) -> None:
     requests = [
         SamplingParams(max_tokens=30, seed=5),
@@ -109,6 +112,7 @@ def test_forms_leave_other_requests_of_a_batch_alone(cluster: LocalCluster) -> N
     ]
 
 
+@pytest.mark.thorough
 def test_each_choice_conforms(cluster: LocalCluster) -> None:
     outputs = generate(cluster, sampling(StructuredOutputs(json=PERSON), 3, n=3))
     assert len({output.text for output in outputs}) == 3
@@ -116,6 +120,7 @@ def test_each_choice_conforms(cluster: LocalCluster) -> None:
         jsonschema.validate(json.loads(output.text), PERSON)
 
 
+@pytest.mark.thorough
 def test_stop_string_ends_the_form_early(cluster: LocalCluster) -> None:
     form = StructuredOutputs(json=PERSON)
     (whole,) = generate(cluster, sampling(form, 4))

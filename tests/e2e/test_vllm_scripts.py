@@ -13,15 +13,17 @@ import pytest
 from tests.helpers.cores import share_of_cores
 
 SCRIPTS = sorted((Path(__file__).parent / "vllm_scripts").glob("*.py"))
-QUICK = ("rollouts", "streaming")
-"""The scripts that between them touch most; the others are run by `make test-all`."""
+THOROUGH = ("rollouts", "streaming")
+"""The scripts that between them touch most; the others are run by `make test-all`. tests/vllm has the quick proof."""
 
 
 @pytest.mark.model
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.slow)
+        pytest.param(
+            path, id=path.stem, marks=pytest.mark.thorough if path.stem in THOROUGH else pytest.mark.slow
+        )
         for path in SCRIPTS
     ],
 )

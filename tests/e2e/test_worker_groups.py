@@ -76,6 +76,7 @@ async def wait_until(condition) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.thorough
 async def test_the_end_or_silence_of_any_rank_is_that_of_all_and_costs_no_token() -> None:
     with group_of_ranks(**SIMULATED) as (stack, lines):
         async with GenerationClient(stack.address) as client:
@@ -99,6 +100,7 @@ async def test_the_end_or_silence_of_any_rank_is_that_of_all_and_costs_no_token(
             assert any("rank 2" in line and "has been silent for 2 s" in line for line in lines)
 
 
+@pytest.mark.thorough
 async def test_sleep_and_drain_are_those_of_all_ranks() -> None:
     with group_of_ranks(**SIMULATED) as (stack, lines):
         async with (
@@ -179,7 +181,14 @@ def real(checkpoint: Path, **more: str) -> dict[str, str]:
     return {**flags, "worker.device": "cpu", **more}
 
 
-@pytest.mark.parametrize(("tensor_parallel", "stages"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("tensor_parallel", "stages"),
+    [
+        (2, 1),
+        pytest.param(4, 1, marks=pytest.mark.thorough),
+        pytest.param(2, 2, marks=pytest.mark.thorough),
+    ],
+)
 async def test_ranks_say_what_one_says_through_the_whole_stack(
     tensor_parallel: int, stages: int, checkpoint: Path, answers_of_one_rank: list[list[int]]
 ) -> None:
@@ -203,6 +212,7 @@ async def test_ranks_say_what_one_says_through_the_whole_stack(
                 assert await answers_of(client) == answers_of_one_rank
 
 
+@pytest.mark.thorough
 def test_heads_that_ranks_do_not_divide_are_refused_by_name() -> None:
     with (
         pytest.raises(

@@ -21,7 +21,7 @@ SESSION = 1
 def make_engine(num_blocks: int = 200, max_model_len: int = 512) -> tuple[EngineCore, NaiveRunner]:
     config = make_config()
     engine, runner = EngineCore(config), NaiveRunner(config, num_blocks, max_model_len)
-    engine.open_session(SESSION)
+    engine.frontends.open_session(SESSION)
     engine.worker_ready(runner.facts, after_crash=False)
     return engine, runner
 
@@ -30,7 +30,7 @@ def submit(
     engine: EngineCore, number: int, session: int = SESSION, max_tokens: int = 8, **fields: Any
 ) -> None:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    engine.submit(
+    engine.frontends.submit(
         session,
         single_choice(number, f"{session}-{number}", [1, 2, 3], sampling, seed=1, **fields),
     )
@@ -107,7 +107,7 @@ def test_what_may_not_end_in_time_is_offered_and_goes_on() -> None:
 
 def test_a_submit_on_an_ended_session_is_dropped() -> None:
     engine, _ = make_engine()
-    engine.close_session(SESSION)
+    engine.frontends.close_session(SESSION)
     submit(engine, 1)
     assert engine.num_requests == 0
     assert not engine.take_outputs()
@@ -201,10 +201,23 @@ def test_output_goes_on_at_a_worker_that_computes_alike(identity: dict[str, Any]
     assert (batch.numbers.tolist(), len(batch.failures)) == ([1], 0)
 
 
+def test_output_for_a_model_that_was_replaced_meanwhile_is_refused() -> None:
+    """A frontend chose this engine by a model that it has no more when the submission arrives."""
+    engine, runner = make_engine()
+    chosen_by = runner.facts.model.identity.digest
+    replace_the_worker(engine, runner, numerics="avx512")
+    submit(engine, 1, num_prompt_tokens=2, is_moved=True, model_digest=chosen_by)
+    (failure,) = engine.take_outputs()[SESSION].failures
+    assert (failure.code, engine.num_requests) == ("ENGINE_UNAVAILABLE", 0)
+    submit(engine, 2, num_prompt_tokens=2, is_moved=True, model_digest=runner.facts.model.identity.digest)
+    step(engine, runner)
+    assert engine.take_outputs()[SESSION].numbers.tolist() == [2]
+
+
 def test_the_oldest_waiting_request_is_told() -> None:
     clock, config = Clock(), make_config()
     engine, runner = EngineCore(config, clock), NaiveRunner(config)
-    engine.open_session(SESSION)
+    engine.frontends.open_session(SESSION)
     engine.worker_ready(runner.facts, after_crash=False)
 
     def oldest_s() -> float:

@@ -111,7 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_sessions += 1
         self.sessions.add(self.num_sessions)
         self.cached[self.num_sessions] = set()
-        for batch in self.engine.open_session(self.num_sessions):
+        for batch in self.engine.frontends.open_session(self.num_sessions):
             self.take_news(self.num_sessions, batch)
 
     @precondition(lambda self: self.sessions)
@@ -120,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         session = sorted(self.sessions)[choice % len(self.sessions)]
         self.take_outputs()
         self.sessions.remove(session)
-        self.engine.close_session(session)
+        self.engine.frontends.close_session(session)
         for key in [key for key in self.expected if key[0] == session]:
             del self.expected[key]
             self.poison.discard(key)
@@ -161,7 +161,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.expected[key], self.tokens[key] = (tokens, reason), []
         if is_poison:
             self.poison.add(key)
-        self.engine.submit(
+        self.engine.frontends.submit(
             session,
             single_choice(
                 self.num_submitted,
@@ -179,7 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(choice=st.integers(0, 1000))
     def abort(self, choice: int) -> None:
-        self.engine.abort(*list(self.expected)[choice % len(self.expected)])
+        self.engine.frontends.abort(*list(self.expected)[choice % len(self.expected)])
 
     @precondition(lambda self: len(self.plans) < MOST_IN_FLIGHT)
     @rule()
@@ -277,7 +277,7 @@ class EngineMachine(RuleBasedStateMachine):
         if batch.load is not None:
             scheduler = self.engine.scheduler
             assert scheduler is not None
-            pool = scheduler._blocks.snapshot()
+            pool = scheduler._blocks.pool.snapshot()
             assert self.cached[session] == set(pool.hash_to_block), "the cache holds something else"
             assert batch.load == scheduler.measure_load()
 

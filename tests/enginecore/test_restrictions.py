@@ -229,11 +229,11 @@ def num_crashes_until_found(
         max_steps_in_flight=4,
     )
     engine.worker_ready(facts, after_crash=False)
-    engine.open_session(1)
+    engine.frontends.open_session(1)
     for number, length in enumerate(prompts):
         token_ids = np.full(length, number, np.uint32)
         sampling = SamplingParams(max_tokens=60, ignore_eos=True)
-        engine.submit(1, single_choice(number, f"{number}", token_ids, sampling, seed=number))
+        engine.frontends.submit(1, single_choice(number, f"{number}", token_ids, sampling, seed=number))
     position = prompts[suspect] + num_tokens
     worker, plans, num_crashes = DyingWorker(suspect, position), deque[StepPlan](), 0
     failed, finished = [], []

@@ -30,10 +30,10 @@ from triptych.types.events import AdmittedEvent
 from triptych.types.outputs import FinishReason, Usage
 from triptych.types.sampling import OutputKind
 from triptych.types.submit import SubmitRequest
-from triptych_services.frontend import placement
-from triptych_services.frontend.chat_renderer import ChatRenderer
-from triptych_services.frontend.identity import splitmix64
+from triptych_services.frontend.requests.chat_renderer import ChatRenderer
+from triptych_services.frontend.requests.identity import splitmix64
 from triptych_services.frontend.requests.raw import RawChat
+from triptych_services.frontend.streams import placement
 
 TOKENIZER = byte_tokenizer()
 TEXT = "Hello world, the end. Größe: 5 μm; こんにちは 🎉 stop the world"
@@ -281,7 +281,7 @@ async def test_checkpoint_defaults_and_client_values_reach_the_engine() -> None:
         await answer(core.generator, raw)
         (submit,) = engine.submitted
         assert (submit.sampling.temperature, submit.sampling.logit_bias) == (0.5, ((7, 1.5),))
-        assert (submit.priority, submit.tenant, submit.cache_salt) == (-4, "t", "salt")
+        assert (submit.head.priority, submit.head.tenant, submit.head.cache_salt) == (-4, "t", "salt")
         assert (submit.sampling.max_tokens, submit.num_prompt_tokens) == (16, len(submit.token_ids))
         assert submit.deadline_remaining_ms is None
 
@@ -444,7 +444,7 @@ async def test_draining_ends_in_time_whatever_runs() -> None:
 
 
 async def test_one_log_line_tells_the_story_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "triptych_services.frontend.accounting")
+    caplog.set_level(logging.INFO, "triptych_services.frontend.streams.accounting")
     async with FakeEngine(seeded) as engine, frontend_core(engine) as core:
         raw = raw_request(request_id="mine", sampling={"max_tokens": 3}, tenant="ours")
         await answer(core.generator, raw)

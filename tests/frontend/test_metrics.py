@@ -108,7 +108,7 @@ async def test_choices_without_a_token_are_counted_by_tenant(tmp_path: Path) -> 
         ]
         await engine.next_submit(5)
         await eventually(lambda: counts() == {"acme": 3, "other": 2, "": 1})
-        first = next(choice for choice in engine.submitted if choice.request.tenant == "acme")
+        first = next(choice for choice in engine.submitted if choice.request.head.tenant == "acme")
         engine.emit(first, [65])
         await eventually(lambda: counts()["acme"] == 2)
         for choice in engine.submitted:

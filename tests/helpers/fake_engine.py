@@ -16,7 +16,7 @@ from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.session.handshake import ENGINE_PROTOCOL, SessionTerms
 from triptych.rpc.tls import ServerTls
-from triptych.types.facts import EngineStatus, ModelFacts
+from triptych.types.facts import EngineCounters, EngineStatus, ModelFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.outputs import (
     FinishedRequest,
@@ -59,7 +59,7 @@ class SubmittedChoice:
     def request_id(self) -> str:
         """The request's, with the choice's index where there are several."""
         is_lone = self.request.num_choices == 1
-        return self.request.request_id if is_lone else f"{self.request.request_id}#{self.index}"
+        return self.request.head.request_id if is_lone else f"{self.request.head.request_id}#{self.index}"
 
     @property
     def seed(self) -> int:
@@ -134,7 +134,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         max_choices: int = MAX_CHOICES,
         max_running: int = 0,
     ) -> None:
-        self._reply = reply
+        self.reply = reply
         self._is_mute = is_mute
         self._resume_ttl_s = resume_ttl_s
         self._streams: list[_Stream] = []
@@ -357,8 +357,8 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         if self._is_mute:
             return
         self.send(request, OutputBatch(0, admitted=u32([request.number])))
-        if self._reply is not None:
-            for place, token_id in enumerate(self._reply(request), start=1):
+        if self.reply is not None:
+            for place, token_id in enumerate(self.reply(request), start=1):
                 ends = (*request.sampling.stop_token_ids, *self._welcome.model.eos_token_ids)  # type: ignore[union-attr]
                 if token_id in ends and not request.sampling.ignore_eos:
                     self.emit(request, [token_id], finish=FinishReason.STOP, stop_token_id=token_id)
@@ -382,13 +382,9 @@ class _Admin(admin_pb2_grpc.AdminServiceServicer):
             num_blocks=8,
             num_used_blocks=2,
             num_cached_blocks=1,
-            num_steps=7,
             steps_in_flight=2,
             step_ns=5,
-            prefix_queries=0,
-            prefix_hits=0,
-            num_preemptions=0,
-            num_scheduled_tokens=9,
+            counters=EngineCounters(num_steps=7, num_scheduled_tokens=9),
             block_size=16,
         )
 

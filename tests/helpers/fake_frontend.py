@@ -22,7 +22,7 @@ from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLog
 from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych.wire.generation import EventEncoder
 from triptych_services.frontend.grpc.batch import BatchRun, items_in_flight
-from triptych_services.frontend.grpc.vllm_servicer import pack
+from triptych_services.frontend.grpc.vllm.servicer import pack
 
 SERVICE = "triptych.v1.GenerationService"
 MAX_MODEL_LEN = 100

@@ -18,13 +18,13 @@ from triptych.types.identity import ModelIdentity
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
 from triptych.types.step import PromptLogprobs
 from triptych.types.submit import EngineLimits, ModelTerms
-from triptych_services.frontend.attached import AttachedEvent
 from triptych_services.frontend.generate import Generator, ServedModel
-from triptych_services.frontend.logprobs import PromptReport
 from triptych_services.frontend.requests.parse import check_chat, fit_to_context, parse
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
-from triptych_services.frontend.resumption import ResumeToken, SeenChoice
-from triptych_services.frontend.text_model import TextModel
+from triptych_services.frontend.requests.text_model import TextModel
+from triptych_services.frontend.streams.attached import AttachedEvent
+from triptych_services.frontend.streams.logprobs import PromptReport
+from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 
 MODEL = "tiny/fake"
 VOCAB_SIZE = 256
@@ -96,7 +96,7 @@ class FakeGenerator(Generator):
         finally:
             self.num_running -= 1
             if not is_over:
-                self.closed.append(raw.request_id)
+                self.closed.append(raw.head.request_id)
             self.changed.set()
 
     async def _events(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
@@ -109,7 +109,7 @@ class FakeGenerator(Generator):
         assert sampling.max_tokens is not None
         await asyncio.sleep(0)
         token = "" if raw.answer is None else "c2VjcmV0"
-        yield AdmittedEvent(raw.request_id, MODEL, sampling.seed or 0, prompt, resume_token=token)
+        yield AdmittedEvent(raw.head.request_id, MODEL, sampling.seed or 0, prompt, resume_token=token)
         await self._hold_at(-1)
         if sampling.prompt_logprobs is not None:
             report = PromptReport(np.array(prompt, np.uint32), sampling.prompt_logprobs, lambda i: bytes([i]))

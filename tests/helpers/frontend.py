@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -16,15 +17,16 @@ from tests.helpers.stack import EngineStack
 from triptych.observe.metrics import FrontendMetrics
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.submit import RequestHead
 from triptych_services.frontend.engines.client import EngineClient
-from triptych_services.frontend.engines.mover import Mover, MoveTerms
-from triptych_services.frontend.engines.router import Router
-from triptych_services.frontend.engines.routing_policy import RoutingPolicy
 from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.text_model import TextModel
+from triptych_services.frontend.requests.text_model import TextModel
+from triptych_services.frontend.routing.policy import RoutingPolicy
+from triptych_services.frontend.routing.router import Router
+from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
 
-NEVER = MoveTerms(policy="never")
+NEVER = MigrationTerms(policy="never")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class FrontendCore:
     generator: Generator
     router: Router
     registry: CollectorRegistry
-    mover: Mover
+    migrator: Migrator
 
     def count(self, outcome: str) -> float:
         """Requests that ended so."""
@@ -58,7 +60,7 @@ async def frontend_core(
     waits: bool = True,
     aliases: Mapping[str, str] | None = None,
     directory: Path = Path("no-checkpoint"),
-    moves: MoveTerms = NEVER,
+    moves: MigrationTerms = NEVER,
     keep_s: float = 0.0,
     policy: RoutingPolicy | None = None,
     **parsers: str,
@@ -73,23 +75,25 @@ async def frontend_core(
         for engine in engines
     ]
     metrics = FrontendMetrics.create(registry)
-    mover = Mover(router, metrics, moves)
-    generator = Generator(router, metrics, mover, keep_s=keep_s)
+    migrator = Migrator(router, metrics, moves)
+    generator = Generator(router, metrics, migrator, keep_s=keep_s)
     generator.set_text_model(TextModel(tokenizer or byte_tokenizer(), defaults or {}, directory, **parsers))
     tasks = [asyncio.create_task(client.run()) for client in router.engines]
-    tasks.append(asyncio.create_task(mover.run()))
+    tasks.append(asyncio.create_task(migrator.run()))
     try:
         if waits:
             await eventually(lambda: all(client.is_ready for client in router.engines))
-        yield FrontendCore(generator, router, registry, mover)
+        yield FrontendCore(generator, router, registry, migrator)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def raw_request(prompt: object = "Hello", **fields: object) -> RawRequest:
-    return RawRequest(api="test", prompt=prompt, **fields)  # type: ignore[arg-type]
+def raw_request(prompt: object = "Hello", *, api: str = "test", **given: Any) -> RawRequest:
+    """Return a request of the fields of `RawRequest` and of `RequestHead`."""
+    head = {each.name: given.pop(each.name) for each in fields(RequestHead) if each.name in given}
+    return RawRequest(api=api, prompt=prompt, head=RequestHead(**head), **given)
 
 
 async def collect(generator: Generator, raw: RawRequest) -> list[Event]:

@@ -14,10 +14,11 @@ from google.protobuf.message import Message
 from triptych.compat import vllm_engine_pb2
 from triptych.types.sampling import SAMPLING_FIELDS
 from triptych.v1 import generation_pb2, model_pb2
-from triptych_services.frontend.anthropic.schema import MessagesRequest
-from triptych_services.frontend.openai import schema
-from triptych_services.frontend.openai.request_body import Body
-from triptych_services.frontend.openai.responses.schema import ResponsesRequest
+from triptych_services.frontend.http.anthropic.schema import MessagesRequest
+from triptych_services.frontend.http.body import Body
+from triptych_services.frontend.http.generation_body import AbortRequest
+from triptych_services.frontend.http.openai import schema
+from triptych_services.frontend.http.openai.responses.schema import ResponsesRequest
 
 M = TypeVar("M", bound=Message)
 _HUGE = "@huge@"
@@ -92,7 +93,7 @@ BASES: tuple[tuple[str, type[Body], dict[str, Any]], ...] = (
     ("/tokenize", schema.TokenizeRequest, {"prompt": "Hello"}),
     ("/tokenize", schema.TokenizeRequest, {"messages": CHAT["messages"]}),
     ("/detokenize", schema.DetokenizeRequest, {"tokens": [5, 6, 7]}),
-    ("/abort_requests", schema.AbortRequest, {"request_ids": ["a"]}),
+    ("/abort_requests", AbortRequest, {"request_ids": ["a"]}),
 )
 _BASE_GENERATION = {"text": {"text": "Hello"}, "length": {"max_tokens": 3}}
 _BASE_OF_VLLM = vllm_engine_pb2.GenerateRequest(text="Hello", sampling_params={"max_tokens": 3})

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httpx
@@ -16,10 +16,10 @@ from tests.helpers.fake_generator import FakeGenerator
 from triptych.rpc.tls import ServerTls
 from triptych_services.frontend.access.keys import ApiKeys
 from triptych_services.frontend.generate import Generator
-from triptych_services.frontend.openai.app import create_app
-from triptych_services.frontend.openai.connections import ConnectionLimits
-from triptych_services.frontend.openai.request_guard import OnResponse
-from triptych_services.frontend.openai.server import HttpServer
+from triptych_services.frontend.http.app import create_app
+from triptych_services.frontend.http.connections import ConnectionLimits
+from triptych_services.frontend.http.guards import OnResponse
+from triptych_services.frontend.http.server import HttpServer
 
 DEADLINE_S = 10.0
 
@@ -34,6 +34,7 @@ class HttpApi:
     port: int
     client: openai.AsyncOpenAI
     http: httpx.AsyncClient
+    dialled: list[asyncio.StreamWriter] = field(default_factory=list)
 
     def sync_client(self) -> openai.OpenAI:
         """For use on another thread."""
@@ -49,10 +50,17 @@ class HttpApi:
         self, path: str, body: dict[str, Any]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Send a request on a bare connection, to leave it as no client would."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
-        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+        return await self.dial(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+
+    async def dial(
+        self, data: bytes, *, source: str = "127.0.0.1"
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send bytes on a bare connection, which stays open until the server is stopped."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
+        self.dialled.append(writer)
+        writer.write(data)
         await writer.drain()
         return reader, writer
 
@@ -95,7 +103,12 @@ async def open_api(
     client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
     try:
         async with client, httpx.AsyncClient(base_url=address, timeout=DEADLINE_S) as http:
-            yield HttpApi(cast(FakeGenerator, generator), server, port, client, http)
+            api = HttpApi(cast(FakeGenerator, generator), server, port, client, http)
+            try:
+                yield api
+            finally:
+                for writer in api.dialled:
+                    writer.transport.abort()  # what it could not send yet too
     finally:
         await server.stop(0)
 

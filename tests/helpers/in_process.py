@@ -64,7 +64,7 @@ class InProcessEngine:
                 sampling,
                 seed=sampling.seed if sampling.seed is not None else number,
             )
-            self.scheduler.add(*Request.choices_of(submit, session=0))
+            self.scheduler.requests.add(*Request.choices_of(submit, session=0))
             tokens[number] = []
         pending: deque[PendingStep] = deque()
         while self.scheduler.has_work or pending:

@@ -54,7 +54,7 @@ class RecordedRun:
         self._numbers: dict[int, int] = {}
 
     def start(self) -> RecordedRun:
-        self.engine.open_session(SESSION)
+        self.engine.frontends.open_session(SESSION)
         self.connect()
         return self
 
@@ -74,7 +74,7 @@ class RecordedRun:
         **fields: Any,
     ) -> int:
         number = self._numbers[session] = self._numbers.get(session, 0) + 1
-        self.engine.submit(
+        self.engine.frontends.submit(
             session,
             single_choice(
                 number,

@@ -114,7 +114,7 @@ class KvStack:
         return self.prefill.tokens[number]
 
     def statuses(self) -> tuple[EngineStatus, EngineStatus]:
-        return self.prefill_engine.loop.status(), self.decode_engine.loop.status()
+        return self.prefill_engine.loop.operator.status(), self.decode_engine.loop.operator.status()
 
     async def wait_empty(self) -> None:
         """Until no block is held at either end."""

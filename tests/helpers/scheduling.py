@@ -33,6 +33,7 @@ from triptych.types.step import (
 )
 from triptych.types.submit import single_choice
 from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.fairness import TenantShare
 from triptych_services.enginecore.scheduler.scheduler import Scheduler
 from triptych_services.enginecore.scheduler.step_results import Failed, Finished, StepOutput
 
@@ -384,7 +385,7 @@ class Engine:
 
     def add_choices(self, *choices: Request) -> tuple[Failed, ...]:
         """Add the choices of one request, and return what left a full queue for them."""
-        displaced = self.scheduler.add(*choices)
+        displaced = self.scheduler.requests.add(*choices)
         for request in choices:
             self.tokens[request.session, request.number] = []
         for outcome in displaced:
@@ -472,3 +473,38 @@ def counts_by_number(scheduler: Scheduler, plan: StepPlan | None) -> dict[int, i
     counts.update(zip(plan.chunk_slots.tolist(), plan.chunk_lengths.tolist(), strict=True))
     counts.update(dict.fromkeys(plan.skipped_slots.tolist(), 0))
     return {slot_to_number[slot]: count for slot, count in counts.items() if count}
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """The counters of one running request; see the picture in `RunningRows`."""
+
+    known: int
+    computed: int
+    num_expected: int
+    wanted: int
+    """Tokens that a step could compute now."""
+
+
+def row_counts(scheduler: Scheduler, request: Request) -> RowCounts:
+    """Return the counters of a running request."""
+    rows, slot = scheduler._states.rows, request.slot
+    (wanted,) = rows.wanted(np.array([slot])).tolist()
+    return RowCounts(int(rows.known[slot]), int(rows.computed[slot]), int(rows.num_expected[slot]), wanted)
+
+
+def find_cached_blocks(scheduler: Scheduler, request: Request) -> list[int]:
+    """Return the blocks in the cache that hold the beginning of a waiting request, or of one not added yet."""
+    return scheduler._states.cached_blocks(request)
+
+
+def predict_wait_s(scheduler: Scheduler, request: Request) -> float | None:
+    """Return the seconds to the first token of a request that is not added yet; None if nothing can be said."""
+    return scheduler._admission.forecast.wait_s(request, scheduler._states)
+
+
+def tenant_shares(scheduler: Scheduler) -> list[TenantShare]:
+    """Return what each tenant was served, up to the last result."""
+    shares = scheduler._states.shares
+    shares._charge_outputs(scheduler._states.rows)
+    return [shares._share_of(tenant) for tenant in shares._tenants.values()]

@@ -171,6 +171,29 @@ class WorkerStack:
         await self._thread.stop(DEADLINE_S)
 
 
+def make_executor(
+    port: int,
+    config: EngineConfig,
+    *,
+    engine_id: str = "engine-0",
+    boot_id: str,
+    shared: dict[str, str] | None = None,
+    max_steps_in_flight: int = 2,
+) -> GrpcExecutor:
+    """Return the executor of an engine beside the stack's, for the worker at a port of this machine.
+
+    Args:
+        shared: Options that both tiers must have alike; None: those of the config.
+    """
+    return GrpcExecutor(
+        address=f"127.0.0.1:{port}",
+        engine_id=engine_id,
+        boot_id=boot_id,
+        shared_config=shared_config(config) if shared is None else shared,
+        max_steps_in_flight=max_steps_in_flight,
+    )
+
+
 class EngineStack:
     """One engine core process's inside, without the process."""
 

@@ -13,7 +13,7 @@ from tests.helpers.stack import EngineStack, WorkerStack, make_config
 from tests.worker.simulated import simulated_runner
 from triptych.config import EngineConfig
 from triptych.config.step_times import StepTimeModel
-from triptych_services.frontend.engines.mover import MoveTerms
+from triptych_services.frontend.streams.migrator import MigrationTerms
 from triptych_services.worker.simulation.device import SimulatedDevice
 from triptych_services.worker.simulation.runner import SimulatedRunner
 
@@ -87,7 +87,7 @@ class Unit:
 
     @property
     def num_used_blocks(self) -> int:
-        return 0 if self.is_dead else self.engine.loop.status().num_used_blocks
+        return 0 if self.is_dead else self.engine.loop.operator.status().num_used_blocks
 
 
 @asynccontextmanager
@@ -96,7 +96,7 @@ async def running_units(
     *,
     step_ms: float = 2.0,
     numerics: Iterable[str] = (),
-    moves: MoveTerms | None = None,
+    moves: MigrationTerms | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[list[Unit], FrontendCore]]:
     """Engines that are ready, and a frontend's core in front of them. `options`: of `unit_config`."""
@@ -114,7 +114,7 @@ async def running_units(
             await unit.engine.start()
             stack.push_async_callback(_stop, unit)
             units.append(unit)
-        core = await stack.enter_async_context(frontend_core(*units, moves=moves or MoveTerms()))
+        core = await stack.enter_async_context(frontend_core(*units, moves=moves or MigrationTerms()))
         yield units, core
 
 

@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "triptych.internal.v1": GRPC,
     "triptych.compat": GRPC,
     "triptych.wire": {"numpy"},
+    "triptych.wire.codec": {"google", "numpy"},
     "triptych.wire.journal": {"google"},
     "triptych.rpc": GRPC,
     "triptych.observe": {"prometheus_client"},
@@ -55,12 +56,12 @@ ALLOWED: dict[str, set[str]] = {
     "triptych_services.frontend.engines.outbox": {"grpc", "numpy"},
     "triptych_services.frontend.engines.status_watch": {"grpc"},
     "triptych_services.frontend.grpc": {"grpc", "google"},
-    "triptych_services.frontend.requests.grammar_process": {"llguidance"},
-    "triptych_services.frontend.tokenizer_process": {"tokenizers"},
-    "triptych_services.frontend.anthropic": HTTP,
-    "triptych_services.frontend.operators": HTTP,
-    "triptych_services.frontend.operators.routes": HTTP | {"grpc", "google"},
-    "triptych_services.frontend.openai": HTTP | {"prometheus_client", "numpy", "orjson"},
+    "triptych_services.frontend.requests.grammars.grammar_process": {"llguidance"},
+    "triptych_services.frontend.offload.tokenizer_process": {"tokenizers"},
+    "triptych_services.frontend.http": HTTP | {"prometheus_client", "numpy", "orjson"},
+    "triptych_services.frontend.http.anthropic": HTTP,
+    "triptych_services.frontend.http.operators": HTTP,
+    "triptych_services.frontend.http.operators.routes": HTTP | {"grpc", "google"},
     "triptych_services.enginecore": {"numpy"},
     "triptych_services.enginecore.frontends.servicer": {"grpc"},
     "triptych_services.enginecore.workers.grpc_executor": {"grpc"},
@@ -174,12 +175,13 @@ def test_runner_and_kernels_import_on_a_bare_gpu_box():
     import_without(missing, modules_of(*core, "triptych_kernels"))
 
 
+@pytest.mark.thorough
 def test_tests_for_a_gpu_import_on_a_bare_box():
     """Or none of them would run: pytest gives up where one file cannot be imported."""
     files = [
         path.relative_to(ROOT).with_suffix("")
         for folder in ("tests/gpu", "tests/kernels/ops", "tests/kernels/triton", "tests/worker/gpu")
-        for path in (ROOT / folder).glob("test_*.py")
+        for path in (ROOT / folder).rglob("test_*.py")
     ]
     loaded = import_without(set(), [".".join(file.parts) for file in files])
     assert not loaded & (GRPC - {"google"} | {"prometheus_client", "hypothesis", "xdist"})

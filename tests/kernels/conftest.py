@@ -8,14 +8,39 @@ import pytest
 import torch
 
 from tests.kernels.device import ON_DEVICE, TRITON_DTYPES
+from triptych_kernels.cpu.library import usable_isas
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that launch kernels as those of a GPU, if there is one."""
-    if ON_DEVICE:
-        for item in items:
-            if Path(__file__).parent in item.path.parents and "device" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.gpu)
+    """Mark tests that launch Triton's kernels as those of a GPU, if there is one.
+
+    `make test` proves the kernels of this CPU, so those that plain torch and the widest instruction set compute. Of the
+    narrower ones, and of Triton's interpreter, which takes up to seconds for a launch, each test has one quick case.
+    """
+    seen = set[tuple[str, str]]()
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        if ON_DEVICE and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
+        other = _other_than_this_cpu(item)
+        if other and item.get_closest_marker("slow") is None:
+            case = (item.nodeid.partition("[")[0], other)
+            if case in seen:
+                item.add_marker(pytest.mark.thorough)
+            seen.add(case)
+
+
+def _other_than_this_cpu(item: pytest.Item) -> str:
+    """Return "triton" or the narrower instruction set that a test is for, else an empty string."""
+    if Path(__file__).with_name("triton") in item.path.parents:
+        return "triton"
+    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+        implementation = getattr(value, "implementation", value)  # of a case
+        name = getattr(implementation, "name", implementation)
+        if isinstance(name, str) and name in ("triton", *usable_isas()[1:]):
+            return name
+    return ""
 
 
 @pytest.fixture

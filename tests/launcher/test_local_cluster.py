@@ -91,6 +91,7 @@ def test_a_killed_service_comes_back_on_its_ports(victim, caplog):
     )
 
 
+@pytest.mark.thorough
 def test_a_service_that_keeps_dying_fails_the_cluster_and_is_named(monkeypatch):
     monkeypatch.setenv("FAKE_ENGINECORE", "exit:7")
     with Cluster() as cluster:
@@ -118,6 +119,7 @@ def test_a_taken_port_is_told_in_the_services_words_and_not_tried_again():
             assert not any(is_alive(pid) for pid in cluster.pids.values())
 
 
+@pytest.mark.thorough
 def test_a_service_that_does_not_leave_is_killed(monkeypatch):
     monkeypatch.setenv("FAKE_WORKER", "stay")
     with Cluster() as cluster:

@@ -34,7 +34,7 @@ def test_all_busy_ports_are_named_at_once():
         with pytest.raises(ConfigError) as caught:
             check_ports(config)
         assert str(caught.value) == (
-            f"ports that cannot be had: frontend.port 127.0.0.1:{first} (in use), "
+            f"ports that cannot be used: frontend.port 127.0.0.1:{first} (in use), "
             f"frontend.http_port 127.0.0.1:{second} (in use); end what listens there, perhaps another stack, "
             "or choose other ports: 0 is any free one"
         )

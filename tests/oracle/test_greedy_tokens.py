@@ -28,9 +28,15 @@ MAX_MODEL_LEN = 1600
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 STEP_TO_TOO_FEW_BLOCKS = {1: MAX_MODEL_LEN // 16 + 1, 4: 40}
 EACH_OR_FEW = pytest.mark.parametrize(
-    "step", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["few", "each"]
+    "step",
+    [pytest.param(4, id="few"), pytest.param(1, id="each", marks=pytest.mark.slow)],
 )
-"""Which entries are computed in the ways that take longest: every fourth, or all of them."""
+"""Which entries are computed in a way that takes long: every fourth, or all of them."""
+QUICK_OR_EACH = pytest.mark.parametrize(
+    "step",
+    [pytest.param(4, id="few"), pytest.param(1, id="each", marks=pytest.mark.thorough)],
+)
+"""Which entries are computed in the ways that take less."""
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +94,25 @@ def test_the_oracle_was_recorded_from_these_prompts(directory: Path, entries: li
     assert {1, 1500} <= {len(prompt) for prompt in prompts}
 
 
-@EACH_OR_FEW
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(8, id="few"),
+        pytest.param(4, id="some", marks=pytest.mark.thorough),
+        pytest.param(1, id="each", marks=pytest.mark.slow),
+    ],
+)
 def test_alone(runner: Runner, entries: list[Entry], excused: list[str], step: int) -> None:
     engine = InProcessEngine(runner, enable_prefix_caching=False)
     outputs = [engine.generate([entry.prompt], GREEDY)[0] for entry in entries[::step]]
     check("alone", entries[::step], outputs, excused)
 
 
+@QUICK_OR_EACH
 def test_all_at_once_and_again_with_prefix_hits(
-    runner: Runner, entries: list[Entry], excused: list[str]
+    runner: Runner, entries: list[Entry], excused: list[str], step: int
 ) -> None:
+    entries = entries[::step]
     engine = InProcessEngine(runner)
     prompts = [entry.prompt for entry in entries]
     check("all at once", entries, engine.generate(prompts, GREEDY), excused)
@@ -108,7 +123,9 @@ def test_all_at_once_and_again_with_prefix_hits(
     check("with prefix hits", entries, outputs, excused)
 
 
-def test_in_chunks(runner: Runner, entries: list[Entry], excused: list[str]) -> None:
+@QUICK_OR_EACH
+def test_in_chunks(runner: Runner, entries: list[Entry], excused: list[str], step: int) -> None:
+    entries = entries[::step]
     engine = InProcessEngine(runner, enable_prefix_caching=False, max_num_batched_tokens=64)
     outputs = engine.generate([entry.prompt for entry in entries], GREEDY)
     assert engine.scheduler.counters.num_steps > sum(len(entry.prompt) for entry in entries) / 64
@@ -127,8 +144,9 @@ def test_with_preemptions(runner: Runner, entries: list[Entry], excused: list[st
     check("with preemptions", entries, outputs, excused)
 
 
-def test_in_the_files_own_4_bit_blocks(directory: Path, entries: list[Entry]) -> None:
-    excused: list[str] = []
+@QUICK_OR_EACH
+def test_in_the_files_own_4_bit_blocks(directory: Path, entries: list[Entry], step: int) -> None:
+    entries, excused = entries[::step], list[str]()
     engine = InProcessEngine(
         make_runner(directory, "float32", "q4", activation_bits="16"), enable_prefix_caching=False
     )

@@ -85,6 +85,7 @@ def check(engine: InProcessEngine, prompts: list[list[int]], expected: list[np.n
     return outputs
 
 
+@pytest.mark.thorough
 def test_whole_in_chunks_and_preempted(
     runner: Runner, prompts: list[list[int]], expected: list[np.ndarray]
 ) -> None:
@@ -97,6 +98,7 @@ def test_whole_in_chunks_and_preempted(
     assert whole == check(crowded, prompts, expected)
 
 
+@pytest.mark.thorough
 def test_beside_requests_that_do_not_ask_and_after_their_prefixes(
     runner: Runner, prompts: list[list[int]], expected: list[np.ndarray]
 ) -> None:
@@ -106,6 +108,7 @@ def test_beside_requests_that_do_not_ask_and_after_their_prefixes(
     assert check(engine, prompts, expected) == plain
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["few", "each"])
 def test_three_prompts_live_and_bfloat16_is_as_near_as_transformers_own(
     directory: Path, reference: Any, step: int

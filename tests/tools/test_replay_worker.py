@@ -28,7 +28,7 @@ def record(directory: Path) -> RecordedRun:
     for number in range(5):
         run.submit(make_prompt(20 + number, number), sampling={"max_tokens": 30, "ignore_eos": True})
     run.run(12)
-    run.engine.abort(SESSION, 1)
+    run.engine.frontends.abort(SESSION, 1)
     run.run(3)
     run.lose_worker()
     run.connect(after_crash=True)

@@ -11,9 +11,9 @@ from typing import Any
 from tests.helpers.frontend import FrontendCore, answer, frontend_core
 from tests.helpers.units import BLOCK_SIZE, Unit, running_units
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, ResumableEvent
-from triptych_services.frontend.engines.mover import MoveTerms
 from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.resumption import ResumeToken, SeenChoice
+from triptych_services.frontend.streams.migrator import MigrationTerms
+from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 
 PROMPT = list(range(20, 20 + 5 * BLOCK_SIZE + 1))
 NUM_CACHED = 5 * BLOCK_SIZE
@@ -93,7 +93,7 @@ class Stand:
 
 @asynccontextmanager
 async def stand() -> AsyncIterator[Stand]:
-    terms: dict[str, Any] = {"moves": MoveTerms(), "keep_s": 10.0, "policy": FirstInLine()}
+    terms: dict[str, Any] = {"moves": MigrationTerms(), "keep_s": 10.0, "policy": FirstInLine()}
     async with (
         running_units(2) as (units, _),
         frontend_core(*units, **terms) as first,

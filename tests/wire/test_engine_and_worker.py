@@ -13,13 +13,13 @@ from tests.helpers.stack import (
     NaiveRunner,
     WorkerStack,
     make_config,
+    make_executor,
     running_stack,
 )
 from triptych.config.loader import shared_config
 from triptych.errors import EngineUnavailable, HandshakeMismatch, WorkerHeld
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
-from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 
 
 def expected(number: int, prompt: list[int], **sampling: object) -> tuple[list[int], FinishReason]:
@@ -168,13 +168,7 @@ async def test_request_that_kills_every_worker_is_failed() -> None:
 
 async def test_second_engine_is_refused_by_name() -> None:
     async with running_stack() as (worker, _, frontend):
-        second = GrpcExecutor(
-            address=f"127.0.0.1:{worker.port}",
-            engine_id="engine-1",
-            boot_id="second",
-            shared_config=shared_config(make_config()),
-            max_steps_in_flight=2,
-        )
+        second = make_executor(worker.port, make_config(), engine_id="engine-1", boot_id="second")
         with pytest.raises(WorkerHeld, match="engine-0"):
             await second.connect(lambda: None, resume=False)
         await second.close()
@@ -186,12 +180,12 @@ async def test_config_mismatch_names_key_and_both_values() -> None:
     config = make_config()
     worker = WorkerStack(config, NaiveRunner(config))
     await worker.start()
-    other = GrpcExecutor(
-        address=f"127.0.0.1:{worker.port}",
+    other = make_executor(
+        worker.port,
+        config,
+        shared={**shared_config(config), "cache.block_size": "32"},
         engine_id="engine-1",
         boot_id="second",
-        shared_config={**shared_config(config), "cache.block_size": "32"},
-        max_steps_in_flight=2,
     )
     with pytest.raises(HandshakeMismatch, match=r"cache.block_size: engine has '32', worker has '16'"):
         await other.connect(lambda: None, resume=False)
@@ -229,13 +223,7 @@ async def test_a_window_of_nothing_is_refused() -> None:
     config = make_config()
     worker = WorkerStack(config, NaiveRunner(config))
     await worker.start()
-    engine = GrpcExecutor(
-        address=f"127.0.0.1:{worker.port}",
-        engine_id="engine-0",
-        boot_id="first",
-        shared_config=shared_config(config),
-        max_steps_in_flight=0,
-    )
+    engine = make_executor(worker.port, config, boot_id="first", max_steps_in_flight=0)
     with pytest.raises(HandshakeMismatch, match="max_steps_in_flight: 0"):
         await engine.connect(lambda: None, resume=False)
     await engine.close()
@@ -247,7 +235,7 @@ async def test_draining_engine_finishes_what_it_has() -> None:
         worker.runner.may_step.clear()
         await frontend.submit(1, make_prompt(6))
         await frontend.wait_status(lambda status: status.num_running + status.num_waiting == 1)
-        engine.loop.stop_taking()
+        engine.loop.operator.stop_taking()
         await frontend.wait_for(lambda: not frontend.welcomes[-1].ready)
         assert frontend.welcomes[-1].why_not_ready == "the engine is stopping"
         worker.runner.may_step.set()
@@ -255,6 +243,7 @@ async def test_draining_engine_finishes_what_it_has() -> None:
         assert frontend.tokens[1] == expected(1, make_prompt(6))[0]
 
 
+@pytest.mark.thorough
 async def test_rows_too_large_for_one_message_enter_over_steps() -> None:
     """64 requests with 1.4 MB of sampling parameters each wait for one step: 90 MB, where a message holds 64."""
     num_requests, allowed = 64, tuple(range(1 << 21, (1 << 21) + 350_000))

@@ -22,10 +22,10 @@ from tests.helpers.stack import (
     NaiveRunner,
     WorkerStack,
     make_config,
+    make_executor,
     num_finished,
     running_stack,
 )
-from triptych.config.loader import shared_config
 from triptych.errors import EngineFailure
 from triptych.internal.v1 import engine_core_pb2, step_pb2, worker_pb2_grpc
 from triptych.observe.metrics import EngineMetrics
@@ -38,7 +38,6 @@ from triptych_services.enginecore import inbox, wake_timer
 from triptych_services.enginecore import loop as loop_module
 from triptych_services.enginecore.loop import EngineLoop
 from triptych_services.enginecore.workers.base import Connected, WorkerLost
-from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
@@ -193,7 +192,7 @@ async def test_a_loss_right_behind_the_last_result_is_noticed() -> None:
     session, _ = loop.open_session()
     await wait_until(lambda: loop.welcome.ready)
     loop.submit(session, make_submit(1, [1, 2], max_tokens=1))
-    await wait_until(lambda: loop.status().num_finished.get("length") == 1)
+    await wait_until(lambda: loop.operator.status().counters.num_finished.get("length") == 1)
     await wait_until(lambda: executor.num_connects == 2)
     task.cancel()
     await asyncio.wait([task])
@@ -204,16 +203,7 @@ async def test_engine_that_dials_again_replaces_itself() -> None:
     config = make_config()
     worker = WorkerStack(config, NaiveRunner(config))
     await worker.start()
-    executors = [
-        GrpcExecutor(
-            address=f"127.0.0.1:{worker.port}",
-            engine_id="engine-0",
-            boot_id="same",
-            shared_config=shared_config(config),
-            max_steps_in_flight=2,
-        )
-        for _ in range(2)
-    ]
+    executors = [make_executor(worker.port, config, boot_id="same") for _ in range(2)]
     news = asyncio.Event()
     await executors[0].connect(news.set, resume=False)
     await executors[1].connect(lambda: None, resume=False)
@@ -469,7 +459,7 @@ async def test_cache_reset_with_results_on_their_way() -> None:
         await wait_until(lambda: worker.num_in_flight == 2)
         await frontend.abort(1)
         await frontend.wait_for(lambda: 1 in frontend.ends)
-        assert engine.loop.reset_prefix_cache() > 0
+        assert engine.loop.operator.reset_prefix_cache() > 0
         await frontend.submit(2, make_prompt(40), sampling={"max_tokens": 20, "ignore_eos": True})
         worker.runner.may_step.set()
         await frontend.wait_for(lambda: 2 in frontend.ends)
@@ -479,7 +469,7 @@ async def test_cache_reset_with_results_on_their_way() -> None:
 
 async def test_streams_end_in_order_when_the_engine_has_drained() -> None:
     async with running_stack() as (_, engine, frontend):
-        engine.loop.stop_taking()
+        engine.loop.operator.stop_taking()
         engine.servicer.close()
         async with asyncio.timeout(DEADLINE_S):
             await frontend.ended()

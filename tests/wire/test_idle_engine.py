@@ -89,7 +89,7 @@ async def test_a_drain_of_an_idle_loop_offers_what_waits(turns: list[None]) -> N
         await frontend.submit(1, make_prompt(8))
         await frontend.wait_for(lambda: any(1 in batch.admitted for batch in frontend.batches))
         await quiet(turns)
-        draining = asyncio.create_task(engine.loop.drain())
+        draining = asyncio.create_task(engine.loop.operator.drain())
         await frontend.wait_for(lambda: any(1 in batch.released for batch in frontend.batches))
         await frontend.admin.Resume(admin_pb2.ResumeRequest())
         await frontend.wait_for(lambda: 1 in frontend.ends)

@@ -49,6 +49,7 @@ async def test_the_next_turn_finds_what_was_pulled() -> None:
         assert await stack.result(number) == await stack.expected(longer)
 
 
+@pytest.mark.thorough
 async def test_many_prompts_are_pulled_at_once() -> None:
     async with kv_stack() as stack:
         prompts = [make_prompt(100 + 90 * number, number) for number in range(12)]
@@ -120,6 +121,7 @@ async def test_other_layouts_are_not_pulled() -> None:
         assert stack.proxy.num_connections == 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("seed", range(4))
 async def test_faults_at_random_points_change_no_token(seed: int) -> None:

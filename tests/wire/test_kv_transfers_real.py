@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.kv_stack import KvStack, kv_stack
 from tests.helpers.stack import FakeFrontend
-from tests.worker.checkpoints import SIZES
+from tests.worker.models.checkpoints import SIZES
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from triptych.types.kv_transfer import KvSource
@@ -114,6 +114,7 @@ class Clients:
         return frontend.tokens.pop(number, [])
 
 
+@pytest.mark.thorough
 async def test_pulls_beside_streams_that_end_change_no_answer(checkpoint: Path) -> None:
     def make_runner(config: EngineConfig, num_blocks: int) -> Any:
         own = replace(
@@ -129,7 +130,9 @@ async def test_pulls_beside_streams_that_end_change_no_answer(checkpoint: Path) 
         clients = Clients(stack)
         await clients.run(NUM_REQUESTS)
         num_pulled = sum(request.is_pulled for request in clients.answered)
-        num_blocks = stack.decode_engine.loop._engine.scheduler.transfers.counts.num_in_blocks  # type: ignore[union-attr]
+        transfers = stack.decode_engine.loop._engine.scheduler.transfers
+        assert transfers is not None
+        num_blocks = transfers.counts.num_in_blocks
         wrong = [
             f"{'pulled prompt' if request.is_pulled else 'short stream'} of {len(request.prompt)}: "
             f"{request.tokens}, alone {alone}"

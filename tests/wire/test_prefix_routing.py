@@ -15,20 +15,20 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
 from triptych_services.enginecore.frontends import outputs as outputs_module
 from triptych_services.frontend.engines.client import EngineClient
-from triptych_services.frontend.engines.prefix_index import count_leading, keys_of
-from triptych_services.frontend.engines.router import Router
-from triptych_services.frontend.engines.routing_policy import RoundRobin
+from triptych_services.frontend.routing.policy import RoundRobin
+from triptych_services.frontend.routing.prefix_index import count_leading, keys_of
+from triptych_services.frontend.routing.router import Router
 
 
 def cached_in(s: Stand) -> set[int]:
     """The keys of what the engine caches, as its pool says."""
     scheduler = s.engine.loop._engine.scheduler
     assert scheduler is not None
-    return set(keys_of(b"".join(scheduler._blocks.snapshot().hash_to_block)))
+    return set(keys_of(b"".join(scheduler._blocks.pool.snapshot().hash_to_block)))
 
 
 def known_to(client: EngineClient) -> set[int]:
-    return {entry for entry in client.outlook.cached._places if entry}
+    return {entry for entry in client.load.cached._places if entry}
 
 
 async def knows_exactly(s: Stand, client: EngineClient) -> None:
@@ -53,9 +53,9 @@ async def test_every_frontend_knows_what_is_cached() -> None:
         assert cached_in(s)
         for client in (s.client, idle):
             await knows_exactly(s, client)
-            assert not client.outlook.why_no_affinity
-            load = client.outlook.load
-            await eventually(lambda client=client: client.outlook.load.num_running == 0)
+            assert not client.load.why_no_affinity
+            load = client.load.reported
+            await eventually(lambda client=client: client.load.reported.num_running == 0)
             assert load.prefill_token_s > 0
 
 
@@ -84,7 +84,7 @@ async def test_a_cache_that_is_reset_is_forgotten() -> None:
         s.submit(20)
         await s.all_end_undisturbed()
         await knows_exactly(s, s.client)
-        s.engine.loop.reset_prefix_cache()
+        s.engine.loop.operator.reset_prefix_cache()
         await eventually(lambda: not known_to(s.client))
         s.submit(20)
         await s.all_end_undisturbed()
@@ -113,12 +113,10 @@ async def test_what_was_said_is_known_to_be_where_it_was_said() -> None:
                 len(prompt) + len(sink.tokens) - 1
             ) // BLOCK_SIZE  # the last token is not computed
             await eventually(
-                lambda engine=engine, keys=keys, n=num_computed: (
-                    count_leading(keys, engine.outlook.cached) == n
-                )
+                lambda engine=engine, keys=keys, n=num_computed: count_leading(keys, engine.load.cached) == n
             )
             (other,) = (client for client in router.engines if client is not engine)
-            assert count_leading(keys, other.outlook.cached) == 0
+            assert count_leading(keys, other.load.cached) == 0
 
 
 def submission_of(prompt: list[int], sampling: SamplingParams, numbers: Sequence[int]) -> SubmitRequest:

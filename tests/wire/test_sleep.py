@@ -344,6 +344,7 @@ async def test_only_the_engine_that_holds_a_worker_puts_it_to_sleep() -> None:
         await wake(frontend)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_operator_calls_change_no_token(seed: int) -> None:
     rng = random.Random(seed)

@@ -11,8 +11,7 @@ import grpc.aio
 import pytest
 
 from tests.helpers.scheduling import BLOCK_SIZE
-from tests.helpers.stack import DEADLINE_S, NaiveRunner, make_config
-from triptych.config.loader import shared_config
+from tests.helpers.stack import DEADLINE_S, NaiveRunner, make_config, make_executor
 from triptych.internal.v1 import worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
@@ -55,8 +54,8 @@ class DeafWorker(worker_pb2_grpc.WorkerServiceServicer):
 def large_step(runner: NaiveRunner) -> StepPlan:
     engine = EngineCore(make_config())
     engine.worker_ready(runner.facts, after_crash=False)
-    engine.open_session(1)
-    engine.submit(1, single_choice(1, "1", [1] * NUM_TOKENS, SamplingParams(), seed=1))
+    engine.frontends.open_session(1)
+    engine.frontends.submit(1, single_choice(1, "1", [1] * NUM_TOKENS, SamplingParams(), seed=1))
     plan = engine.plan()
     assert plan is not None
     return plan
@@ -70,13 +69,7 @@ async def connected() -> AsyncIterator[tuple[DeafWorker, GrpcExecutor, asyncio.E
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.grpc)
     port = server.bind("127.0.0.1", 0, option="worker.port")
     await server.start()
-    executor = GrpcExecutor(
-        address=f"127.0.0.1:{port}",
-        engine_id="engine-0",
-        boot_id="boot",
-        shared_config=shared_config(config),
-        max_steps_in_flight=1,
-    )
+    executor = make_executor(port, config, boot_id="boot", max_steps_in_flight=1)
     news = asyncio.Event()
     await executor.connect(news.set, resume=False)
     try:

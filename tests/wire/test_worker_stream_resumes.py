@@ -19,14 +19,13 @@ from tests.helpers.stack import (
     NaiveRunner,
     WorkerStack,
     make_config,
+    make_executor,
 )
 from tests.helpers.step_relay import Cut, StepRelay
-from triptych.config.loader import shared_config
 from triptych.errors import EngineFailure, StaleEpoch, WorkerHeld
 from triptych.types.outputs import RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
-from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 
 NUM_REQUESTS = 12
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
@@ -325,13 +324,7 @@ async def test_an_engine_whose_place_was_taken_ends() -> None:
         await frontend.wait_for(lambda: len(frontend.tokens) == NUM_REQUESTS)
         relay.is_refusing = True
         relay.up = once_at((await frontend.status()).num_steps + 2, cut)
-        successor = GrpcExecutor(
-            address=f"127.0.0.1:{worker.port}",
-            engine_id="engine-0",
-            boot_id="its next process",
-            shared_config=shared_config(make_config()),
-            max_steps_in_flight=2,
-        )
+        successor = make_executor(worker.port, make_config(), boot_id="its next process")
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 try:

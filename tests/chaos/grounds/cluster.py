@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ class ClusterGround(ProcessGround):
     def heal(self, client: str, server: str) -> None:
         self._proxies[client, server].release()
 
-    async def generate(self, request: Request, attempt: int) -> AsyncIterator[Event]:
+    async def generate(self, request: Request, attempt: int) -> AsyncGenerator[Event, None]:
         """Have a frontend answer a request: each attempt another one."""
         number = hash(request.prompt) + attempt
         frontend = self.of_kind("frontend")[number % len(self._clients)]
@@ -182,7 +182,9 @@ class ClusterGround(ProcessGround):
             async for event in stream:
                 yield event
 
-    def _post(self, number: int, headers: Mapping[str, str], body: Mapping[str, Any]) -> AsyncIterator[str]:
+    def _post(
+        self, number: int, headers: Mapping[str, str], body: Mapping[str, Any]
+    ) -> AsyncGenerator[str, None]:
         return post_to(f"127.0.0.1:{self.of_kind('frontend')[number].http_port}", headers, body)
 
     async def wait_all_ready(self) -> None:

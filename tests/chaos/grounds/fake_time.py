@@ -176,7 +176,7 @@ def run_in_fake_time(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Corouti
 def _functions_of_ours() -> Iterator[Any]:
     """Return the functions and methods of services and libs, which may have a clock as a default."""
     for name, module in list(sys.modules.items()):
-        if not name.startswith(("services.", "triptych.")):
+        if not name.startswith(("triptych_services.", "triptych.")):
             continue
         for value in list(vars(module).values()):
             members = vars(value).values() if isinstance(value, type) else (value,)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -56,13 +56,13 @@ from triptych_services.enginecore.workers import grpc_executor
 from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 from triptych_services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
 from triptych_services.frontend.engines.client import EngineClient
-from triptych_services.frontend.engines.mover import Mover, MoveTerms
-from triptych_services.frontend.engines.router import Router
 from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.grpc.generation_servicer import GenerationServicer
-from triptych_services.frontend.openai.app import create_app
-from triptych_services.frontend.requests import grammars
-from triptych_services.frontend.text_model import TextModel
+from triptych_services.frontend.http.app import create_app
+from triptych_services.frontend.requests.grammars import compiler as grammars
+from triptych_services.frontend.requests.text_model import TextModel
+from triptych_services.frontend.routing.router import Router
+from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
 from triptych_services.worker.service.lease import WorkerLease
 from triptych_services.worker.service.servicer import WorkerServicer
 from triptych_services.worker.service.session import EngineHello, Grant
@@ -239,7 +239,7 @@ class MemoryGround:
                 lease.drain()
                 await self._wait_none(lambda: lease.num_in_flight, until)
             case "enginecore":
-                self._engines[name].stop_taking()
+                self._engines[name].operator.stop_taking()
                 await self._wait_none(lambda: self._engines[name].num_requests, until)
                 self._sessions[name].close()
             case _:
@@ -271,7 +271,7 @@ class MemoryGround:
         """Send SIGCONT."""
         self.processes[name].go_on()
 
-    async def generate(self, request: Request, attempt: int) -> AsyncIterator[Event]:
+    async def generate(self, request: Request, attempt: int) -> AsyncGenerator[Event, None]:
         """Have the frontends answer a request, by our own client: each attempt begins at another one."""
         first = (hash(request.prompt) + attempt) % self.num_frontends
         if request.http:
@@ -300,7 +300,9 @@ class MemoryGround:
                 async for event in events:
                     yield event
 
-    def _post(self, number: int, headers: Mapping[str, str], body: Mapping[str, Any]) -> AsyncIterator[str]:
+    def _post(
+        self, number: int, headers: Mapping[str, str], body: Mapping[str, Any]
+    ) -> AsyncGenerator[str, None]:
         name = f"frontend-{number}"
         return post(self.processes[name], self._apps[name], headers, body)
 
@@ -319,7 +321,7 @@ class MemoryGround:
         for name, loop in self._engines.items():
             if self.processes[name].is_dead:
                 continue
-            status = loop.status()
+            status = loop.operator.status()
             held = {key: getattr(status, key) for key in ("num_running", "num_waiting", "num_used_blocks")}
             living = sum(not self.processes[other].is_dead for other in self._generators)
             held["sessions of dead frontends"] = len(self._sessions[name].sessions) - living
@@ -430,16 +432,16 @@ class MemoryGround:
             for index in range(self.num_engines)
         ]
         metrics = FrontendMetrics.create(CollectorRegistry())
-        mover = Mover(router, metrics, MoveTerms())
+        migrator = Migrator(router, metrics, MigrationTerms())
         config = FrontendConfig()
-        generator = self._generators[name] = Generator(router, metrics, mover, keep_s=config.keep_s)
+        generator = self._generators[name] = Generator(router, metrics, migrator, keep_s=config.keep_s)
         generator.set_text_model(TextModel(byte_tokenizer(), {}, Path("no-checkpoint")))
         self._apps[name] = create_app(generator)
         handlers = HandlerCollector()
         servicer = GenerationServicer(generator, config.client_timeout_s)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, handlers)
         self.network.serve(f"{name}:1", handlers.handlers)
-        for work in (mover.run(), *(client.run() for client in router.engines)):
+        for work in (migrator.run(), *(client.run() for client in router.engines)):
             self._watch(asyncio.create_task(work), name)
 
     def _watch(self, task: asyncio.Task[Any], name: str) -> None:

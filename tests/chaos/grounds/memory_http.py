@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI
 
 from tests.chaos.grounds.fake_time import Process
 from tests.chaos.resuming_http import BrokenOff, Refused
-from triptych_services.frontend.openai.connections import CUT
+from triptych_services.frontend.http.connections import CUT
 
 LATENCY_S = 0.0005
 PATH = "/v1/completions"
@@ -19,7 +19,7 @@ PATH = "/v1/completions"
 
 async def post(
     process: Process, app: FastAPI, headers: Mapping[str, str], body: Mapping[str, Any]
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     """Yield the lines of an answer.
 
     Raises:

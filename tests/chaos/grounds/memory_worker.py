@@ -24,7 +24,7 @@ from tests.helpers.scheduling import (
 from tests.helpers.stack import NaiveRunner
 from triptych.errors import EngineFailure
 from triptych.types.step import StepPlan, StepResult
-from triptych_services.frontend.requests import grammar_process
+from triptych_services.frontend.requests.grammars import grammar_process
 from triptych_services.worker.sampling.form_output import FormOutput
 from triptych_services.worker.sampling.grammars import Compilation
 from triptych_services.worker.service.watchdog import StepClock

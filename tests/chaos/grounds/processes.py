@@ -69,11 +69,9 @@ class ProcessGround:
         engines = ",".join(self.members[f"enginecore-{index}"].address for index in range(num_engines))
         for index in range(num_frontends):
             http_port = free_port()
-            flags = (
-                f"--frontend.engine-addresses={engines}", "--frontend.admin-port=0",
-                f"--frontend.http-port={http_port}",
-            )  # fmt: skip
-            self._add("frontend", index, directory, *flags)
+            addresses = f"--frontend.engine-addresses={engines}"
+            ports = ("--frontend.admin-port=0", f"--frontend.http-port={http_port}")
+            self._add("frontend", index, directory, addresses, *ports)
             self.members[f"frontend-{index}"].http_port = http_port
 
     def of_kind(self, kind: str) -> list[Member]:
@@ -89,7 +87,7 @@ class ProcessGround:
         member = self.members[name]
         with member.log.open("ab") as log:
             member.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", f"triptych_services.{member.kind}", *member.flags,
+                sys.executable, "-m", f"{_package(member.build)}.{member.kind}", *member.flags,
                 cwd=member.build, env=_environment(member.build) | dict(member.env), stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -177,6 +175,11 @@ async def process_ground(
         yield ground
     finally:
         await ground.end_all()
+
+
+def _package(build: Path) -> str:
+    """Return the import name of the services of a build; before 0.1 it was that of their folder."""
+    return "triptych_services" if (build / "libs" / "triptych_services").is_dir() else "services"
 
 
 def _environment(build: Path) -> dict[str, str]:

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from triptych.client.load import run
-from triptych.client.load.arrivals import draw_arrivals
 from triptych.client.load.backends import TokenCounts
 from triptych.client.load.datasets import LoadRequest
-from triptych.client.load.run import LoadResult, RequestRecord, run_load
+from triptych.client.load.run import LoadResult, RequestRecord, draw_arrivals, run_load
 from triptych.client.load.statistics import in_flight, summarize
 from triptych.errors import EngineFailure
 

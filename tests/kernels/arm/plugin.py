@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from triptych_kernels.cpu import build, library
+from triptych_kernels.cpu import compile, library
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "build" / "arm"
@@ -41,7 +41,7 @@ class Server:
     def __init__(self, isa: str) -> None:
         emulator = [_EMULATOR, "-cpu", _PROCESSOR_OF_ISA[isa], "-L", _SYSTEM_LIBRARIES]
         self._process = subprocess.Popen(
-            [*emulator, str(SERVER), str(build.library_path(isa, FOLDER))],
+            [*emulator, str(SERVER), str(compile.library_path(isa, FOLDER))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -133,9 +133,9 @@ def _build() -> None:
     packages = [package for program, package in _PACKAGE_OF_PROGRAM.items() if not shutil.which(program)]
     if packages:
         raise pytest.UsageError(f"on Debian: apt-get install {' '.join(packages)}")
-    build.build_for_arm(_COMPILER, FOLDER)
+    compile.build_for_arm(_COMPILER, FOLDER)
     source = Path(__file__).with_name("server.cpp")
-    command = [_COMPILER, "-std=c++20", "-O2", "-Wall", "-Wextra", f"-I{build.SOURCES}", str(source)]
+    command = [_COMPILER, "-std=c++20", "-O2", "-Wall", "-Wextra", f"-I{compile.SOURCES}", str(source)]
     subprocess.run([*command, "-o", str(SERVER)], check=True)
 
 
@@ -149,13 +149,13 @@ def find_kernel(isa: str, name: str) -> Kernel:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave only the tests of ARM's instruction sets, which name them."""
-    chosen = [item for item in items if any(isa in item.name for isa in build.ARM_FLAGS)]
+    chosen = [item for item in items if any(isa in item.name for isa in compile.ARM_FLAGS)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
 
 
 _build()
-library.usable_isas = cache(lambda: tuple(build.ARM_FLAGS))
+library.usable_isas = cache(lambda: tuple(compile.ARM_FLAGS))
 library.load = load
 from triptych_kernels.cpu import launch, program  # noqa: E402  they take their names from `library`
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych_kernels.cpu import build, library
+from triptych_kernels.cpu import compile, library
 
 ISA = os.environ["TRIPTYCH_SANITIZED_ISA"]
 FOLDER = Path(os.environ["TRIPTYCH_SANITIZED_LIBRARY"])
@@ -21,12 +21,12 @@ FOLDER = Path(os.environ["TRIPTYCH_SANITIZED_LIBRARY"])
 
 @cache
 def load(isa: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(build.library_path(isa, FOLDER)))
+    return ctypes.CDLL(str(compile.library_path(isa, FOLDER)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave only the tests of native kernels that are not for another instruction set."""
-    others = [isa for isa in (*build.ISA_FLAGS, build.AMX_EMULATED) if not ISA.startswith(isa)]
+    others = [isa for isa in (*compile.ISA_FLAGS, compile.AMX_EMULATED) if not ISA.startswith(isa)]
     chosen = [item for item in items if not any(isa in item.name for isa in others)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen

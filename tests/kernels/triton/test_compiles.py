@@ -21,7 +21,10 @@ MAX_SHARED_BYTES = 227 * 1024  # of one program, CUDA C++ Programming Guide, com
 MAX_GRID = (2**31 - 1, 65535, 65535)
 WIDEST_ACCESS = 16  # bytes of one thread's load or store, same
 
-pytestmark = pytest.mark.timeout(1000)  # the first test waits for all kernels: minutes on a slow machine
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.timeout(1000),  # the first test waits for all kernels: minutes on a slow machine
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tests.worker.deferred import DeferredStream
+from tests.worker.runner.cuda.traced_graphs import TracedGraphs
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import tiny_architecture, tiny_config
-from tests.worker.traced_graphs import TracedGraphs
 from triptych_kernels import registry
 from triptych_kernels.cpu.library import forced_isa
 from triptych_services.worker.loader.load import load_model
@@ -51,7 +51,7 @@ def tiny_runner(family: str, stream: DeferredStream | None) -> ModelRunner:
 @pytest.mark.parametrize(
     ("family", "kinds", "has_graphs"),
     [
-        ("LlamaForCausalLM", list(KINDS), True),
+        pytest.param("LlamaForCausalLM", list(KINDS), True, marks=pytest.mark.thorough),
         ("Qwen3ForCausalLM", ["sampled"], False),
         ("MixtralForCausalLM", ["greedy"], True),
     ],

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.worker.test_attention_backends import HEADS, KV_HEADS, SCALE, STEPS, Step, make_step
+from tests.worker.attention.test_backends import HEADS, KV_HEADS, SCALE, STEPS, Step, make_step
 from triptych_services.worker.attention.base import AttentionBackend, KvCache
 from triptych_services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
 from triptych_services.worker.attention.flashinfer import FlashInferAttention

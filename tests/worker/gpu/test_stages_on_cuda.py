@@ -11,8 +11,8 @@ import torch
 from tests.helpers.processes import free_port
 from tests.worker.gpu.test_ranks_on_cuda import SIZES
 from tests.worker.ranks import Answer, Case, run_ranks, save_checkpoint
-from tests.worker.stages_in_threads import StagesInThreads, create_stages
-from tests.worker.test_pipeline_stage import assert_same, execute
+from tests.worker.runner.stages_in_threads import StagesInThreads, create_stages
+from tests.worker.runner.test_pipeline_stage import assert_same, execute
 
 
 def test_all_kinds_of_sampling_go_through_stages(device: torch.device, tmp_path: Path) -> None:

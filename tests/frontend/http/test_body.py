@@ -1,0 +1,67 @@
+"""Bodies read in parts are as json.loads reads them, and long ones are read beside the loop."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.http_api import open_api
+from triptych_services.frontend.http import body as reading
+from triptych_services.frontend.requests.json_text import read_json_in_parts
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+def outcome(load: Any, text: str) -> Any:
+    try:
+        return load(text)
+    except json.JSONDecodeError as error:
+        return (error.msg, error.pos)
+
+
+@settings(deadline=None)
+@given(values, st.sampled_from([None, 1]))
+def test_any_value_is_read_as_json_reads_it(value: Any, indent: int | None) -> None:
+    text = json.dumps(value, indent=indent)
+    assert read_json_in_parts(text) == json.loads(text)
+
+
+@settings(deadline=None, max_examples=300)
+@given(values, st.data())
+def test_what_is_no_json_is_refused_at_the_same_place(value: Any, data: st.DataObject) -> None:
+    text = json.dumps(value)
+    cut = data.draw(st.integers(0, len(text)))
+    broken = (
+        text[:cut] + data.draw(st.sampled_from(["", "]", "}", ",", "x", '"', "[", "{"])) + text[cut + 1 :]
+    )
+    assert outcome(read_json_in_parts, broken) == outcome(json.loads, broken)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "[1,", '{"a":', "nope", "[1] 2", "{} x", "[[1], [2, {}], []]", "NaN"]
+)
+def test_odd_texts(text: str) -> None:
+    assert repr(outcome(read_json_in_parts, text)) == repr(outcome(json.loads, text))
+
+
+async def test_a_long_body_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[int, int] = {}
+
+    def spy(text: str) -> Any:
+        threads[len(text)] = threading.get_ident()
+        return json.loads(text)
+
+    monkeypatch.setattr(reading, "read_json_in_parts", spy)
+    async with open_api() as servicer:
+        for size in (100, 10_000):
+            await servicer.post("/v1/completions", '{"prompt": "a"}'.ljust(size))
+    assert threads[100] == threading.get_ident() != threads[10_000]

@@ -1,0 +1,249 @@
+"""Models with quantized weights: what a file holds in blocks is kept, everything else is rounded to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from tests.checkpoint.gguf_files import write_gguf
+from tests.helpers.in_process import InProcessEngine
+from tests.worker.teacher_forcing import teacher_forced_logprobs
+from tests.worker.tiny import GREEDY, dense, tiny_config
+from triptych.checkpoint.config_json import read_architecture
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.hub import resolve_model
+from triptych_kernels.cpu.library import isa
+from triptych_kernels.weights import quantized
+from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat
+from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.layers.quantization import choose_format
+from triptych_services.worker.layers.weights import linear_weights
+from triptych_services.worker.loader.load import load_model, open_checkpoint
+from triptych_services.worker.runner.startup.create import create_runner
+
+pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """(form of the matrices) -> model directory."""
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+
+    def write(kind: str) -> Path:
+        torch.manual_seed(0)
+        path = write_gguf(tmp_path / f"{kind}.gguf", num_layers=2, quantization=GGMLQuantizationType[kind])
+        return resolve_model(str(path), progress=False)
+
+    return write
+
+
+def config_for(
+    directory: Path, quantization: str, dtype: str = "float32", cache_dtype: str = "auto", **model: str
+) -> ResolvedConfig:
+    """Return a config; products keep 16 bits of their inputs unless `model` says otherwise."""
+    if quantization in ("q4", "q8"):
+        model = {"activation_bits": "16"} | model
+    engine = EngineConfig(
+        model=ModelConfig(quantization=quantization, dtype=dtype, **model),
+        cache=CacheConfig(block_size=4, num_blocks=200, dtype=cache_dtype),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        worker=WorkerConfig(device="cpu"),
+    )
+    return resolve_config(engine, read_architecture(directory))
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("quantization", ["q4", "q8"])
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+def test_a_files_own_blocks_are_kept(
+    write, monkeypatch: pytest.MonkeyPatch, kind: str, quantization: str
+) -> None:
+    def fill_rows(*_: object, **__: object) -> None:
+        raise AssertionError("quantized a second time")
+
+    directory = write(kind)
+    config = config_for(directory, quantization)
+    monkeypatch.setattr(QuantizedWeight, "fill_rows", fill_rows)
+    kept = load_model(config, open_checkpoint(directory))
+    assert {weight.format for weight in linear_weights(kept)} == {BLOCK_FORMATS[kind]}
+    monkeypatch.undo()
+    plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
+    for (name, layer), other in zip(plain.named_modules(), kept.modules(), strict=True):
+        if hasattr(layer, "weight"):
+            assert torch.equal(dense(other.weight), dense(layer.weight)), name
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(("quantization", "bits", "largest_error"), [("q4", 4, 0.09), ("q8", 8, 0.006)])
+@pytest.mark.parametrize("kind", ["F32", "Q5_0"])
+def test_other_tensors_are_quantized_and_the_head_to_8_bits(
+    write, kind: str, quantization: str, bits: int, largest_error: float
+) -> None:
+    directory = write(kind)
+    plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
+    rounded = load_model(config_for(directory, quantization), open_checkpoint(directory))
+    for (name, layer), other in zip(plain.named_modules(), rounded.modules(), strict=True):
+        if not isinstance(getattr(other, "weight", None), QuantizedWeight):
+            continue
+        is_head = name.endswith(("embed_tokens", "lm_head"))
+        assert other.weight.format.bits == (8 if is_head else bits)
+        exact = dense(layer.weight)
+        error = (dense(other.weight) - exact).norm() / exact.norm()
+        assert 0 < error < (0.006 if is_head else largest_error), name
+
+
+def test_packed_weights_take_the_smallest_lossless_format() -> None:
+    tensor_types = {"a": "Q4_0", "b": "Q4_1", "c": "Q8_0", "d": "Q6_K"}
+
+    def chosen(quantization: str, *sources: str, is_head: bool = False) -> str:
+        config = replace(tiny_config(), quantization=quantization)
+        context = ModelContext(config, tensor_types=tensor_types)
+        format = choose_format(sources, is_head=is_head, context=context)
+        if isinstance(format, ChannelFormat):
+            return str(format.dtype)
+        return "none" if format is None else f"{format.bits}{' affine' * format.is_affine}"
+
+    assert chosen("none", "a") == "none"
+    assert chosen("q4", "a", "a") == chosen("q8", "a") == chosen("q4", "a", is_head=True) == "4"
+    assert chosen("q4", "a", "b") == chosen("q4", "a", "d") == "4 affine"
+    assert chosen("q4", "a", "c") == chosen("q4", "d", is_head=True) == chosen("q8", "d") == "8"
+    assert chosen("q4", "c", "d") == chosen("q8", "b", "d") == "8 affine"
+    assert chosen("int8", "a", "d") == "8"  # as on CPUs; with a scale per output on CUDA devices
+    assert chosen("fp8", "c") == "torch.float8_e4m3fn"
+    assert chosen("int8", "b", is_head=True) == chosen("fp8", "d", is_head=True) == "8"
+
+
+SEQUENCES = [[5, 9, 2, 7, 30, 11, 4, 8, 1, 2, 3], [3, 1, 4, 1, 5, 9, 2, 6, 5], [40, 41, 42]]
+LONG_SEQUENCES = [[(7 * i + 5 * j * j) % 97 for j in range(50)] for i in range(4)]
+
+
+def logprobs(
+    directory: Path,
+    quantization: str,
+    dtype: str,
+    cache_dtype: str = "auto",
+    sequences: Sequence[Sequence[int]] = SEQUENCES,
+) -> np.ndarray:
+    config = config_for(directory, quantization, dtype, cache_dtype)
+    runner = create_runner(config, directory, boot_id="test", on_phase=lambda phase, progress: None)
+    return np.concatenate(teacher_forced_logprobs(runner, sequences, [4, 2, 1, 20][: len(sequences)]))
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+def test_kept_blocks_say_what_the_dequantized_weights_say(write, kind: str) -> None:
+    directory = write(kind)
+    exact = logprobs(directory, "none", "float32")
+    error = np.abs(logprobs(directory, "q4", "float32") - exact).mean()
+    bfloat16_error = np.abs(logprobs(directory, "none", "bfloat16") - exact).mean()
+    assert error < bfloat16_error / 10
+    assert np.abs(logprobs(directory, "q4", "bfloat16") - exact).mean() < 1.2 * bfloat16_error
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("quantization", ["q4", "q8", "int8"])
+def test_inputs_of_8_bits_are_for_every_weight_but_the_heads(write, quantization: str) -> None:
+    directory = write("F32")
+    config = config_for(directory, quantization, activation_bits="8")
+    model = load_model(config, open_checkpoint(directory))
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, "weight", None), QuantizedWeight):
+            is_head = name.endswith(("embed_tokens", "lm_head"))
+            assert layer.weight.input_bits == (16 if is_head else 8), name
+            assert layer.weight.format.bits == (4 if quantization == "q4" and not is_head else 8), name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("quantization", ["none", "q4"])
+def test_an_8_bit_cache_is_about_as_exact_as_bfloat16(write, quantization: str) -> None:
+    directory = write("Q4_0")
+    exact = logprobs(directory, "none", "float32", sequences=LONG_SEQUENCES)
+
+    def error(quantization: str, dtype: str, cache_dtype: str) -> float:
+        found = logprobs(directory, quantization, dtype, cache_dtype, LONG_SEQUENCES)
+        return float(np.abs(found - exact).mean())
+
+    bfloat16_error = error("none", "bfloat16", "auto")
+    assert 0 < error(quantization, "float32", "int8") < 2 * bfloat16_error
+    assert error(quantization, "bfloat16", "int8") < 2 * bfloat16_error
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(
+    ("quantization", "cache_dtype", "activation_bits"),
+    [
+        ("q4", "auto", "16"),
+        ("q4", "auto", "8"),
+        ("q8", "auto", "16"),
+        ("int8", "auto", "8"),
+        ("q4", "int8", "8"),
+    ],
+)
+def test_a_requests_tokens_do_not_depend_on_its_batch(
+    write, quantization: str, cache_dtype: str, activation_bits: str
+) -> None:
+    directory = write("F32")
+    config = config_for(directory, quantization, "bfloat16", cache_dtype, activation_bits=activation_bits)
+    runner = create_runner(config, directory, boot_id="test", on_phase=lambda phase, progress: None)
+    engine = InProcessEngine(runner, enable_prefix_caching=False, max_num_batched_tokens=64)
+    prompts = [[(7 * i + 3 * j) % 97 for j in range(3 + 4 * i)] for i in range(8)]
+    sampling = replace(GREEDY, max_tokens=12, ignore_eos=True)
+    together = engine.generate(prompts, sampling)
+    assert [engine.generate([prompt], sampling)[0] for prompt in prompts] == together
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(("dtype", "is_measured"), [("bfloat16", True), ("float32", False)])
+def test_wide_products_need_batch_invariance_off(
+    write, monkeypatch: pytest.MonkeyPatch, dtype: str, is_measured: bool
+) -> None:
+    monkeypatch.setattr(quantized, "measure_s", lambda alike, num_rows, *, wide: 0.5 if wide else 1.0)
+    directory = write("Q4_0")
+    for quantization, batch_invariant, is_wide in (
+        ("auto", "auto", is_measured),
+        ("q4", "false", is_measured),
+        ("q4", "auto", False),
+        ("auto", "true", False),
+    ):
+        config = config_for(directory, quantization, dtype, batch_invariant=batch_invariant)
+        model = load_model(config, open_checkpoint(directory))
+        assert {weight.wide_rows for weight in linear_weights(model)} == {64 if is_wide else NEVER}
+
+
+@pytest.mark.parametrize(
+    ("faster_from", "found"),
+    [(1, 64), (128, 128), (129, 256), (10_000, None)],
+    ids=["all", "128", "129", "none"],
+)
+def test_the_crossover_is_where_wide_products_begin_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, faster_from: int, found: int | None
+) -> None:
+    def best_s(alike: Sequence[QuantizedWeight], num_rows: int, *, wide: bool) -> float:
+        is_small = alike[0].out_features == 32
+        return float(wide == (num_rows < faster_from or not is_small))
+
+    monkeypatch.setattr(quantized, "measure_s", best_s)
+    small, large = (
+        [QuantizedWeight(size, 32, torch.bfloat16, QuantizedFormat(4, is_affine=False)) for _ in range(3)]
+        for size in (32, 64)
+    )
+    crossovers = quantized.allow_wide_products([*small, *large])
+    assert list(crossovers.values()) == ([found] if found else [])
+    assert {weight.wide_rows for weight in small} == {found or NEVER}
+    assert {weight.wide_rows for weight in large} == {NEVER}
+
+
+def test_the_crossover_is_measured() -> None:
+    weight = QuantizedWeight(64, 64, torch.bfloat16, QuantizedFormat(8, is_affine=False), gated=True)
+    (found,) = quantized.allow_wide_products([weight]).values() or [NEVER]
+    assert found in (64, 128, 256, 512, NEVER)
+    assert weight.wide_rows == found

@@ -1,0 +1,231 @@
+"""A runner that gives its memory back and takes it again: the same tokens, and nothing kept that it should not keep."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.worker.models.checkpoints import SIZES, save_checkpoint
+from tests.worker.sampling_kinds import KINDS
+from tests.worker.tiny import new_row, step_plan
+from triptych.checkpoint.config_json import read_architecture
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.errors import MemoryShort, ModelError
+from triptych.types.facts import Phase, SleepLevel
+from triptych.types.identity import Likeness, compare
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.layers import weights
+from triptych_services.worker.runner import cpu_backend as create_cpu
+from triptych_services.worker.runner import sleepable_runner
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup import create
+from triptych_services.worker.runner.startup.create import create_runner
+
+MIB = 1 << 20
+NUM_BLOCKS = 2048  # of 16 tokens, 2 layers, 2 heads of 8, float32: 8 MiB
+KV_BYTES = NUM_BLOCKS * 16 * 2 * 2 * 2 * 8 * 4
+LARGE = 8  # times as many: blocks of a layer that share their memory with nothing else
+HOST, DROPPED = SleepLevel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """Exclude the imports of the test process from garbage collections."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_checkpoint(LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), tmp_path)
+    return tmp_path
+
+
+def make_runner(
+    directory: Path, phases: list[str] | None = None, *, quantization: str = "none", times: int = 1
+) -> SleepableRunner:
+    engine = EngineConfig(
+        model=ModelConfig(model="somewhere/tiny", quantization=quantization),
+        cache=CacheConfig(num_blocks=times * NUM_BLOCKS, block_size=16),
+        scheduler=SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=64),
+        worker=WorkerConfig(device="cpu", num_threads=1),
+    )
+    config = resolve_config(engine, read_architecture(directory))
+    phases = [] if phases is None else phases
+    return create_runner(config, directory, boot_id="b", on_phase=lambda phase, _: phases.append(phase))
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and blocks in memory that torch allocates, as on a CUDA device; HostCopy takes them from there."""
+    monkeypatch.setattr(weights, "can_pack", lambda in_features, dtype: False)
+    monkeypatch.setattr(create_cpu, "isa", lambda: "")
+
+
+def as_on_a_device(runner: SleepableRunner) -> SleepableRunner:
+    runner.device = torch.device("meta")  # anything but a CPU, where weights would stay
+    return runner
+
+
+def tokens(runner: SleepableRunner) -> list[list[int]]:
+    """Return the tokens of a session with one request of each kind of sampling."""
+    runner.reset()
+    rows = [
+        new_row(slot, range(3 + slot, 9 + slot), range(1 + 4 * slot, 5 + 4 * slot), sampling=kind, seed=slot)
+        for slot, kind in enumerate(list(KINDS.values())[:10])
+    ]
+    first = step_plan(1, new=rows, chunks={row.slot: 6 for row in rows})
+    plans = [first, *(step_plan(step_id) for step_id in range(2, 20))]
+    return [runner.execute(plan).token_ids.tolist() for plan in plans]
+
+
+@pytest.mark.parametrize("quantization", ["none", "q8"])
+def test_the_tokens_after_a_sleep_are_those_before(directory: Path, quantization: str) -> None:
+    phases: list[str] = []
+    runner = make_runner(directory, phases, quantization=quantization)
+    expected, facts = tokens(runner), runner.facts
+    assert len({tuple(step) for step in expected}) > 5
+    for level, expected_phases in ((HOST, {Phase.WARMING}), (DROPPED, {Phase.LOADING, Phase.WARMING})):
+        runner.sleep(level)
+        assert runner.facts == facts
+        phases.clear()
+        runner.wake()
+        assert set(phases) == expected_phases
+        assert tokens(runner) == expected
+        assert runner.facts == facts
+
+
+@pytest.mark.parametrize("level", [HOST, DROPPED])
+def test_a_sleep_gives_up_keys_and_values_and_dropped_weights(
+    directory: Path, level: SleepLevel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: list[weakref.ref[torch.Tensor]] = []
+
+    def allocate(*arguments):
+        allocated = allocate_kv_cache(*arguments)
+        for cache in allocated:
+            cache.blocks.fill_(1.0)  # only what has been written takes memory
+            caches.append(weakref.ref(cache.blocks))
+        return allocated
+
+    allocate_kv_cache = create.allocate_kv_cache
+    monkeypatch.setattr(create, "allocate_kv_cache", allocate)
+    runner = make_runner(directory, times=LARGE)
+    tokens(runner)
+    inner, model = weakref.ref(runner._runner), weakref.ref(runner.model)
+    assert runner.sleep(level) >= 0.9 * LARGE * KV_BYTES
+    assert inner() is None
+    assert [cache() for cache in caches] == [None, None]
+    assert (model() is None) is (level is DROPPED)
+    runner.wake()
+    gc.collect()
+    assert [cache() is not None for cache in caches] == [False, False, True, True]
+
+
+@pytest.mark.usefixtures("on_a_device")
+def test_weights_wait_on_the_host_while_their_device_has_none(directory: Path) -> None:
+    runner = as_on_a_device(make_runner(directory))
+    expected, model = tokens(runner), runner.model
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    assert head is embedding, "tied"
+    for _ in range(2):
+        runner.sleep(HOST)
+        assert runner.model is model
+        assert not any(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
+        runner.wake()
+        assert model.lm_head.weight is model.model.embed_tokens.weight is head
+        assert tokens(runner) == expected
+    runner.sleep(DROPPED)
+    runner.wake()
+    assert runner.model is not model
+    assert tokens(runner) == expected
+
+
+@pytest.fixture(params=[(HOST, "cpu"), (DROPPED, "cpu"), (HOST, "device")], ids=str)
+def sleeper(request: pytest.FixtureRequest, directory: Path) -> tuple[SleepableRunner, list]:
+    """Asleep, and its tokens when it was awake."""
+    level, where = request.param
+    if where == "device":
+        request.getfixturevalue("on_a_device")
+    runner = make_runner(directory)
+    if where == "device":
+        as_on_a_device(runner)
+    expected = tokens(runner)
+    runner.sleep(level)
+    return runner, expected
+
+
+def test_waking_without_memory_names_figures_and_is_repeatable(
+    sleeper: tuple[SleepableRunner, list], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, expected = sleeper
+    with monkeypatch.context() as patch:
+        patch.setattr(sleepable_runner, "free_memory", lambda device: 3 * MIB)
+        for _ in range(2):
+            takes, of_which = (
+                r"waking takes [89] MiB on \w+, but 3 MiB are free",
+                f"KV cache {KV_BYTES // MIB},",
+            )
+            with pytest.raises(MemoryShort, match=rf"{takes} .*{of_which} .* wake the worker again"):
+                runner.wake()
+    runner.wake()
+    assert tokens(runner) == expected
+
+
+def test_a_failed_wake_frees_its_memory_and_can_be_repeated(
+    sleeper: tuple[SleepableRunner, list], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, expected = sleeper
+    started: list[weakref.ref[torch.Tensor]] = []
+
+    def warm_up(inner) -> None:
+        started.append(weakref.ref(inner))
+        raise torch.OutOfMemoryError("told to")
+
+    storages = [] if runner._model is None else list(runner._model.parameters())
+    held = [parameter.untyped_storage().nbytes() for parameter in storages]
+    with monkeypatch.context() as patch:
+        patch.setattr(create, "warm_up", warm_up)
+        with pytest.raises(MemoryShort, match="waking takes"):
+            runner.wake()
+    assert started[0]() is None, "what it has taken is kept by the error"
+    assert [parameter.untyped_storage().nbytes() for parameter in storages] == held
+    runner.wake()
+    assert tokens(runner) == expected
+
+
+def test_waking_takes_new_weights_but_no_other_model(directory: Path) -> None:
+    runner = make_runner(directory)
+    expected = tokens(runner)
+    runner.sleep(DROPPED)
+    config, file = directory / "config.json", directory / "model.safetensors"
+    kept = config.read_bytes(), file.read_bytes()
+    save_checkpoint(LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 99})), directory)
+    with pytest.raises(ModelError, match="another model now"):
+        runner.wake()
+    os.unlink(file)
+    with pytest.raises(ModelError):
+        runner.wake()
+    changed = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    save_checkpoint(changed, directory)
+    with torch.no_grad():
+        changed.model.embed_tokens.weight.neg_()
+    changed.save_pretrained(directory)
+    before = runner.facts.model.identity
+    runner.wake()
+    assert tokens(runner) != expected
+    after = compare(before, runner.facts.model.identity)
+    assert after.likeness is Likeness.FORM, "requests that began with other weights are given up"
+    runner.sleep(DROPPED)
+    config.write_bytes(kept[0])
+    file.write_bytes(kept[1])
+    runner.wake()
+    assert tokens(runner) == expected
