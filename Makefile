@@ -75,18 +75,26 @@ $(RUNTIME) $(DEV): .venv/.installed-%: pyproject.toml $(wildcard requirements/*.
 	  echo "set-up: found no Python 3.11 to 3.13 with venv; on Debian: apt-get install python3 python3-venv" >&2; exit 1; }
 	@$(PYTHON) tools/setup.py $*
 
+# The generator of the documentation's site.
+DOCS := build/docs-venv
+
 ##@ Test and check
 
 # Two processes, each of which takes whole files, so that what a file's tests share is set up once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Three sets: the quick one proves every part, the thorough one what is left of each; the slow one says little more.
 .PHONY: test
-test: $(DEV) native model ## Run the tests but the slow ones; ARGS="tests/rpc -k signal", ARGS="-n0 --pdb"
-	$(PYTEST) -m "not gpu and not slow" $(ARGS)
+test: $(DEV) native model ## Run the quick tests, which prove every part; ARGS="tests/rpc -k signal", ARGS="-n0 --pdb"
+	$(PYTEST) -m "not gpu and not slow and not thorough" $(ARGS)
+
+.PHONY: test-thorough
+test-thorough: $(DEV) native model ## Run the tests that `make test` leaves out, but the slow ones; ARGS as there
+	$(PYTEST) -m "thorough and not gpu and not slow" $(ARGS)
 
 BUSY_LOOPS ?= 4
 .PHONY: test-loaded
-test-loaded: $(DEV) native model ## Run the tests beside busy loops: BUSY_LOOPS=4; a test that fails only here is a defect
+test-loaded: $(DEV) native model ## Run all tests but the slow ones beside busy loops: BUSY_LOOPS=4; a test that fails only here is a defect
 	tools/beside_busy_loops.sh $(BUSY_LOOPS) $(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 # Clients of others and what they need: their versions do not agree with those of .venv. PyTorch is the CPU build, of pip's
@@ -104,6 +112,10 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt requirements/torch-cpu.txt
 test-clients: $(DEV) native model $(CLIENTS)/.installed ## Run clients of others, Python and JavaScript, against the stack (GBs)
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
+.PHONY: test-install
+test-install: wheels ## Install the wheel in a scratch folder without a compiler, serve and ask, timed (1 GB, a minute)
+	$(PYTHON) tools/test_install.py $(ARGS) dist/triptych-*.whl
+
 SCENARIOS ?= 60
 CLUSTER_SCENARIOS ?= 6
 .PHONY: test-chaos
@@ -120,14 +132,14 @@ test-gpu: ## Run the tests that need a CUDA device, with GPU_PYTHON alone: no se
 	$(GPU_PYTHON) tools/test_gpu.py $(ARGS)
 
 # The tests whose calls go through `launch`; those of recorded programs need the addresses of this process.
-TESTS_FOR_ARM := tests/kernels/ops $(addprefix tests/kernels/native/test_,attention.py quantized_kv.py quantized_linear.py sample.py widened_linear.py)
+TESTS_FOR_ARM := tests/kernels/ops $(addprefix tests/kernels/cpu/test_,attention.py quantized_kv.py quantized_linear.py sample.py widened_linear.py)
 
 .PHONY: test-arm
 test-arm: $(DEV) ## Run the tests of native kernels with those for ARM, cross-compiled, under QEMU; ARGS="-k neon_bf16"
 	$(BIN)/python -m pytest -p tests.kernels.arm.plugin $(TESTS_FOR_ARM) $(ARGS)
 
 .PHONY: sanitize-cpu
-sanitize-cpu: $(DEV) ## Run tests of the native kernels under GCC's address and thread sanitizers; ARGS="address tests/kernels/native"
+sanitize-cpu: $(DEV) ## Run tests of the native kernels under GCC's address and thread sanitizers; ARGS="address tests/kernels/cpu"
 	$(BIN)/python tools/sanitize_cpu.py $(ARGS)
 
 .PHONY: sanitize-gpu
@@ -135,10 +147,10 @@ sanitize-gpu: ## Launch every Triton kernel at a small size under compute-saniti
 	PYTHON=$(GPU_PYTHON) tools/sanitize_gpu.sh $(ARGS)
 
 .PHONY: ci
-ci: verify test ## Everything that must hold before a merge
+ci: verify test test-thorough ## Everything that must hold before a merge
 
 .PHONY: verify
-verify: verify-lint verify-docstrings verify-sizes verify-imports verify-config verify-types verify-protos verify-native verify-calls ## All checks but the tests
+verify: verify-lint verify-commits verify-docstrings verify-sizes verify-modules verify-callers verify-imports verify-config verify-types verify-protos verify-native verify-calls verify-docs ## All checks but the tests
 
 .PHONY: verify-lint
 verify-lint: $(DEV) ## ruff: rules and format
@@ -146,20 +158,32 @@ verify-lint: $(DEV) ## ruff: rules and format
 	$(BIN)/ruff format --check
 
 .PHONY: verify-docstrings
-verify-docstrings: $(DEV) ## Docstrings begin with a sentence, not with a fragment ("Of …", "What …")
+verify-docstrings: $(DEV) ## Docstrings begin with a sentence, not with a fragment ("Of …"); few idioms in sources and docs
 	$(BIN)/python tools/verify_docstrings.py
+
+.PHONY: verify-commits
+verify-commits: $(DEV) ## Subjects of commits: `area: imperative`, one idea, at most 72 characters; ARGS="--base main"
+	$(BIN)/python tools/verify_commits.py $(ARGS)
 
 .PHONY: verify-types
 verify-types: $(DEV) ## mypy, strict
-	$(BIN)/mypy libs services kernels tools benchmarks
+	$(BIN)/mypy libs kernels tools benchmarks
 
 .PHONY: verify-imports
 verify-imports: $(DEV) ## import-linter: who may import whom
 	$(BIN)/lint-imports --no-logo --cache-dir build/import-linter
 
 .PHONY: verify-sizes
-verify-sizes: $(DEV) ## Files stay within 600 lines (above 400: named), functions 60, constructors 10 arguments
+verify-sizes: $(DEV) ## Files stay within 600 lines (above 400: named), functions 60, classes 20 methods, constructors 10 arguments
 	$(BIN)/python tools/verify_sizes.py
+
+.PHONY: verify-modules
+verify-modules: $(DEV) ## No import circles; few modules below 150 lines with one importer
+	$(BIN)/python tools/verify_modules.py
+
+.PHONY: verify-callers
+verify-callers: $(DEV) ## Nothing lands without a caller
+	$(BIN)/python tools/verify_callers.py
 
 .PHONY: verify-protos
 verify-protos: $(DEV) ## buf: lint and breaking changes; stubs: fresh, and importable with protobuf 6 and 7
@@ -177,10 +201,15 @@ verify-native: $(DEV) ## The native kernels compile for every instruction set of
 verify-calls: $(DEV) ## Python calls per engine step, streamed token and request stay below the marks in tests/calls/marks.toml
 	$(BIN)/python -m tests.calls.count
 
+.PHONY: verify-docs
+verify-docs: $(DEV) $(DOCS)/.installed ## Links, anchors and widths of pages, heads of decisions, tables from the code; the site builds
+	$(BIN)/python -m tools.docs verify
+	@$(BIN)/python -m tools.docs site
+
 ##@ Fix
 
 .PHONY: fix
-fix: fix-lint fix-protos fix-config ## Everything that a verify target can mend
+fix: fix-lint fix-protos fix-config fix-docs ## Everything that a verify target can mend
 
 .PHONY: fix-lint
 fix-lint: $(DEV) ## ruff: mend and format
@@ -200,6 +229,10 @@ protos-release: $(DEV) ## Take the public protos of now as those that later ones
 fix-config: $(DEV) ## Rewrite config/example.yaml
 	$(BIN)/python tools/example_config.py
 
+.PHONY: fix-docs
+fix-docs: $(DEV) ## Rewrite the pages and tables of docs/ that are made from the code
+	$(BIN)/python -m tools.docs fix
+
 .PHONY: oracle
 oracle: $(DEV) model ## Record anew the answers that the tests compare with (minutes)
 	$(BIN)/python tests/oracle/record.py $(ARGS)
@@ -207,6 +240,27 @@ oracle: $(DEV) model ## Record anew the answers that the tests compare with (min
 .PHONY: lock
 lock: ## Write requirements/ and the other locked requirements anew: after a change of constraints.txt or pyproject.toml
 	@$(PYTHON) tools/lock.py
+
+.PHONY: wheels
+wheels: $(DEV) native ## Build dist/: the source distribution, and the wheel with the native kernels of this architecture
+	$(BIN)/python tools/wheels.py build
+
+.PHONY: release
+release: $(DEV) ## Check and tag VERSION, with notes out of CHANGELOG.md; ARGS=--check changes nothing
+	@$(BIN)/python -m tools.release "$(VERSION)" $(ARGS)
+
+##@ Document
+
+# The generator of the site has an environment of its own: nothing that serves or tests needs its packages.
+$(DOCS)/.installed: tools/docs/requirements.txt
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/pip install --quiet --no-deps --require-hashes --only-binary :all: -r $<
+	touch $@
+
+.PHONY: docs
+docs: $(DEV) $(DOCS)/.installed ## Build the documentation, with reference pages made from the code, into build/site
+	@$(BIN)/python -m tools.docs site
+	@echo "build/site/index.html"
 
 ##@ Clean
 

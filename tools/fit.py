@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tools.replay.journal_rows import read_measured_steps
 from triptych.config.step_times import StepTimeModel, write_step_time_profile
 from triptych.errors import ConfigError, TriptychError
-from triptych.wire.journal_rows import read_measured_steps
 
 F64 = NDArray[np.float64]
 

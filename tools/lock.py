@@ -3,7 +3,7 @@
     constraints.txt, pyproject.toml -> requirements/NAME.txt    what an image, .venv or a tool gets installed
     torch's pin                     -> requirements/torch-cpu.txt     the build of PyTorch's own CPU index
                                        requirements/torch-cuda.txt    the build of PyPI, and what it needs of CUDA
-    NAME.in                         -> NAME.txt    environments of their own: stubs, clients of others
+    NAME.in                         -> NAME.txt    environments of their own: stubs, the site, clients of others
 
 Everything is for Linux on x86-64 and aarch64 and for the Python versions that pyproject.toml supports.
 """
@@ -41,6 +41,8 @@ EXTRAS = {
 OWN_PINS = {
     ROOT / "protos" / "requirements": [],
     ROOT / "protos" / "protobuf-6": [],
+    ROOT / "tools" / "docs" / "requirements": [],
+    ROOT / "tools" / "wheels": [],
     # The clients' own ranges do not agree with each other.
     ROOT / "tests" / "clients" / "requirements": ["--no-deps"],
 }

@@ -74,6 +74,7 @@ def verify() -> int:
                 "breaking", ".", "--against", BEFORE.name, "--path", INTERNAL, "--config", WIRE_RULES
             ),
         ),
+        *breaks_since(last_release()),
         *failure("stubs with protobuf 6", lambda: import_stubs(6, [str(protobuf_6()), str(LIBS)])),
         *failure("stubs with protobuf 7", lambda: import_stubs(7, [str(LIBS)])),
     ]
@@ -82,6 +83,35 @@ def verify() -> int:
     if not problems:
         print(f"{len(proto_files())} protos: lint, compatibility, stubs, protobuf 6 and 7: all good")
     return 1 if problems else 0
+
+
+def last_release() -> str | None:
+    """Return the tag of the last release before this commit, or None: there is none, or the clone has no tags."""
+    command = ["git", "describe", "--tags", "--abbrev=0", "--match", "v[0-9]*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def breaks_since(tag: str | None) -> list[str]:
+    """Return what clients and other tiers of that release could not read any more; empty without a release."""
+    if tag is None:
+        return []
+    before = BUILD / "protos-of-last-release"
+    shutil.rmtree(before, ignore_errors=True)
+    before.mkdir(parents=True)
+    archive = before / "protos.tar"
+    run("git", "archive", f"--output={archive}", tag, "protos", cwd=ROOT)
+    shutil.unpack_archive(archive, before, filter="data")
+    image = before / "image.binpb"
+    run(BUF, "build", ".", "--exclude-source-info", "--output", image, cwd=before / "protos")
+    against = ("breaking", ".", "--against", str(image))
+    return [
+        *failure(f"buf breaking since {tag}", lambda: buf(*against, *public_paths())),
+        *failure(
+            f"buf breaking of the internal protos since {tag}",
+            lambda: buf(*against, "--path", INTERNAL, "--config", WIRE_RULES),
+        ),
+    ]
 
 
 def stub_differences() -> list[str]:

@@ -17,11 +17,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from triptych_kernels.cpu.build import FLAGS_OF_MACHINE, build_sanitized
+from triptych_kernels.cpu.compile import FLAGS_OF_MACHINE, build_sanitized
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "sanitized"
-NATIVE = "tests/kernels/native"
+NATIVE = "tests/kernels/cpu"
 TESTS: Mapping[str, Sequence[str]] = {
     "address": (
         "tests/kernels/ops",

@@ -7,8 +7,8 @@
 
 Each choice is a kernel at a key: sizes and dtypes of a layer, and if the kernel allows it a bucket of rows. All
 candidates that the kernel declares are compiled on all processors, and run at the shapes of Llama-3.1-8B, Qwen3-0.6B,
-SmolLM2-135M and Mixtral-8x7B. One whose machine code may overwrite what a tensor core still reads is not run,
-whatever its speed (tools/tune/wgmma_hazards.py). One whose result differs from the default's is refused: by more
+SmolLM2-135M and Mixtral-8x7B. One with machine code that may overwrite what a tensor core still reads is not run,
+whatever its speed (tools/tune/wgmma_hazards.py). One with another result than the default's is refused: by more
 than rounding explains, or by a bit, if rows must have the same bits in any batch. The others are timed as replays of a
 CUDA graph over operands that no cache holds, the three fastest again and for longer, beside the default, which stays
 unless it is beaten by 2 %.
@@ -157,7 +157,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="tune-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="PART", help="choices whose title holds one of these; default: all"
+        "--only", nargs="+", metavar="PART", help="choices with one of these in their title; default: all"
     )
     parser.add_argument(
         "--budget-s", type=float, default=BUDGET_S, metavar="S",

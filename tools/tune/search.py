@@ -1,4 +1,4 @@
-"""Times the candidates of one choice and takes the fastest whose results are right."""
+"""Times the candidates of one choice and takes the fastest with right results."""
 
 from __future__ import annotations
 

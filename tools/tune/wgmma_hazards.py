@@ -31,7 +31,7 @@ _LEFT_REGISTERS = 4
 _OLDEST = 16
 """Groups of products that are distinguished; more than are ever in flight."""
 
-# Instructions whose first register operand is read, or which have no destination but predicates.
+# Instructions that read their first register operand, or which have no destination but predicates.
 _WRITES_NOTHING = (
     "BAR", "CALL", "DSETP", "FCHK", "FSETP", "HSETP2", "ISETP", "NANOSLEEP", "PLOP3", "R2B", "R2P", "RED", "RET",
     "ST", "WARPSYNC",
