@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import cast
 from xml.etree import ElementTree
 
 import pytest
@@ -11,11 +12,12 @@ import pytest
 from tests.helpers.command import NOBODY, exit_code
 from tests.helpers.fake_generator import MODEL
 from triptych.cli import stack
-from triptych.cli.bench.rounds import medians
+from triptych.cli.bench.rounds import RoundBackend, Workload, medians, run_round
+from triptych.client.grpc_client import GenerationClient
 from triptych.client.load.backends import TokenCounts
 from triptych.client.load.run import LoadResult, RequestRecord
 from triptych.client.load.statistics import summarize
-from triptych.errors import ConfigError, EngineFailure
+from triptych.errors import ConfigError, EngineFailure, EngineUnavailable
 
 
 def serve(frontend, *words):
@@ -57,6 +59,22 @@ def test_bench_ends_at_the_first_error(frontend, capsys):
     words = ("--address", frontend.address, "--num-prompts", "4", "--input-len", "3", "--rounds", "1")
     assert exit_code("bench", "throughput", *words) == 1
     assert capsys.readouterr().err == "triptych bench: broken\n"
+
+
+async def test_a_round_sends_nothing_after_a_failure():
+    num_sent = 0
+
+    class Dead:
+        async def generate(self, prompt, sampling, options):
+            nonlocal num_sent
+            num_sent += 1
+            raise EngineUnavailable("no engine is there")
+            yield
+
+    backend = RoundBackend(cast(GenerationClient, Dead()), {}, "")
+    with pytest.raises(EngineUnavailable):
+        await run_round(backend, Workload(64, 3, 5, concurrency=1), 100, 1)
+    assert num_sent == 1
 
 
 def test_a_figure_is_the_median_of_the_rounds():

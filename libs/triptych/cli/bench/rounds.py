@@ -89,15 +89,24 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     return workload
 
 
-class _PatientBackend(GrpcBackend):
-    """Sends a request again that a full server refuses. The clock runs on meanwhile: users would wait, too."""
+class RoundBackend(GrpcBackend):
+    """Sends a request again that a full server refuses. The clock runs on meanwhile: users would wait, too.
+
+    Any other failure ends the round: no request is sent after it.
+    """
+
+    failure: TriptychError | None = None
+    """The first failure. None: there is none."""
 
     async def answer(self, request: LoadRequest, on_piece: Callable[[], None]) -> TokenCounts:
-        while True:
+        while self.failure is None:
             try:
                 return await super().answer(request, on_piece)
             except QueueFull as error:
                 await asyncio.sleep(error.retry_after_s)
+            except TriptychError as error:
+                self.failure = self.failure or error
+        raise self.failure
 
 
 async def _measure(frontend: Frontend, workload: Workload, num_rounds: int) -> list[LoadSummary]:
@@ -105,28 +114,32 @@ async def _measure(frontend: Frontend, workload: Workload, num_rounds: int) -> l
     rounds = []
     async with frontend.open_client() as client:
         vocab_size = (await client.list_models())[0].vocab_size
-        backend = _PatientBackend(client, _SAMPLING, "")
+        backend = RoundBackend(client, _SAMPLING, "")
         warm_up = dataclasses.replace(
             workload, num_prompts=1, output_len=min(workload.output_len, _WARM_UP_LEN)
         )
-        await _run_round(backend, warm_up, vocab_size, 0)
+        await run_round(backend, warm_up, vocab_size, 0)
         for number in range(1, num_rounds + 1):
-            rounds.append(await _run_round(backend, workload, vocab_size, number))
+            rounds.append(await run_round(backend, workload, vocab_size, number))
             rate, seconds = rounds[-1].output_tokens_per_s, rounds[-1].duration_s
             print(f"round: {rate:.1f} output tokens/s in {seconds:.2f} s", file=sys.stderr)
     return rounds
 
 
-async def _run_round(
-    backend: GrpcBackend, workload: Workload, vocab_size: int, round_number: int
+async def run_round(
+    backend: RoundBackend, workload: Workload, vocab_size: int, round_number: int
 ) -> LoadSummary:
+    """Run one round.
+
+    Raises:
+        TriptychError: The first failure of a request.
+    """
     generator = np.random.default_rng([workload.seed, round_number])
     lengths = Lengths(workload.input_len), Lengths(workload.output_len)
     requests = draw_random(workload.num_prompts, *lengths, vocab_size, generator)
     result = await run_load(backend, requests, None, workload.concurrency)
-    for record in result.records:
-        if record.error:
-            raise TriptychError(record.error)
+    if backend.failure is not None:
+        raise backend.failure
     return summarize(result, (50, 99), {})
 
 
