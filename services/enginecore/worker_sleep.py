@@ -46,7 +46,7 @@ class Sleep:
 
 
 class WorkerSleep:
-    """The sleep of one worker. Owned by the engine loop; there is one at a time."""
+    """The sleep of one worker. Owned by `EngineOperator`; there is one at a time."""
 
     def __init__(
         self,

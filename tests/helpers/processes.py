@@ -51,7 +51,7 @@ class Service:
 async def service_process(
     name: str, directory: Path, *flags: str, prefix: Sequence[str] = ()
 ) -> AsyncIterator[Service]:
-    """`python -m services.NAME` with these flags, killed at the end if it still runs.
+    """`python -m triptych_services.NAME` with these flags, killed at the end if it still runs.
 
     Args:
         directory: there is, and takes its ready file.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -30,6 +31,19 @@ MODEL = ModelIdentity("f" * 64, weights="a" * 64, adapter="", numerics="avx2", i
 def test_the_first_difference_decides(other: ModelIdentity, likeness: Likeness, difference: str) -> None:
     assert compare(MODEL, other) == (likeness, difference)
     assert compare(other, MODEL).likeness is likeness
+
+
+def test_a_digest_names_one_identity_and_no_field_that_is_not_set() -> None:
+    @dataclass(frozen=True, slots=True)
+    class OfTheNextVersion(ModelIdentity):
+        precision: str = ""
+
+    fields = {each.name: getattr(MODEL, each.name) for each in dataclasses.fields(MODEL)}
+    assert OfTheNextVersion(**fields).digest == MODEL.digest
+    changed = [OfTheNextVersion(**fields, precision="tf32"), replace(MODEL, weights="", adapter="a" * 64)]
+    digests = {MODEL.digest, *(other.digest for other in changed)}
+    digests |= {replace(MODEL, **{name: type(value)()}).digest for name, value in fields.items() if value}
+    assert len(digests) == 1 + 2 + 4
 
 
 def test_numerics_that_neither_side_knows_are_not_alike() -> None:

@@ -1,1 +1,1 @@
-"""Clients: the typed gRPC client, LLM and AsyncLLM, a local cluster, the command line."""
+"""Clients: the typed gRPC client, LLM and AsyncLLM, batches, loads for benchmarks."""

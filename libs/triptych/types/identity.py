@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -32,11 +32,13 @@ class ModelIdentity:
 
     @property
     def digest(self) -> str:
-        """Names this identity, and no other one: sha256 over its fields, hexadecimal.
+        """Names this identity, and no other one: sha256 over its fields that are set, hexadecimal.
 
-        Builds that know different fields would refuse each other's moves: a field that is added joins only when set.
+        A field that has its default does not join: builds that know different fields take each other's moves.
         """
-        return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()
+        given = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        is_set = [f"{name}={value!r}" for name, value in given if value]
+        return hashlib.sha256("\n".join(is_set).encode()).hexdigest()
 
 
 class Likeness(IntEnum):

@@ -89,7 +89,7 @@ def attach_to_proto(request: AttachRequest) -> engine_core_pb2.Attach:
 
 
 def attach_from_proto(message: engine_core_pb2.Attach) -> AttachRequest:
-    """Read the wish to go on with a request.
+    """Read the demand to go on with a request.
 
     Raises:
         ProtocolViolation: Its columns do not fit each other.
@@ -162,6 +162,9 @@ def _finished_to_proto(finished: tuple[FinishedRequest, ...]) -> engine_core_pb2
     )
 
 
+_FINISH_REASONS = {int(reason) for reason in FinishReason}
+
+
 def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[FinishedRequest, ...]:
     columns: dict[str, NDArray[Any]] = {
         "numbers": u32_from_bytes(message.numbers),
@@ -173,6 +176,8 @@ def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[Fini
         "decode": u64_from_bytes(message.decode_ns),
     }
     check_equal_lengths(**columns)
+    if unknown := set(message.reasons) - _FINISH_REASONS:
+        raise ProtocolViolation(f"there is no finish reason {min(unknown)}")
     return tuple(
         FinishedRequest(
             number,

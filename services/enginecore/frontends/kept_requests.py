@@ -76,7 +76,7 @@ class KeptRequest:
 
 
 class KeptRequests:
-    """Owned by the engine core. It decides nothing about requests that run: the engine aborts what is dropped here.
+    """Owned by `FrontendRequests`. It decides nothing about requests that run: the engine aborts what is dropped here.
 
     submitted -> read by its session -- detach --> read by none -- attach --> read by another session, …
                       | ended                           | ended

@@ -78,7 +78,7 @@ class _Gathered:
 
 
 class SessionOutputs:
-    """Gathers outputs by session. The engine core owns it. Outputs for a session that has closed are dropped."""
+    """Gathers outputs by session. `FrontendRequests` owns it. Outputs for a session that has closed are dropped."""
 
     def __init__(self, kept: KeptRequests) -> None:
         """`kept`: Knows which session reads a request that has moved from the one that it was submitted on."""

@@ -102,7 +102,7 @@ class FrontendRequests:
                 raise FeatureDisabled("adapter", f"{submit.adapter!r}: adapters are not served yet")
             if self._scheduler is None or self._facts is None:
                 raise EngineUnavailable("the engine has no worker yet")
-            if submit.model_digest not in ("", self._facts.model.identity.digest):
+            if submit.model_digest and submit.model_digest != self._facts.model.identity.digest:
                 raise EngineUnavailable("the engine has another model by now than the one it was chosen for")
             check_vocabulary(submit, self._facts.model.vocab_size)
             submit = without_useless_transfers(submit, self._facts.kv_endpoint)

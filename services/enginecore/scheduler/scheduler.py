@@ -62,7 +62,7 @@ class SchedulerSnapshot:
 
 
 class Scheduler:
-    """Plans steps and takes in their results. The engine loop owns it, and nothing else calls it.
+    """Plans steps and takes in their results. The engine core owns it; frontends' requests come to `requests`.
 
     It is pure: it reads no clock but the one given.
 
