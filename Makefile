@@ -70,7 +70,7 @@ native: $(RUNTIME) ## Compile the native kernels, unless they are up to date (ne
 model: $(RUNTIME) ## Fetch and convert the embedded model, unless it is there
 	@$(BIN)/python -m triptych.hub embedded > /dev/null
 
-$(RUNTIME) $(DEV): .venv/.installed-%: pyproject.toml $(wildcard requirements/*.txt) tools/setup.py
+$(RUNTIME) $(DEV): .venv/.installed-%: pyproject.toml setup.py $(wildcard requirements/*.txt) tools/setup.py
 	@test -n "$(PYTHON)" || { \
 	  echo "set-up: found no Python 3.11 to 3.13 with venv; on Debian: apt-get install python3 python3-venv" >&2; exit 1; }
 	@$(PYTHON) tools/setup.py $*

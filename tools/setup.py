@@ -26,6 +26,7 @@ LEVELS = ("runtime", "dev")
 """Each with its file in requirements/."""
 INPUTS = (
     ROOT / "pyproject.toml",
+    ROOT / "setup.py",
     *(REQUIREMENTS / f"{name}.txt" for name in ("installers", "torch-cpu", "torch-cuda", *LEVELS)),
     Path(__file__),
 )

@@ -17,6 +17,8 @@ MAX_LENGTH = 72
 SUBJECT = re.compile(r"(?P<areas>[a-z][\w.-]*(, [a-z][\w.-]*)*): (?P<what>\S.*)")
 REVERT = re.compile(r'Revert "(?P<subject>.*)"')
 """Subject as `git revert` writes it: longer than the one that it repeats."""
+TO_BE_FOLDED = re.compile("((fixup|squash|amend)! )+")
+"""Words that git writes before the subject of a commit that is folded into another one before both land."""
 NO_VERB = re.compile(
     "an?|the|its|their|our|this|these|those|that|each|every|all|some|many|no|one|two|how|what|when|where|why|who"
     "|it|they|we|and|or|not|now|new"
@@ -42,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     if given.message is not None:
-        checked = [("this commit", given.message.read_text().partition("\n")[0])]
+        subject = given.message.read_text().partition("\n")[0]
+        checked = [("this commit", TO_BE_FOLDED.sub("", subject))] if not subject.startswith("Merge ") else []
     else:
         checked = subjects(ROOT, given.base)
     problems = [

@@ -23,8 +23,6 @@ from tools.ratchets import hold  # noqa: E402 - run as a script
 PACKAGES = ("triptych", "triptych_kernels", "triptych_services", "benchmarks", "tools")
 SMALL_LINES = 150
 ALLOWED = {
-    "*.__init__": "a package",
-    "*.__main__": "a command",
     "*_pb2*": "generated",
     "triptych_services.*.app": "one per process, imported by its __main__",
     "triptych_services.worker.follower_app": "one per process, imported by its __main__",
@@ -33,7 +31,6 @@ ALLOWED = {
     "triptych_services.*.servicer": "one per gRPC service, imported by the app that serves it",
     "triptych_services.*.*_servicer": "one per gRPC service, imported by the app that serves it",
     "triptych_services.frontend.http.*routes": "one per dialect, imported by the app that serves it",
-    "triptych_services.worker.models.*": "an entry of the registry of models",
     "triptych_services.worker.sampling.logits_processors.*": "an entry of the list of logits processors",
     "triptych_services.worker.attention.flash*": "one attention backend among several",
     "triptych_services.worker.loader.random": "one source of tensors among several",

@@ -32,7 +32,6 @@ TABLES = {
     Path(name)
     for name in (
         "libs/triptych/types/sampling.py",
-        "libs/triptych/config/fields.py",
         "libs/triptych/config/process_fields.py",
     )
 }

@@ -107,6 +107,16 @@ def test_message_of_a_commit_to_be_made(tmp_path: Path, capsys: pytest.CaptureFi
     assert "this commit: 'tools: checks a message'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "subject",
+    ["Merge branch 'main' into x", "fixup! tools: check a message", "squash! fixup! tools: check it"],
+)
+def test_what_git_writes_before_commits_are_folded(tmp_path: Path, subject: str) -> None:
+    message = tmp_path / "COMMIT_EDITMSG"
+    message.write_text(f"{subject}\n")
+    assert verify_commits.main(["--message", str(message)]) == 0
+
+
 def test_after_a_tag_and_after_a_base(repository: Path) -> None:
     git(repository, "tag", "v1.0.0")
     commit(repository, "tools: count once more")
