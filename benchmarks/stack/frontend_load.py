@@ -1,10 +1,11 @@
 """Measures one frontend process under load: requests and tokens per second over HTTP and gRPC, and CPU time per token.
 
 The worker is simulated and takes no time for a step, so that the services and the client share the machine's cores
-and nothing else limits them. The clients read bytes and take nothing apart: of HTTP they look for the stream's last
-event, of gRPC they count messages. Each stream sends `--requests` requests, the next when the last has ended, and the
-figures are of all together. `--beside logprobs` measures in turn with requests for each token's 20 best
-log-probabilities, `--beside tls` with TLS on all ports and hops. `--real` serves the embedded model instead.
+and nothing else limits them. The clients read bytes and take nothing apart: they count messages, and of HTTP look for
+the stream's last one. Each stream sends `--requests` requests, the next when the last has ended, and the figures are
+of all together. `--output-len 1` measures what a request costs beside its output; `--unpaced` sends tokens as they
+come instead of several in a message where streams are many. `--beside logprobs` measures in turn with requests for
+each token's 20 best log-probabilities, `--beside tls` with TLS on all ports and hops. `--real` serves the embedded model instead.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from triptych.v1 import generation_pb2
 VOCAB_SIZE = 49152
 NUM_LOGPROBS = 20
 _TIMEOUT_S = 120.0
-_DONE = b"data: [DONE]\n\n"
+_MESSAGE, _DONE = b"data: ", b"data: [DONE]\n\n"
 _METHOD = "/triptych.v1.GenerationService/StreamGenerate"
 
-Complete = Callable[[list[int]], Awaitable[None]]
-"""Send one request with this prompt and read its stream to the end."""
+Complete = Callable[[list[int]], Awaitable[int]]
+"""Send one request with this prompt and read its stream to the end; return the number of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class Rates:
     tokens_per_s: float
     cpu_s_per_token: Mapping[str, float]
     """By service."""
+    cpu_s_per_message: float
+    """CPU seconds of the frontend for each message to a client."""
     client_share: float
     """Share of one core that the client took."""
 
@@ -75,6 +78,8 @@ class Rates:
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     def config(**options: str) -> EngineConfig:
         num_seqs = {"max_num_seqs": max(arguments.streams, 64)}
+        if arguments.unpaced:
+            num_seqs["frontend.max_messages_per_s"] = 0
         if arguments.real:
             return config_from_overrides({**num_seqs, **options})
         return simulated_config(0, **num_seqs, **options)
@@ -107,6 +112,8 @@ def figures(api: str, num_streams: int, found: Mapping[str, Rates]) -> Iterator[
         yield Figure(f"{title}: tokens", "tok/s", (shown.tokens_per_s,))
         for service, cpu_s in shown.cpu_s_per_token.items():
             yield Figure(f"{title}: {service}, CPU per token", "us", (1e6 * cpu_s,), less_is_better=True)
+        per_message = f"{title}: frontend, CPU per message"
+        yield Figure(per_message, "us", (1e6 * shown.cpu_s_per_message,), less_is_better=True)
         yield Figure(f"{title}: client, share of a core", "", (shown.client_share,))
         if not name:
             continue
@@ -138,7 +145,7 @@ def rates(cluster: LocalCluster, load: Load, num_requests: int) -> Rates:
         receive(pipe)  # its connections are there
         before = {name: cpu_seconds(descendants([pid])) for name, pid in cluster.pids.items()}
         pipe.send("go")
-        elapsed_s, client_s = receive(pipe)
+        elapsed_s, client_s, num_messages = receive(pipe)
         after = {name: cpu_seconds(descendants([pid])) for name, pid in cluster.pids.items()}
     finally:
         client.kill()
@@ -146,10 +153,11 @@ def rates(cluster: LocalCluster, load: Load, num_requests: int) -> Rates:
     num_requests *= load.num_streams
     num_tokens = num_requests * load.output_len
     cpu_s = {name: (after[name] - before[name]) / num_tokens for name in cluster.pids}
-    return Rates(num_requests / elapsed_s, num_tokens / elapsed_s, cpu_s, client_s / elapsed_s)
+    per_message = (after["frontend"] - before["frontend"]) / num_messages
+    return Rates(num_requests / elapsed_s, num_tokens / elapsed_s, cpu_s, per_message, client_s / elapsed_s)
 
 
-def receive(pipe: Connection) -> tuple[float, float]:
+def receive(pipe: Connection) -> tuple[float, float, int]:
     """Return what the client says.
 
     Raises:
@@ -157,25 +165,25 @@ def receive(pipe: Connection) -> tuple[float, float]:
     """
     if not pipe.poll(_TIMEOUT_S):
         raise TimeoutError(f"the client says nothing for {_TIMEOUT_S:g} s")
-    elapsed_s, cpu_s = pipe.recv()
-    return elapsed_s, cpu_s
+    elapsed_s, cpu_s, num_messages = pipe.recv()
+    return elapsed_s, cpu_s, num_messages
 
 
 def send_load(load: Load, num_requests: int, pipe: Connection) -> None:
-    """Connect, wait to be told, send the requests, and say how many seconds and CPU seconds that took."""
+    """Connect, wait to be told, send the requests, and say how many seconds, CPU seconds and messages that took."""
     rng = np.random.default_rng(0)
 
-    async def send_all(complete: Complete) -> None:
-        for _ in range(num_requests):
-            await complete(rng.integers(0, VOCAB_SIZE, load.input_len).tolist())
+    async def send_all(complete: Complete) -> int:
+        prompts = [rng.integers(0, VOCAB_SIZE, load.input_len).tolist() for _ in range(num_requests)]
+        return sum([await complete(prompt) for prompt in prompts])
 
     async def send() -> None:
         completes = await (connect_http if load.api == "http" else connect_grpc)(load)
-        pipe.send((0.0, 0.0))
+        pipe.send((0.0, 0.0, 0))
         pipe.recv()
         began_at, cpu_before_s = time.perf_counter(), time.process_time()
-        await asyncio.gather(*map(send_all, completes))
-        pipe.send((time.perf_counter() - began_at, time.process_time() - cpu_before_s))
+        num_messages = sum(await asyncio.gather(*map(send_all, completes)))
+        pipe.send((time.perf_counter() - began_at, time.process_time() - cpu_before_s, num_messages))
 
     asyncio.run(send())
 
@@ -191,14 +199,15 @@ async def connect_http(load: Load) -> list[Complete]:
     async def connect() -> Complete:
         reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 24, ssl=context)
 
-        async def complete(prompt: list[int]) -> None:
+        async def complete(prompt: list[int]) -> int:
             body = json.dumps({"prompt": prompt, **terms}).encode()
             head = (
                 f"POST /v1/completions HTTP/1.1\r\nHost: {load.address}\r\nContent-Type: application/json\r\n"
             )
             writer.write(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            await reader.readuntil(_DONE)
+            answer = await reader.readuntil(_DONE)
             await reader.readuntil(b"0\r\n\r\n")  # the last chunk
+            return answer.count(_MESSAGE)
 
         return complete
 
@@ -218,11 +227,13 @@ async def connect_grpc(load: Load) -> list[Complete]:
     if load.num_logprobs:
         request.generation.response.logprobs.top = load.num_logprobs
 
-    async def complete(prompt: list[int]) -> None:
+    async def complete(prompt: list[int]) -> int:
         del request.generation.token_ids.ids[:]
         request.generation.token_ids.ids.extend(prompt)
+        num_messages = 0
         async for _ in call(request.SerializeToString()):
-            pass
+            num_messages += 1
+        return num_messages
 
     return [complete] * load.num_streams
 
@@ -237,5 +248,6 @@ if __name__ == "__main__":
     parser.add_argument("--input-len", type=int, default=32, help="tokens of each prompt (default: 32)")
     parser.add_argument("--output-len", type=int, default=512, help="tokens of each answer (default: 512)")
     parser.add_argument("--real", action="store_true", help="the embedded model instead of a simulated one")
+    parser.add_argument("--unpaced", action="store_true", help="tokens are not held back to leave together")
     parser.add_argument("--requests", type=int, default=4, help="of each stream (default: 4)")
     sys.exit(run(parser, measure))
