@@ -259,7 +259,7 @@ class EngineClient:
             self._session.abort(number, sink)
 
     async def run(self) -> None:
-        """Retention a stream to the engine until cancelled."""
+        """Keep a stream to the engine until cancelled."""
         try:
             while True:
                 stream = await self.dialer.dial()

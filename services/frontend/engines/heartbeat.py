@@ -63,7 +63,7 @@ class Liveness:
         return now - self._quiet_since if self._has_stream and self._has_heartbeats else 0.0
 
     def due_at(self, after_silence_s: float) -> float:
-        """Return when to ask for a sign of life, or when its silence is too long; inf: it answers no beats."""
+        """Return when to ask for a sign of life, or when its silence is too long; inf: it answers no heartbeats."""
         if not (self._has_stream and self._has_heartbeats):
             return math.inf
         return min(

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from email.message import Message
 from typing import Any, TypeVar, cast
 
@@ -56,14 +57,19 @@ class JsonObject(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_too_many_fields(cls, data: Any) -> Any:
+    def _refuse_too_many_fields(cls, data: Any, info: ValidationInfo) -> Any:
         """Before pydantic builds an error for each of a million unknown fields."""
-        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+        if not isinstance(data, dict):
+            return data
+        if len(data) > MAX_FIELDS:
             raise PydanticCustomError(
                 "too_many_fields",
                 "{count} fields are above the limit {limit}",
                 {"count": len(data), "limit": MAX_FIELDS},
             )
+        if info.context is not None and info.context.drops_unknown and cls.model_config["extra"] == "forbid":
+            known = _names_of(cls)
+            return {name: value for name, value in data.items() if name in known}
         return data
 
     @property
@@ -84,8 +90,18 @@ class Unserved(JsonObject):
         return self.type
 
 
-LEAVE_OUT_UNKNOWN = object()
-"""Context of a validation that leaves out fields that are not known, where others refuse them."""
+@dataclass(slots=True)
+class LeaveOutUnknown:
+    """Context of a validation that leaves out fields that are not known, where others refuse them."""
+
+    drops_unknown: bool = False
+    """Set when the first ones were found, and reported: the others are dropped without a finding each."""
+
+
+@functools.cache
+def _names_of(kind: type[JsonObject]) -> frozenset[str]:
+    """Return the names that the fields of a part have in JSON."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 class Body(JsonObject):
@@ -115,15 +131,17 @@ class Body(JsonObject):
         unknown = [name for name in data if name not in cls.model_fields]
         right = {name: value for name, value in data.items() if name in cls.model_fields}
         violations: list[FieldViolation] = []
-        if info.context is not LEAVE_OUT_UNKNOWN:
+        leaves_out: LeaveOutUnknown | None = info.context
+        if leaves_out is None:
             violations = _refuse_unknown(unknown, cls.model_fields)
             unknown = []
         try:
             body = handler(right)
         except ValidationError as error:
             details: Sequence[Any] = error.errors(include_url=False, include_context=False)
-            if info.context is LEAVE_OUT_UNKNOWN:
+            if leaves_out is not None:
                 unknown += _leave_out_unknown(right, details)
+                leaves_out.drops_unknown = True
                 details = _errors_of(handler, right)
             violations += to_violations(details)
             wrong = {detail["loc"][0] for detail in details}
@@ -328,7 +346,7 @@ class BodyReader:
         return await self._threads.run(len(data), self._read, data, kind, convert)
 
     def _read(self, data: bytes, kind: type[B], convert: Callable[[B], T]) -> T:
-        body = _parse(data, kind, None if self._refuses_unknown else LEAVE_OUT_UNKNOWN)
+        body = _parse(data, kind, None if self._refuses_unknown else LeaveOutUnknown())
         for name in body.unknown_fields:
             if name not in self._warned and len(self._warned) < MAX_WARNED:
                 self._warned.add(name)
@@ -336,7 +354,7 @@ class BodyReader:
         return convert(body)
 
 
-def _parse(data: bytes, kind: type[B], context: object) -> B:
+def _parse(data: bytes, kind: type[B], context: LeaveOutUnknown | None) -> B:
     try:
         value = read_json_in_parts(data.decode(json.detect_encoding(data), "surrogatepass"))
     except json.JSONDecodeError as error:

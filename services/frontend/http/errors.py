@@ -34,7 +34,7 @@ from triptych_services.frontend.http.body import ClientGone, to_violations
 log = logging.getLogger(__name__)
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 431: "headers_too_large"}
-_CLIENT_CLOSED_REQUEST = 499  # nginx's; never seen by the client, which has left
+CLIENT_CLOSED_REQUEST = 499  # nginx's; never seen by the client, which has left
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _from_http_error(error: HTTPException) -> HttpError:
 
 
 def _to_invalid_request(error: RequestValidationError) -> InvalidRequest:
-    """The framework itself checks headers only."""
+    """The framework itself checks the queries of operators only."""
     return InvalidRequest(to_violations([{**detail, "loc": detail["loc"][1:]} for detail in error.errors()]))
 
 
@@ -149,7 +149,7 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 async def _ignore_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def _explained(error: HTTPException, request: Request) -> HTTPException:

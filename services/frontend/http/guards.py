@@ -17,6 +17,7 @@ from triptych_services.frontend.http.errors import dialect_of, error_response
 
 REQUEST_ID_HEADER = "X-Request-Id"
 MAX_BODY_BYTES = 10 << 20
+_MAX_DIGITS = 20  # of a declared length; Python reads no number of more than a few thousand
 OTHER_ROUTES = "other"
 """The name of what is no route, or was refused before its route was looked for."""
 
@@ -60,9 +61,11 @@ class RequestGuard:
             await send(message)
 
         try:
-            num_declared_bytes = headers.get("content-length", "0")
-            if num_declared_bytes.isdecimal() and int(num_declared_bytes) > MAX_BODY_BYTES:
-                raise _body_too_large(f"{num_declared_bytes} bytes are")
+            num_declared_bytes = headers.get("content-length", "0").lstrip("0")
+            if num_declared_bytes.isdecimal() and (
+                len(num_declared_bytes) > _MAX_DIGITS or int(num_declared_bytes) > MAX_BODY_BYTES
+            ):
+                raise _body_too_large(f"{num_declared_bytes[:_MAX_DIGITS]} bytes are")
             await self._app(scope, _Counted(receive), send_with_id)
         except Exception as error:
             if has_started:

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, on the HTTP server of `triptych_services.frontend.http.openai`."""
+"""Anthropic's Messages API, on the HTTP server of `triptych_services.frontend.http`."""

@@ -32,11 +32,10 @@ _COUNT_ERRORS = error_answers(400, 404, 413, 429, 503, model=AnthropicError)
 async def create_message(request: Request) -> Response:
     """Answer a conversation, as Anthropic's Messages API does."""
     request_id: str = request.state.request_id
+    deadline_s = timeout_of(request)
 
     def to_raw(body: MessagesRequest) -> tuple[bool, RawRequest]:
-        return bool(body.stream), convert.messages_request(
-            body, label=request_id, deadline_s=timeout_of(request)
-        )
+        return bool(body.stream), convert.messages_request(body, label=request_id, deadline_s=deadline_s)
 
     is_streamed, raw = await reader_of(request).read(request, MessagesRequest, to_raw)
     return await answer_in_blocks(

@@ -72,6 +72,7 @@ class ToolUseBlock(JsonObject):
 
 _TextBlocks = Annotated[
     list[Annotated[Annotated[TextBlock, kind("text_block")] | _Other, by_kind(_A_BLOCK, text="text_block")]],
+    FirstOnly(),
     kind("list"),
 ]
 
@@ -104,6 +105,7 @@ class UserTurn(JsonObject):
                     by_kind(_A_BLOCK, "tool_result", text="text_block"),
                 ]
             ],
+            FirstOnly(),
             MinLen(1),
             kind("list"),
         ],
@@ -128,6 +130,7 @@ class AssistantTurn(JsonObject):
                     by_kind(_A_BLOCK, "thinking", "redacted_thinking", "tool_use", text="text_block"),
                 ]
             ],
+            FirstOnly(),
             MinLen(1),
             kind("list"),
         ],
@@ -215,7 +218,7 @@ class OutputConfig(JsonObject):
 class MessagesFields(Body):
     """A conversation as Anthropic's clients send it."""
 
-    messages: Annotated[list[_Turn], MaxLen(MAX_MESSAGES), schema(minItems=1)] | None = None
+    messages: Annotated[list[_Turn], FirstOnly(), MaxLen(MAX_MESSAGES), schema(minItems=1)] | None = None
     """The conversation so far, at least one turn."""
     system: Annotated[Annotated[str, kind("text")] | _TextBlocks, by_kind(_BLOCKS)] | None = None
     """Stands before the conversation."""
@@ -227,6 +230,7 @@ class MessagesFields(Body):
                     by_kind("a tool with a name and an input_schema", "custom", default="custom"),
                 ]
             ],
+            FirstOnly(),
             MaxLen(MAX_TOOLS),
         ]
         | None

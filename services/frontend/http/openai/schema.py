@@ -129,7 +129,7 @@ class CompletionRequest(SamplingBody):
 class ChatFields(Body):
     """A conversation, and how it becomes a prompt."""
 
-    messages: Annotated[list[Message], MaxLen(MAX_MESSAGES), schema(minItems=1)] | None = None
+    messages: Annotated[list[Message], FirstOnly(), MaxLen(MAX_MESSAGES), schema(minItems=1)] | None = None
     """The conversation so far, at least one message."""
     add_generation_prompt: bool | None = None
     """Open the assistant's turn. Null: true, unless continue_final_message is."""

@@ -26,9 +26,10 @@ router = APIRouter(responses=GENERATE_ERRORS, tags=["generate"])
 async def create_response(request: Request) -> Response:
     """Answer a conversation, as OpenAI's Responses API does. Nothing is stored."""
     request_id: str = request.state.request_id
+    deadline_s = timeout_of(request)
 
     def to_raw(body: ResponsesRequest) -> tuple[convert.ResponsesOptions, RawRequest]:
-        raw = convert.responses_request(body, label=request_id, deadline_s=timeout_of(request))
+        raw = convert.responses_request(body, label=request_id, deadline_s=deadline_s)
         return convert.answer_options(body), raw
 
     options, raw = await reader_of(request).read(request, ResponsesRequest, to_raw)

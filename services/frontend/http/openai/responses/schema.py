@@ -72,7 +72,7 @@ class InputMessage(JsonObject):
     role: Literal["user", "assistant", "system", "developer"]
     """developer is another name of system."""
     content: Annotated[
-        Annotated[str, kind("text")] | Annotated[list[_Content], kind("list")],
+        Annotated[str, kind("text")] | Annotated[list[_Content], FirstOnly(), kind("list")],
         by_kind('text, or a list of parts like {"type": "input_text", "text": "…"}'),
     ]
     """Text; the texts of several parts are joined by line breaks."""
@@ -108,7 +108,7 @@ class InputFunctionCallOutput(JsonObject):
     type: Literal["function_call_output"]
     call_id: Name
     output: Annotated[
-        Annotated[str, kind("text")] | Annotated[list[_OutputPart], kind("list")],
+        Annotated[str, kind("text")] | Annotated[list[_OutputPart], FirstOnly(), kind("list")],
         by_kind('text, or a list of parts like {"type": "input_text", "text": "…"}'),
     ]
     """Text; the texts of several parts are joined by line breaks."""
@@ -133,8 +133,8 @@ class InputReasoning(JsonObject):
     """The thoughts of the model in a turn, as an answer has brought them."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: list[SummaryText] | None = None
+    content: Annotated[list[ReasoningText], FirstOnly()] | None = None
+    summary: Annotated[list[SummaryText], FirstOnly()] | None = None
     """Used where there is no content."""
     encrypted_content: Any = ignored()
     id: Any = ignored()
@@ -158,7 +158,7 @@ _Item = Annotated[
 ]
 ResponsesInput = Annotated[
     Annotated[str, kind("text")]
-    | Annotated[list[_Item], MaxLen(MAX_MESSAGES), schema(minItems=1), kind("list")],
+    | Annotated[list[_Item], FirstOnly(), MaxLen(MAX_MESSAGES), schema(minItems=1), kind("list")],
     by_kind("text, or a list of items"),
 ]
 
@@ -180,10 +180,13 @@ class NamespaceTool(JsonObject):
 
     type: Literal["namespace"]
     name: Name
-    tools: list[
-        Annotated[
-            Annotated[FunctionTool, kind("function")] | _Other, by_kind("a tool with a type", "function")
-        ]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool, kind("function")] | _Other, by_kind("a tool with a type", "function")
+            ]
+        ],
+        FirstOnly(),
     ]
     description: str | None = None
     """Repeated in the answer."""
@@ -258,6 +261,7 @@ class ResponsesRequest(GenerationBody):
                     by_kind("a tool with a type", "function", "namespace"),
                 ]
             ],
+            FirstOnly(),
             MaxLen(MAX_TOOLS),
         ]
         | None

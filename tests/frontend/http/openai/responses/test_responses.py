@@ -363,7 +363,7 @@ async def test_each_bad_field_is_named(
 
 async def test_all_that_is_wrong_is_named_at_once() -> None:
     body = {
-        "input": [{"role": "user"}, {"type": "reasoning", "content": [{}]}],
+        "input": [{"type": "reasoning", "content": [{}]}, {"role": "user"}],
         "top_p": 2,
         "text": {"x": 1},
         "n": 3,
@@ -373,13 +373,13 @@ async def test_all_that_is_wrong_is_named_at_once() -> None:
             await api.client.post("/responses", body=body, cast_to=object)
     message = str(caught.value.body["message"])  # type: ignore[index]
     for path in (
-        "input[0].content",
-        "input[1].content[0].type",
-        "input[1].content[0].text",
+        "input[0].content[0].type",
+        "input[0].content[0].text",
         "top_p",
         "text.x",
     ):
         assert f"{path}: " in message
+    assert "input[1]" not in message, "a list stops at its first wrong entry"
 
 
 @pytest.mark.asyncio(loop_scope="module")
