@@ -18,7 +18,7 @@ from triptych.errors import (
 )
 from triptych.observe.metrics import FrontendMetrics
 from triptych.rpc.interceptors import new_request_id
-from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
+from triptych.types.events import AdmittedEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import Usage
 from triptych.types.sampling import MAX_BIASES, OutputKind
@@ -35,7 +35,7 @@ from triptych_services.frontend.streams.accounting import RequestRecord
 from triptych_services.frontend.streams.attached import AttachedEvent, AttachedStream, take_up
 from triptych_services.frontend.streams.departure import Departure
 from triptych_services.frontend.streams.migrator import Migrator
-from triptych_services.frontend.streams.outputs import RequestOutputs
+from triptych_services.frontend.streams.outputs import EventReceiver, RequestOutputs
 from triptych_services.frontend.streams.pacing import Pace
 from triptych_services.frontend.streams.placement import place
 from triptych_services.frontend.streams.registry import AliveRequests
@@ -139,11 +139,16 @@ class Generator:
     def num_ready_engines(self) -> int:
         return sum(engine.is_ready for engine in self._router.engines)
 
-    async def generate(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, raw: RawRequest, receiver: EventReceiver | None = None
+    ) -> AsyncGenerator[Event, None]:
         """AdmittedEvent first, then PromptLogprobsEvents if asked for, DeltaEvents of each choice, FinishedEvent last.
 
         Closing the iterator aborts the request at once: use `contextlib.aclosing`. A client that reads
         slowly gets fewer and larger deltas.
+
+        Args:
+            receiver: Takes what comes between the first and the last event, which is then not yielded.
 
         Raises:
             TriptychError: whatever ends the request; before the first event, or after all output so far.
@@ -151,7 +156,7 @@ class Generator:
         if self._is_draining:
             raise EngineUnavailable(self.why_not_ready)
         if token := self.alive.token_of_duplicate(raw):
-            async with aclosing(self.attach(ResumeToken.parse(token), {}, raw.api)) as events:
+            async with aclosing(self.attach(ResumeToken.parse(token), {}, raw.api, receiver)) as events:
                 async for event in events:
                     if not isinstance(event, AttachedEvent):
                         yield event
@@ -179,17 +184,8 @@ class Generator:
                 )
                 self._rate_limits.charge(caller, len(request.prompt_token_ids))
                 record.note_admitted(len(request.prompt_token_ids), request.sampling)
-                yield AdmittedEvent(
-                    request_id,
-                    record.model,
-                    request.seed,
-                    request.prompt_token_ids,
-                    request.is_limited_by_context,
-                    fingerprint=request.fingerprint,
-                    resume_token=outputs.resume_token,
-                    not_enforced=request.not_enforced,
-                )
-                async for event in _outputs_of(request, outputs, record):
+                yield _admitted(request, outputs)
+                async for event in _outputs_of(request, outputs, record, receiver):
                     yield event
             finally:
                 outputs.close()
@@ -201,7 +197,11 @@ class Generator:
                     deadline_timer.cancel()
 
     async def attach(
-        self, token: ResumeToken, seen: Mapping[int, SeenChoice], api: str
+        self,
+        token: ResumeToken,
+        seen: Mapping[int, SeenChoice],
+        api: str,
+        receiver: EventReceiver | None = None,
     ) -> AsyncGenerator[AttachedEvent | Event, None]:
         """Go on with a stream that began at another frontend, or on another connection: an AttachedEvent, then as
         `generate` does.
@@ -209,6 +209,7 @@ class Generator:
         Args:
             seen: What the client has of each choice, by index. Empty: nothing.
             api: The API that it is called from, which must be the one that the stream began with.
+            receiver: As in `generate`.
 
         Raises:
             NotKept: The stream is over, or was never kept.
@@ -243,7 +244,7 @@ class Generator:
                         fingerprint=state.fingerprint,
                         resume_token=outputs.resume_token,
                     )
-                    async for event in _outputs_of(attached, outputs, record):
+                    async for event in _outputs_of(attached, outputs, record, receiver):
                         yield event
                 finally:
                     outputs.close()
@@ -395,15 +396,33 @@ class Generator:
         )
 
 
+def _admitted(request: PreparedRequest, outputs: RequestOutputs) -> AdmittedEvent:
+    return AdmittedEvent(
+        request.head.request_id,
+        request.terms.model.name,
+        request.seed,
+        request.prompt_token_ids,
+        request.is_limited_by_context,
+        fingerprint=request.fingerprint,
+        resume_token=outputs.resume_token,
+        not_enforced=request.not_enforced,
+    )
+
+
 async def _outputs_of(
-    request: PreparedRequest | AttachedStream, outputs: RequestOutputs, record: RequestRecord
+    request: PreparedRequest | AttachedStream,
+    outputs: RequestOutputs,
+    record: RequestRecord,
+    receiver: EventReceiver | None,
 ) -> AsyncGenerator[Event, None]:
     """The events behind admission, while they are recorded."""
     is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
-    while (event := await outputs.next_event()) is not None:
-        if is_streamed and isinstance(event, DeltaEvent):
-            record.note_output(event.index, len(event.token_ids))
-        yield event
+    outputs.on_delta = record.note_output if is_streamed else None
+    if receiver is not None:
+        await outputs.deliver_to(receiver)
+    else:
+        while (event := await outputs.next_event()) is not None:
+            yield event
     if not is_streamed and outputs.first_token_ns:
         record.note_first_token(outputs.first_token_ns)
     record.usage = _usage(request.prompt_token_ids, outputs)

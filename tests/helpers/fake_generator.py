@@ -24,6 +24,7 @@ from triptych_services.frontend.requests.raw import RawChat, RawRequest
 from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.streams.attached import AttachedEvent
 from triptych_services.frontend.streams.logprobs import PromptReport
+from triptych_services.frontend.streams.outputs import EventReceiver, OutputEvent
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 
 MODEL = "tiny/fake"
@@ -41,7 +42,11 @@ class FakeGenerator(Generator):
         self.reset()
 
     async def attach(
-        self, token: ResumeToken, seen: Mapping[int, SeenChoice], api: str
+        self,
+        token: ResumeToken,
+        seen: Mapping[int, SeenChoice],
+        api: str,
+        receiver: EventReceiver | None = None,
     ) -> AsyncGenerator[AttachedEvent | Event, None]:
         if self.unready_because:
             raise EngineUnavailable(self.unready_because)
@@ -82,13 +87,21 @@ class FakeGenerator(Generator):
         self.aborted += names
         return [name for name in names if any(name in raw.client_names for raw in self.requests)]
 
-    async def generate(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, raw: RawRequest, receiver: EventReceiver | None = None
+    ) -> AsyncGenerator[Event, None]:
         self.requests.append(raw)
         self.num_running += 1
         is_over = False
         try:
             async for event in self._events(raw):
-                yield event
+                if receiver is None or isinstance(event, AdmittedEvent | FinishedEvent):
+                    yield event
+                    continue
+                assert isinstance(event, OutputEvent)
+                while not receiver.is_ready:
+                    await asyncio.sleep(0)
+                receiver.take(event)
             is_over = True
         except (TriptychError, ArithmeticError):
             is_over = True

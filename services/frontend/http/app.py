@@ -15,6 +15,7 @@ from triptych_services.frontend.http import status_routes
 from triptych_services.frontend.http.anthropic import objects as anthropic_objects
 from triptych_services.frontend.http.anthropic import routes as anthropic_routes
 from triptych_services.frontend.http.body import BodyReader
+from triptych_services.frontend.http.direct import DirectRoutes
 from triptych_services.frontend.http.document import build_document
 from triptych_services.frontend.http.errors import install_handlers
 from triptych_services.frontend.http.guards import (
@@ -79,6 +80,7 @@ def create_app(
         app.include_router(router)
     app.openapi = functools.cache(functools.partial(build_document, app, _ROUTERS, asks_key=keys is not None))  # type: ignore[method-assign]
     install_handlers(app, dialects=[anthropic_objects.DIALECT])
+    app.add_middleware(DirectRoutes, routers=_ROUTERS)
     if keys is not None:
         app.add_middleware(KeyGuard, keys=keys)
     app.add_middleware(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from triptych.types.events import Event
 from triptych_services.frontend.http.errors import HttpError, json_response
 from triptych_services.frontend.http.sse import EventStream, with_notes
 from triptych_services.frontend.http.state import generator_of
 from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.streams.blocks import BlockAnswer, EventFormat, stream_blocks, whole_blocks
+from triptych_services.frontend.streams.blocks import BlockAnswer, BlockEncoder, EventFormat, whole_blocks
+from triptych_services.frontend.streams.outputs import EventReceiver
 
 
 class BlockFormat(EventFormat, Protocol):
@@ -32,15 +35,19 @@ async def answer_in_blocks(
 ) -> Response:
     """Generate, and answer in the API's own words."""
     raw = replace(raw, client_names=(*raw.client_names, format.answer_id))
-    events, in_flight = generator_of(request).generate(raw), request.app.state.in_flight
+    generator, in_flight = generator_of(request), request.app.state.in_flight
     notes = dict[str, str]()
-    if raw.has_schema:
-        events = with_notes(events, notes)
+
+    def generate(receiver: EventReceiver | None = None) -> AsyncGenerator[Event]:
+        events = generator.generate(raw, receiver)
+        return with_notes(events, notes) if raw.has_schema else events
+
     if not is_streamed:
-        whole = await in_flight.run(request.receive, whole_blocks(events))
+        whole = await in_flight.run(request.receive, whole_blocks(generate()))
         return json_response(format.whole(whole), headers=notes)
     return EventStream(
-        stream_blocks(events, format),
+        generate,
+        BlockEncoder(format).encode,
         in_flight=in_flight,
         request_id=request.state.request_id,
         failure=format.failure,

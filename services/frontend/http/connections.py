@@ -1,7 +1,8 @@
 """HTTP connections with bounds that uvicorn does not have: on their time, their number and the size of headers.
 
-connect ─► waits for a request ─► answered ─► waits for the next ─► …
-           │ bytes without any of a body: MAX_HEAD_BYTES, else 431
+connect ─► waits for a request ─► answered ─► waits for the next ─► … ─► closed by the server
+           │ bytes without any of a body: MAX_HEAD_BYTES, else 431       └ client_timeout_s to read the rest
+           │ requests behind the one that is answered: MAX_PIPELINED, else closed
            │ client_timeout_s, else closed
            └ at max_connections, or at max_per_address: the one (of its address) that waits longest gives way
 """
@@ -14,13 +15,16 @@ import fcntl
 import ipaddress
 import logging
 import termios
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from triptych.errors import EngineUnavailable, PermissionDenied, QueueFull
 from triptych.rpc.tls import ServerTls
@@ -33,8 +37,12 @@ MAX_HEAD_BYTES = 64 << 10
 CUT = "triptych.cut"
 """Extension of the ASGI scope. Its `cut` closes the connection behind what was sent of an answer, so that the client
 sees it break off as if the server had died."""
+WRITER = "triptych.writer"
+"""Extension of the ASGI scope: an `AnswerWriter` for the answer to this request."""
 GOODBYE_S = 1.0
 """Seconds for last words to reach a client: a close with unread bytes is a reset, which can overtake them."""
+MAX_PIPELINED = 16
+"""Requests that may wait on one connection behind the one that is being answered. Few clients send any."""
 _PIECE_BYTES = 16 << 10  # parsed at once; so much more than MAX_HEAD_BYTES may be taken
 _MAX_GOODBYES = 64  # refused connections that are still open; more are closed without an answer
 
@@ -123,6 +131,36 @@ class Connections:
         self._num_refused -= 1
 
 
+class AnswerWriter:
+    """Writes pieces of an answer straight into its connection: no coroutine, no ASGI message for each.
+
+    Only between the beginning and the end of an answer that is sent in chunks, both of which are ASGI's.
+    """
+
+    def __init__(self, connection: BoundedConnection, cycle: RequestResponseCycle) -> None:
+        # The scope has this writer, and the cycle the scope: an ended request is to be freed at once.
+        self._connection = weakref.proxy(connection)
+        self._cycle = weakref.proxy(cycle)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client reads what is sent. Otherwise what is written now waits in memory."""
+        return not self._connection.flow.write_paused
+
+    def on_writable(self, function: Callable[[], None] | None) -> None:
+        """Have a function called each time that it becomes writable. None: no more."""
+        self._connection.on_writable = function
+
+    def write(self, piece: bytes) -> None:
+        """Write a piece, which is not empty; nothing where the client has left."""
+        cycle = self._cycle
+        if cycle.disconnected or cycle.transport.is_closing():
+            return
+        assert cycle.chunked_encoding, "the answer has begun, and is sent in chunks"
+        assert not cycle.response_complete, "its end is not sent yet"
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+
 class BoundedConnection(HttpToolsProtocol):
     """One connection of uvicorn's, within `ConnectionLimits`.
 
@@ -141,12 +179,17 @@ class BoundedConnection(HttpToolsProtocol):
         self._client_timeout_s = limits.client_timeout_s
         self._others = connections
         self._tls = tls
+        self.on_writable: Callable[[], None] | None = None
+        """See `AnswerWriter`, of the answer that is being sent."""
         self._is_refused = False
         self._num_head_bytes = 0
         """Bytes since the last of a body, or since a message began or ended."""
+        self._answered: RequestResponseCycle | None = None
+        """The request that is being answered, or was last; `cycle` is the last that has come."""
         self._arrival: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._goodbye: asyncio.TimerHandle | None = None
+        self._closing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -166,28 +209,45 @@ class BoundedConnection(HttpToolsProtocol):
             super().data_received(piece)
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_HEAD_TOO_LARGE)
+            elif len(self.pipeline) > MAX_PIPELINED:
+                log.warning(
+                    "closed the connection of %s, with more than %d requests behind one another",
+                    self.client,
+                    MAX_PIPELINED,
+                )
+                self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._others.remove(self)
-        for timer in (self._arrival, self._stall):
+        for timer in (self._arrival, self._stall, self._closing):
             self._cancel(timer)
         if self._goodbye is not None:
             self._goodbye.cancel()
             self._others.end_goodbye()
         super().connection_lost(error)
+        self.pipeline.clear()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def give_way(self) -> None:
         """Close the connection, which waits for a request, since another one needs its place."""
         if self.transport.get_write_buffer_size():
             self.transport.close()  # when the last answer is sent
+            self._closing = self.loop.call_later(GOODBYE_S, self.transport.abort)
         else:
             self.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {CUT: {"cut": self.transport.close}}
+        self.scope["extensions"] = {CUT: {"cut": self._cut}}
         self._num_head_bytes = 0
         self._expect_request()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.scope["method"] != "HEAD":
+            self.scope["extensions"][WRITER] = AnswerWriter(self, self.cycle)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
@@ -200,11 +260,19 @@ class BoundedConnection(HttpToolsProtocol):
         self._arrival = None
         if not self.cycle.response_complete:
             self._others.set_waiting(self, False)
+        else:  # the answer came before the end of the body
+            self._expect_request()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete:
             self._others.set_waiting(self, True)
+        if self.transport.is_closing():
+            self._expect_closing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._expect_closing()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -213,6 +281,27 @@ class BoundedConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._cancel(self._stall)
+        if self.on_writable is not None:
+            self.on_writable()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _cut(self) -> None:
+        self.transport.close()
+        self._expect_closing()
+
+    def _expect_closing(self) -> None:
+        """Wait for the client to read the rest of the last answer, without which a connection does not close."""
+        self._cancel(self._closing)
+        self._closing = self.loop.call_later(self._client_timeout_s, self._on_open_still, self._num_unread())
+
+    def _on_open_still(self, num_unread_before: int) -> None:
+        if self._num_unread() < num_unread_before:
+            self._expect_closing()
+        else:
+            self._drop("did not read its answer")
 
     def _why_not_client(self) -> bytes | None:
         """Return the answer to a client whose certificate is not one of those asked for, or None."""
@@ -260,7 +349,8 @@ class BoundedConnection(HttpToolsProtocol):
     def _num_unread(self) -> int:
         """Bytes that wait here, and in the kernel for the client's machine to take them."""
         in_kernel = array.array("i", [0])
-        fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
+        if (descriptor := self.transport.get_extra_info("socket").fileno()) >= 0:
+            fcntl.ioctl(descriptor, termios.TIOCOUTQ, in_kernel)
         return self.transport.get_write_buffer_size() + in_kernel[0]
 
     def _drop(self, what: str) -> None:

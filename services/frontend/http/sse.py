@@ -1,21 +1,25 @@
-"""Server-sent events: sends the chunks of an answer that streams, until they end or its client leaves."""
+"""Server-sent events: sends the events of an answer that streams, until they end or its client leaves."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from typing import Any, TypeAlias
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from triptych.types.events import AdmittedEvent, Event
+from triptych.types.events import AdmittedEvent, Event, FinishedEvent
 from triptych_services.frontend.http.answers import to_json
 from triptych_services.frontend.http.body import ClientGone
-from triptych_services.frontend.http.connections import CUT
+from triptych_services.frontend.http.connections import CUT, WRITER, AnswerWriter
 from triptych_services.frontend.http.errors import HttpError, to_http_error
 from triptych_services.frontend.http.state import InFlight
-from triptych_services.frontend.streams.outputs import HandedOver
+from triptych_services.frontend.streams.outputs import EventReceiver, HandedOver
+
+Encode: TypeAlias = Callable[[Any], str]
+"""Returns the text of an event of a generation; empty: it has none."""
 
 NOT_ENFORCED_HEADER = "X-Not-Enforced"
 """Paths of what the request's JSON schemas ask for and the answer is not held to, as a JSON list."""
@@ -57,6 +61,7 @@ class _Pings:
 
     def start(self) -> None:
         """Called when the answer has begun."""
+        self.note_sent()
         if self._interval_s:
             self._task = asyncio.create_task(self._run(), name="pings")
 
@@ -80,10 +85,43 @@ class _Pings:
             await self._send({"type": "http.response.body", "body": self._line, "more_body": True})
 
 
-class EventStream(Response):
-    """Sends chunks until they end, its client leaves, or something fails.
+class _Pieces:
+    """Receives the events of a stream, and writes them straight into its connection."""
 
-    A failure before the first chunk is a plain HTTP error; one after it is an event, and the last: no `[DONE]`
+    def __init__(self, writer: AnswerWriter, encode: Encode, pings: _Pings) -> None:
+        self.on_ready: Callable[[], None] = _do_nothing
+        self._writer = writer
+        self._encode = encode
+        self._pings = pings
+        writer.on_writable(self._on_writable)
+
+    @property
+    def is_ready(self) -> bool:
+        """See `EventReceiver`."""
+        return self._writer.is_writable
+
+    def take(self, event: Event) -> None:
+        """See `EventReceiver`."""
+        if piece := self._encode(event):
+            self._pings.note_sent()
+            self._writer.write(piece.encode())
+
+    def close(self) -> None:
+        """Take no more."""
+        self._writer.on_writable(None)
+
+    def _on_writable(self) -> None:
+        self.on_ready()
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class EventStream(Response):
+    """Sends a generation's events until they end, its client leaves, or something fails.
+
+    A failure before the first event is a plain HTTP error; one after it is an event, and the last: no `[DONE]`
     follows, for the answer is not complete. A stream that is handed over breaks off without an event, since its client
     goes on elsewhere as it does when a server dies.
     """
@@ -92,7 +130,8 @@ class EventStream(Response):
 
     def __init__(
         self,
-        chunks: AsyncGenerator[str],
+        generate: Callable[[EventReceiver | None], AsyncGenerator[Event]],
+        encode: Encode,
         *,
         in_flight: InFlight,
         request_id: str,
@@ -102,13 +141,16 @@ class EventStream(Response):
     ) -> None:
         """
         Args:
+            generate: Begins the generation. It may leave all events between the first and the last to the receiver.
+            encode: Returns the text of an event; empty: it has none.
             failure: Spells the event of a failure.
             ping: What is sent after a while without an event.
-            notes: More headers, read when the first chunk is there.
+            notes: More headers, read when the first event is there.
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._chunks = chunks
+        self._generate = generate
+        self._encode = encode
         self._in_flight = in_flight
         self._request_id = request_id
         self._failure = failure
@@ -118,7 +160,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._in_flight.run(receive, self._send_all(send, scope["app"].state.ping_interval_s))
+            await self._in_flight.run(receive, self._send_all(scope, send))
         except ClientGone:
             return
         except HandedOver:
@@ -133,21 +175,30 @@ class EventStream(Response):
             event = self._failure(to_http_error(error, self._request_id))
             await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
 
-    async def _send_all(self, send: Send, ping_interval_s: float) -> None:
-        pings = _Pings(send, self._ping, ping_interval_s)
-        async with aclosing(self._chunks), aclosing(pings):
-            async for chunk in self._chunks:
-                if not self._has_started:
-                    self.headers.update(self._notes)
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": self.status_code,
-                            "headers": self.raw_headers,
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        pings = _Pings(send, self._ping, scope["app"].state.ping_interval_s)
+        writer: AnswerWriter | None = scope.get("extensions", {}).get(WRITER)
+        pieces = None if writer is None else _Pieces(writer, self._encode, pings)
+        try:
+            async with aclosing(self._generate(pieces)) as events, aclosing(pings):
+                async for event in events:
+                    if not self._has_started:
+                        await self._start(send)
+                        pings.start()
+                    piece, is_last = self._encode(event), isinstance(event, FinishedEvent)
+                    if piece or is_last:
+                        pings.note_sent()
+                        body = {
+                            "type": "http.response.body",
+                            "body": piece.encode(),
+                            "more_body": not is_last,
                         }
-                    )
-                    self._has_started = True
-                    pings.start()
-                pings.note_sent()
-                await send({"type": "http.response.body", "body": chunk.encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                        await send(body)
+        finally:
+            if pieces is not None:
+                pieces.close()
+
+    async def _start(self, send: Send) -> None:
+        self.headers.update(self._notes)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._has_started = True

@@ -167,21 +167,26 @@ class EventFormat(Protocol):
         """Events at the end."""
 
 
-async def stream_blocks(events: AsyncGenerator[Event], format: EventFormat) -> AsyncGenerator[str]:
-    """Yield the text of a stream, in pieces to be sent at once; the first comes with admission."""
-    answer = BlockAnswer()
-    async with aclosing(events):
-        async for event in events:
-            match event:
-                case DeltaEvent():
-                    if text := "".join(map(format.step, answer.add(event))):
-                        yield text
-                case AdmittedEvent():
-                    answer.admit(event)
-                    yield format.opening(answer)
-                case FinishedEvent():
-                    answer.usage = event.usage
-                    yield format.closing(answer)
+class BlockEncoder:
+    """Writes the events of one stream in the words of an API."""
+
+    def __init__(self, format: EventFormat) -> None:
+        self._answer = BlockAnswer()
+        self._format = format
+
+    def encode(self, event: Event) -> str:
+        """Return what is sent of an event, at once; perhaps nothing."""
+        answer = self._answer
+        match event:
+            case DeltaEvent():
+                return "".join(map(self._format.step, answer.add(event)))
+            case AdmittedEvent():
+                answer.admit(event)
+                return self._format.opening(answer)
+            case FinishedEvent():
+                answer.usage = event.usage
+                return self._format.closing(answer)
+        return ""
 
 
 async def whole_blocks(events: AsyncGenerator[Event]) -> BlockAnswer:

@@ -102,7 +102,8 @@ class Choice:
         self.sent_at = -math.inf
         self.is_held = False
         """This and the one before: see `PacedChoice`."""
-        self._is_settled = False  # the engine has accounted for it, or will not
+        self.is_settled = False
+        """Its engine has accounted for it, or will not."""
         self._min_new_tokens: float = min_interval_tokens
         if sampling.output_kind is OutputKind.FINAL_ONLY:
             self._min_new_tokens = math.inf
@@ -309,6 +310,6 @@ class Choice:
 
     def settle(self) -> None:
         """Note that no engine will account for it any more."""
-        if not self._is_settled:
-            self._is_settled = True
+        if not self.is_settled:
+            self.is_settled = True
             self._listener.note_settled()

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol, TypeAlias
 
 from triptych.errors import EngineUnavailable, GenerationLost, InvalidRequest
 from triptych.text.tokenizer import Tokenizer
@@ -24,8 +25,29 @@ from triptych_services.frontend.streams.route import ChoiceRoute, RetainedStream
 _CHOICES_NAMED = 8  # in an error's message
 
 
+OutputEvent: TypeAlias = PromptLogprobsEvent | DeltaEvent | ResumableEvent
+
+
 class HandedOver(EngineUnavailable):
     """The stream ends here and goes on at another frontend. It is kept until its client comes there."""
+
+
+class EventReceiver(Protocol):
+    """Takes events as they come, in the turn of the loop that brings them, without a task that waits for each."""
+
+    on_ready: Callable[[], None]
+    """Called when it has become ready again. Set by the outputs that it receives."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes an event now. Otherwise events wait, and deltas are merged."""
+
+    def take(self, event: OutputEvent) -> None:
+        """Take an event. An error that it raises ends the request."""
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class RequestOutputs(ChoiceListener):
@@ -59,6 +81,10 @@ class RequestOutputs(ChoiceListener):
         """The error that has ended it, until it is raised."""
         self._report: PromptReport | None = None
         self._ready: deque[Choice] = deque()  # choices with something to take, in order of arrival
+        self.on_delta: Callable[[int, int], None] | None = None
+        """Called with the index of a choice and its new tokens before they leave. None: of no interest."""
+        self._receiver: EventReceiver | None = None
+        """Takes the events as they come. None: they wait for `next_event`."""
         self._news = asyncio.Event()
 
     def add_choice(
@@ -126,9 +152,7 @@ class RequestOutputs(ChoiceListener):
         self._is_aborted = True
         for route in self.routes:
             route.end_by_abort()
-        for (
-            choice
-        ) in self.choices:  # those without a route are stopped at their engine when it sends something
+        for choice in self.choices:  # those without a route are stopped as soon as they have one
             choice.end_by_abort()
         self._news.set()
 
@@ -159,26 +183,71 @@ class RequestOutputs(ChoiceListener):
             self.retained.detach()
             self.fail(HandedOver("this frontend is stopping; go on with the stream at another one"))
 
-    async def next_event(self) -> PromptLogprobsEvent | DeltaEvent | ResumableEvent | None:
+    async def next_event(self) -> OutputEvent | None:
         """Return the next unsent part of the prompt, then of a choice, or None once everything has been taken.
 
         Raises:
             what has ended the request, after everything that came before it.
         """
         self._knows_token = True  # the event before was sent, and it may have been the one that tells it
-        while True:
-            report = self._report
-            if report is not None and (part := report.take()) is not None:
-                return part
-            if self._has_moved and self.retained is not None:
-                self._has_moved = self._knows_token = False
-                return ResumableEvent(self.resume_token)
-            if self._ready and (report is None or report.is_complete):
-                return self._ready.popleft().take()
+        while (event := self._take_event()) is None:
             self._raise_error()
             if self._num_open == 0:
                 return None
             await self._wait()
+        return event
+
+    async def deliver_to(self, receiver: EventReceiver) -> None:
+        """Give a receiver everything as it comes; return once it has taken all.
+
+        Raises:
+            what has ended the request, after everything that came before it, or what the receiver raises.
+        """
+        self._receiver, receiver.on_ready = receiver, self._go_on_delivering
+        self._knows_token = True  # as in `next_event`
+        try:
+            while True:
+                self._deliver()
+                if receiver.is_ready or self._receiver is None:  # it has taken all, or failed
+                    self._raise_error()
+                    if self._num_open == 0:
+                        return
+                await self._wait()
+        finally:
+            self._receiver, receiver.on_ready = None, _do_nothing
+
+    def _go_on_delivering(self) -> None:
+        self._deliver()
+        self._news.set()  # an error, or the end, may have waited behind the last event
+
+    def _deliver(self) -> None:
+        """Give the receiver what is there and it takes now."""
+        receiver = self._receiver
+        if receiver is None:
+            return
+        try:
+            while receiver.is_ready and (event := self._take_event()) is not None:
+                receiver.take(event)
+                self._knows_token = True
+        except Exception as error:  # a bug in one request's events ends that request
+            self._receiver = None
+            self._is_failed, self._error = True, error
+            self._news.set()
+
+    def _take_event(self) -> OutputEvent | None:
+        """Return the next event, or None if there is none now."""
+        report = self._report
+        if report is not None and (part := report.take()) is not None:
+            return part
+        if self._has_moved and self.retained is not None:
+            self._has_moved = self._knows_token = False
+            return ResumableEvent(self.resume_token)
+        if self._ready and (report is None or report.is_complete):
+            delta = self._ready.popleft().take()
+            if self.on_delta is not None:
+                self.on_delta(delta.index, len(delta.token_ids))
+            return delta
+        return None
 
     def fail(self, error: Exception) -> None:
         """End the request; the first error counts, and none after the last choice is complete.
@@ -285,7 +354,10 @@ class RequestOutputs(ChoiceListener):
 
     def note_ready(self, choice: Choice) -> None:
         self._ready.append(choice)
-        self._news.set()
+        if self._receiver is None:
+            self._news.set()
+        else:
+            self._deliver()
 
     def note_settled(self) -> None:
         self._num_open -= 1

@@ -226,8 +226,8 @@ class ChoiceRoute:
 
     def end_by_abort(self) -> None:
         """End it with what it has; its engine is asked for its counts."""
-        if self.choice.finish_reason is None:
-            self.choice.end_by_abort()
+        self.choice.end_by_abort()
+        if not self.choice.is_settled:
             self.stop_early()
 
     def abort(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.helpers.http_api import HttpApi, open_api
-from triptych_services.frontend.http import connections
+from triptych_services.frontend.http import connections, server
 from triptych_services.frontend.http.connections import ConnectionLimits
 
 DEADLINE_S = 20.0
@@ -224,3 +225,83 @@ async def test_pings_can_be_turned_off_and_end_with_the_stream() -> None:
         with_error = await api.http.post("/v1/completions", json={"prompt": "hi", "stream": True})
         assert with_error.text.rstrip().splitlines()[-1].startswith('data: {"error"')
         assert [task for task in asyncio.all_tasks() if task.get_name() == "pings"] == []
+
+
+async def test_client_that_leaves_behind_a_pipelined_request_is_noticed() -> None:
+    async with open_api() as api, asyncio.timeout(DEADLINE_S):
+        api.generator.hold_after_words = 1
+        reader, writer = await api.dial(STREAM + PING)
+        await reader.readuntil(b"data: ")
+        writer.transport.abort()
+        await api.until(lambda: api.generator.num_running == 0)
+
+
+async def until_closed(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        while await reader.read(1 << 16):
+            pass
+
+
+async def test_few_requests_may_wait_behind_one() -> None:
+    async with open_api() as api, asyncio.timeout(DEADLINE_S):
+        few = await send(api, PING * connections.MAX_PIPELINED)
+        for _ in range(connections.MAX_PIPELINED):
+            await few.readuntil(b'{"status":"alive"}')
+        many = await send(api, PING * 2000)
+        await until_closed(many)
+        assert (await api.http.get("/ping")).status_code == 200
+
+
+async def test_body_behind_its_answer_does_not_keep_a_connection_open() -> None:
+    async with (
+        open_api(limits=ConnectionLimits(client_timeout_s=0.3)) as api,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        reader, writer = await api.dial(b"PUT /ping HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
+        assert b" 405 " in await reader.readline()
+        writer.write(b"{}")
+        await until_closed(reader)
+
+
+@pytest.mark.parametrize(
+    ("length", "status"), [("0" * 5000 + "2", b" 400 "), ("9" * 5000, b" 400 "), ("9" * 18, b" 413 ")]
+)
+async def test_length_of_many_digits_is_a_number_all_the_same(length: str, status: bytes) -> None:
+    async with open_api() as api, asyncio.timeout(DEADLINE_S):
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+        reader = await send(api, head.encode() + b"{}")
+        assert status in await reader.readline()
+
+
+async def test_connections_that_gave_way_are_dropped_if_their_answers_are_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[connections.BoundedConnection] = []
+
+    class Recorded(connections.BoundedConnection):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            made.append(self)
+            super().connection_made(transport)
+
+    monkeypatch.setattr(server, "BoundedConnection", Recorded)
+    monkeypatch.setattr(connections, "GOODBYE_S", 0.1)
+    request = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: %s\r\n\r\n" % (b"a" * 8000)
+    async with open_api(limits=ConnectionLimits(max_connections=1)) as api, asyncio.timeout(DEADLINE_S):
+        with contextlib.closing(connect_without_reading(api.port)) as client:
+            while not made or not made[0].transport.get_write_buffer_size():
+                with contextlib.suppress(BlockingIOError):
+                    client.send(request)
+                await asyncio.sleep(0.001)
+            while not made[0].cycle.response_complete:
+                await asyncio.sleep(0.001)
+            assert (await api.http.get("/ping")).status_code == 200  # it takes the only place
+            while made[0].parser is not None:  # until it is closed
+                await asyncio.sleep(0.01)
+
+
+def connect_without_reading(port: int) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    client.connect(("127.0.0.1", port))
+    client.setblocking(False)
+    return client

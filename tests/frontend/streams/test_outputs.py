@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +133,84 @@ async def test_what_a_lagging_reader_missed_is_one_delta_per_choice() -> None:
         (1, "the quick brown fox", FinishReason.LENGTH),
     ]
     assert deltas[0].token_ids == token_ids
+
+
+class Receiver:
+    """Takes events while it is ready."""
+
+    def __init__(self, *, fails_at: str = "\0") -> None:
+        self.on_ready: Callable[[], None] = lambda: None
+        self.taken: list[Any] = []
+        self.is_ready = True
+        self._fails_at = fails_at
+
+    def take(self, event: Any) -> None:
+        self.taken.append(event)
+        if self._fails_at in event.text:
+            raise ZeroDivisionError
+
+    def become_ready(self) -> None:
+        self.is_ready = True
+        self.on_ready()
+
+
+async def test_a_receiver_gets_each_token_in_the_turn_that_brings_it() -> None:
+    outputs, route, _ = one_choice()
+    receiver = Receiver()
+    feed(route, TOKENIZER.encode("Hel"))
+    delivery = asyncio.create_task(outputs.deliver_to(receiver))
+    await asyncio.sleep(0)
+    for place, letter in enumerate("lo!"):
+        feed(route, TOKENIZER.encode(letter), end(FinishReason.LENGTH) if place == 2 else None)
+        assert receiver.taken[-1].text == letter
+    await asyncio.wait_for(delivery, 5)
+    assert text_of(receiver.taken) == "Hello!"
+    assert receiver.taken[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_what_a_receiver_does_not_take_is_merged_until_it_is_ready() -> None:
+    outputs, route, _ = one_choice()
+    receiver = Receiver()
+    delivery = asyncio.create_task(outputs.deliver_to(receiver))
+    await asyncio.sleep(0)
+    receiver.is_ready = False
+    for letter in "Hello":
+        feed(route, TOKENIZER.encode(letter))
+    outputs.fail(EngineFailure("broken"))
+    await asyncio.sleep(0.01)
+    assert not receiver.taken
+    assert not delivery.done(), "the error comes behind the output"
+    receiver.become_ready()
+    assert text_of(receiver.taken) == "Hello"
+    with pytest.raises(EngineFailure):
+        await asyncio.wait_for(delivery, 5)
+
+
+async def test_a_receiver_that_fails_ends_its_own_request() -> None:
+    outputs, route, upstream = one_choice()
+    receiver = Receiver(fails_at="x")
+    delivery = asyncio.create_task(outputs.deliver_to(receiver))
+    await asyncio.sleep(0)
+    for letter in "axbc":
+        feed(route, TOKENIZER.encode(letter))
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(delivery, 5)
+    assert text_of(receiver.taken) == "ax"
+    outputs.close()
+    assert upstream.told == ["abort"]
+
+
+async def test_a_choice_that_was_aborted_before_its_route_is_stopped_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(route_module, "ACCOUNT_WAIT_S", 0.01)
+    outputs, upstream = RequestOutputs("r"), Upstream()
+    outputs.add_choice(SamplingParams(output_kind=DELTA), TOKENIZER, (), "")
+    outputs.abort()
+    connect(outputs, upstream)
+    await outputs.wait_admitted()
+    [delta] = await rest(outputs)
+    assert (delta.finish_reason, upstream.told) == (FinishReason.ABORT, ["stop"])
 
 
 async def test_final_only_output_comes_once_and_whole() -> None:

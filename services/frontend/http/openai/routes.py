@@ -35,7 +35,7 @@ from triptych_services.frontend.http.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
 )
-from triptych_services.frontend.http.openai.streams import chunks, merge, rest_of, write_answer
+from triptych_services.frontend.http.openai.streams import ChunkEncoder, RestEncoder, merge, write_answer
 from triptych_services.frontend.http.sse import (
     BLANK_LINE,
     COMMENT_LINE,
@@ -44,6 +44,7 @@ from triptych_services.frontend.http.sse import (
 )
 from triptych_services.frontend.http.state import generator_of, reader_of
 from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.streams.outputs import EventReceiver
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 
 router = APIRouter()
@@ -57,11 +58,10 @@ router = APIRouter()
 @takes(CompletionRequest, events=(answers.CompletionChunk, ErrorAnswer), ends_with_done=True)
 async def create_completion(request: Request) -> Response:
     """Complete one prompt or several. With the header Last-Event-ID, a stream that broke goes on."""
+    deadline_s = timeout_of(request)
 
     def to_raws(body: CompletionRequest) -> tuple[convert.AnswerOptions, list[RawRequest]]:
-        raws = convert.completion_requests(
-            body, label=request.state.request_id, deadline_s=timeout_of(request)
-        )
+        raws = convert.completion_requests(body, label=request.state.request_id, deadline_s=deadline_s)
         return convert.answer_options(body), raws
 
     options, raws = await reader_of(request).read(request, CompletionRequest, to_raws)
@@ -78,9 +78,10 @@ async def create_completion(request: Request) -> Response:
 @takes(ChatCompletionRequest, events=(answers.ChatCompletionChunk, ErrorAnswer), ends_with_done=True)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation. With the header Last-Event-ID, a stream that broke goes on."""
+    deadline_s = timeout_of(request)
 
     def to_raw(body: ChatCompletionRequest) -> tuple[convert.AnswerOptions, RawRequest]:
-        raw = convert.chat_request(body, label=request.state.request_id, deadline_s=timeout_of(request))
+        raw = convert.chat_request(body, label=request.state.request_id, deadline_s=deadline_s)
         return convert.answer_options(body), raw
 
     options, raw = await reader_of(request).read(request, ChatCompletionRequest, to_raw)
@@ -166,19 +167,20 @@ async def _generate(
             f"{MAX_CHOICES_WITH_IDS} choices: each id tells the position of every choice",
         )
     answer = write_answer(format, options, answer_id, created_unix_s) if has_ids else None
-    streams = [
-        generator.generate(replace(raw, client_names=(*raw.client_names, answer_id), answer=answer))
-        for raw in raws
-    ]
-    events: AsyncGenerator[Event] = streams[0] if len(streams) == 1 else merge(streams, num_choices)
+    raws = [replace(raw, client_names=(*raw.client_names, answer_id), answer=answer) for raw in raws]
     notes = dict[str, str]()
-    if raws[0].has_schema:
-        events = with_notes(events, notes)
+
+    def generate(receiver: EventReceiver | None = None) -> AsyncGenerator[Event]:
+        if len(raws) > 1:
+            events = merge([generator.generate(raw) for raw in raws], num_choices)
+        else:
+            events = generator.generate(raws[0], receiver)
+        return with_notes(events, notes) if raws[0].has_schema else events
+
     if not options.is_streamed:
-        whole = whole_answer(events, format, answer_id=answer_id, created_unix_s=created_unix_s)
+        whole = whole_answer(generate(), format, answer_id=answer_id, created_unix_s=created_unix_s)
         return json_response(await in_flight.run(request.receive, whole), headers=notes)
-    pieces = chunks(
-        events,
+    chunks = ChunkEncoder(
         format,
         answer_id=answer_id,
         created_unix_s=created_unix_s,
@@ -186,13 +188,23 @@ async def _generate(
         ids=StreamIds(num_choices) if has_ids else None,
     )
     ping = COMMENT_LINE if has_ids else BLANK_LINE
-    return EventStream(pieces, in_flight=in_flight, request_id=request_id, ping=ping, notes=notes)
+    return EventStream(
+        generate, chunks.encode, in_flight=in_flight, request_id=request_id, ping=ping, notes=notes
+    )
 
 
 def _go_on(request: Request, token: ResumeToken, seen: Mapping[int, SeenChoice] | None) -> Response:
-    pieces = rest_of(generator_of(request), token, seen)
-    in_flight = request.app.state.in_flight
-    return EventStream(pieces, in_flight=in_flight, request_id=request.state.request_id, ping=COMMENT_LINE)
+    generator, in_flight = generator_of(request), request.app.state.in_flight
+
+    def token_bytes(token_id: int) -> bytes:
+        return generator.text_model.tokenizer.token_bytes(token_id)
+
+    def generate(receiver: EventReceiver | None) -> AsyncGenerator[Any]:
+        return generator.attach(token, seen or {}, "http", receiver)
+
+    encode = RestEncoder(token_bytes, seen).encode
+    request_id: str = request.state.request_id
+    return EventStream(generate, encode, in_flight=in_flight, request_id=request_id, ping=COMMENT_LINE)
 
 
 def _model_object(name: str, model: ServedModel) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
@@ -18,7 +18,6 @@ from triptych.types.events import (
     ResumableEvent,
 )
 from triptych.types.outputs import StageTimings, Usage
-from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.http.answers import to_json
 from triptych_services.frontend.http.body import MAX_VIOLATIONS
 from triptych_services.frontend.http.openai.convert import AnswerOptions
@@ -32,7 +31,7 @@ from triptych_services.frontend.http.openai.objects import (
     usage_object,
 )
 from triptych_services.frontend.streams.attached import AttachedEvent
-from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
+from triptych_services.frontend.streams.resume import SeenChoice
 
 _FORMATS: Mapping[str, type[ChatFormat] | type[CompletionFormat]] = {
     "chat": ChatFormat,
@@ -137,62 +136,81 @@ def _total_ns(timings: StageTimings) -> int:
     return timings.queued_ns + timings.prefill_ns + timings.decode_ns
 
 
-async def chunks(
-    events: AsyncGenerator[Event],
-    format: AnswerFormat,
-    *,
-    answer_id: str,
-    created_unix_s: int,
-    options: AnswerOptions,
-    ids: StreamIds | None = None,
-) -> AsyncGenerator[str]:
-    """The text of the stream, in pieces to be sent at once. The first comes with admission and may be empty.
+class ChunkEncoder:
+    """Writes the events of one stream as chunks. What all chunks share is written once, on admission."""
 
-    Nothing is done twice per chunk: what all chunks share is written once, on admission.
+    def __init__(
+        self,
+        format: AnswerFormat,
+        *,
+        answer_id: str,
+        created_unix_s: int,
+        options: AnswerOptions,
+        ids: StreamIds | None = None,
+    ) -> None:
+        """`ids`: of its events. None: they have none."""
+        self._format = format
+        self._answer_id = answer_id
+        self._created_unix_s = created_unix_s
+        self._options = options
+        self._ids = ids
+        self._head = self._tail = self._event_id = ""
+        self._num_prompt = 0
+        self._num_output = 0 if ids is None else ids.num_tokens
 
-    Args:
-        ids: Of its events. None: they have none.
-    """
-    async with aclosing(events):
-        head = tail = event_id = ""
-        num_prompt, num_output = 0, 0 if ids is None else ids.num_tokens
-        async for event in events:
-            match event:
-                case DeltaEvent():
-                    if ids is not None:
-                        event_id = ids.advance(event)
-                    if options.has_running_usage:
-                        num_output += len(event.token_ids)
-                        tail = _usage_tail(running_usage(num_prompt, num_output))
-                    has_output = event.text or event.reasoning or event.tool_calls or event.logprobs
-                    has_tokens = options.returns_token_ids and event.token_ids
-                    if has_output or has_tokens or event.finish_reason is not None:
-                        yield f"{event_id}{head}{format.delta(event)}{tail}"
-                case PromptLogprobsEvent():
-                    format.add_prompt(event)
-                case AdmittedEvent():
-                    format.admit(event)
-                    num_prompt += len(event.prompt_token_ids)
-                    if head:
-                        continue
-                    if ids is not None:
-                        ids.set_token(event.resume_token)
-                        event_id = ids.line()
-                    head = _head(format, answer_id, created_unix_s, event)
-                    tail = _usage_tail(None) if options.includes_usage else "]}\n\n"
-                    if options.has_running_usage:
-                        tail = _usage_tail(running_usage(num_prompt, num_output))
-                    if ids is not None and ids.is_resumed:
-                        yield ""
-                        continue
-                    yield _opening_chunks(format, options.num_choices, event_id, head, tail)
-                case ResumableEvent():
-                    if ids is not None:
-                        ids.set_token(event.resume_token)
-                        if event_id := ids.line():
-                            yield f"{event_id}{head}{format.nothing(ids.open_choice)}{tail}"
-                case _:
-                    yield (head + _usage_tail(usage_object(event)) + DONE if options.includes_usage else DONE)
+    def encode(self, event: Event) -> str:
+        """Return what is sent of an event, at once; perhaps nothing."""
+        match event:
+            case DeltaEvent():
+                return self._delta(event)
+            case PromptLogprobsEvent():
+                self._format.add_prompt(event)
+                return ""
+            case AdmittedEvent():
+                return self._admit(event)
+            case ResumableEvent():
+                return self._resumable(event)
+        if not self._options.includes_usage:
+            return DONE
+        return self._head + _usage_tail(usage_object(event)) + DONE
+
+    def _delta(self, event: DeltaEvent) -> str:
+        if self._ids is not None:
+            self._event_id = self._ids.advance(event)
+        if self._options.has_running_usage:
+            self._num_output += len(event.token_ids)
+            self._tail = _usage_tail(running_usage(self._num_prompt, self._num_output))
+        has_output = event.text or event.reasoning or event.tool_calls or event.logprobs
+        has_tokens = self._options.returns_token_ids and event.token_ids
+        if has_output or has_tokens or event.finish_reason is not None:
+            return f"{self._event_id}{self._head}{self._format.delta(event)}{self._tail}"
+        return ""
+
+    def _admit(self, event: AdmittedEvent) -> str:
+        format, options, ids = self._format, self._options, self._ids
+        format.admit(event)
+        self._num_prompt += len(event.prompt_token_ids)
+        if self._head:
+            return ""
+        if ids is not None:
+            ids.set_token(event.resume_token)
+            self._event_id = ids.line()
+        self._head = _head(format, self._answer_id, self._created_unix_s, event)
+        self._tail = _usage_tail(None) if options.includes_usage else "]}\n\n"
+        if options.has_running_usage:
+            self._tail = _usage_tail(running_usage(self._num_prompt, self._num_output))
+        if ids is not None and ids.is_resumed:
+            return ""
+        return _opening_chunks(format, options.num_choices, self._event_id, self._head, self._tail)
+
+    def _resumable(self, event: ResumableEvent) -> str:
+        if self._ids is None:
+            return ""
+        self._ids.set_token(event.resume_token)
+        self._event_id = self._ids.line()
+        if not self._event_id:
+            return ""
+        return f"{self._event_id}{self._head}{self._format.nothing(self._ids.open_choice)}{self._tail}"
 
 
 def _head(format: AnswerFormat, answer_id: str, created_unix_s: int, event: AdmittedEvent) -> str:
@@ -234,31 +252,34 @@ def write_answer(
     return {"format": name, "options": written, "id": answer_id, "created": created_unix_s}
 
 
-async def rest_of(
-    generator: Generator, token: ResumeToken, seen: Mapping[int, SeenChoice] | None
-) -> AsyncGenerator[str]:
-    """Yield the text of a stream from where its client is.
+class RestEncoder:
+    """Writes the rest of a stream that began at another frontend, as its first event says that it was written."""
 
-    Args:
-        seen: What the client has of each choice. None: not even the stream's beginning.
-    """
-    async with aclosing(generator.attach(token, seen or {}, "http")) as events:
-        attached = await anext(events)
-        assert isinstance(attached, AttachedEvent), "the first event says how the others are sent"
-        answer = attached.state.answer
+    def __init__(self, token_bytes: Callable[[int], bytes], seen: Mapping[int, SeenChoice] | None) -> None:
+        """
+        Args:
+            token_bytes: See `Tokenizer.token_bytes`.
+            seen: What the client has of each choice. None: not even the stream's beginning.
+        """
+        self._token_bytes = token_bytes
+        self._seen = seen
+        self._chunks: ChunkEncoder | None = None
+
+    def encode(self, event: AttachedEvent | Event) -> str:
+        """As that of `ChunkEncoder`."""
+        if not isinstance(event, AttachedEvent):
+            assert self._chunks is not None, "the first event says how the others are sent"
+            return self._chunks.encode(event)
+        answer = event.state.answer
         options = AnswerOptions(**answer["options"])
         format = _FORMATS[answer["format"]](options)
-        token_bytes = generator.text_model.tokenizer.token_bytes
-        for index, token_ids in attached.seen_token_ids.items():
-            format.skip(index, map(token_bytes, token_ids))
-        pieces = chunks(
-            events,  # type: ignore[arg-type]  # the first one is taken
+        for index, token_ids in event.seen_token_ids.items():
+            format.skip(index, map(self._token_bytes, token_ids))
+        self._chunks = ChunkEncoder(
             format,
             answer_id=answer["id"],
             created_unix_s=answer["created"],
             options=options,
-            ids=StreamIds(options.num_choices, seen),
+            ids=StreamIds(options.num_choices, self._seen),
         )
-        async with aclosing(pieces):
-            async for piece in pieces:
-                yield piece
+        return ""

@@ -22,6 +22,7 @@ from triptych_services.frontend.http.app import create_app
 from triptych_services.frontend.http.connections import ConnectionLimits
 from triptych_services.frontend.http.server import HttpServer
 from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.streams.outputs import EventReceiver
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -176,7 +177,9 @@ class Torrent(FakeGenerator):
 
     num_deltas = 0
 
-    async def generate(self, raw: RawRequest) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, raw: RawRequest, receiver: EventReceiver | None = None
+    ) -> AsyncGenerator[Event, None]:
         self.num_running += 1
         try:
             yield AdmittedEvent(raw.head.request_id, MODEL, 0, [1])
