@@ -5,7 +5,8 @@ and nothing else limits them. The clients read bytes and take nothing apart: the
 the stream's last one. Each stream sends `--requests` requests, the next when the last has ended, and the figures are
 of all together. `--output-len 1` measures what a request costs beside its output; `--unpaced` sends tokens as they
 come instead of several in a message where streams are many. `--beside logprobs` measures in turn with requests for
-each token's 20 best log-probabilities, `--beside tls` with TLS on all ports and hops. `--real` serves the embedded model instead.
+each token's 20 best log-probabilities, `--beside tls` with TLS on all ports and hops. `--real` serves the embedded
+model instead.
 """
 
 from __future__ import annotations

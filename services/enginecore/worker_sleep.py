@@ -98,7 +98,7 @@ class WorkerSleep:
         return await asyncio.shield(sleep.released_bytes)
 
     def _ask(self, level: SleepLevel, mode: PauseMode) -> Sleep:
-        """Let requests settle as in a pause. The sleep is due after that. Asked again it is the same sleep."""
+        """Begin a pause, after which the worker is put to sleep. A second call returns the sleep of the first."""
         if self._sleep is None:
             if not self._connection.has_session:
                 raise EngineUnavailable("there is no worker to put to sleep, or it sleeps already")

@@ -26,7 +26,7 @@ class TraceContext(NamedTuple):
     trace_id: str = ""
     """32 hexadecimal digits. Empty: the call belongs to no trace."""
     headers: tuple[tuple[str, str], ...] = ()
-    """Headers or metadata that say so to a server that is called in turn."""
+    """Headers or metadata that pass the trace on to a server that is called next."""
 
 
 _NONE = TraceContext()

@@ -132,7 +132,7 @@ class Choice:
             self._report.may_repeat = True
 
     def continue_from(self, emitted: Sequence[int]) -> None:
-        """Take the state that these output tokens, which the client has seen, had left behind.
+        """Go on behind these output tokens, which the client has seen.
 
         Raises:
             ValueError: They hold a stop string, so there is nothing to continue.

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from tests.helpers.http_api import open_api
 from triptych_services.frontend.http import body as reading
+from triptych_services.frontend.http.anthropic.schema import MessagesRequest
+from triptych_services.frontend.http.openai.responses.schema import ResponsesRequest
+from triptych_services.frontend.http.openai.schema import ChatCompletionRequest
 from triptych_services.frontend.requests.json_text import read_json_in_parts
 
 values = st.recursive(
@@ -65,3 +68,36 @@ async def test_a_long_body_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPat
         for size in (100, 10_000):
             await servicer.post("/v1/completions", '{"prompt": "a"}'.ljust(size))
     assert threads[100] == threading.get_ident() != threads[10_000]
+
+
+_MANY = 300
+_ODD = {f"odd{number}": 0 for number in range(200)}
+_PART = {"type": "text", "text": "x", **_ODD}
+LISTS: list[tuple[type[reading.Body], dict[str, Any]]] = [
+    (ChatCompletionRequest, {"messages": [{"role": "user", "content": "x", **_ODD}] * _MANY}),
+    (ChatCompletionRequest, {"messages": [{"role": "user", "content": [_PART] * _MANY}]}),
+    (MessagesRequest, {"messages": [{"role": "user", "content": "x", **_ODD}] * _MANY}),
+    (MessagesRequest, {"messages": [{"role": "user", "content": [_PART] * _MANY}]}),
+    (MessagesRequest, {"system": [_PART] * _MANY}),
+    (ResponsesRequest, {"input": [{"role": "user", "content": "x", **_ODD}] * _MANY}),
+    (
+        ResponsesRequest,
+        {"input": [{"type": "reasoning", "summary": [{**_PART, "type": "summary_text"}] * _MANY}]},
+    ),
+]
+
+
+@pytest.mark.parametrize("refuses_unknown", [True, False])
+@pytest.mark.parametrize(("kind", "body"), LISTS)
+def test_unknown_fields_of_many_objects_become_few_findings(
+    kind: type[reading.Body], body: dict[str, Any], refuses_unknown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    to_violations = reading.to_violations
+    monkeypatch.setattr(
+        reading, "to_violations", lambda details: found.append(len(details)) or to_violations(details)
+    )
+    reader = reading.BodyReader(refuses_unknown=refuses_unknown)
+    violations = reader._read(json.dumps(body).encode(), kind, lambda read: read.violations)
+    assert bool(violations) is refuses_unknown
+    assert max(found, default=0) <= len(_ODD)

@@ -253,7 +253,7 @@ def _draw(mask: int, choice: random.Random) -> int | None:
 
 
 _NO_TEXT = "NoExtensionBias"
-"""A name in an error of the library that says nothing to others."""
+"""A name of the library's own in one of its errors, which tells a client nothing."""
 
 
 def _shortened(error: str) -> str:
