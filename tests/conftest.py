@@ -39,16 +39,13 @@ LONGEST_FILES = (
     "oracle/test_greedy_tokens.py",
     "e2e/test_stack.py",
     "oracle/test_logprobs.py",
-    "e2e/test_frontend_death.py",
     "e2e/test_fine_tunes.py",
-    "e2e/test_worker_groups.py",
     "e2e/test_disaggregated.py",
     "e2e/test_hostile_tenant.py",
     "kernels/triton/test_compiles.py",
     "kernels/triton/attention/test_paged_attention.py",
     "kernels/ops/test_sample.py",
     "chaos/test_planted_bugs.py",
-    "benchmarks/test_gpu.py",
 )
 """Files that take longer than 15 s, the longest first."""
 MANY_CASES = 12

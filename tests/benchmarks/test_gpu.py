@@ -128,6 +128,7 @@ def test_bytes_from_storage_never_exceed_the_file(tmp_path: Path) -> None:
     assert read_from_storage() - before <= 2 << 20  # none from a file system in memory
 
 
+@pytest.mark.thorough
 def test_bare_gpu_machine_has_all_that_is_imported() -> None:
     """There is no gRPC, no client's library and no reader of GGUF."""
     modules = [f"benchmarks.gpu.{path.stem}" for path in (ROOT / "benchmarks/gpu").glob("*.py")]

@@ -126,6 +126,7 @@ async def test_an_engine_that_is_gone_too_is_not_needed(tmp_path: Path) -> None:
             assert await asyncio.gather(*reading) == whole
 
 
+@pytest.mark.thorough
 async def test_the_last_event_id_goes_on_over_http(tmp_path: Path) -> None:
     ids = {"stream_options": {"include_event_ids": True}}
     body = {"model": "", "prompt": "Once upon", "stream": True, "seed": 7, **ids, **LENGTH}

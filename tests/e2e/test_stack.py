@@ -382,6 +382,7 @@ async def test_every_violation_is_reported_at_once(client: GenerationClient) -> 
     assert len(caught.value.violations) == 3
 
 
+@pytest.mark.thorough
 async def test_a_worker_killed_mid_stream_costs_no_token(
     cluster: LocalCluster, client: GenerationClient
 ) -> None:

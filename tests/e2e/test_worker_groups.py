@@ -181,6 +181,7 @@ def real(checkpoint: Path, **more: str) -> dict[str, str]:
     return {**flags, "worker.device": "cpu", **more}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("tensor_parallel", "stages"),
     [
