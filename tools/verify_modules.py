@@ -31,6 +31,7 @@ ALLOWED = {
     "triptych_services.*.servicer": "one per gRPC service, imported by the app that serves it",
     "triptych_services.*.*_servicer": "one per gRPC service, imported by the app that serves it",
     "triptych_services.frontend.http.*routes": "one per dialect, imported by the app that serves it",
+    "triptych_services.worker.models.*": "an entry of the registry of models",
     "triptych_services.worker.sampling.logits_processors.*": "an entry of the list of logits processors",
     "triptych_services.worker.attention.flash*": "one attention backend among several",
     "triptych_services.worker.loader.random": "one source of tensors among several",

@@ -20,7 +20,7 @@ SAY_NOTHING = "#!/bin/sh\n"
 @pytest.fixture
 def clone(tmp_path):
     """A clone in which everything is set up, with programs that show what they are called with."""
-    for name in ("Makefile", "pyproject.toml", "requirements/dev.txt", "tools/setup.py"):
+    for name in ("Makefile", "pyproject.toml", "setup.py", "requirements/dev.txt", "tools/setup.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
         os.utime(tmp_path / name, (1, 1))
@@ -88,7 +88,7 @@ def test_serve_takes_a_model_and_more_arguments(clone):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "requirements/dev.txt", "tools/setup.py"])
+@pytest.mark.parametrize("changed", ["pyproject.toml", "setup.py", "requirements/dev.txt", "tools/setup.py"])
 def test_the_set_up_is_redone_when_what_it_is_made_of_changes(clone, changed):
     assert "tools/setup.py" not in make(clone, "-n", "serve").stdout
     os.utime(clone / changed)
