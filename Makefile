@@ -80,8 +80,9 @@ DOCS := build/docs-venv
 
 ##@ Test and check
 
-# Two processes, each of which takes whole files, so that what a file's tests share is set up once.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes, each of which takes whole files, so that what a file's tests share is set up once. Tests start hundreds of
+# processes: without bytecode on disk each would compile the sources anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Three sets: the quick one proves every part, the thorough one what is left of each; the slow one says little more.
 .PHONY: test

@@ -52,6 +52,14 @@ MANY_CASES = 12
 """Up to so many cases of one test are all quick."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file that takes seconds to collect where none of its tests is run."""
+    is_left_out = (
+        "not thorough" in config.option.markexpr and collection_path.name == "test_openapi_conformance.py"
+    )
+    return True if is_left_out else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _thin(items)
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -306,8 +306,8 @@ class GrpcExecutor:
                         raise ProtocolViolation(f"expected a result, got {other}")
                 on_event()
             self._note_loss(self._loss_by(await end_of(call)))
-        except grpc.aio.AioRpcError as error:
-            self._note_loss(self._loss_by(from_rpc_error(error)))
+        except grpc.aio.AioRpcError:
+            self._note_loss(self._loss_by(await end_of(call)))
         except TriptychError as error:
             self._note_loss(WorkerLost(error.message))
         except Exception as error:

@@ -19,6 +19,7 @@ from triptych.rpc.session.handshake import (
     Protocol,
     SessionTerms,
     check_resumed,
+    end_of,
     greet,
     read_hello,
     session_hello,
@@ -197,3 +198,34 @@ def test_only_what_was_asked_for_is_resumed() -> None:
             check_resumed(TERMS, asked, sent)
     with pytest.raises(ProtocolViolation, match="message 4"):
         check_resumed(replace(TERMS, last_received=4), "boot/1", sent)
+
+
+class EndedCall:
+    """A stream that a failed write has ended before the server's status came."""
+
+    def __init__(self, *, num_looks: int) -> None:
+        self.num_looks = num_looks
+        """The server's status is there after so many looks."""
+
+    async def code(self) -> grpc.StatusCode:
+        self.num_looks -= 1
+        return grpc.StatusCode.INTERNAL if self.num_looks >= 0 else grpc.StatusCode.FAILED_PRECONDITION
+
+    async def details(self) -> str:
+        return "Internal error from Core" if self.num_looks >= 0 else "step 1 failed"
+
+    async def initial_metadata(self) -> grpc.aio.Metadata:
+        return grpc.aio.Metadata()
+
+    trailing_metadata = initial_metadata
+
+
+async def test_the_status_of_the_server_follows_that_of_a_failed_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call: Any = EndedCall(num_looks=3)
+    assert "step 1 failed" in (await end_of(call)).message
+    monkeypatch.setattr(handshake, "HIDDEN_STATUS_S", 0.02)
+    call = EndedCall(num_looks=1000)
+    assert "Internal error from Core" in (await end_of(call)).message
+    assert call.num_looks > 900

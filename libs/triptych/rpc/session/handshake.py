@@ -27,6 +27,7 @@ from triptych.rpc.status import from_rpc_error, is_broken_write
 
 HELLO_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_S = 10.0
+HIDDEN_STATUS_S = 0.5  # for the status of a server whose stream ended while something was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +210,21 @@ async def greet(call: grpc.aio.StreamStreamCall, request: Any) -> Any:
 
 
 async def end_of(call: grpc.aio.StreamStreamCall) -> TriptychError:
-    """Wait until a stream has ended and return why; EngineUnavailable if the server has closed it in order."""
-    code = await call.code()
-    if code is grpc.StatusCode.OK:
-        return EngineUnavailable("the stream was closed")
-    initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
-    return from_rpc_error(grpc.aio.AioRpcError(code, initial, trailing, details=await call.details()))
+    """Wait until a stream has ended and return why; EngineUnavailable if the server has closed it in order.
+
+    A write that failed puts a status of its own before that of the server, which takes its place when it arrives.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + HIDDEN_STATUS_S
+    while True:
+        code = await call.code()
+        if code is grpc.StatusCode.OK:
+            return EngineUnavailable("the stream was closed")
+        initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
+        error = grpc.aio.AioRpcError(code, initial, trailing, details=await call.details())
+        if not is_broken_write(error) or loop.time() >= until:
+            return from_rpc_error(error)
+        await asyncio.sleep(0.01)
 
 
 def check_resumed(terms: SessionTerms, asked_session: str, sent: ReplayBuffer[Any] | None) -> None:
