@@ -32,13 +32,11 @@ from triptych_services.frontend.requests.sampling import find_bad_token_id, why_
 from triptych_services.frontend.requests.text_model import ALWAYS_TOKENIZED, CONTEXTS_TOKENIZED, TextModel
 from triptych_services.frontend.routing.router import Router
 from triptych_services.frontend.streams.accounting import RequestRecord
-from triptych_services.frontend.streams.attached import AttachedEvent, AttachedStream, take_up
-from triptych_services.frontend.streams.departure import Departure
 from triptych_services.frontend.streams.migrator import Migrator
 from triptych_services.frontend.streams.outputs import EventReceiver, RequestOutputs
 from triptych_services.frontend.streams.pacing import Pace
-from triptych_services.frontend.streams.placement import place
-from triptych_services.frontend.streams.registry import AliveRequests
+from triptych_services.frontend.streams.placement import AttachedEvent, AttachedStream, place, take_up
+from triptych_services.frontend.streams.registry import AliveRequests, Departure
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice, create_retention
 
 MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions blocks the event loop for tens of ms

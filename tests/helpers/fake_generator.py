@@ -22,9 +22,9 @@ from triptych_services.frontend.generate import Generator, ServedModel
 from triptych_services.frontend.requests.parse import check_chat, fit_to_context, parse
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
 from triptych_services.frontend.requests.text_model import TextModel
-from triptych_services.frontend.streams.attached import AttachedEvent
 from triptych_services.frontend.streams.logprobs import PromptReport
 from triptych_services.frontend.streams.outputs import EventReceiver, OutputEvent
+from triptych_services.frontend.streams.placement import AttachedEvent
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 
 MODEL = "tiny/fake"

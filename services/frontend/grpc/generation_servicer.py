@@ -28,7 +28,7 @@ from triptych_services.frontend.grpc.stall_watch import StallWatch
 from triptych_services.frontend.offload.fair_threads import FairThreads
 from triptych_services.frontend.requests.identity import unique_request_id
 from triptych_services.frontend.requests.raw import MAX_ABORTS, RawRequest
-from triptych_services.frontend.streams.attached import AttachedEvent
+from triptych_services.frontend.streams.placement import AttachedEvent
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name

@@ -23,10 +23,10 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.submit import RequestHead
 from triptych_services.frontend.engines.session import ChoiceOutput
 from triptych_services.frontend.streams.accounting import RequestRecord
-from triptych_services.frontend.streams.attached import AttachedStream
 from triptych_services.frontend.streams.choice import Choice
 from triptych_services.frontend.streams.migrator import MigrationTerms
 from triptych_services.frontend.streams.outputs import RequestOutputs
+from triptych_services.frontend.streams.placement import AttachedStream
 from triptych_services.frontend.streams.resume import ResumeToken
 from triptych_services.frontend.streams.route import ChoiceRoute, RouteChange, Submission
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from triptych.types.outputs import Usage
 from triptych_services.frontend.http.answers import to_json
+from triptych_services.frontend.http.blocks import Block, BlockAnswer, BlockKind, Stage, Step
 from triptych_services.frontend.http.errors import Dialect, HttpError
-from triptych_services.frontend.streams.blocks import Block, BlockAnswer, BlockKind, Stage, Step
 
 INVALID_JSON = "INVALID_JSON"
 """The field that holds arguments of a call that are no JSON object: `input` is always one."""

@@ -15,7 +15,7 @@ from triptych_services.frontend.http.anthropic.answers import (
 )
 from triptych_services.frontend.http.anthropic.objects import MessagesFormat
 from triptych_services.frontend.http.anthropic.schema import CountTokensRequest, MessagesRequest
-from triptych_services.frontend.http.block_answers import answer_in_blocks
+from triptych_services.frontend.http.blocks import answer_in_blocks
 from triptych_services.frontend.http.document import takes
 from triptych_services.frontend.http.errors import json_response
 from triptych_services.frontend.http.generation import timeout_of

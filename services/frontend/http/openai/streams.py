@@ -30,7 +30,7 @@ from triptych_services.frontend.http.openai.objects import (
     system_fingerprint,
     usage_object,
 )
-from triptych_services.frontend.streams.attached import AttachedEvent
+from triptych_services.frontend.streams.placement import AttachedEvent
 from triptych_services.frontend.streams.resume import SeenChoice
 
 _FORMATS: Mapping[str, type[ChatFormat] | type[CompletionFormat]] = {

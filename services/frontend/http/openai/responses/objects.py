@@ -9,9 +9,9 @@ from typing import Any
 
 from triptych.types.outputs import FinishReason, TokenLogprobs, Usage
 from triptych_services.frontend.http.answers import to_json
+from triptych_services.frontend.http.blocks import Block, BlockAnswer, BlockKind, Stage, Step
 from triptych_services.frontend.http.errors import HttpError
 from triptych_services.frontend.http.openai.logprobs import chat_logprobs
-from triptych_services.frontend.streams.blocks import Block, BlockAnswer, BlockKind, Stage, Step
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 _EVENTS_OF_TEXT = {

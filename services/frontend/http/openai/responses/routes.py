@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from triptych_services.frontend.http.answers import GENERATE_ERRORS
-from triptych_services.frontend.http.block_answers import answer_in_blocks
+from triptych_services.frontend.http.blocks import answer_in_blocks
 from triptych_services.frontend.http.document import takes
 from triptych_services.frontend.http.generation import timeout_of
 from triptych_services.frontend.http.openai.responses import convert

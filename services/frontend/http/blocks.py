@@ -5,19 +5,27 @@ messages (content blocks) send one after the other:
 
     reasoning | text | call | call | text        each: begin, grow …, end
 
-However an answer is cut into deltas, its blocks are the same.
+However an answer is cut into deltas, its blocks are the same. A dialect spells them by a `BlockFormat`.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.outputs import FinishReason, TokenLogprobs, Usage
+from triptych_services.frontend.http.errors import HttpError, json_response
+from triptych_services.frontend.http.sse import EventStream, with_notes
+from triptych_services.frontend.http.state import generator_of
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.streams.outputs import EventReceiver
 
 _CUT = (FinishReason.LENGTH, FinishReason.ABORT, FinishReason.REPETITION)
 
@@ -154,8 +162,13 @@ class BlockAnswer:
         return taken
 
 
-class EventFormat(Protocol):
-    """How an API spells the events of a stream. One object per request."""
+class BlockFormat(Protocol):
+    """How an API spells its answers. One object per request."""
+
+    answer_id: str
+
+    def whole(self, answer: BlockAnswer) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
 
     def opening(self, answer: BlockAnswer) -> str:
         """Events at admission."""
@@ -166,11 +179,39 @@ class EventFormat(Protocol):
     def closing(self, answer: BlockAnswer) -> str:
         """Events at the end."""
 
+    def failure(self, error: HttpError) -> str:
+        """The last event of a stream that has failed."""
+
+
+async def answer_in_blocks(
+    request: Request, raw: RawRequest, format: BlockFormat, *, is_streamed: bool
+) -> Response:
+    """Generate, and answer in the API's own words."""
+    raw = replace(raw, client_names=(*raw.client_names, format.answer_id))
+    generator, in_flight = generator_of(request), request.app.state.in_flight
+    notes = dict[str, str]()
+
+    def generate(receiver: EventReceiver | None = None) -> AsyncGenerator[Event]:
+        events = generator.generate(raw, receiver)
+        return with_notes(events, notes) if raw.has_schema else events
+
+    if not is_streamed:
+        whole = await in_flight.run(request.receive, _whole_blocks(generate()))
+        return json_response(format.whole(whole), headers=notes)
+    return EventStream(
+        generate,
+        BlockEncoder(format).encode,
+        in_flight=in_flight,
+        request_id=request.state.request_id,
+        failure=format.failure,
+        notes=notes,
+    )
+
 
 class BlockEncoder:
     """Writes the events of one stream in the words of an API."""
 
-    def __init__(self, format: EventFormat) -> None:
+    def __init__(self, format: BlockFormat) -> None:
         self._answer = BlockAnswer()
         self._format = format
 
@@ -189,7 +230,7 @@ class BlockEncoder:
         return ""
 
 
-async def whole_blocks(events: AsyncGenerator[Event]) -> BlockAnswer:
+async def _whole_blocks(events: AsyncGenerator[Event]) -> BlockAnswer:
     """Return the answer to a request that does not stream."""
     answer = BlockAnswer()
     async with aclosing(events):

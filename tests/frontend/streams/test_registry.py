@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.frontend.streams.test_attached import (
+from tests.frontend.streams.test_placement import (
     PROMPT,
     Chunks,
     Seen,

@@ -24,8 +24,8 @@ from triptych.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishReason, ToolCallDelta
 from triptych_services.frontend.http.anthropic.objects import MessagesFormat
+from triptych_services.frontend.http.blocks import Block, BlockAnswer, BlockKind, Stage
 from triptych_services.frontend.http.openai.responses.objects import ResponsesFormat
-from triptych_services.frontend.streams.blocks import Block, BlockAnswer, BlockKind, Stage
 from triptych_services.frontend.streams.text import join_deltas
 
 TOOLS: Any = {"add": {}, "now": {}}

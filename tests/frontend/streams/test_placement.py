@@ -20,8 +20,8 @@ from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEven
 from triptych.types.outputs import FinishReason, Usage
 from triptych_services.frontend.access.caller import ANYONE, Caller, set_caller
 from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.streams.attached import AttachedEvent
 from triptych_services.frontend.streams.migrator import MigrationTerms
+from triptych_services.frontend.streams.placement import AttachedEvent
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 
 PROMPT = list(range(20, 40))
