@@ -26,6 +26,7 @@ from triptych.types.step import StepResult
 from triptych.types.submit import EngineLimits, ModelTerms, RequestHead, SubmitRequest
 from triptych.wire.engine_core import submit_from_proto, submit_to_proto
 from triptych_services.enginecore.request import Request
+from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.engines.session import EngineLoss, EngineSession
 from triptych_services.frontend.routing.router import Router
 from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
@@ -92,6 +93,9 @@ def loss_s() -> float:
             for choice in outputs.choices
         ]
         session.submit(request, routes)
+        engine = EngineClient("127.0.0.1:1", frontend_id="f", boot_id="b")
+        for number, route in enumerate(routes, start=1):
+            route.begin(engine, number)
         token_ids = np.full(NUM_ROWS, 5, np.uint32)
         batch = OutputBatch(1, admitted=request.numbers, numbers=request.numbers, token_ids=token_ids)
         session.take_in(batch, 0)

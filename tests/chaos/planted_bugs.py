@@ -169,12 +169,12 @@ def _end_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _hold_a_share(patch: pytest.MonkeyPatch) -> None:
-    """A choice that its client has left stays in the session's books."""
+    """A choice that its client has left stays in the session's books, where no end that the engine sends finds it."""
     right = engine_session.EngineSession.abort
 
     def wrong(self: engine_session.EngineSession, number: int, sink: Any) -> None:
         right(self, number, sink)
-        self._sinks[number] = sink
+        self._sinks[-number] = sink
 
     patch.setattr(engine_session.EngineSession, "abort", wrong)
 

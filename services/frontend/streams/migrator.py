@@ -330,6 +330,9 @@ class Migrator:
         return "" if comparison.likeness >= needed else comparison.difference
 
     def _submit(self, submission: Submission, routes: list[ChoiceRoute], engine: EngineClient) -> None:
+        routes = [route for route in routes if route in self._waiting]
+        if not routes:
+            return  # they have ended in this turn, with another choice of their request
         has_output = routes[0].is_admitted and any(route.emitted for route in routes)
         moved_to = facts_of(engine) if has_output else None
         try:
@@ -347,7 +350,7 @@ class Migrator:
             return
         for number, route in zip(numbers, routes, strict=True):
             self._waiting.pop(route, None)
-            route.begin(engine, number, is_moved=True)
+            route.begin(engine, number)
             self._count(route, "exact" if route.is_exact else "inexact")
         self._unanswered[engine] += len(routes)
         fields = with_fields(
@@ -367,7 +370,6 @@ class Migrator:
         """Let a choice wait until engines may be asked again that have refused it."""
         route.refused_by.clear()
         route.not_before = self._clock() + _REFUSED_S * random.uniform(0.5, 1.5)
-        self._waiting[route] = None
 
     def _note_no_engine(self, route: ChoiceRoute) -> None:
         """Let a choice wait for an engine, if its client was told that it runs; else it may ask elsewhere."""

@@ -219,11 +219,10 @@ class AttachedStream:
             start = _Start(index, seed, token_ids, "seen", seen.get(index, _NOTHING).is_finished)
             route = await _add_choice(outputs, common, start, migrator, text)
             route.choice.num_cached_tokens = num_cached_tokens
-            route.is_admitted = True
             routes.append(route)
         outputs.send_by(routes)
         for number, route in zip(self.numbers, routes, strict=True):
-            route.begin(self.engine, number)
+            route.take_up(self.engine, number)
             if seen.get(route.choice.index, _NOTHING).is_finished:
                 route.choice.end_as_seen(len(route.emitted))
             # A choice that its engine has given up meanwhile was computed by another worker than the engine has now.

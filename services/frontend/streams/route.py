@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -91,6 +91,53 @@ class Submission:
         return max(1, round((self.deadline - time.monotonic()) * 1000))
 
 
+class RouteState(Enum):
+    """How far an engine has come with a choice, as this frontend knows.
+
+        NEW ──admitted──► ADMITTED ──output──► RUNNING
+         │                 │    ▲               │   ▲
+    lost │  lost, released │    │ answered      │   │ answered, by output
+         ▼                 ▼    │               ▼   │
+        ┌────────────────────── MOVING ─────────────────┐
+        │ waits ────────────── begin ──────► unanswered │      From each of these four to ENDED,
+        │   ▲                                    │      │      from each that has an engine to DETACHED.
+        │   └────────── lost, refused ───────────┘      │
+        └───────────────────────────────────────────────┘
+
+    That a choice is complete is a fact of the choice. Its way goes on until an engine has accounted for it, and until
+    then the loss of that engine means the same as before.
+    """
+
+    NEW = auto()
+    """No engine has admitted it, and its client knows nothing. Its engine moves it on, by an output or its loss."""
+    ADMITTED = auto()
+    """Its engine has it and has sent nothing computed, so it is not blamed for a death. Its engine moves it on."""
+    RUNNING = auto()
+    """Its engine has sent tokens of it, or log-probabilities of its prompt. Its engine moves it on."""
+    MOVING = auto()
+    """It has lost an engine. Without another it waits, and the migrator gives it one by `begin`. With another it is
+    unanswered, and that one moves it on: by an output, by its refusal or by its loss."""
+    DETACHED = auto()
+    """Its engine has it for another frontend. Nothing moves it on."""
+    ENDED = auto()
+    """No engine has it: it is accounted for, or has failed, or its request is over. Nothing moves it on."""
+
+
+_TAKEN = (RouteState.ADMITTED, RouteState.RUNNING)
+"""States in which its engine has taken it."""
+_OVER = (RouteState.DETACHED, RouteState.ENDED)
+"""States that nothing follows."""
+_NEXT: Mapping[RouteState, Collection[RouteState]] = {
+    RouteState.NEW: (RouteState.ADMITTED, RouteState.RUNNING, RouteState.MOVING, *_OVER),
+    RouteState.ADMITTED: (RouteState.RUNNING, RouteState.MOVING, *_OVER),
+    RouteState.RUNNING: (RouteState.MOVING, *_OVER),
+    RouteState.MOVING: (RouteState.ADMITTED, RouteState.RUNNING, RouteState.MOVING, *_OVER),
+    RouteState.DETACHED: (),
+    RouteState.ENDED: (),
+}
+"""State -> those that may follow it."""
+
+
 class RouteChange(Enum):
     """A change that a route reports to the owner of the choices that have lost their engine."""
 
@@ -111,11 +158,7 @@ class RouteChange(Enum):
 
 
 class ChoiceRoute:
-    """One choice's way through one engine after another; the sink of all its submissions.
-
-        submitted ──► admitted ──► tokens ──► end
-            ▲                        │ the engine is lost, or releases it
-            └──────── moved ◄────────┘
+    """One choice's way through one engine after another, by the states of `RouteState`. The sink of its submissions.
 
     Stop strings, text and log-probabilities that were delivered stay in the choice: an engine needs the tokens only.
     Penalties, limits and grammars count from the prompt's end, and random numbers depend on seed and position.
@@ -140,8 +183,10 @@ class ChoiceRoute:
         self.seed = seed
         self.emitted: array[int] = array("I", emitted)
         """All output tokens so far."""
+        self.state = RouteState.NEW
+        """Written by `_become` alone."""
         self.engine: EngineClient | None = None
-        """The engine that computes it; None while it waits for one."""
+        """The engine that has it. None: it waits for one, or its way is over."""
         self.facts: ModelFacts | None = None
         """Facts of the engine that computes it, or did last."""
         self.is_admitted = False
@@ -159,8 +204,6 @@ class ChoiceRoute:
         """When it may be submitted again. This and the one before are on the monotonic clock, while it waits."""
         self.refused_by: set[EngineClient] = set()
         """Engines not to be asked again now."""
-        self.is_unanswered = False
-        """It was moved, and its engine has not answered yet."""
         self.num_moves = 0
         """Times that it has moved to another engine."""
         self.engine_names: list[str] = []
@@ -170,8 +213,6 @@ class ChoiceRoute:
         self._on_change = on_change
         self._is_stopping = False
         """It was ended early, and its engine is waited for."""
-        self._was_computed = False
-        """Its engine has sent something of it beside its admission."""
         self.number = 0
         """Its name at its engine."""
         self._cleared_at = 0
@@ -198,11 +239,12 @@ class ChoiceRoute:
         num_choices = 1 if self.is_admitted else submission.sampling.n
         return RequestNeeds(num_tokens, num_choices, submission.head.priority != 0)
 
-    def begin(self, engine: EngineClient, number: int, *, is_moved: bool = False) -> None:
-        """Note that it was submitted to an engine, under this number."""
+    def begin(self, engine: EngineClient, number: int) -> None:
+        """Note that it was submitted to an engine, under this number: the first one, or one that it has moved to."""
+        assert self.state in (RouteState.NEW, RouteState.MOVING), f"it is {self.state.name}"
+        assert self.engine is None, "it has left no engine"
         facts = None if engine.welcome is None else engine.welcome.model
-        if is_moved:
-            self.is_unanswered = True
+        if self.state is RouteState.MOVING:
             self._cleared_at = len(self.emitted) + _PROBATION
             is_exact = facts is not None and self.likeness_of(facts) is Likeness.TOKENS
             self.num_moves += 1
@@ -211,7 +253,11 @@ class ChoiceRoute:
         self.engine_names.append(engine.name)
         self.engine, self.number, self.facts = engine, number, facts
         self._on_change(self, RouteChange.BEGUN)
-        self._was_computed = False
+
+    def take_up(self, engine: EngineClient, number: int) -> None:
+        """Note that an engine has it under this number and its client knows: it began at another frontend."""
+        self.begin(engine, number)
+        self._become(RouteState.ADMITTED)
 
     def stop_early(self) -> None:
         """End it at its engine, and wait a moment for the engine's counts."""
@@ -232,28 +278,30 @@ class ChoiceRoute:
 
     def abort(self) -> None:
         """End it at its engine, and take nothing more of it. Safe at any time."""
-        self.leave_engine()
-        self._on_change(self, RouteChange.LEFT)
+        if self.engine is not None:
+            self.engine.abort(self.number, self)
+        if self._become(RouteState.ENDED):
+            self._on_change(self, RouteChange.LEFT)
 
     def detach(self) -> None:
         """Leave it at its engine, with the choices that were submitted with it, and take nothing more of it."""
-        self._note_answer()
-        self.engine = None
-        self._on_change(self, RouteChange.LEFT)
+        if self._become(RouteState.DETACHED):
+            self._on_change(self, RouteChange.LEFT)
 
     def leave_engine(self) -> None:
-        """End it at its engine, to go on elsewhere or not at all."""
-        if self.engine is not None:
-            self.engine.abort(self.number, self)
-            self._note_answer()
-            self.engine = None
+        """End it at its engine, to go on elsewhere."""
+        assert self.engine is not None, "it has none"
+        self.engine.abort(self.number, self)
+        self._become(RouteState.MOVING)
 
     def on_output(self, output: ChoiceOutput) -> None:
-        choice, finish = self.choice, output.finish
-        if self.is_unanswered:
-            self._note_answer()
-        if output.token_ids or finish is not None:
-            self.is_admitted = self._was_computed = True
+        choice, finish, was_admitted = self.choice, output.finish, self.is_admitted
+        has_tokens = bool(output.token_ids) or finish is not None
+        is_computed = has_tokens or output.prompt_logprobs is not None
+        state = RouteState.RUNNING if is_computed else RouteState.ADMITTED
+        if self.state is not state and self.state is not RouteState.RUNNING and not self._become(state):
+            return
+        if has_tokens:
             if self._first_token_ns is None:
                 self._first_token_ns = time.monotonic_ns()
             self.emitted.extend(output.token_ids)
@@ -261,65 +309,82 @@ class ChoiceRoute:
                 self.num_losses = self.num_deaths = self.most_together = 0
             if finish is not None and self.num_moves:
                 output = output._replace(finish=self._whole_account(finish))
-        elif not self._take_news(output):
-            return
+        elif output.is_released:
+            if choice.finish_reason is None:
+                self._on_change(self, RouteChange.RELEASED)
+        elif output.num_cached_tokens is not None:
+            if choice.num_cached_tokens is None:  # else it has had tokens of an engine before
+                choice.num_cached_tokens = output.num_cached_tokens
+        elif not is_computed:
+            self.refused_by.clear()
+        if was_admitted and not is_computed:
+            return  # it says nothing to the choice
         choice.on_output(output)
-        if choice.finish_reason is not None and finish is None:
+        if finish is not None:
+            if self.engine is None:  # it was released, and this was on its way
+                self._on_change(self, RouteChange.LEFT)
+            self._become(RouteState.ENDED)
+        elif choice.finish_reason is not None:
             self.stop_early()
 
-    def _take_news(self, output: ChoiceOutput) -> bool:
-        """Take an output without tokens, and return whether it says something to the choice."""
-        if output.is_released:
-            if self.choice.finish_reason is None:
-                self._on_change(self, RouteChange.RELEASED)
-            return False
-        if output.num_cached_tokens is not None:
-            if self.choice.num_cached_tokens is None:  # else it has had tokens of an engine before
-                self.choice.num_cached_tokens = output.num_cached_tokens
-            return False
-        if output.prompt_logprobs is not None:
-            self.is_admitted = self._was_computed = True
-            return True
-        self.refused_by.clear()
-        is_new, self.is_admitted = not self.is_admitted, True
-        return is_new
-
     def on_end(self, why: Exception | EngineLoss) -> None:
-        is_refusal = self.is_unanswered and self.is_admitted
-        is_answered = self.is_admitted and not self.is_unanswered
+        engine, state = self.engine, self.state
+        if engine is None:
+            return  # it has left: a session that is lost says so to all choices that it had
         is_complete = self.choice.finish_reason is not None
         if isinstance(why, EngineLoss):
             self.loss = why
-            if why.is_death and (self._was_computed or not is_answered):
+            if why.is_death and state is not RouteState.ADMITTED:
                 self.num_deaths += 1
                 self._on_change(self, RouteChange.DIED)
-        self._note_answer()
-        engine, self.engine = self.engine, None
-        if isinstance(why, EngineLoss):
             if is_complete:
                 self._leave_unaccounted()
             else:
+                self._become(RouteState.MOVING)
                 self._on_change(self, RouteChange.LOST)
             return
-        if is_refusal and engine is not None:
+        is_refusal = state is RouteState.MOVING and self.is_admitted
+        if is_refusal:
             self.refused_by.add(engine)
         if is_refusal and not is_complete and isinstance(why, QueueFull | EngineUnavailable):
+            self._become(RouteState.MOVING)
             self._on_change(self, RouteChange.REFUSED)
-        elif self.is_admitted and not is_refusal and not is_complete and isinstance(why, EngineUnavailable):
+        elif state in _TAKEN and not is_complete and isinstance(why, EngineUnavailable):
             self.loss = EngineLoss(str(why))
+            self._become(RouteState.MOVING)
             self._on_change(self, RouteChange.LOST)
         else:
+            self._become(RouteState.ENDED)
             self.choice.on_end(why)
-
-    def _note_answer(self) -> None:
-        if self.is_unanswered:
-            self._on_change(self, RouteChange.ANSWERED)
-            self.is_unanswered = False
 
     def _leave_unaccounted(self) -> None:
         """Let the choice end, which is complete, without the counts that only an engine knows."""
-        self._on_change(self, RouteChange.LEFT)
+        if self._become(RouteState.ENDED):
+            self._on_change(self, RouteChange.LEFT)
         self.choice.settle()
+
+    def _become(self, state: RouteState) -> bool:
+        """Take on a state that follows its own. Its engine stays its own in ADMITTED and RUNNING, and in no other.
+
+        What was on its way when it left its engine makes no other state of it.
+
+        Returns:
+            Whether it goes on: False if its way was over before.
+        """
+        if self.state in _OVER:
+            return False
+        is_taken = state in _TAKEN
+        if is_taken:
+            self.is_admitted = True
+            if self.engine is None:
+                return True
+        assert state in _NEXT[self.state], f"{self.state.name} is not followed by {state.name}"
+        if self.state is RouteState.MOVING and self.engine is not None:
+            self._on_change(self, RouteChange.ANSWERED)
+        if not is_taken:
+            self.engine = None
+        self.state = state
+        return True
 
     def _whole_account(self, finish: FinishedRequest) -> FinishedRequest:
         """Return the end with the times of all engines, as they were seen here, and the cached tokens of the first."""
