@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, aclosing
 from types import MappingProxyType
 from typing import NamedTuple
 
-from triptych.errors import (
-    DeadlineExceeded,
-    EngineUnavailable,
-    FieldViolation,
-    InvalidRequest,
-)
+from triptych.errors import DeadlineExceeded, EngineUnavailable
 from triptych.observe.metrics import FrontendMetrics
 from triptych.rpc.interceptors import new_request_id
 from triptych.types.events import AdmittedEvent, Event, FinishedEvent
@@ -25,11 +19,10 @@ from triptych.types.sampling import MAX_BIASES, OutputKind
 from triptych.types.step import U32
 from triptych_services.frontend.access.caller import Caller, current_caller, set_tenant
 from triptych_services.frontend.access.rate_limits import RateLimits
-from triptych_services.frontend.requests.parse import check_chat, is_request_id
+from triptych_services.frontend.requests.parse import is_request_id
 from triptych_services.frontend.requests.prepare import PreparedRequest, prepare
-from triptych_services.frontend.requests.raw import RawChat, RawRequest
-from triptych_services.frontend.requests.sampling import find_bad_token_id, why_not_text
-from triptych_services.frontend.requests.text_model import ALWAYS_TOKENIZED, CONTEXTS_TOKENIZED, TextModel
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.routing.router import Router
 from triptych_services.frontend.streams.accounting import RequestRecord
 from triptych_services.frontend.streams.migrator import Migrator
@@ -38,8 +31,7 @@ from triptych_services.frontend.streams.pacing import Pace
 from triptych_services.frontend.streams.placement import AttachedEvent, AttachedStream, place, take_up
 from triptych_services.frontend.streams.registry import AliveRequests, Departure
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice, create_retention
-
-MAX_DETOKENIZE = 1 << 18  # ids in one call: joining the text of millions blocks the event loop for tens of ms
+from triptych_services.frontend.text_calls import TextCalls
 
 
 class ServedModel(NamedTuple):
@@ -90,29 +82,30 @@ class Generator:
         self._router = router
         self._metrics = metrics
         self._migrator = migrator
-        self._text: TextModel | None = None
+        self._text_model: TextModel | None = None
         self.alive = AliveRequests()
         self._pace = Pace(max_messages_per_s, self.alive.__len__)
         self._rate_limits = RateLimits(on_refused=on_rate_limited)
+        self.text = TextCalls(router, self._rate_limits, lambda: self.text_model)
         self._is_draining = False
         self._started_unix_s = int(time.time())
 
     def set_text_model(self, text: TextModel) -> None:
         """Called once, when tokenizer and template are loaded; until then nothing is ready."""
-        self._text = text
+        self._text_model = text
         self._router.say_takes_streams(True)
         self._router.on_change()
 
     @property
     def is_ready(self) -> bool:
-        return self._text is not None and not self._is_draining and self._router.is_ready
+        return self._text_model is not None and not self._is_draining and self._router.is_ready
 
     @property
     def why_not_ready(self) -> str:
         """Empty if it is."""
         if self._is_draining:
             return "this frontend is stopping; try another"
-        if self._text is None:
+        if self._text_model is None:
             return "the tokenizer is being loaded"
         return "" if self._router.is_ready else self._router.why_not_ready
 
@@ -272,87 +265,9 @@ class Generator:
         Raises:
             EngineUnavailable: It is being loaded.
         """
-        if self._text is None:
+        if self._text_model is None:
             raise EngineUnavailable(self.why_not_ready)
-        return self._text
-
-    async def find_offsets(
-        self, text: str, *, add_special_tokens: bool | None = None
-    ) -> list[tuple[int, int]]:
-        """Return where in a text each of the tokens that `tokenize` gives begins and ends, in code points."""
-        adds_special_tokens = add_special_tokens is not False
-        return await self.text_model.find_offsets(text, add_special_tokens=adds_special_tokens)
-
-    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Return the UTF-8 bytes of each token; they may be a part of a character."""
-        text = self.text_model
-        return await text.run(len(token_ids), lambda: list(map(text.tokenizer.token_bytes, token_ids)))
-
-    async def tokenize(
-        self,
-        prompt: str | RawChat,
-        *,
-        model: str = "",
-        add_special_tokens: bool | None = None,
-        paths: Mapping[str, str] = MappingProxyType({}),
-    ) -> list[int]:
-        """Token ids of a text or a conversation, which count against the caller's limit of tokens.
-
-        Args:
-            add_special_tokens: None: for a text, yes; a chat template has written its own.
-            paths: As those of a `RawRequest`.
-
-        Raises:
-            InvalidRequest, ModelNotFound, EngineUnavailable, RateLimited
-        """
-        text, caller = self.text_model, current_caller()
-        max_model_len = self.find_model(model).max_model_len
-        self._rate_limits.admit_tokens(caller)
-        path = paths.get("prompt", "prompt")
-        if isinstance(prompt, RawChat):
-            path_of = functools.partial(_look_up, paths)
-            violations = await text.run(prompt.size, check_chat, prompt, path_of)
-        else:
-            violations = [FieldViolation(path, why)] if (why := why_not_text(prompt)) is not None else []
-        if violations:
-            raise InvalidRequest(violations)
-        token_ids = await text.encode(
-            prompt,
-            path,
-            max_model_len=max_model_len,
-            fits_context=False,
-            add_special_tokens=add_special_tokens,
-        )
-        self._rate_limits.charge(caller, len(token_ids))
-        if len(token_ids) > (limit := max(CONTEXTS_TOKENIZED * max_model_len, ALWAYS_TOKENIZED)):
-            why = f"{len(token_ids)} tokens are above the limit {limit}; split the text"
-            raise InvalidRequest(path, why)
-        ids: list[int] = token_ids.tolist()
-        return ids
-
-    async def detokenize(
-        self,
-        token_ids: Sequence[int],
-        *,
-        model: str = "",
-        skip_special_tokens: bool = True,
-        path: str = "token_ids",
-    ) -> str:
-        """The text of token ids.
-
-        Raises:
-            InvalidRequest, ModelNotFound, EngineUnavailable
-        """
-        text = self.text_model
-        served = self.find_model(model)
-        if len(token_ids) > MAX_DETOKENIZE:
-            raise InvalidRequest(
-                path, f"{len(token_ids)} tokens are above the limit {MAX_DETOKENIZE}; split them"
-            )
-        bad = await text.run(len(token_ids), find_bad_token_id, token_ids, served.vocab_size)
-        if bad is not None:
-            raise InvalidRequest(f"{path}[{bad[0]}]", bad[1])
-        return await text.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._text_model
 
     async def drain(self, drain_s: float) -> int:
         """Refuse new requests, and let the running ones end or go on elsewhere, as `Departure` does."""
@@ -386,10 +301,10 @@ class Generator:
             self._started_unix_s,
             facts.eos_token_ids,
             facts.identity.fingerprint,
-            self._text is not None and self._text.tokenizer.chat_template is not None,
-            self._text is not None and "tool_calls" in self._text.formats,
+            self._text_model is not None and self._text_model.tokenizer.chat_template is not None,
+            self._text_model is not None and "tool_calls" in self._text_model.formats,
             self._router.aliases_of(facts.name),
-            MappingProxyType({} if self._text is None else self._text.defaults),
+            MappingProxyType({} if self._text_model is None else self._text_model.defaults),
             self._router.max_running(facts.name),
         )
 
@@ -440,8 +355,3 @@ def _usage(prompt_token_ids: U32, outputs: RequestOutputs) -> Usage:
         outputs.num_cached_tokens,
         outputs.num_reasoning_tokens,
     )
-
-
-def _look_up(paths: Mapping[str, str], name: str) -> str:
-    """Return the path of a field in the client's words."""
-    return paths.get(name, name)

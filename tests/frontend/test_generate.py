@@ -481,21 +481,6 @@ async def test_time_to_first_token_of_a_whole_answer_is_the_engine_s() -> None:
         assert 0 < core.metric("time_to_first_token_seconds_sum") < 0.3
 
 
-async def test_tokenize_and_detokenize() -> None:
-    async with FakeEngine() as engine, frontend_core(engine) as core:
-        generator = core.generator
-        assert await generator.tokenize("Hello") == TOKENIZER.encode("Hello")
-        chat = RawChat([{"role": "user", "content": "Hi"}])
-        assert await generator.tokenize(chat) == TOKENIZER.encode("user: Hi\nassistant:")
-        assert await generator.detokenize(TOKENIZER.encode("Größe")) == "Größe"
-        with pytest.raises(InvalidRequest, match=r"token_ids\[1\]: 300 is not in the vocabulary, 0\.\.299"):
-            await generator.detokenize([5, 300])
-        with pytest.raises(InvalidRequest, match=r"token_ids: 262145 tokens are above the limit 262144"):
-            await generator.detokenize([5] * 262145)
-        with pytest.raises(ModelNotFound):
-            await generator.tokenize("x", model="gpt-5")
-
-
 async def test_a_chat_without_a_template_is_refused_in_the_client_s_words() -> None:
     tokenizer = byte_tokenizer(chat_template=None)
     async with FakeEngine() as engine, frontend_core(engine, tokenizer=tokenizer) as core:

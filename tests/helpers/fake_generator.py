@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,6 +26,7 @@ from triptych_services.frontend.streams.logprobs import PromptReport
 from triptych_services.frontend.streams.outputs import EventReceiver, OutputEvent
 from triptych_services.frontend.streams.placement import AttachedEvent
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
+from triptych_services.frontend.text_calls import TextCalls
 
 MODEL = "tiny/fake"
 VOCAB_SIZE = 256
@@ -39,6 +40,7 @@ class FakeGenerator(Generator):
     """Choice i says i, then WORDS, one token each; then EOS ends it. A prompt's tokens are its UTF-8 bytes."""
 
     def __init__(self) -> None:
+        self.text = _FakeTextCalls(self.find_model)
         self.reset()
 
     async def attach(
@@ -170,33 +172,6 @@ class FakeGenerator(Generator):
             self.holding.set()
             await self.released.wait()
 
-    async def tokenize(
-        self,
-        prompt: str | RawChat,
-        *,
-        model: str = "",
-        add_special_tokens: bool | None = None,
-        paths: Mapping[str, str] = MappingProxyType({}),
-    ) -> list[int]:
-        self.find_model(model)
-        if isinstance(prompt, RawChat) and (
-            violations := check_chat(prompt, lambda name: paths.get(name, name))
-        ):
-            raise InvalidRequest(violations)
-        return _token_ids(prompt)
-
-    async def detokenize(
-        self,
-        token_ids: Sequence[int],
-        *,
-        model: str = "",
-        skip_special_tokens: bool = True,
-        path: str = "token_ids",
-    ) -> str:
-        if bad := [token_id for token_id in token_ids if not 0 <= token_id < VOCAB_SIZE]:
-            raise InvalidRequest(path, f"{bad[0]} is not in the vocabulary, 0..{VOCAB_SIZE - 1}")
-        return bytes(token_ids).decode(errors="replace")
-
     @functools.cached_property
     def text_model(self) -> TextModel:
         return TextModel(byte_tokenizer(), {}, Path("no-checkpoint"))
@@ -218,6 +193,40 @@ class FakeGenerator(Generator):
     @property
     def why_not_ready(self) -> str:
         return self.unready_because
+
+
+class _FakeTextCalls(TextCalls):
+    """A text's tokens are its UTF-8 bytes."""
+
+    def __init__(self, find_model: Callable[[str], ServedModel]) -> None:
+        self._find_model = find_model
+
+    async def tokenize(
+        self,
+        prompt: str | RawChat,
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        paths: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[int]:
+        self._find_model(model)
+        if isinstance(prompt, RawChat) and (
+            violations := check_chat(prompt, lambda name: paths.get(name, name))
+        ):
+            raise InvalidRequest(violations)
+        return _token_ids(prompt)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = True,
+        path: str = "token_ids",
+    ) -> str:
+        if bad := [token_id for token_id in token_ids if not 0 <= token_id < VOCAB_SIZE]:
+            raise InvalidRequest(path, f"{bad[0]} is not in the vocabulary, 0..{VOCAB_SIZE - 1}")
+        return bytes(token_ids).decode(errors="replace")
 
 
 def _token_ids(prompt: str | Sequence[int] | RawChat) -> list[int]:

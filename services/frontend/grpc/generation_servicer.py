@@ -141,7 +141,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.TokenizeResponse:
         size = _size(request.chat if request.HasField("chat") else None)
         prompt, add_special_tokens, path = await self._threads.run(size, to_tokenize_prompt, request)
-        token_ids = await self._generator.tokenize(
+        token_ids = await self._generator.text.tokenize(
             prompt,
             model=request.model,
             add_special_tokens=add_special_tokens,
@@ -151,9 +151,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             token_ids=token_ids, max_model_len=self._generator.find_model(request.model).max_model_len
         )
         if request.with_bytes:
-            response.token_bytes.extend(await self._generator.token_bytes(token_ids))
+            response.token_bytes.extend(await self._generator.text.token_bytes(token_ids))
         if request.with_offsets and isinstance(prompt, str):
-            offsets = await self._generator.find_offsets(prompt, add_special_tokens=add_special_tokens)
+            offsets = await self._generator.text.find_offsets(prompt, add_special_tokens=add_special_tokens)
             response.start_offsets.extend([start for start, _ in offsets])
             response.end_offsets.extend([end for _, end in offsets])
         return response
@@ -161,7 +161,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.DetokenizeResponse:
-        text = await self._generator.detokenize(
+        text = await self._generator.text.detokenize(
             request.token_ids,
             model=request.model,
             skip_special_tokens=request.skip_special_tokens or not request.HasField("skip_special_tokens"),

@@ -56,5 +56,5 @@ async def count_tokens(request: Request) -> Response:
         return body.model or "", convert.chat_to_count(body)
 
     model, chat = await reader_of(request).read(request, CountTokensRequest, to_chat)
-    token_ids = await generator_of(request).tokenize(chat, model=model, paths=convert.CHAT_PATHS)
+    token_ids = await generator_of(request).text.tokenize(chat, model=model, paths=convert.CHAT_PATHS)
     return json_response({"input_tokens": len(token_ids)})

@@ -33,7 +33,7 @@ async def tokenize(request: Request) -> Response:
         request, TokenizeRequest, to_prompt
     )
     generator = generator_of(request)
-    token_ids = await generator.tokenize(
+    token_ids = await generator.text.tokenize(
         prompt,
         model=model,
         add_special_tokens=add_special_tokens,
@@ -77,7 +77,7 @@ async def detokenize(request: Request) -> Response:
         return body.model or "", convert.detokenize_ids(body), body.skip_special_tokens is not False
 
     model, token_ids, skip_special_tokens = await reader_of(request).read(request, DetokenizeRequest, to_ids)
-    text = await generator_of(request).detokenize(
+    text = await generator_of(request).text.detokenize(
         token_ids, model=model, skip_special_tokens=skip_special_tokens, path="tokens"
     )
     return json_response({"prompt": text})

@@ -15,7 +15,7 @@ from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import HttpApi, open_api
 from triptych.config.api_keys import entry_line
 from triptych.errors import ConfigError
-from triptych_services.frontend import generate
+from triptych_services.frontend import text_calls
 from triptych_services.frontend.access.keys import ApiKeys
 from triptych_services.frontend.app import _read_aliases
 from triptych_services.frontend.requests import text_model
@@ -128,7 +128,7 @@ async def test_clients_learn_what_they_need_to_tokenize_alike() -> None:
 
 async def test_a_text_of_many_contexts_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_model, "ALWAYS_TOKENIZED", 100)
-    monkeypatch.setattr(generate, "ALWAYS_TOKENIZED", 100)
+    monkeypatch.setattr(text_calls, "ALWAYS_TOKENIZED", 100)
     num_contexts, longest = text_model.CONTEXTS_TOKENIZED, byte_tokenizer().max_chars_per_token
     async with FakeEngine() as engine, frontend_core(engine) as core, open_api(core.generator) as api:
 
