@@ -173,9 +173,13 @@ async def test_what_outlasts_the_grace_ends_with_an_error(api: HttpApi) -> None:
 
 
 class Torrent(FakeGenerator):
-    """Never stops talking."""
+    """Never stops talking, as events that are asked for or as those that are given to a receiver."""
 
     num_deltas = 0
+
+    def __init__(self, *, pushes: bool = False) -> None:
+        super().__init__()
+        self.pushes = pushes
 
     async def generate(
         self, raw: RawRequest, receiver: EventReceiver | None = None
@@ -183,8 +187,18 @@ class Torrent(FakeGenerator):
         self.num_running += 1
         try:
             yield AdmittedEvent(raw.head.request_id, MODEL, 0, [1])
+            has_room = asyncio.Event()
+            if receiver is not None:
+                receiver.on_ready = has_room.set
             while True:
-                yield DeltaEvent(0, "x" * 10_000, [1])
+                delta = DeltaEvent(0, "x" * 10_000, [1])
+                if receiver is None or not self.pushes:
+                    yield delta
+                elif receiver.is_ready:
+                    receiver.take(delta)
+                else:
+                    has_room.clear()
+                    await has_room.wait()
                 self.num_deltas += 1
                 await asyncio.sleep(0)
         finally:
@@ -203,8 +217,9 @@ async def connect_without_reading(api: HttpApi) -> socket.socket:
     return client
 
 
-async def test_a_reader_that_stalls_is_waited_for_and_slows_nobody() -> None:
-    generator = Torrent()
+@pytest.mark.parametrize("pushes", [False, True])
+async def test_a_reader_that_stalls_is_waited_for_and_slows_nobody(pushes: bool) -> None:
+    generator = Torrent(pushes=pushes)
     async with open_api(generator) as api:
         with contextlib.closing(await connect_without_reading(api)):
             before = -1
@@ -216,15 +231,17 @@ async def test_a_reader_that_stalls_is_waited_for_and_slows_nobody() -> None:
         await api.until(lambda: generator.num_running == 0)
 
 
-async def test_a_reader_that_stalls_for_too_long_is_dropped() -> None:
-    generator = Torrent()
+@pytest.mark.parametrize("pushes", [False, True])
+async def test_a_reader_that_stalls_for_too_long_is_dropped(pushes: bool) -> None:
+    generator = Torrent(pushes=pushes)
     async with open_api(generator, limits=ConnectionLimits(client_timeout_s=0.2)) as api:
         with contextlib.closing(await connect_without_reading(api)):
             await api.until(lambda: generator.num_deltas > 0 and generator.num_running == 0)
 
 
-async def test_a_reader_that_is_slow_is_not_dropped() -> None:
-    generator = Torrent()
+@pytest.mark.parametrize("pushes", [False, True])
+async def test_a_reader_that_is_slow_is_not_dropped(pushes: bool) -> None:
+    generator = Torrent(pushes=pushes)
     async with open_api(generator, limits=ConnectionLimits(client_timeout_s=0.2)) as api:
         with contextlib.closing(await connect_without_reading(api)) as client:
             client.setblocking(False)
