@@ -60,8 +60,8 @@ before = status("VmRSS")
 model = load_model(config, open_checkpoint(directory), group=group)
 print(json.dumps({"peak": status("VmHWM") - before, "share": weight_bytes(model)}))
 """
-OWN_BYTES = 16 << 20
-"""Libraries that a first load needs, and huge pages that are not full."""
+OWN_BYTES = 24 << 20
+"""Libraries that a first load needs, 9 MiB, and huge pages that are not full: up to 18 MiB were seen once."""
 
 
 @pytest.fixture(scope="module")
