@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import paged_attention
 
@@ -70,7 +71,7 @@ class AttentionStep:
             self.block_tables,
             self.query_starts,
             self.seq_lens,
-            self.query.shape[2] ** -0.5,
+            AttendOptions(self.query.shape[2] ** -0.5),
             kv_scales=kv_scales,
             query_lens_list=(self.query_len,) * self.num_rows,
             seq_lens_list=(self.num_keys,) * self.num_rows,

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.gpu import oracles
 from tests.kernels.poison import poisoned_allocations
 from triptych_kernels import ops
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.logit_index import PenaltyColumns
 from triptych_kernels.triton.linear import few_rows
@@ -112,8 +113,8 @@ class TestPagedAttention:
         lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
         with poisoned_allocations():
             out = ops.paged_attention(
-                query, cache, block_tables, starts, lengths, head_dim**-0.5, kv_scales=kv_scales, window=window,
-                query_lens_list=tuple(query_lens), seq_lens_list=tuple(seq_lens), impl="triton",
+                query, cache, block_tables, starts, lengths, AttendOptions(head_dim**-0.5, window=window),
+                kv_scales=kv_scales, query_lens_list=tuple(query_lens), seq_lens_list=tuple(seq_lens), impl="triton",
             )  # fmt: skip
         expected = oracles.paged_attention(
             query, cache, kv_scales, block_tables, query_lens, seq_lens, window=window

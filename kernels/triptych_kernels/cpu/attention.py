@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.launch import launch
 from triptych_kernels.cpu.library import DTYPES, KV_DTYPES
 from triptych_kernels.cpu.program import NotRecordable
@@ -51,10 +52,9 @@ def paged_attention(
     block_tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
-    scale: float,
+    options: AttendOptions,
     *,
     kv_scales: Tensor | None,
-    window: int,
     query_lens_list: tuple[int, ...] | None,
     seq_lens_list: tuple[int, ...] | None,
 ) -> Tensor:
@@ -69,7 +69,7 @@ def paged_attention(
                 f"paged_attention: no native kernel reads a cache of {kv_cache.dtype} with head_dim {kv_cache.shape[4]}"
             )
         return torch_paged_attention(
-            query, kv_cache, block_tables, query_starts, seq_lens, scale, kv_scales=kv_scales, window=window,
+            query, kv_cache, block_tables, query_starts, seq_lens, options, kv_scales=kv_scales,
             query_lens_list=query_lens_list, seq_lens_list=seq_lens_list,
         )  # fmt: skip
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
@@ -82,7 +82,7 @@ def paged_attention(
         block_tables=block_tables, block_table_stride=block_tables.stride(0),
         query_starts=query_starts, seq_lens=seq_lens, out=out,
         num_heads=query.shape[1], num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-        scale=scale, window=window,
+        scale=options.scale, window=options.window,
     )  # fmt: skip
     return out
 

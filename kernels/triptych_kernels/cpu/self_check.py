@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import keys_in_words
 from triptych_kernels.cpu.compile import AMX_EMULATED
 from triptych_kernels.cpu.library import (
@@ -60,6 +61,7 @@ _QUANTIZED_FORMS: tuple[tuple[str, Literal[8, 16], int, float], ...] = (
 """Forms of quantized products: name, `input_bits`, `wide_rows`, and the `rounding` of `_linear_check`."""
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 4, 2, 64, 16
 _QUERY_LENS, _SEQ_LENS = (5, 1), (21, 37)
+_OPTIONS = AttendOptions(_HEAD_DIM**-0.5)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,7 +217,7 @@ def _attention_checks(random: torch.Generator) -> Iterator[Check]:
         operands = (query.to(query_dtype), keys_in_words(cache), block_tables, starts, seq_lens, scales)
         expected = torch_paged_attention(
             query.float(), cache if scales is not None else cache.float(), block_tables, starts, seq_lens,
-            _HEAD_DIM**-0.5, kv_scales=scales, window=0, query_lens_list=_QUERY_LENS, seq_lens_list=_SEQ_LENS,
+            _OPTIONS, kv_scales=scales, query_lens_list=_QUERY_LENS, seq_lens_list=_SEQ_LENS,
         )  # fmt: skip
         name = f"attention, {cache_dtype} cache"
         yield Check(name, partial(_attend, *operands), expected.double(), tolerance)
@@ -236,6 +238,6 @@ def _attend(
         recording.input(block_tables, count="requests"),
         recording.input(starts, count="requests"),
         recording.input(seq_lens, count="requests"),
-        _HEAD_DIM**-0.5,
+        _OPTIONS,
         kv_scales=scales,
     )

@@ -1,6 +1,6 @@
 """Contracts of attention over the paged cache, of rotary embeddings and of writing the cache.
 
-Attention of a query to the keys that it sees:
+Attention of a query to the keys that it sees, without options (`AttendOptions` has the whole formula):
 
     score = scale * query . key
     out = sum over keys of softmax(scores) * value
@@ -14,11 +14,13 @@ of threads. The Triton kernels give it the same bits in any batch.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.kv_scales import check_kv_scales
 from triptych_kernels.registry import find_impl
 
@@ -31,19 +33,19 @@ def paged_attention(
     block_tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
-    scale: float,
+    options: AttendOptions,
     *,
     kv_scales: Tensor | None = None,
-    window: int = 0,
     query_lens_list: tuple[int, ...] | None = None,
     seq_lens_list: tuple[int, ...] | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Attend from each row's queries to its keys up to and including the query's own position.
 
-    Query i of a row with query length q and sequence length n has position p = n - q + i and sees the keys 0..p, or
-    the last `window` of them. Query head h reads key head h // (num_heads // num_kv_heads). Cache content past a row's
-    end, before all of a row's windows, and in block 0 has no influence, NaN included.
+    Query i of a row with query length q and sequence length n has position p = n - q + i and sees the keys first..p,
+    where first is 0 or follows from the window and the chunk. Query head h reads key head
+    h // (num_heads // num_kv_heads). Cache content past a row's end, before the first key that one of its queries sees,
+    and in block 0 has no influence, NaN included.
 
     Args:
         query: [num_tokens, num_heads, head_dim], may be a view of a larger tensor, the last axis dense. The tokens of
@@ -53,10 +55,9 @@ def paged_attention(
         block_tables: [num_rows, max_blocks] int32, a row's blocks in order. Entries past its last are not read.
         query_starts: [num_rows + 1] int32, a row's first token; ends with num_tokens.
         seq_lens: [num_rows] int32, keys per row.
-        scale: Factor of the products of queries and keys.
+        options: The layer's; `is_causal` must be true.
         kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, as `write_kv` left them. Required if
             kv_cache is int8 or float8_e4m3fn, else None.
-        window: Largest number of keys that a query sees, including its own; 0 means all.
         query_lens_list: [num_rows] differences of query_starts, each >= 1; None means that they are read from the
             tensor, for which the host waits.
         seq_lens_list: [num_rows] values of seq_lens, or None as above. For a step of single queries that a CUDA graph
@@ -65,11 +66,11 @@ def paged_attention(
         [num_tokens, num_heads, head_dim], a new tensor of the query's dtype.
     Raises:
         ValueError: Shapes, dtypes or lengths disagree; names both. A recording has no lengths yet, so the caller
-            that fills its inputs must check them.
-    Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245; sliding window,
-        arXiv:2310.06825.
+            that fills its inputs must check them. Or an option is out of its range.
+    Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245.
     """
-    _check_operands(query, kv_cache, block_tables, query_starts, seq_lens, kv_scales, window)
+    _check_operands(query, kv_cache, block_tables, query_starts, seq_lens, kv_scales)
+    _check_options(options, query)
     if query.device.type != "meta":
         if query_lens_list is None:
             query_lens_list = tuple(query_starts.diff().tolist())
@@ -78,10 +79,8 @@ def paged_attention(
         max_keys = block_tables.shape[1] * kv_cache.shape[3]
         _check_lengths(query_lens_list, seq_lens_list, len(seq_lens), query.shape[0], max_keys)
     lens = {"query_lens_list": query_lens_list, "seq_lens_list": seq_lens_list}
-    operands = query, kv_cache, block_tables, query_starts, seq_lens, scale
-    out: Tensor = find_impl("paged_attention", query, impl)(
-        *operands, kv_scales=kv_scales, window=window, **lens
-    )
+    operands = query, kv_cache, block_tables, query_starts, seq_lens, options
+    out: Tensor = find_impl("paged_attention", query, impl)(*operands, kv_scales=kv_scales, **lens)
     return out
 
 
@@ -92,7 +91,6 @@ def _check_operands(
     query_starts: Tensor,
     seq_lens: Tensor,
     kv_scales: Tensor | None,
-    window: int,
 ) -> None:
     if kv_cache.ndim != 5 or kv_cache.shape[1] != 2 or not kv_cache.is_contiguous():
         raise ValueError(
@@ -108,8 +106,28 @@ def _check_operands(
         )
     check_kv_scales("paged_attention", kv_cache, kv_scales)
     _check_layout(block_tables, query_starts, seq_lens)
-    if window < 0:
-        raise ValueError(f"paged_attention: window {window} must be 0 or positive")
+
+
+def _check_options(options: AttendOptions, query: Tensor) -> None:
+    limits = {"window": options.window, "chunk": options.chunk, "soft_cap": options.soft_cap}
+    for name, limit in limits.items():
+        if not 0 <= limit < math.inf:
+            raise ValueError(f"paged_attention: {name} {limit} must be 0 or positive")
+    if not options.is_causal:
+        raise ValueError("paged_attention: is_causal is False; a paged cache is attended to causally only")
+    num_heads = query.shape[1]
+    for name, per_head in (("sinks", options.sinks), ("alibi", options.alibi)):
+        if per_head is None:
+            continue
+        if per_head.shape != (num_heads,) or per_head.dtype != torch.float32 or not per_head.is_contiguous():
+            raise ValueError(
+                f"paged_attention: {name} {list(per_head.shape)} of {per_head.dtype} must be a contiguous "
+                f"[num_heads = {num_heads}] of torch.float32"
+            )
+        if query.device.type != "meta" and per_head.device != query.device:
+            raise ValueError(
+                f"paged_attention: {name} is on {per_head.device}, the query on {query.device}; both must be on one"
+            )
 
 
 def _check_layout(block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.torch.attention import rotary_and_write_kv as rotate_and_write
 
@@ -18,10 +19,9 @@ def paged_attention(
     block_tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
-    scale: float,
+    options: AttendOptions,
     *,
     kv_scales: Tensor | None,
-    window: int,
     query_lens_list: tuple[int, ...],
     seq_lens_list: tuple[int, ...],
 ) -> Tensor:
@@ -33,10 +33,8 @@ def paged_attention(
         start, end = starts[row], starts[row + 1]
         for token in range(start, end):
             position = seq_len - (end - start) + (token - start)
-            first = max(position - window + 1, 0) if window else 0
-            slots = [
-                (int(block_tables[row, p // block_size]), p % block_size) for p in range(first, position + 1)
-            ]
+            seen = range(_first_seen(position, options), position + 1)
+            slots = [(int(block_tables[row, p // block_size]), p % block_size) for p in seen]
             for head in range(query.shape[1]):
                 kv_head = head // heads_per_kv_head
                 keys, values = (
@@ -49,10 +47,31 @@ def paged_attention(
                         for half in (0, 1)
                     )
                     keys, values = keys * key_scales[:, None], values * value_scales[:, None]
-                scores = keys @ query[token, head].double() * scale
-                weights = torch.softmax(scores, dim=0)
+                scores = keys @ query[token, head].double() * options.scale
+                weights = _softmax(scores, seen, head, options)
                 out[token, head] = weights @ values
     return out
+
+
+def _first_seen(position: int, options: AttendOptions) -> int:
+    first = 0
+    if options.window:
+        first = max(first, position - options.window + 1)
+    if options.chunk:
+        first = max(first, position // options.chunk * options.chunk)
+    return first
+
+
+def _softmax(scores: Tensor, seen: range, head: int, options: AttendOptions) -> Tensor:
+    """Return the weights of the keys that a query sees; the last of them is its own."""
+    if options.soft_cap:
+        scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
+    if options.alibi is not None:
+        distances = torch.tensor([key - seen[-1] for key in seen], dtype=torch.float64)
+        scores = scores + options.alibi[head].double() * distances
+    if options.sinks is None:
+        return torch.softmax(scores, dim=0)
+    return torch.softmax(torch.cat([scores, options.sinks[head : head + 1].double()]), dim=0)[:-1]
 
 
 def rotary_embedding(

@@ -1,7 +1,7 @@
 """Attention, rotary embeddings and the paged cache in plain torch.
 
 Paged attention is scaled_dot_product_attention over gathered pages. Rows of one query are gathered together in tiles of
-similar length. Longer rows are computed one by one, and so are all rows if there is a window.
+similar length. Longer rows are computed one by one, and so are all rows of a layer with options.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 
 TILE_BYTES = 4 << 20
@@ -67,10 +68,9 @@ def paged_attention(
     block_tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
-    scale: float,
+    options: AttendOptions,
     *,
     kv_scales: Tensor | None,
-    window: int,
     query_lens_list: tuple[int, ...],
     seq_lens_list: tuple[int, ...],
 ) -> Tensor:
@@ -84,18 +84,18 @@ def paged_attention(
     # the query heads that share a key head are neighbours
     query = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(query)
-    if window:
+    if options.in_use:
         starts = accumulate(query_lens_list, initial=0)
         for row, (start, query_len, seq_len) in enumerate(
             zip(starts, query_lens_list, seq_lens_list, strict=False)
         ):
             chunk = _Chunk(row, start, query_len, seq_len)
-            _attend_window(chunk, query, pages, scale, window, out)
+            _attend_with_options(chunk, query, pages, options, out)
         return out.view(num_tokens, num_heads, head_dim)
     for tile in plan.decode_tiles:
-        _attend_decodes(tile, query, pages, scale, out)
+        _attend_decodes(tile, query, pages, options.scale, out)
     for chunk in plan.chunks:
-        _attend_chunk(chunk, query, pages, scale, out)
+        _attend_chunk(chunk, query, pages, options.scale, out)
     return out.view(num_tokens, num_heads, head_dim)
 
 
@@ -114,31 +114,59 @@ def _attend_decodes(tile: _DecodeTile, query: Tensor, pages: _Pages, scale: floa
     )
 
 
-def _attend_window(
-    chunk: _Chunk,
-    query: Tensor,
-    pages: _Pages,
-    scale: float,
-    window: int,
-    out: Tensor,
+def _attend_with_options(
+    chunk: _Chunk, query: Tensor, pages: _Pages, options: AttendOptions, out: Tensor
 ) -> None:
-    """Attend from a row's queries to the last `window` keys, in float32."""
+    """Attend from a row's queries, in float32 or more, with all scores of MAX_CHUNK_QUERIES at a time."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
     # [num_kv_heads, 1, seq_len, head_dim] each
     rows = slice(chunk.row, chunk.row + 1)
-    keys, values = pages.gather(rows, chunk.seq_len, torch.float32).transpose(1, 2)
+    keys, values = pages.gather(rows, chunk.seq_len, dtype).transpose(1, 2)
     positions = torch.arange(chunk.seq_len, device=query.device)
     num_earlier = chunk.seq_len - chunk.query_len
     for start in range(0, chunk.query_len, MAX_CHUNK_QUERIES):
         end = min(start + MAX_CHUNK_QUERIES, chunk.query_len)
         tokens = slice(chunk.first_token + start, chunk.first_token + end)
-        first_seen = max(num_earlier + start - window + 1, 0)
-        some = slice(first_seen, num_earlier + end)  # keys that one of these queries sees
+        some = slice(
+            _first_seen(num_earlier + start, options), num_earlier + end
+        )  # keys that one of these sees
+        own, others = positions[num_earlier + start : num_earlier + end, None], positions[some]
         # [num_kv_heads, heads per key head, queries, keys]
-        scores = query[tokens].float().permute(1, 2, 0, 3) @ keys[:, :, some].transpose(2, 3) * scale
-        distance = positions[num_earlier + start : num_earlier + end, None] - positions[some]
-        seen = (distance >= 0) & (distance < window)
-        weights = scores.masked_fill_(~seen, -torch.inf).softmax(dim=-1)
+        products = query[tokens].to(dtype).permute(1, 2, 0, 3) @ keys[:, :, some].transpose(2, 3)
+        seen = others <= own  # [queries, keys]
+        if options.window:
+            seen &= others > own - options.window
+        if options.chunk:
+            seen &= others >= own // options.chunk * options.chunk
+        weights = _softmax(products * options.scale, others - own, seen, options)
         out[tokens] = (weights @ values[:, :, some]).permute(2, 0, 1, 3).to(out.dtype)
+
+
+def _first_seen(position: int, options: AttendOptions) -> int:
+    """Return the first key that a query at `position` sees."""
+    of_window = max(position - options.window + 1, 0) if options.window else 0
+    of_chunk = position // options.chunk * options.chunk if options.chunk else 0
+    return max(of_window, of_chunk)
+
+
+def _softmax(scores: Tensor, distances: Tensor, seen: Tensor, options: AttendOptions) -> Tensor:
+    """Return weights from scores.
+
+    Args:
+        scores: [num_kv_heads, heads per key head, queries, keys], as the weights.
+        distances: [queries, keys], the position of the key minus that of the query.
+        seen: [queries, keys] bool.
+    """
+    heads = (*scores.shape[:2], 1, 1)
+    if options.soft_cap:
+        scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
+    if options.alibi is not None:
+        scores = scores + options.alibi.view(heads) * distances
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if options.sinks is None:
+        return scores.softmax(dim=-1)
+    sinks = options.sinks.to(scores.dtype).view(heads).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _attend_chunk(chunk: _Chunk, query: Tensor, pages: _Pages, scale: float, out: Tensor) -> None:

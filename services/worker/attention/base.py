@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCache:
@@ -70,15 +72,17 @@ class AttentionBackend(Protocol):
     writer: str | None
     """Implementation of the ops that writes the cache as `attend` reads it; None: the device's own."""
 
+    supported: frozenset[str]
+    """Names of the `AttendOptions` besides `scale` that `attend` computes; `check_layers` refuses others at start."""
+
     def attend(
-        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, options: AttendOptions
     ) -> Tensor:
         """Attend from each query to the keys of its row, up to its own position.
 
         Args:
             query: [num_tokens, num_heads, head_dim], rotated.
-            scale: Factor of the products of queries and keys.
-            window: Number of keys that a query sees, its own included; 0: all.
+            options: The layer's, of which those in use are among `supported`.
 
         Returns:
             [num_tokens, num_heads, head_dim] of the same dtype.

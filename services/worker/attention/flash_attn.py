@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 
 
@@ -25,6 +26,7 @@ class FlashAttention2:
         True  # decodes read their lengths from the device and split keys by the width of the block table
     )
     writer: str | None = None
+    supported = frozenset({"window", "soft_cap", "alibi"})
 
     def __init__(self) -> None:
         package = import_module("flash_attn")
@@ -33,7 +35,7 @@ class FlashAttention2:
         self._key_starts: tuple[AttentionBatch, Tensor] | None = None
 
     def attend(
-        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, options: AttendOptions
     ) -> Tensor:
         keys, values = _pages(kv_cache)
         attended: Tensor
@@ -44,9 +46,11 @@ class FlashAttention2:
                 values,
                 cache_seqlens=batch.seq_lens,
                 block_table=batch.block_tables,
-                softmax_scale=scale,
+                softmax_scale=options.scale,
                 causal=True,
-                window_size=_window_size(window),
+                window_size=_window_size(options.window),
+                softcap=options.soft_cap,
+                alibi_slopes=options.alibi,
             )
             return attended[:, 0]
         attended = self._attend_rows(
@@ -57,9 +61,11 @@ class FlashAttention2:
             cu_seqlens_k=self._starts_of_keys(batch),
             max_seqlen_q=batch.max_query_len,
             max_seqlen_k=batch.max_seq_len,
-            softmax_scale=scale,
+            softmax_scale=options.scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=_window_size(options.window),
+            softcap=options.soft_cap,
+            alibi_slopes=options.alibi,
             block_table=batch.block_tables,
         )
         return attended
@@ -78,12 +84,13 @@ class FlashAttention3:
     name = "flash-attn-3"
     in_graphs = True  # as above; it plans on the device
     writer: str | None = None
+    supported = frozenset({"window", "soft_cap"})
 
     def __init__(self) -> None:
         self._attend = import_module("flash_attn_interface").flash_attn_with_kvcache
 
     def attend(
-        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, options: AttendOptions
     ) -> Tensor:
         keys, values = _pages(kv_cache)
         attended: Tensor = self._attend(
@@ -94,9 +101,10 @@ class FlashAttention3:
             page_table=batch.block_tables,
             cu_seqlens_q=batch.query_starts,
             max_seqlen_q=batch.max_query_len,
-            softmax_scale=scale,
+            softmax_scale=options.scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=_window_size(options.window),
+            softcap=options.soft_cap,
         )
         return attended
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 
 _WORKSPACE_BYTES = 384 << 20
@@ -31,6 +32,7 @@ class FlashInferAttention:
     name = "flashinfer"
     in_graphs = False
     writer: str | None = None
+    supported = frozenset({"window", "soft_cap"})
 
     def __init__(self, device: torch.device, *, heads_per_kv_head: int) -> None:
         """Allocate the workspaces now, so that their memory is not counted as free for KV blocks."""
@@ -45,11 +47,11 @@ class FlashInferAttention:
         self._rows = _Planned(package.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND"), device)
 
     def attend(
-        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, options: AttendOptions
     ) -> Tensor:
         is_decode = batch.max_query_len == 1
         planned = self._decodes if is_decode else self._rows
-        limits = _Limits(scale, window)
+        limits = _Limits(options.scale, options.window, options.soft_cap)
         if not planned.is_for(batch, limits):
             num_kv_heads, block_size, head_dim = kv_cache.blocks.shape[2:]
             indptr, last_page_len = _pages_of_rows(batch.seq_lens_list, block_size)
@@ -69,10 +71,11 @@ class FlashInferAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """The properties of a layer that a plan depends on; see `AttentionBackend.attend`."""
+    """The options of a layer that a plan depends on, as in `AttendOptions`."""
 
     scale: float
     window: int
+    soft_cap: float
 
 
 class _Event(Protocol):
@@ -99,8 +102,13 @@ class _Planned:
     def plan(self, batch: AttentionBatch, limits: _Limits, *arguments: Any, **options: Any) -> None:
         if self._was_read is not None:
             self._was_read.synchronize()
-        # the package counts the keys before the query's own; -1: all
-        self.wrapper.plan(*arguments, sm_scale=limits.scale, window_left=limits.window - 1, **options)
+        self.wrapper.plan(
+            *arguments,
+            sm_scale=limits.scale,
+            window_left=limits.window - 1,  # keys before the query's own; -1: all
+            logits_soft_cap=limits.soft_cap,
+            **options,
+        )
         if self._was_read is not None:
             self._was_read.record()
         self._step = batch, limits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.ops import paged_attention
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 
@@ -12,6 +13,8 @@ _NAMES = {None: "auto", "cpu": "native", "triton": "triton", "torch": "torch"}
 
 class PagedAttention:
     """An `AttentionBackend`."""
+
+    supported = frozenset({"window", "chunk", "soft_cap", "sinks", "alibi"})
 
     def __init__(self, impl: str | None = None) -> None:
         """
@@ -23,7 +26,7 @@ class PagedAttention:
         self.writer = impl
 
     def attend(
-        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, options: AttendOptions
     ) -> Tensor:
         return paged_attention(
             query,
@@ -31,9 +34,8 @@ class PagedAttention:
             batch.block_tables,
             batch.query_starts,
             batch.seq_lens,
-            scale,
+            options,
             kv_scales=kv_cache.scales,
-            window=window,
             query_lens_list=batch.query_lens_list,
             seq_lens_list=batch.seq_lens_list,
             impl=self.writer,

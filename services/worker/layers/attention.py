@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.ops import rotary_and_write_kv
 from triptych_services.worker.layers.rotary import RotaryEmbedding
 from triptych_services.worker.layers.step_context import StepContext
@@ -12,18 +13,17 @@ from triptych_services.worker.layers.step_context import StepContext
 class Attention(nn.Module):
     """Causal attention of one layer, without projections; it has no weights."""
 
-    def __init__(self, head_dim: int, *, layer_index: int, rotary: RotaryEmbedding, window: int = 0) -> None:
+    def __init__(self, options: AttendOptions, *, layer_index: int, rotary: RotaryEmbedding) -> None:
         """
         Args:
+            options: Scale of the scores, and what the layer computes beyond plain attention.
             layer_index: Index of this layer's KV cache in `StepContext.kv_caches`.
             rotary: Table that all layers share.
-            window: Number of keys that a query sees, its own included; 0: all.
         """
         super().__init__()
         self.layer_index = layer_index
         self.rotary = rotary
-        self.scale = head_dim**-0.5
-        self.window = window
+        self.options = options
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, context: StepContext
@@ -53,4 +53,4 @@ class Attention(nn.Module):
             kv_scales=kv_cache.scales,
             impl=batch.backend.writer,
         )
-        return batch.backend.attend(query, kv_cache, batch, self.scale, self.window).flatten(1)
+        return batch.backend.attend(query, kv_cache, batch, self.options).flatten(1)

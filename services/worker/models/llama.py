@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import FeatureDisabled
+from triptych_kernels.attend_options import AttendOptions
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.attention import Attention
 from triptych_services.worker.layers.embedding import LogitsHead, VocabEmbedding
@@ -248,9 +249,8 @@ class LlamaAttention(nn.Module):
             eps = architecture.rms_norm_eps
             self.q_norm = RMSNorm(head_dim, eps, context=context, prefix=f"{prefix}.q_norm")
             self.k_norm = RMSNorm(head_dim, eps, context=context, prefix=f"{prefix}.k_norm")
-        self.attention = Attention(
-            head_dim, layer_index=layer_index, rotary=rotary, window=architecture.sliding_window
-        )
+        options = AttendOptions(scale=head_dim**-0.5, window=architecture.sliding_window)
+        self.attention = Attention(options, layer_index=layer_index, rotary=rotary)
         self.o_proj = RowLinear(
             num_heads * head_dim,
             architecture.hidden_size,

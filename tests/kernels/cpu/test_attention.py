@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.ops.test_paged_attention import SCALE, TOLERANCE, Step, build_step
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import paged_attention as native_paged_attention
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.cpu.program import NotRecordable, record
@@ -178,7 +179,13 @@ def test_queries_may_be_views_of_packed_projections() -> None:
     starts = torch.tensor((0, *step.query_lens)).cumsum(0).int()
     lens = torch.tensor(step.seq_lens, dtype=torch.int32)
     out = paged_attention(
-        packed[:, 3:7, 2:18], step.cache_of("cpu"), step.block_tables, starts, lens, SCALE, impl="cpu"
+        packed[:, 3:7, 2:18],
+        step.cache_of("cpu"),
+        step.block_tables,
+        starts,
+        lens,
+        AttendOptions(SCALE),
+        impl="cpu",
     )
     assert torch.equal(out, expected)
 
@@ -197,7 +204,7 @@ def test_a_recorded_step_serves_steps_of_any_size() -> None:
                 recording.input(block_tables, count="sequences"),
                 recording.input(query_starts, count="sequences"),
                 recording.input(seq_lens, count="sequences"),
-                SCALE,
+                AttendOptions(SCALE),
             ),
         )
     )
@@ -230,7 +237,7 @@ def test_a_cache_that_no_kernel_reads_is_not_recordable() -> None:
                     recording.input(query, count="tokens"),
                     step.kv_cache,
                     *(recording.input(tensor, count="sequences") for tensor in layout),
-                    SCALE,
+                    AttendOptions(SCALE),
                 ),
             )
         )

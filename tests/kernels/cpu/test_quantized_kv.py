@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.kernels.cpu.test_attention import AROUND_A_SPAN
 from tests.kernels.operands import keys_as_rows
 from tests.kernels.ops.test_paged_attention import CHUNKS, DECODES, MIXED, Step, build_step
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import serves
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.cpu.program import record
@@ -282,7 +283,7 @@ def test_a_recorded_step_writes_and_reads_its_scales(native: None) -> None:
         query: Tensor, key: Tensor, value: Tensor, slots: Tensor, *layout: Tensor, cache: list[Tensor]
     ) -> Tensor:
         write_kv(key, value, cache[0], slots, kv_scales=cache[1])
-        return paged_attention(query, cache[0], *layout, 0.3, kv_scales=cache[1])  # type: ignore[misc]
+        return paged_attention(query, cache[0], *layout, AttendOptions(0.3), kv_scales=cache[1])  # type: ignore[misc]
 
     program = record(
         lambda recording: (

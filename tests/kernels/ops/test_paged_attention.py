@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_cache
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import keys_in_words, serves
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
@@ -58,10 +59,13 @@ class Step:
         self,
         rows: list[int] | None = None,
         impl: str | None = None,
-        *,
-        window: int = 0,
+        **options: Any,
     ) -> Tensor:
-        """The result for some rows, in that order, computed in one call."""
+        """The result for some rows, in that order, computed in one call.
+
+        Args:
+            options: `AttendOptions` besides the scale.
+        """
         rows = list(range(len(self.query_lens))) if rows is None else rows
         starts = torch.tensor((0, *self.query_lens)).cumsum(0).tolist()
         query = torch.cat([self.query[starts[row] : starts[row + 1]] for row in rows])
@@ -74,9 +78,8 @@ class Step:
             self.block_tables[rows],
             torch.tensor((0, *query_lens)).cumsum(0).int(),
             torch.tensor(seq_lens, dtype=torch.int32),
-            SCALE,
+            AttendOptions(SCALE, **options),
             kv_scales=self.kv_scales,
-            window=window,
             query_lens_list=query_lens,
             seq_lens_list=seq_lens,
             impl=impl,
@@ -228,7 +231,7 @@ def test_lengths_and_shapes_that_disagree_are_named() -> None:
     ):
         attend(step, query_lens_list=(2, 1), seq_lens_list=(5,))
     with pytest.raises(ValueError, match=r"window -1 must be 0 or positive"):
-        attend(step, window=-1)
+        attend(step, options=AttendOptions(SCALE, window=-1))
 
 
 def attend(step: Step, **changed: object) -> Tensor:
@@ -239,7 +242,7 @@ def attend(step: Step, **changed: object) -> Tensor:
         "block_tables": step.block_tables,
         "query_starts": torch.tensor([0, 2, 3], dtype=torch.int32),
         "seq_lens": torch.tensor([5, 3], dtype=torch.int32),
-        "scale": SCALE,
+        "options": AttendOptions(SCALE),
         "impl": Step.implementation,
     }
     return paged_attention(**(arguments | changed))  # type: ignore[arg-type]
@@ -292,9 +295,8 @@ def _model_call(
         meta(num_rows, 512, dtype=torch.int32),
         meta(num_rows + 1, dtype=torch.int32),
         meta(num_rows, dtype=torch.int32),
-        head_dim**-0.5,
+        AttendOptions(head_dim**-0.5, window=window),
         kv_scales=kv_scales,
-        window=window,
         query_lens_list=_MIXED_LENS,
         seq_lens_list=(8192,) * num_rows,
         impl="triton",
@@ -326,7 +328,7 @@ def launch_small(draw: SmallOperands) -> None:
                 torch.randint(1, draw.num_blocks, (len(seq_lens), 4), device=draw.device).int(),
                 draw.tensor([0, *query_lens]).cumsum(0).int(),
                 draw.tensor(seq_lens).int(),
-                head_dim**-0.5,
+                AttendOptions(head_dim**-0.5),
                 kv_scales=scales,
                 query_lens_list=query_lens,
                 seq_lens_list=seq_lens,

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.reference.attention import paged_attention
 
 
@@ -73,8 +74,7 @@ def attend_pages(
     tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
+    options: AttendOptions,
 ) -> Tensor:
     """By definition; keys and values [num_blocks, block_size, num_kv_heads, head_dim]."""
     cache = torch.stack([keys, values], dim=1).transpose(2, 3)
@@ -84,9 +84,8 @@ def attend_pages(
         tables,
         query_starts,
         seq_lens,
-        scale,
+        options,
         kv_scales=None,
-        window=window,
         query_lens_list=(),
         seq_lens_list=(),
     )
@@ -138,8 +137,10 @@ def _flash_attn(calls: Calls) -> ModuleType:
         assert int(query_lens.max()) == max_seqlen_q
         assert int(seq_lens.max()) == max_seqlen_k
         assert causal
-        window = _window(window_size)
-        return attend_pages(q, k, v, block_table, cu_seqlens_q, seq_lens, softmax_scale, window)
+        options = AttendOptions(
+            softmax_scale, window=_window(window_size), soft_cap=softcap, alibi=alibi_slopes
+        )
+        return attend_pages(q, k, v, block_table, cu_seqlens_q, seq_lens, options)
 
     def flash_attn_with_kvcache(
         q,
@@ -167,10 +168,10 @@ def _flash_attn(calls: Calls) -> ModuleType:
         num_rows, num_queries = q.shape[:2]
         assert (num_rows, num_queries) == (len(cache_seqlens), 1)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
-        window = _window(window_size)
-        attended = attend_pages(
-            q[:, 0], k_cache, v_cache, block_table, starts, cache_seqlens, softmax_scale, window
+        options = AttendOptions(
+            softmax_scale, window=_window(window_size), soft_cap=softcap, alibi=alibi_slopes
         )
+        attended = attend_pages(q[:, 0], k_cache, v_cache, block_table, starts, cache_seqlens, options)
         return attended[:, None]
 
     for function in (flash_attn_varlen_func, flash_attn_with_kvcache):
@@ -216,10 +217,8 @@ def _flash_attn_interface(calls: Calls) -> ModuleType:
         _check(q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q)
         assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
         assert causal
-        window = _window(window_size)
-        return attend_pages(
-            q, k_cache, v_cache, page_table, cu_seqlens_q, cache_seqlens, softmax_scale, window
-        )
+        options = AttendOptions(softmax_scale, window=_window(window_size), soft_cap=softcap)
+        return attend_pages(q, k_cache, v_cache, page_table, cu_seqlens_q, cache_seqlens, options)
 
     module.flash_attn_with_kvcache = calls.noted(module, flash_attn_with_kvcache)
     return module
@@ -233,8 +232,7 @@ class _Plan:
     last_page_len: Tensor
     page_size: int
     sizes: tuple[int, int, int]
-    scale: float
-    window_left: int
+    options: AttendOptions
     dtypes: tuple[torch.dtype, torch.dtype]
 
 
@@ -267,8 +265,7 @@ class _Wrapper:
         for row, (start, end) in enumerate(zip(plan.indptr.tolist(), plan.indptr[1:].tolist(), strict=False)):
             tables[row, : end - start] = plan.indices[start:end]
         keys, values = paged_kv_cache.transpose(2, 3).unbind(1)
-        window = plan.window_left + 1
-        out.copy_(attend_pages(q, keys, values, tables, plan.query_starts, seq_lens, plan.scale, window))
+        out.copy_(attend_pages(q, keys, values, tables, plan.query_starts, seq_lens, plan.options))
         return out
 
 
@@ -330,8 +327,7 @@ def _flashinfer(calls: Calls) -> ModuleType:
                 *_host(indptr, indices, last_page_len),
                 page_size,
                 (num_qo_heads, num_kv_heads, head_dim),
-                sm_scale,
-                window_left,
+                AttendOptions(sm_scale, window=window_left + 1, soft_cap=logits_soft_cap or 0.0),
                 (q_data_type, kv_data_type),
             )
 
@@ -417,8 +413,7 @@ def _flashinfer(calls: Calls) -> ModuleType:
                 *_host(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len),
                 page_size,
                 (num_qo_heads, num_kv_heads, head_dim_qk),
-                sm_scale,
-                window_left,
+                AttendOptions(sm_scale, window=window_left + 1, soft_cap=logits_soft_cap or 0.0),
                 (q_data_type, kv_data_type),
             )
 

@@ -21,6 +21,7 @@ from tests.worker.attention.attention_packages import Call, Calls, attend_pages,
 from tests.worker.deferred import DeferredStream
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config, tiny_facts
 from triptych.errors import ConfigError
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.library import isa
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch, KvCache
 from triptych_services.worker.attention.create import create_attention, describe_kernels
@@ -36,6 +37,7 @@ from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SCALE = 0.3
+OPTIONS = AttendOptions(SCALE)
 
 
 @pytest.fixture
@@ -70,11 +72,11 @@ class Step:
     cache: KvCache
     batch: AttentionBatch
 
-    def expected(self, scale: float = SCALE, window: int = 0) -> Tensor:
+    def expected(self, options: AttendOptions = OPTIONS) -> Tensor:
         keys, values = self.cache.blocks.transpose(2, 3).unbind(1)
         batch = self.batch
         return attend_pages(
-            self.query, keys, values, batch.block_tables, batch.query_starts, batch.seq_lens, scale, window
+            self.query, keys, values, batch.block_tables, batch.query_starts, batch.seq_lens, options
         )
 
 
@@ -122,7 +124,7 @@ def test_each_query_sees_its_rows_keys_and_no_others(calls: Calls, name: str, ro
     for block_size in block_sizes:
         backend = make()
         step = make_step(rows, block_size, backend)
-        attended = backend.attend(step.query, step.cache, step.batch, SCALE)
+        attended = backend.attend(step.query, step.cache, step.batch, OPTIONS)
         assert attended.shape == step.query.shape
         torch.testing.assert_close(attended, step.expected(), rtol=0, atol=0)
         assert not attended.isnan().any()
@@ -134,9 +136,10 @@ def test_each_query_sees_the_last_keys_within_its_window(calls: Calls, name: str
     make, block_sizes = BACKENDS.get(name, (lambda: PagedAttention("torch"), (4,)))
     backend = make()
     step = make_step(STEPS["mixed"], block_sizes[-1], backend)
-    whole = backend.attend(step.query, step.cache, step.batch, SCALE)
-    attended = backend.attend(step.query, step.cache, step.batch, SCALE, window)
-    torch.testing.assert_close(attended, step.expected(window=window))
+    whole = backend.attend(step.query, step.cache, step.batch, OPTIONS)
+    options = AttendOptions(SCALE, window=window)
+    attended = backend.attend(step.query, step.cache, step.batch, options)
+    torch.testing.assert_close(attended, step.expected(options))
     near = {"rtol": 1e-5, "atol": 1e-5}  # torch sums in another order under a mask
     is_same = torch.allclose(attended, whole, **near)
     assert is_same == (window == 40), "no row has so many keys"
@@ -147,7 +150,7 @@ def test_flash_attn_reads_rows_of_several_of_its_long_blocks(calls: Calls) -> No
     for rows in (((1, 300), (1, 257)), ((2, 258), (1, 40))):
         step = make_step(rows, 256, backend)
         torch.testing.assert_close(
-            backend.attend(step.query, step.cache, step.batch, SCALE), step.expected(), rtol=0, atol=0
+            backend.attend(step.query, step.cache, step.batch, OPTIONS), step.expected(), rtol=0, atol=0
         )
 
 
@@ -156,7 +159,7 @@ def test_the_cache_is_not_copied(calls: Calls, name: str) -> None:
     make, (block_size, *_) = BACKENDS[name]
     backend = make()
     step = make_step(STEPS["mixed"], block_size, backend)
-    backend.attend(step.query, step.cache, step.batch, SCALE)
+    backend.attend(step.query, step.cache, step.batch, OPTIONS)
     shown = [
         value
         for call in calls
@@ -173,7 +176,7 @@ def test_flash_attn_counts_keys_once_per_step(calls: Calls) -> None:
     first, second = (make_step(STEPS["mixed"], 256, backend, seed=seed) for seed in (1, 2))
     for step in (first, first, second, first):
         torch.testing.assert_close(
-            backend.attend(step.query, step.cache, step.batch, SCALE), step.expected(), rtol=0, atol=0
+            backend.attend(step.query, step.cache, step.batch, OPTIONS), step.expected(), rtol=0, atol=0
         )
     starts = [call.bound["cu_seqlens_k"] for call in calls.of("flash_attn_varlen_func")]
     assert starts[0] is starts[1]
@@ -193,7 +196,7 @@ def test_decodes_follow_what_a_graph_finds_on_the_device(calls: Calls, name: str
         step.batch.seq_lens.copy_(other.batch.seq_lens)
         step.batch.block_tables.zero_()
         step.batch.block_tables[:, : other.batch.block_tables.shape[1]] = other.batch.block_tables
-        attended = backend.attend(other.query, other.cache, step.batch, SCALE)
+        attended = backend.attend(other.query, other.cache, step.batch, OPTIONS)
         torch.testing.assert_close(attended, other.expected(), rtol=0, atol=0)
 
 
@@ -203,14 +206,15 @@ def test_flashinfer_plans_a_step_once_for_all_layers(calls: Calls) -> None:
     decodes, mixed = (make_step(STEPS[name], 4, backend) for name in ("decodes", "mixed"))
     plans = []
     for step, scale in ((decodes, SCALE), (mixed, SCALE), (decodes, SCALE), (decodes, 0.5), (mixed, SCALE)):
+        options = AttendOptions(scale)
         for _layer in range(3):
-            attended = backend.attend(step.query, step.cache, step.batch, scale)
-            torch.testing.assert_close(attended, step.expected(scale), rtol=0, atol=0)
+            attended = backend.attend(step.query, step.cache, step.batch, options)
+            torch.testing.assert_close(attended, step.expected(options), rtol=0, atol=0)
         plans.append(sum(call.name.endswith(".plan") for call in calls))
     assert plans == [1, 2, 2, 3, 3], "a step that the wrapper still knows, and one of another scale"
     later = make_step(STEPS["decodes"], 4, backend, seed=5)
     torch.testing.assert_close(
-        backend.attend(later.query, later.cache, later.batch, SCALE), later.expected(), rtol=0, atol=0
+        backend.attend(later.query, later.cache, later.batch, OPTIONS), later.expected(), rtol=0, atol=0
     )
 
 
@@ -231,7 +235,7 @@ def test_flashinfer_waits_for_the_plan_before(calls: Calls) -> None:
     backend._decodes.wrapper.plan = lambda *args, **kwargs: (order.append("plan"), plan(*args, **kwargs))
     for seed in range(2):
         step = make_step(STEPS["decodes"], 4, backend, seed=seed)
-        backend.attend(step.query, step.cache, step.batch, SCALE)
+        backend.attend(step.query, step.cache, step.batch, OPTIONS)
     assert order == ["wait", "plan", "record"] * 2
 
 
@@ -410,7 +414,7 @@ def test_the_installed_package_understands_what_it_is_asked(monkeypatch, name, m
     backend = make()
     for rows in ("decodes", "mixed"):
         step = make_step(STEPS[rows], block_sizes[-1], backend)
-        backend.attend(step.query, step.cache, step.batch, SCALE)
+        backend.attend(step.query, step.cache, step.batch, OPTIONS)
     assert len(calls) == {"flash-attn": 2, "flash-attn-3": 2, "flashinfer": 6}[name]
     for call in calls:
         is_decode = call.name.startswith("BatchDecode")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.worker.attention.test_backends import HEADS, KV_HEADS, SCALE, STEPS, Step, make_step
+from tests.worker.attention.test_backends import HEADS, KV_HEADS, OPTIONS, STEPS, Step, make_step
 from triptych_services.worker.attention.base import AttentionBackend, KvCache
 from triptych_services.worker.attention.flash_attn import FlashAttention2, FlashAttention3
 from triptych_services.worker.attention.flashinfer import FlashInferAttention
@@ -71,7 +71,7 @@ def test_a_step_is_what_the_definition_says(device: torch.device, name: str, row
     """Blocks that no row owns are NaN, in the packages' caches as in ours."""
     backend, block_size = backend_of(name, device)
     step = on_device(make_step(rows, block_size, backend, head_dim=HEAD_DIM), device, dtype)
-    attended = backend.attend(step.query, step.cache, step.batch, SCALE)
+    attended = backend.attend(step.query, step.cache, step.batch, OPTIONS)
     assert attended.dtype == dtype
     close(dtype)(attended, expected(step))
 
@@ -84,11 +84,11 @@ def test_recorded_decodes_follow_lengths_and_tables(device: torch.device, name: 
         make_step(((1, 600),) * 3, block_size, backend, head_dim=HEAD_DIM, seed=9), device, dtype
     )
     query, blocks, batch = bounds.query.contiguous(), bounds.cache.blocks, bounds.batch
-    backend.attend(query, bounds.cache, batch, SCALE)  # compiles, or loads
+    backend.attend(query, bounds.cache, batch, OPTIONS)  # compiles, or loads
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
     with torch.cuda.graph(graph):
-        attended = backend.attend(query, bounds.cache, batch, SCALE)
+        attended = backend.attend(query, bounds.cache, batch, OPTIONS)
     for seed, seq_lens in enumerate(((3, 8, 1), (590, 1, 39), (257, 256, 600))):
         rows = [(1, seq_len) for seq_len in seq_lens]
         step = on_device(make_step(rows, block_size, backend, head_dim=HEAD_DIM, seed=seed), device, dtype)
@@ -116,10 +116,10 @@ def test_steps_launched_ahead_keep_their_own_lengths(device: torch.device, name:
         )
         for seed in range(12)
     ]
-    backend.attend(steps[0].query, steps[0].cache, steps[0].batch, SCALE)
-    backend.attend(steps[1].query, steps[1].cache, steps[1].batch, SCALE)
+    backend.attend(steps[0].query, steps[0].cache, steps[0].batch, OPTIONS)
+    backend.attend(steps[1].query, steps[1].cache, steps[1].batch, OPTIONS)
     torch.cuda.synchronize(device)
     torch.cuda._sleep(50_000_000)  # some 25 ms in which the device reads nothing
-    attended = [backend.attend(step.query, step.cache, step.batch, SCALE) for step in steps]
+    attended = [backend.attend(step.query, step.cache, step.batch, OPTIONS) for step in steps]
     for step, found in zip(steps, attended, strict=True):
         close(dtype)(found, expected(step))

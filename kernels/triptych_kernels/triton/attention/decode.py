@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.triton.attention.plan import decode_tiles, num_sms, rows_block
 from triptych_kernels.triton.attention.tile import attend_keys, locate, score_unit
 
@@ -29,11 +30,10 @@ def attend_decodes(
     block_tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
-    scale: float,
+    options: AttendOptions,
     out: Tensor,
     *,
     kv_scales: Tensor | None,
-    window: int,
     max_seq_len: int,
 ) -> None:
     """Attend from the rows that have one query; `out` keeps its content for the others.
@@ -54,19 +54,19 @@ def attend_decodes(
     tiles = decode_tiles(query, kv_cache.dtype, head_dim, block_m)
     num_programs = num_sms(query.device) * tiles.programs_per_sm
     target_splits = min(max(num_programs // num_kv_heads, 1), _MAX_SPLITS)
-    max_keys = min(max_seq_len, window + tiles.block_n) if window else max_seq_len
+    max_keys = min(max_seq_len, options.max_keys + tiles.block_n) if options.max_keys else max_seq_len
     max_splits = min(target_splits, triton.cdiv(max_keys, _SPLIT_KEYS))
     partials = torch.empty(
         (num_rows, num_heads, max_splits, head_dim), dtype=torch.float32, device=query.device
     )
     log_totals = torch.empty((num_rows, num_heads, max_splits), dtype=torch.float32, device=query.device)
     constants = {
-        "WINDOW": window, "MIN_TILES": max(_SPLIT_KEYS // tiles.block_n, 1),
+        "WINDOW": options.window, "MIN_TILES": max(_SPLIT_KEYS // tiles.block_n, 1),
         "HEAD_DIM": head_dim, "BLOCK_N": tiles.block_n, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
     }  # fmt: skip
     _attend_splits[(min(num_programs, num_rows * num_kv_heads * max_splits),)](
         query, query.stride(0), query.stride(1), kv_cache, kv_scales, block_tables, block_tables.stride(0),
-        query_starts, seq_lens, num_rows, scale, out, partials, log_totals, target_splits, max_splits,
+        query_starts, seq_lens, num_rows, options.scale, out, partials, log_totals, target_splits, max_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, BLOCK_SIZE=block_size,
         ROWS=rows_block(num_rows), BLOCK_M=block_m,
         **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,

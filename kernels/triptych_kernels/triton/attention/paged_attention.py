@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.triton.attention.decode import attend_decodes
 from triptych_kernels.triton.attention.plan import MAX_HEAD_DIM
 from triptych_kernels.triton.attention.prefill import attend_prefills
@@ -18,10 +19,9 @@ def paged_attention(
     block_tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
-    scale: float,
+    options: AttendOptions,
     *,
     kv_scales: Tensor | None,
-    window: int,
     query_lens_list: tuple[int, ...],
     seq_lens_list: tuple[int, ...],
 ) -> Tensor:
@@ -38,15 +38,14 @@ def paged_attention(
             f"paged_attention: kv_cache {list(kv_cache.shape)}; on CUDA devices head_dim is at most {MAX_HEAD_DIM}, "
             f"and the product of the other axes below {_MAX_VECTORS}"
         )
-    if scale <= 0.0:
-        raise ValueError(f"paged_attention: scale {scale} must be positive on CUDA devices")
+    if options.scale <= 0.0:
+        raise ValueError(f"paged_attention: scale {options.scale} must be positive on CUDA devices")
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    operands = query, kv_cache, block_tables, query_starts, seq_lens, scale, out
+    operands = query, kv_cache, block_tables, query_starts, seq_lens, options, out
     if query.shape[0] > len(seq_lens):
         attend_prefills(
             *operands,
             kv_scales=kv_scales,
-            window=window,
             query_lens=query_lens_list,
             key_lens=seq_lens_list,
         )
@@ -54,7 +53,6 @@ def paged_attention(
         attend_decodes(
             *operands,
             kv_scales=kv_scales,
-            window=window,
             max_seq_len=max(seq_lens_list),
         )
     return out

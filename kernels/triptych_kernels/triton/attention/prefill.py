@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.triton.attention.plan import prefill_tiles, rows_block
 from triptych_kernels.triton.attention.tile import attend_keys, locate, score_unit
 
@@ -43,11 +44,10 @@ def attend_prefills(
     block_tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
-    scale: float,
+    options: AttendOptions,
     out: Tensor,
     *,
     kv_scales: Tensor | None,
-    window: int,
     query_lens: tuple[int, ...],
     key_lens: tuple[int, ...],
 ) -> None:
@@ -69,8 +69,8 @@ def attend_prefills(
     block_m = max(triton.next_power_of_2(group), tiles.block_m)
     tile_tokens = block_m // group
     num_tiles, max_parts = _count(query_lens, key_lens, tile_tokens, PART_KEYS)
-    if window:
-        max_parts = min(max_parts, (window + tile_tokens) // PART_KEYS + 2)
+    if options.max_keys:
+        max_parts = min(max_parts, (options.max_keys + tile_tokens) // PART_KEYS + 2)
     # where the parts do not all fit, there is one more slot, for what is folded so far
     places = num_tiles, num_kv_heads
     num_slots = min(max(MAX_STATE_BYTES // (4 * math.prod(places) * block_m * head_dim) - 1, 1), max_parts)
@@ -78,20 +78,20 @@ def attend_prefills(
     states = torch.empty((all_slots, *places, block_m, head_dim), dtype=torch.float32, device=query.device)
     peaks_totals = torch.empty((all_slots, *places, 2, block_m), dtype=torch.float32, device=query.device)
     constants = {
-        "WINDOW": window, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
+        "WINDOW": options.window, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
         "TILE_TOKENS": tile_tokens, "ROWS": rows_block(num_rows), "PART_KEYS": PART_KEYS,
         "BLOCK_M": block_m, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
     }  # fmt: skip
     for first_number in range(0, max_parts, num_slots):
         _attend_part[(*places, min(num_slots, max_parts - first_number))](
             query, query.stride(0), query.stride(1), kv_cache, kv_scales, block_tables, block_tables.stride(0),
-            query_starts, seq_lens, num_rows, scale, out, states, peaks_totals, first_number,
+            query_starts, seq_lens, num_rows, options.scale, out, states, peaks_totals, first_number,
             **constants, BLOCK_SIZE=block_size, BLOCK_N=tiles.block_n,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         if max_parts > 1:
             _fold_parts[(*places, block_m // _FOLDED_ROWS)](
-                query_starts, seq_lens, num_rows, scale, out, states, peaks_totals, first_number, num_slots,
+                query_starts, seq_lens, num_rows, options.scale, out, states, peaks_totals, first_number, num_slots,
                 **constants, FOLDED=_FOLDED_ROWS, num_warps=4,
             )  # fmt: skip
 

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from triptych_kernels.attend_options import AttendOptions
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch, KvCache
 from triptych_services.worker.runner.backend import StepOutput
 from triptych_services.worker.runner.cuda.forward import DeviceForward
@@ -145,8 +146,7 @@ class _Call:
     """The attention of one layer."""
 
     kv_cache: KvCache
-    scale: float
-    window: int
+    options: AttendOptions
 
 
 class _AttentionBetweenGraphs:
@@ -160,6 +160,7 @@ class _AttentionBetweenGraphs:
     def __init__(self, attention: AttentionBackend, max_num_tokens: int) -> None:
         self.name = attention.name
         self.writer = attention.writer
+        self.supported = attention.supported
         self._attention = attention
         self._max_num_tokens = max_num_tokens
         self._batch: AttentionBatch | None = None
@@ -186,7 +187,7 @@ class _AttentionBetweenGraphs:
             self._cut = None
 
     def attend(
-        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, scale: float, window: int = 0
+        self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, options: AttendOptions
     ) -> Tensor:
         if self._memory is None:
             shape = self._max_num_tokens, *query.shape[1:]
@@ -194,7 +195,7 @@ class _AttentionBetweenGraphs:
             self._memory = query.new_zeros(shape), query.new_zeros(shape)
         queries, attended = (memory[: len(query)] for memory in self._memory)
         queries.copy_(query)
-        call = _Call(kv_cache, scale, window)
+        call = _Call(kv_cache, options)
         if self._cut is None:
             self.run(call)
         else:
@@ -209,7 +210,7 @@ class _AttentionBetweenGraphs:
         if not self._num_tokens:
             return
         queries, attended = (memory[: self._num_tokens] for memory in self._memory)
-        attended.copy_(self._attention.attend(queries, call.kv_cache, self._batch, call.scale, call.window))
+        attended.copy_(self._attention.attend(queries, call.kv_cache, self._batch, call.options))
 
 
 @dataclass(slots=True, eq=False)

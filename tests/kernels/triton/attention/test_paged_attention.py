@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.poison import poisoned_allocations
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.ops import paged_attention
 from triptych_kernels.triton.attention import decode as paged_attention_decode
 from triptych_kernels.triton.attention import prefill as paged_attention_prefill
@@ -39,23 +40,32 @@ class Step:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
 
-    def attend(self, impl: str = "triton", **options: Any) -> Tensor:
-        """The result; every allocation of the launcher holds NaN at first."""
+    def attend(
+        self, impl: str = "triton", *, seq_lens_list: tuple[int, ...] | None = None, **options: Any
+    ) -> Tensor:
+        """The result; every allocation of the launcher holds NaN at first.
+
+        Args:
+            options: `AttendOptions` besides the scale.
+        """
         with poisoned_allocations():
             return paged_attention(
                 *self.operands(),
+                AttendOptions(SCALE, **{name: self.on_device(value) for name, value in options.items()}),
                 kv_scales=self.kv_scales,
                 impl=impl,
-                **{"query_lens_list": self.query_lens, "seq_lens_list": self.seq_lens, **options},
+                query_lens_list=self.query_lens,
+                seq_lens_list=seq_lens_list or self.seq_lens,
             )
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+    def on_device(self, value: Any) -> Any:
+        return value.to(self.query.device) if isinstance(value, Tensor) else value
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         starts = torch.tensor((0, *self.query_lens)).cumsum(0).int()
         seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32)
         device = self.query.device
-        return (
-            self.query, self.kv_cache, self.block_tables, starts.to(device), seq_lens.to(device), SCALE
-        )  # fmt: skip
+        return self.query, self.kv_cache, self.block_tables, starts.to(device), seq_lens.to(device)
 
     def alone(self, row: int) -> Step:
         """The same row in a step of its own."""
@@ -360,6 +370,6 @@ def test_what_the_kernels_do_not_cover_is_named(device: torch.device) -> None:
     with pytest.raises(ValueError, match="head_dim is at most 256"):
         build_step([(1, 3)], torch.float32, device, head_dim=320).attend()
     step = build_step([(1, 3)], torch.float32, device)
-    limits: dict[str, Any] = {"kv_scales": None, "window": 0}
+    lens: dict[str, Any] = {"query_lens_list": (1,), "seq_lens_list": (3,)}
     with pytest.raises(ValueError, match=r"scale 0\.0 must be positive"):
-        triton_paged_attention(*step.operands()[:5], 0.0, query_lens_list=(1,), seq_lens_list=(3,), **limits)
+        triton_paged_attention(*step.operands(), AttendOptions(0.0), kv_scales=None, **lens)

@@ -1,0 +1,53 @@
+"""What a layer's attention computes beyond plain causal attention: the options of `ops.paged_attention`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendOptions:
+    """The options of one layer, the same in every step.
+
+    Of a query at position p, which sees the keys at first..p, with h its head:
+
+        first    = max(0, p - window + 1, p // chunk * chunk)
+        score[k] = cap(scale * query . key[k]) + alibi[h] * (k - p)      cap(x) = soft_cap * tanh(x / soft_cap)
+        out      = sum of e^score[k] * value[k] / (e^sinks[h] + sum of e^score[k])
+
+    `sinks` and `alibi` are on the device of the layer, and must keep their memory: a recorded step and a CUDA graph
+    read it. A rank that has a share of the heads has their share of both.
+
+    Sources: window, arXiv:2310.06825; chunk, Llama 4; soft_cap, Gemma 2, arXiv:2408.00118; sinks, GPT-OSS,
+    arXiv:2508.10925; alibi, arXiv:2108.12409.
+    """
+
+    scale: float
+    """Factor of the products of queries and keys."""
+    window: int = 0
+    """Largest number of keys that a query sees, including its own; 0: all."""
+    chunk: int = 0
+    """Number of positions of a chunk; a query sees the keys of its own chunk only. 0: all."""
+    soft_cap: float = 0.0
+    """Bound of the scores, which become soft_cap * tanh(score / soft_cap); 0: they stay as they are."""
+    sinks: Tensor | None = None
+    """[num_heads] float32, one more score for each head, which takes part in the softmax and has no value."""
+    alibi: Tensor | None = None
+    """[num_heads] float32, slopes: a score gets slope * (key position - query position) after it is capped."""
+    is_causal: bool = True
+    """Whether a query sees no later keys. False is refused by `ops.paged_attention`: it has only causal kernels."""
+
+    @property
+    def in_use(self) -> frozenset[str]:
+        """Names of the options other than `scale` that are not at their defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)[1:]}
+        return frozenset(
+            name for name, (value, default) in values.items() if isinstance(value, Tensor) or value != default
+        )
+
+    @property
+    def max_keys(self) -> int:
+        """Largest number of keys that a query sees; 0: all."""
+        return min((limit for limit in (self.window, self.chunk) if limit), default=0)
