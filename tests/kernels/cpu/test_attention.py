@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.ops.test_paged_attention import SCALE, TOLERANCE, Step, build_step
+from tests.kernels.ops.test_paged_attention import (
+    ALIBI,
+    SCALE,
+    SINKS,
+    TOLERANCE,
+    Step,
+    build_step,
+    for_heads,
+)
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import paged_attention as native_paged_attention
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
@@ -42,10 +51,26 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", empty_with_nan)
 
 
-def assert_equals_reference(step: Step, tolerance: dict[str, float], **limits: float) -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": 40},
+    "window of a span": {"window": 256},
+    "window beyond a span": {"window": 300},
+    "chunk": {"chunk": 100},
+    "chunk beyond a span": {"chunk": 270},
+    "cap": {"soft_cap": 50.0},
+    "small cap": {"soft_cap": 0.5},
+    "sinks": {"sinks": SINKS},
+    "alibi": {"alibi": ALIBI},
+    "sinks in windows": {"window": 70, "sinks": SINKS},
+    "all": {"window": 300, "chunk": 270, "soft_cap": 4.0, "sinks": SINKS, "alibi": ALIBI},
+}
+"""As in test_paged_attention, of rows with several spans."""
+
+
+def assert_equals_reference(step: Step, tolerance: dict[str, float], **options: Any) -> None:
     """The reference is slow; plain torch in float64, which test_paged_attention holds against it, is not."""
-    exact = step.in_float64().attend(impl="torch", **limits)  # type: ignore[arg-type]
-    out = step.attend(impl="cpu", **limits)  # type: ignore[arg-type]
+    exact = step.in_float64().attend(impl="torch", **options)
+    out = step.attend(impl="cpu", **options)
     assert out.dtype == step.query.dtype
     torch.testing.assert_close(out.double(), exact, **tolerance)
 
@@ -87,13 +112,17 @@ def test_query_and_cache_may_differ_in_precision(dtype: torch.dtype, cache_dtype
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    "limits",
-    [{"window": 1}, {"window": 40}, {"window": 256}, {"window": 300}],
-)
-def test_windows_equal_the_reference(limits: dict[str, float], dtype: torch.dtype) -> None:
-    step = build_step([*AROUND_A_SPAN, (90, 700)], head_dim=16, dtype=dtype)
-    assert_equals_reference(step, TOLERANCE[dtype], **limits)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_equal_the_reference(options: dict[str, Any], dtype: torch.dtype) -> None:
+    step = build_step([*AROUND_A_SPAN, (90, 700)], num_heads=6, head_dim=16, dtype=dtype)
+    assert_equals_reference(step, TOLERANCE[dtype], **for_heads(options, 6))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0, 1e2, 1e30])
+def test_scores_of_any_size_are_capped(scale: float) -> None:
+    step = build_step([*AROUND_A_SPAN, (90, 700)], head_dim=16)
+    step.query *= scale
+    assert_equals_reference(step, TOLERANCE[torch.float32], soft_cap=30.0)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -101,8 +130,9 @@ def test_windows_equal_the_reference(limits: dict[str, float], dtype: torch.dtyp
     ("cache_dtype", "flawed"),
     [(None, "query"), (None, "key"), (torch.int8, "query"), (torch.int8, "scale")],
 )
+@pytest.mark.parametrize("options", [{}, OPTIONS["all"]], ids=["plain", "options"])
 def test_nan_shows_wherever_it_is_seen(
-    flawed: str, cache_dtype: torch.dtype | None, dtype: torch.dtype
+    options: dict[str, Any], flawed: str, cache_dtype: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     rows = [(1, 40), (3, 258)]
     step = build_step(rows, block_size=16, head_dim=24, dtype=dtype, cache_dtype=cache_dtype)
@@ -114,25 +144,27 @@ def test_nan_shows_wherever_it_is_seen(
     else:
         assert step.kv_scales is not None
         step.kv_scales[block, 0, 1, 3] = torch.nan
-    expected = step.attend(impl="reference").isnan()
+    options = for_heads(options)
+    expected = step.attend(impl="reference", **options).isnan()
     assert expected.any()
-    assert torch.equal(step.attend(impl="cpu").isnan(), expected)
+    assert torch.equal(step.attend(impl="cpu", **options).isnan(), expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("limits", [{}, {"window": 70}, {"window": 300}])
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"window": 300}, {"chunk": 100}, OPTIONS["all"]])
 def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
-    dtype: torch.dtype, limits: dict[str, float]
+    dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     rows = [(600, 600), (1, 257), (70, 530), (1, 1400), (1, 5)]
     step = build_step(rows, block_size=16, head_dim=80, num_heads=6, num_kv_heads=2, dtype=dtype)
-    together = step.attend(impl="cpu", **limits)  # type: ignore[arg-type]
+    options = for_heads(options, 6)
+    together = step.attend(impl="cpu", **options)
     start = 0
     for row, (query_len, seq_len) in enumerate(rows):
         own = together[start : start + query_len]
         for num_threads in (1, 2, 40):
             use_threads(num_threads)
-            assert torch.equal(step.attend([row], impl="cpu", **limits), own)  # type: ignore[arg-type]
+            assert torch.equal(step.attend([row], impl="cpu", **options), own)
         for first, length in (
             (0, 1),
             (query_len - 1, 1),
@@ -149,7 +181,7 @@ def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
                 (length,),
                 (seq_len - query_len + first + length,),
             )
-            assert torch.equal(chunk.attend(impl="cpu", **limits), own[first : first + length])  # type: ignore[arg-type]
+            assert torch.equal(chunk.attend(impl="cpu", **options), own[first : first + length])
         start += query_len
 
 

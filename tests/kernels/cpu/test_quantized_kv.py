@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,15 @@ from torch import Tensor
 
 from tests.kernels.cpu.test_attention import AROUND_A_SPAN
 from tests.kernels.operands import keys_as_rows
-from tests.kernels.ops.test_paged_attention import CHUNKS, DECODES, MIXED, Step, build_step
+from tests.kernels.ops.test_paged_attention import (
+    CHUNKS,
+    DECODES,
+    MIXED,
+    OPTIONS,
+    Step,
+    build_step,
+    for_heads,
+)
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import serves
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
@@ -144,25 +153,26 @@ def test_zeros_stay_zeros_and_what_is_not_finite_has_no_scale(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("cache_dtype", QUANTIZED)
 @pytest.mark.parametrize("rows", [DECODES, CHUNKS, MIXED], ids=["decodes", "chunks", "mixed"])
-@pytest.mark.parametrize("limits", [{}, {"window": 6}], ids=["plain", "limited"])
+@pytest.mark.parametrize("options", [{}, OPTIONS["window"], OPTIONS["all"]], ids=["plain", "window", "all"])
 def test_attends_like_the_reference(
     implementation: Implementation,
     rows: list[tuple[int, int]],
-    limits: dict[str, float],
+    options: dict[str, Any],
     cache_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> None:
     if not implementation.serves(cache_dtype):
         pytest.skip("the native kernels leave it to plain torch")
     step = build_step(rows, dtype=dtype, cache_dtype=cache_dtype)
-    expected = step.attend(impl="reference", **limits)  # type: ignore[arg-type]
-    found = step.attend(impl=implementation.name, **limits)  # type: ignore[arg-type]
+    options = for_heads(options)
+    expected = step.attend(impl="reference", **options)
+    found = step.attend(impl=implementation.name, **options)
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
-def assert_reads_what_it_means(step: Step, **limits: float) -> None:
-    exact = step.in_float64().attend(impl="torch", **limits)  # type: ignore[arg-type]
-    found = step.attend(impl="cpu", **limits)  # type: ignore[arg-type]
+def assert_reads_what_it_means(step: Step, **options: Any) -> None:
+    exact = step.in_float64().attend(impl="torch", **options)
+    found = step.attend(impl="cpu", **options)
     torch.testing.assert_close(found.double(), exact, **TOLERANCE[step.query.dtype])
 
 
@@ -178,15 +188,15 @@ def test_every_head_size(native: None, head_dim: int, dtype: torch.dtype) -> Non
     ("num_heads", "num_kv_heads", "block_size"),
     [(1, 1, 1), (9, 3, 33), (7, 1, 16), (4, 2, 64), (100, 1, 256)],
 )
-@pytest.mark.parametrize("limits", [{}, {"window": 40}, {"window": 300}])
-def test_every_grouping_block_size_and_limit(
-    native: None, num_heads: int, num_kv_heads: int, block_size: int, limits: dict[str, float]
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 300}, OPTIONS["all"]])
+def test_every_grouping_block_size_and_options(
+    native: None, num_heads: int, num_kv_heads: int, block_size: int, options: dict[str, Any]
 ) -> None:
     rows = [*AROUND_A_SPAN, (40, 300)]
     step = build_step(
         rows, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, cache_dtype=torch.int8
     )
-    assert_reads_what_it_means(step, **limits)
+    assert_reads_what_it_means(step, **for_heads(options, num_heads))
 
 
 def test_the_largest_sums_fit_their_integers(native: None) -> None:
@@ -206,21 +216,22 @@ def test_vectors_of_very_different_size_share_a_step(native: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("limits", [{}, {"window": 300}])
+@pytest.mark.parametrize("options", [{}, {"window": 300}, OPTIONS["all"]])
 def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
-    native: None, dtype: torch.dtype, limits: dict[str, float]
+    native: None, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     rows = [(90, 600), (1, 257), (70, 530), (1, 900)]
     step = build_step(
         rows, block_size=16, head_dim=80, num_heads=6, num_kv_heads=2, dtype=dtype, cache_dtype=torch.int8
     )
-    together = step.attend(impl="cpu", **limits)  # type: ignore[arg-type]
+    options = for_heads(options, 6)
+    together = step.attend(impl="cpu", **options)
     starts = torch.tensor((0, *step.query_lens)).cumsum(0).tolist()
     for row, (query_len, seq_len) in enumerate(rows):
         own = together[starts[row] : starts[row + 1]]
         for num_threads in (1, 2, 40):
             use_threads(num_threads)
-            assert torch.equal(step.attend([row], impl="cpu", **limits), own)  # type: ignore[arg-type]
+            assert torch.equal(step.attend([row], impl="cpu", **options), own)
         for first, length in ((0, 1), (query_len - 1, 1), (query_len // 2, query_len // 3)):
             if length == 0:
                 continue
@@ -231,7 +242,7 @@ def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
                 query_lens=(length,),
                 seq_lens=(seq_len - query_len + first + length,),
             )
-            assert torch.equal(chunk.attend(impl="cpu", **limits), own[first : first + length])  # type: ignore[arg-type]
+            assert torch.equal(chunk.attend(impl="cpu", **options), own[first : first + length])
 
 
 @pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])

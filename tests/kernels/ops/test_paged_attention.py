@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -125,6 +127,32 @@ def stored(kv_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]
     return cache, scales
 
 
+def per_head(*values: float) -> Callable[[int], Tensor]:
+    """The values in turn, for as many heads as there are."""
+    return lambda num_heads: torch.tensor(values).repeat(-(-num_heads // len(values)))[:num_heads]
+
+
+SINKS, ALIBI = per_head(0.5, -torch.inf, 2.0, 60.0, -3.0), per_head(0.25, 0.0, 0.03, -0.1)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window of 1": {"window": 1},
+    "window": {"window": 5},
+    "long window": {"window": 30},
+    "chunk": {"chunk": 6},
+    "chunk of 1": {"chunk": 1},
+    "window in chunks": {"window": 4, "chunk": 6},
+    "cap": {"soft_cap": 0.7},
+    "sinks": {"sinks": SINKS},
+    "alibi": {"alibi": ALIBI},
+    "sinks in windows": {"sinks": SINKS, "window": 3},
+    "all": {"window": 9, "chunk": 12, "soft_cap": 1.5, "sinks": SINKS, "alibi": ALIBI},
+}
+"""`AttendOptions` besides the scale; tensors as functions of the number of heads."""
+
+
+def for_heads(options: dict[str, Any], num_heads: int = 4) -> dict[str, Any]:
+    return {name: value(num_heads) if callable(value) else value for name, value in options.items()}
+
+
 DECODES = [(1, 1), (1, 3), (1, 4), (1, 5), (1, 16), (1, 17), (1, 17), (1, 40)]
 PROMPTS = [(1, 1), (3, 3), (4, 4), (5, 5), (17, 17)]
 CHUNKS = [(2, 5), (4, 8), (5, 9), (7, 30), (2, 2)]
@@ -190,11 +218,12 @@ def test_padding_of_a_tile_is_bounded() -> None:
     assert len(lens_by_tile) < len(rows)
 
 
+@pytest.mark.parametrize("options", [{}, OPTIONS["all"]], ids=["plain", "options"])
 @pytest.mark.parametrize("rows", [DECODES, MIXED], ids=["decodes", "mixed"])
-def test_a_row_does_not_depend_on_its_batch(rows: list[tuple[int, int]]) -> None:
-    step = build_step(rows)
-    together = step.attend()
-    alone = torch.cat([step.attend(rows=[row]) for row in range(len(rows))])
+def test_a_row_does_not_depend_on_its_batch(rows: list[tuple[int, int]], options: dict[str, Any]) -> None:
+    step, options = build_step(rows), for_heads(options)
+    together = step.attend(**options)
+    alone = torch.cat([step.attend(rows=[row], **options) for row in range(len(rows))])
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
 
 
@@ -230,8 +259,6 @@ def test_lengths_and_shapes_that_disagree_are_named() -> None:
         ValueError, match="query_lens_list has 2 rows and seq_lens_list 1, but seq_lens has 2"
     ):
         attend(step, query_lens_list=(2, 1), seq_lens_list=(5,))
-    with pytest.raises(ValueError, match=r"window -1 must be 0 or positive"):
-        attend(step, options=AttendOptions(SCALE, window=-1))
 
 
 def attend(step: Step, **changed: object) -> Tensor:
@@ -256,22 +283,53 @@ def test_unknown_lengths_are_read_from_the_tensors() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    "limits",
-    [{"window": 1}, {"window": 5}, {"window": 30}],
-)
-def test_windows_equal_the_reference(limits: dict[str, float], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_equal_the_reference(options: dict[str, Any], dtype: torch.dtype) -> None:
     step = build_step(MIXED, dtype=dtype)
-    torch.testing.assert_close(
-        step.attend(**limits), step.attend(impl="reference", **limits), **TOLERANCE[dtype]
-    )
+    options = for_heads(options)
+    expected = step.attend(impl="reference", **options)
+    assert not torch.equal(expected, step.attend(impl="reference"))
+    torch.testing.assert_close(step.attend(**options), expected, **TOLERANCE[dtype])
 
 
-def test_pages_that_a_window_has_left_behind_may_be_gone() -> None:
+def test_what_options_mean() -> None:
+    """One key has a score of 3, so that all can be computed by hand."""
+    step = build_step([(1, 1)], num_heads=1, num_kv_heads=1)
+    step.query[:] = step.kv_cache[1, 0, :, 0] * (3 / SCALE / step.kv_cache[1, 0, :, 0].square().sum())
+    value = step.kv_cache[1, 1, :, 0]
+    for options, score in (
+        ({}, 3.0),
+        ({"soft_cap": 2.0}, 2 * math.tanh(1.5)),
+        ({"alibi": torch.ones(1)}, 3.0),
+    ):
+        weight = math.exp(score) / (math.exp(1.0) + math.exp(score))
+        found = step.attend(sinks=torch.ones(1), **options)
+        torch.testing.assert_close(found[0], value * weight, **TOLERANCE[torch.float32])
+
+
+def test_options_out_of_their_range_are_named() -> None:
+    step = build_step([(1, 3)])
+    for options, message in (
+        ({"window": -1}, "window -1 must be 0 or positive"),
+        ({"chunk": -2}, "chunk -2 must be 0 or positive"),
+        ({"soft_cap": math.nan}, "soft_cap nan must be 0 or positive"),
+        ({"is_causal": False}, "is_causal is False"),
+        ({"sinks": torch.ones(3)}, r"sinks \[3\] of torch\.float32 must be a contiguous \[num_heads = 4\]"),
+        ({"alibi": torch.ones(4).double()}, r"alibi \[4\] of torch\.float64 must be"),
+        ({"sinks": torch.ones(4, device="meta")}, "sinks is on meta, the query on cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step.attend(**options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 4}, {"chunk": 24}, {"window": 4, "chunk": 7, "soft_cap": 3.0}]
+)
+def test_pages_that_all_queries_have_left_behind_may_be_gone(options: dict[str, Any]) -> None:
     step = build_step([(1, 31), (3, 30)])
-    expected = step.attend(window=4)
+    expected = step.attend(**options)
     step.block_tables[:, :6] = 0  # keys 0..23; the earliest query stands at 27
-    assert torch.equal(step.attend(window=4), expected)
+    assert torch.equal(step.attend(**options), expected)
 
 
 _MIXED_LENS = (1,) * 64 + (700,)

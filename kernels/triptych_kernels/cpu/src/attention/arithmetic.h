@@ -17,6 +17,7 @@
 #pragma once
 
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <type_traits>
 
@@ -164,6 +165,26 @@ struct RowSeen {
   bool cuts(int64_t key) const { return key < first || key + kLanes > end; }
   vec select(int64_t key, vec seen, vec unseen) const { return select_lanes(seen, unseen, first - key, end - key); }
 };
+
+// How the scores of one row change before the softmax. They are exponents of 2, so both are times log2 e.
+struct ScoreChange {
+  float soft_cap, slope;  // 0: none
+  int64_t distance;       // position of the span's first key minus the query's
+};
+
+inline void change_scores(float* scores, const RowSeen& seen, const ScoreChange& change) {
+  static constexpr float kNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  static_assert(kLanes <= std::size(kNumbers));
+  const vec inverse = splat(1.0f / change.soft_cap), numbers = load(kNumbers);
+  for (int64_t key = seen.begin_panels; key < seen.end_panels; key += kLanes) {
+    vec score = load(scores + key);
+    if (change.soft_cap != 0.0f) score = tanh(score * inverse) * splat(change.soft_cap);
+    if (change.slope != 0.0f) {
+      score = fma(numbers + splat(static_cast<float>(key + change.distance)), splat(change.slope), score);
+    }
+    store(scores + key, score);
+  }
+}
 
 // The largest of one row's scores; those of keys that it does not see become kUnseen.
 inline float largest_score(float* scores, const RowSeen& seen) {

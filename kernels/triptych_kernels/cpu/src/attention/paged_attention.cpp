@@ -45,6 +45,7 @@ class TileRows {
     std::fill(zeros_, zeros_ + size_, 0.0f);
     std::fill(softmax_, softmax_ + rows_, Softmax{kUnseen, 0.0f});
     std::fill(factors_, factors_ + rows_, args.scale * kLog2E);
+    if (args.sinks) begin_with_sinks();
   }
 
   // All that the keys of some spans give; into `partials`, one after the other, or merged here if that is null.
@@ -78,8 +79,24 @@ class TileRows {
   }
 
  private:
+  // A sink is what a span with one key of that score and a value of zeros would give.
+  void begin_with_sinks() {
+    std::fill(sums_, sums_ + rows_ * size_, 0.0f);
+    for (int64_t row = 0; row < rows_; ++row) {
+      const float score = args_.sinks[head_of(row)] * static_cast<float>(kLog2E);
+      softmax_[row] = {std::max(score, kUnseen), 1.0f};
+    }
+  }
+
   int64_t head_of(int64_t row) const {
     return unit_.kv_head * group_ + row - queries_of_rows_[row] * group_;
+  }
+
+  // `begin`: of a span.
+  ScoreChange change_of(int64_t row, int64_t begin) const {
+    const double slope = args_.alibi ? args_.alibi[head_of(row)] : 0.0;
+    return {static_cast<float>(args_.soft_cap * kLog2E), static_cast<float>(slope * kLog2E),
+            begin - tile_.position - queries_of_rows_[row]};
   }
 
   // Strips of nearly equal height.
@@ -205,6 +222,7 @@ class TileRows {
         seen[i] = seen_by(first_row + i);
         seen[i].begin_panels = first * kPanel;
         seen[i].end_panels = end * kPanel;
+        if (changes_scores_) change_scores(scores_ + i * kSpan, seen[i], change_of(first_row + i, begin));
         softmax[i].maximum = largest_score(scores_ + i * kSpan, seen[i]);
       }
       for (int64_t i = 0; i < count; ++i) {
@@ -240,6 +258,7 @@ class TileRows {
   const Plan& plan_;
   const Unit unit_;
   const Tile& tile_;
+  const bool changes_scores_ = args_.soft_cap != 0.0 || args_.alibi;
   int64_t group_ = args_.group(), rows_, words_, units_, size_, num_strips_;
   float *keys_, *gathered_, *values_, *scores_, *weights_, *span_sums_, *queries_, *sums_, *zeros_;
   float* factors_;  // [rows], of what a query and a key give
@@ -295,7 +314,7 @@ void attend(const PagedAttention& args, int64_t num_sequences) {
 TRIPTYCH_KERNEL(paged_attention, triptych::attention::PagedAttention,
                 dtype, cache_dtype, query, query_stride, query_head_stride, kv_cache, kv_scales, block_tables,
                 block_table_stride, query_starts, seq_lens, out, num_heads, num_kv_heads, head_dim, block_size,
-                scale, window) {
+                scale, window, chunk, soft_cap, sinks, alibi) {
   using namespace triptych;
   using namespace triptych::attention;
   if (args.dtype == kFloat32) return attend<float>(args, rows);

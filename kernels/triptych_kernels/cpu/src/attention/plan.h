@@ -34,11 +34,18 @@ struct PagedAttention {
   int64_t block_size;
   double scale;
   int64_t window;               // keys that a query sees at most; 0: all
+  int64_t chunk;                // a query sees keys of its own chunk of so many positions; 0: all
+  double soft_cap;              // scores become soft_cap * tanh(score / soft_cap); 0: they stay
+  const float* sinks;           // [num_heads], a score without a key and a value; null: none
+  const float* alibi;           // [num_heads], score per position that the key is after the query; null: none
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_head_dim() const { return (head_dim + kPanel - 1) / kPanel * kPanel; }
   // The first key that the query at `position` sees.
-  int64_t first_seen(int64_t position) const { return window ? std::max<int64_t>(position - window + 1, 0) : 0; }
+  int64_t first_seen(int64_t position) const {
+    const int64_t of_window = window ? std::max<int64_t>(position - window + 1, 0) : 0;
+    return chunk ? std::max(of_window, position / chunk * chunk) : of_window;
+  }
 };
 
 constexpr int64_t kTileRows = 96;        // of a tile of several queries: packing is then a tenth of the work
