@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 
@@ -38,6 +40,24 @@ class AttendOptions:
     """[num_heads] float32, slopes: a score gets slope * (key position - query position) after it is capped."""
     is_causal: bool = True
     """Whether a query sees no later keys. False is refused by `ops.paged_attention`: it has only causal kernels."""
+
+    def __post_init__(self) -> None:
+        """Check the values; `ops.paged_attention` checks that there is one for each head.
+
+        Raises:
+            ValueError: A value is out of its range, or a tensor is no vector of float32; names it.
+        """
+        for name in ("window", "chunk", "soft_cap"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"attention: {name} {value} must be 0 or positive")
+        for name in ("sinks", "alibi"):
+            value = getattr(self, name)
+            if value is None or (value.dtype == torch.float32 and value.ndim == 1 and value.is_contiguous()):
+                continue
+            raise ValueError(
+                f"attention: {name} {list(value.shape)} of {value.dtype} must be a contiguous [num_heads] of "
+                "torch.float32"
+            )
 
     @property
     def in_use(self) -> frozenset[str]:

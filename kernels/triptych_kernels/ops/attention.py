@@ -14,7 +14,6 @@ of threads. The Triton kernels give it the same bits in any batch.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
@@ -65,8 +64,8 @@ def paged_attention(
     Returns:
         [num_tokens, num_heads, head_dim], a new tensor of the query's dtype.
     Raises:
-        ValueError: Shapes, dtypes or lengths disagree; names both. A recording has no lengths yet, so the caller
-            that fills its inputs must check them. Or an option is out of its range.
+        ValueError: Shapes, dtypes, devices or lengths disagree; names both. A recording has no lengths yet, so the
+            caller that fills its inputs must check them. Or the options are not causal.
     Source: PagedAttention, arXiv:2309.06180; grouped queries, arXiv:2305.13245.
     """
     _check_operands(query, kv_cache, block_tables, query_starts, seq_lens, kv_scales)
@@ -109,24 +108,19 @@ def _check_operands(
 
 
 def _check_options(options: AttendOptions, query: Tensor) -> None:
-    limits = {"window": options.window, "chunk": options.chunk, "soft_cap": options.soft_cap}
-    for name, limit in limits.items():
-        if not 0 <= limit < math.inf:
-            raise ValueError(f"paged_attention: {name} {limit} must be 0 or positive")
     if not options.is_causal:
         raise ValueError("paged_attention: is_causal is False; a paged cache is attended to causally only")
-    num_heads = query.shape[1]
     for name, per_head in (("sinks", options.sinks), ("alibi", options.alibi)):
         if per_head is None:
             continue
-        if per_head.shape != (num_heads,) or per_head.dtype != torch.float32 or not per_head.is_contiguous():
+        if len(per_head) != query.shape[1]:
             raise ValueError(
-                f"paged_attention: {name} {list(per_head.shape)} of {per_head.dtype} must be a contiguous "
-                f"[num_heads = {num_heads}] of torch.float32"
+                f"paged_attention: {name} {list(per_head.shape)} do not fit query {list(query.shape)}; there must be "
+                "one for each head"
             )
         if query.device.type != "meta" and per_head.device != query.device:
             raise ValueError(
-                f"paged_attention: {name} is on {per_head.device}, the query on {query.device}; both must be on one"
+                f"paged_attention: {name} on {per_head.device} and query on {query.device} must be on one device"
             )
 
 

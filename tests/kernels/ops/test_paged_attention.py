@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_cache
+from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_cache, meta_float32
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import keys_in_words, serves
 from triptych_kernels.cpu.library import isa
@@ -314,9 +314,13 @@ def test_options_out_of_their_range_are_named() -> None:
         ({"chunk": -2}, "chunk -2 must be 0 or positive"),
         ({"soft_cap": math.nan}, "soft_cap nan must be 0 or positive"),
         ({"is_causal": False}, "is_causal is False"),
-        ({"sinks": torch.ones(3)}, r"sinks \[3\] of torch\.float32 must be a contiguous \[num_heads = 4\]"),
-        ({"alibi": torch.ones(4).double()}, r"alibi \[4\] of torch\.float64 must be"),
-        ({"sinks": torch.ones(4, device="meta")}, "sinks is on meta, the query on cpu"),
+        ({"sinks": torch.ones(3)}, r"sinks \[3\] do not fit query \[1, 4, 8\]"),
+        (
+            {"alibi": torch.ones(4).double()},
+            r"alibi \[4\] of torch\.float64 must be a contiguous \[num_heads\]",
+        ),
+        ({"sinks": torch.ones(8)[::2]}, r"sinks \[4\] of torch\.float32 must be a contiguous"),
+        ({"sinks": torch.ones(4, device="meta")}, "sinks on meta and query on cpu must be on one device"),
     ):
         with pytest.raises(ValueError, match=message):
             step.attend(**options)
@@ -341,7 +345,7 @@ def _model_call(
     dtype: torch.dtype = torch.bfloat16,
     *,
     group: int = 4,
-    window: int = 0,
+    **options: Any,
 ) -> object:
     """Attend from queries, views of the packed projection, to sequences of 8,192 keys."""
     num_rows, num_heads = len(_MIXED_LENS), group * num_kv_heads
@@ -353,7 +357,7 @@ def _model_call(
         meta(num_rows, 512, dtype=torch.int32),
         meta(num_rows + 1, dtype=torch.int32),
         meta(num_rows, dtype=torch.int32),
-        AttendOptions(head_dim**-0.5, window=window),
+        AttendOptions(head_dim**-0.5, **options),
         kv_scales=kv_scales,
         query_lens_list=_MIXED_LENS,
         seq_lens_list=(8192,) * num_rows,
@@ -367,6 +371,12 @@ MODEL_CALLS = {
     "heads of 96": ModelCall(lambda: _model_call(8, 96)),
     "heads of 128": ModelCall(lambda: _model_call(8, 128)),
     "heads of 256, window": ModelCall(lambda: _model_call(4, 256, group=2, window=4096)),
+    "heads of 256, window, cap": ModelCall(lambda: _model_call(4, 256, group=2, window=4096, soft_cap=50.0)),
+    "heads of 64, window, sinks": ModelCall(
+        lambda: _model_call(8, 64, group=8, window=128, sinks=meta_float32(64))
+    ),
+    "heads of 128, chunk": ModelCall(lambda: _model_call(8, 128, group=5, chunk=8192)),
+    "heads of 128, alibi": ModelCall(lambda: _model_call(8, 128, alibi=meta_float32(32))),
     "int8": ModelCall(lambda: _model_call(8, 128, torch.int8)),
     "float8, heads of 256, window": ModelCall(
         lambda: _model_call(4, 256, torch.float8_e4m3fn, group=2, window=4096)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.triton.attention.plan import decode_tiles, num_sms, rows_block
-from triptych_kernels.triton.attention.tile import attend_keys, locate, score_unit
+from triptych_kernels.triton.attention.tile import attend_keys, begin_softmax, first_seen, locate, score_unit
 
 _SPLIT_KEYS = 256
 """Fewest keys of a split: 128 KiB of keys and values in 16 bits at heads of 128. A program's start and its partial
@@ -61,12 +61,13 @@ def attend_decodes(
     )
     log_totals = torch.empty((num_rows, num_heads, max_splits), dtype=torch.float32, device=query.device)
     constants = {
-        "WINDOW": options.window, "MIN_TILES": max(_SPLIT_KEYS // tiles.block_n, 1),
+        "WINDOW": options.window, "CHUNK": options.chunk, "MIN_TILES": max(_SPLIT_KEYS // tiles.block_n, 1),
         "HEAD_DIM": head_dim, "BLOCK_N": tiles.block_n, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
     }  # fmt: skip
     _attend_splits[(min(num_programs, num_rows * num_kv_heads * max_splits),)](
         query, query.stride(0), query.stride(1), kv_cache, kv_scales, block_tables, block_tables.stride(0),
-        query_starts, seq_lens, num_rows, options.scale, out, partials, log_totals, target_splits, max_splits,
+        query_starts, seq_lens, num_rows, options.scale, score_unit(options), options.sinks, options.alibi,
+        out, partials, log_totals, target_splits, max_splits, SOFT_CAP=float(options.soft_cap),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, BLOCK_SIZE=block_size,
         ROWS=rows_block(num_rows), BLOCK_M=block_m,
         **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -81,8 +82,8 @@ def attend_decodes(
 @triton.jit(do_not_specialize=_OF_A_STEP)
 def _attend_splits(
     query, query_stride_0, query_stride_1, kv_cache, kv_scales, block_tables, block_tables_stride_0,
-    query_starts, seq_lens, num_rows, scale, out, partials, log_totals, target_splits, max_splits,
-    WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    query_starts, seq_lens, num_rows, scale, unit, sinks, alibi, out, partials, log_totals, target_splits, max_splits,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, MIN_TILES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +91,7 @@ def _attend_splits(
     first_tokens = tl.load(query_starts + rows, mask=rows < num_rows, other=0)
     next_tokens = tl.load(query_starts + rows + 1, mask=rows < num_rows, other=0)
     lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
-    num_splits = _num_splits(lens, target_splits, WINDOW, MIN_TILES, BLOCK_N)
+    num_splits = _num_splits(lens, target_splits, WINDOW, CHUNK, MIN_TILES, BLOCK_N)
     counts = tl.where(next_tokens - first_tokens == 1, num_splits, 0)
     # the key heads of a page are neighbours in memory, so neighbouring programs take them
     for item in range(tl.program_id(0), tl.sum(counts, 0) * NUM_KV_HEADS, tl.num_programs(0)):
@@ -99,7 +100,7 @@ def _attend_splits(
         seq_len = tl.load(seq_lens + row)
         token = tl.load(query_starts + row).to(tl.int64)
         first_key, first_tile, split_tiles, num_tiles = _cut(
-            seq_len, target_splits, WINDOW, MIN_TILES, BLOCK_N
+            seq_len, target_splits, WINDOW, CHUNK, MIN_TILES, BLOCK_N
         )
         begin = (first_tile + split * split_tiles) * BLOCK_N
         end = tl.minimum(begin + split_tiles * BLOCK_N, seq_len)
@@ -107,19 +108,22 @@ def _attend_splits(
         heads = tl.arange(0, BLOCK_M)
         dims = tl.arange(0, BLOCK_D)
         inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        present = heads < GROUP
         heads += kv_head * GROUP
+        peak, total = begin_softmax(sinks, heads, present, split == 0, unit)
+        slopes = None
+        if alibi is not None:
+            slopes = tl.load(alibi + heads, mask=present, other=0.0)
         query_tile = tl.load(
             query + token * query_stride_0 + heads[:, None] * query_stride_1 + dims[None, :],
             mask=inside,
             other=0.0,
         )
         acc, peak, total = attend_keys(
-            tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-            tl.full([BLOCK_M], float("-inf"), tl.float32),
-            tl.zeros([BLOCK_M], tl.float32),
+            tl.zeros([BLOCK_M, BLOCK_D], tl.float32), peak, total,
             query_tile, tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1), begin, end, first_key, seq_len,
-            kv_cache, kv_scales, block_tables + row.to(tl.int64) * block_tables_stride_0, kv_head, scale,
-            WINDOW, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+            kv_cache, kv_scales, block_tables + row.to(tl.int64) * block_tables_stride_0, kv_head, scale, unit, slopes,
+            WINDOW, CHUNK, SOFT_CAP, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         acc /= total[:, None]
         if num_tiles <= split_tiles:
@@ -130,21 +134,21 @@ def _attend_splits(
         else:
             vectors = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads) * max_splits + split
             tl.store(partials + (vectors * HEAD_DIM)[:, None] + dims[None, :], acc, mask=inside)
-            log_total = peak * score_unit(scale) + tl.log2(total)
-            tl.store(log_totals + vectors, log_total, mask=tl.arange(0, BLOCK_M) < GROUP)
+            log_total = peak * unit + tl.log2(total)
+            tl.store(log_totals + vectors, log_total, mask=present)
 
 
 @triton.jit(do_not_specialize=_OF_A_STEP)
 def _combine_splits(
     query_starts, seq_lens, out, partials, log_totals, target_splits, max_splits,
-    WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, MIN_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Weigh the partial results of a row and head by the sums of their weights, in the order of the keys."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_starts + row).to(tl.int64)
-    num_splits = _num_splits(tl.load(seq_lens + row), target_splits, WINDOW, MIN_TILES, BLOCK_N)
+    num_splits = _num_splits(tl.load(seq_lens + row), target_splits, WINDOW, CHUNK, MIN_TILES, BLOCK_N)
     if tl.load(query_starts + row + 1) - token == 1 and num_splits > 1:
         dims = tl.arange(0, BLOCK_D)
         first = (row.to(tl.int64) * tl.num_programs(1) + head) * max_splits
@@ -172,7 +176,8 @@ def _combine_splits(
 
 @triton.jit
 def _cut(
-    seq_len, target_splits, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
+    seq_len, target_splits,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Split the keys of a row with one query.
 
@@ -180,10 +185,7 @@ def _cut(
         The first key that the query sees, its tile, the number of tiles of a split (the last one may have fewer), and
         the number of all tiles. There are at most target_splits splits, each of MIN_TILES tiles or more.
     """
-    if WINDOW > 0:
-        first_key = tl.maximum(seq_len - WINDOW, 0)
-    else:
-        first_key = seq_len * 0
+    first_key = first_seen(seq_len - 1, WINDOW, CHUNK)
     first_tile = first_key // BLOCK_N
     num_tiles = tl.cdiv(seq_len, BLOCK_N) - first_tile
     return first_key, first_tile, tl.maximum(tl.cdiv(num_tiles, target_splits), MIN_TILES), num_tiles
@@ -191,7 +193,8 @@ def _cut(
 
 @triton.jit
 def _num_splits(
-    seq_len, target_splits, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
+    seq_len, target_splits,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    _, _, split_tiles, num_tiles = _cut(seq_len, target_splits, WINDOW, MIN_TILES, BLOCK_N)
+    _, _, split_tiles, num_tiles = _cut(seq_len, target_splits, WINDOW, CHUNK, MIN_TILES, BLOCK_N)
     return tl.cdiv(num_tiles, split_tiles)

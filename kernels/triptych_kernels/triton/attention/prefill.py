@@ -22,7 +22,7 @@ from torch import Tensor
 
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.triton.attention.plan import prefill_tiles, rows_block
-from triptych_kernels.triton.attention.tile import attend_keys, locate, score_unit
+from triptych_kernels.triton.attention.tile import attend_keys, begin_softmax, first_seen, locate, score_unit
 
 PART_KEYS = 4096
 """Keys of a part, a multiple of all tiles; shorter rows have one part and nothing to fold. A program at heads of 128
@@ -78,20 +78,23 @@ def attend_prefills(
     states = torch.empty((all_slots, *places, block_m, head_dim), dtype=torch.float32, device=query.device)
     peaks_totals = torch.empty((all_slots, *places, 2, block_m), dtype=torch.float32, device=query.device)
     constants = {
-        "WINDOW": options.window, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
+        "WINDOW": options.window, "CHUNK": options.chunk,
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
         "TILE_TOKENS": tile_tokens, "ROWS": rows_block(num_rows), "PART_KEYS": PART_KEYS,
         "BLOCK_M": block_m, "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
     }  # fmt: skip
+    unit = score_unit(options)
     for first_number in range(0, max_parts, num_slots):
         _attend_part[(*places, min(num_slots, max_parts - first_number))](
             query, query.stride(0), query.stride(1), kv_cache, kv_scales, block_tables, block_tables.stride(0),
-            query_starts, seq_lens, num_rows, options.scale, out, states, peaks_totals, first_number,
-            **constants, BLOCK_SIZE=block_size, BLOCK_N=tiles.block_n,
+            query_starts, seq_lens, num_rows, options.scale, unit, options.sinks, options.alibi,
+            out, states, peaks_totals, first_number,
+            **constants, SOFT_CAP=float(options.soft_cap), BLOCK_SIZE=block_size, BLOCK_N=tiles.block_n,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         if max_parts > 1:
             _fold_parts[(*places, block_m // _FOLDED_ROWS)](
-                query_starts, seq_lens, num_rows, options.scale, out, states, peaks_totals, first_number, num_slots,
+                query_starts, seq_lens, num_rows, unit, out, states, peaks_totals, first_number, num_slots,
                 **constants, FOLDED=_FOLDED_ROWS, num_warps=4,
             )  # fmt: skip
 
@@ -109,8 +112,8 @@ def _count(
 @triton.jit(do_not_specialize=_OF_A_STEP)
 def _attend_part(
     query, query_stride_0, query_stride_1, kv_cache, kv_scales, block_tables, block_tables_stride_0,
-    query_starts, seq_lens, num_rows, scale, out, states, peaks_totals, first_number,
-    WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    query_starts, seq_lens, num_rows, scale, unit, sinks, alibi, out, states, peaks_totals, first_number,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, PART_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +125,7 @@ def _attend_part(
         first_number: Number of the tile's part that slot 0 is for.
     """
     row, first_position, end_key, to_token = _find_tile(query_starts, seq_lens, num_rows, TILE_TOKENS, ROWS)
-    first_part, num_parts = _find_parts(first_position, end_key, WINDOW, PART_KEYS)
+    first_part, num_parts = _find_parts(first_position, end_key, WINDOW, CHUNK, PART_KEYS)
     slot = tl.program_id(2)
     begin = (first_part + first_number + slot) * PART_KEYS
     end = tl.minimum(begin + PART_KEYS, end_key)
@@ -139,36 +142,35 @@ def _attend_part(
         mask=inside,
         other=0.0,
     )
-    first_key = 0
-    all_seen_begin = 0
-    if WINDOW > 0:
-        first_key = tl.maximum(first_position - WINDOW + 1, 0)
-        all_seen_begin = tl.cdiv(tl.maximum(end_key - WINDOW, 0), BLOCK_N) * BLOCK_N
+    first_key = first_seen(first_position, WINDOW, CHUNK)
+    all_seen_begin = tl.cdiv(first_seen(end_key - 1, WINDOW, CHUNK), BLOCK_N) * BLOCK_N
     all_seen_end = (first_position + 1) // BLOCK_N * BLOCK_N
     block_table = block_tables + row.to(tl.int64) * block_tables_stride_0
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    # three ranges of keys: the begins of windows, those that all queries see, the queries' own positions
-    if WINDOW > 0:
+    peak, total = begin_softmax(sinks, heads, present, first_number + slot == 0, unit)
+    slopes = None
+    if alibi is not None:
+        slopes = tl.load(alibi + heads)
+    # three ranges of keys: those that only the first queries see, those that all see, the queries' own positions
+    if WINDOW > 0 or CHUNK > 0:
         acc, peak, total = attend_keys(
             acc, peak, total, query_tile, positions,
             tl.maximum(first_key // BLOCK_N * BLOCK_N, begin), tl.minimum(all_seen_begin, end), first_key, end_key,
-            kv_cache, kv_scales, block_table, kv_head, scale,
-            WINDOW, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+            kv_cache, kv_scales, block_table, kv_head, scale, unit, slopes,
+            WINDOW, CHUNK, SOFT_CAP, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     acc, peak, total = attend_keys(
         acc, peak, total, query_tile, positions,
         tl.maximum(all_seen_begin, begin), tl.minimum(all_seen_end, end), first_key, end_key,
-        kv_cache, kv_scales, block_table, kv_head, scale,
-        WINDOW, False, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        kv_cache, kv_scales, block_table, kv_head, scale, unit, slopes,
+        WINDOW, CHUNK, SOFT_CAP, False, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     acc, peak, total = attend_keys(
         acc, peak, total, query_tile, positions,
         tl.maximum(tl.maximum(all_seen_begin, all_seen_end), begin), end, first_key, end_key,
-        kv_cache, kv_scales, block_table, kv_head, scale,
-        WINDOW, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        kv_cache, kv_scales, block_table, kv_head, scale, unit, slopes,
+        WINDOW, CHUNK, SOFT_CAP, True, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if num_parts == 1:
         _store_result(out, acc, total, token_numbers, heads, dims, inside, NUM_KV_HEADS * GROUP, HEAD_DIM)
@@ -183,8 +185,8 @@ def _attend_part(
 
 @triton.jit(do_not_specialize=_OF_A_STEP)
 def _fold_parts(
-    query_starts, seq_lens, num_rows, scale, out, states, peaks_totals, first_number, num_slots,
-    WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    query_starts, seq_lens, num_rows, unit, out, states, peaks_totals, first_number, num_slots,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, PART_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +196,7 @@ def _fold_parts(
         num_slots: Number of the slot, after those of parts, that holds what is folded so far.
     """
     _, first_position, end_key, to_token = _find_tile(query_starts, seq_lens, num_rows, TILE_TOKENS, ROWS)
-    _, num_parts = _find_parts(first_position, end_key, WINDOW, PART_KEYS)
+    _, num_parts = _find_parts(first_position, end_key, WINDOW, CHUNK, PART_KEYS)
     kv_head = tl.program_id(1)
     in_tile = tl.program_id(2) * FOLDED + tl.arange(0, FOLDED)
     positions, heads, present = _find_queries(in_tile, first_position, end_key, kv_head, TILE_TOKENS, GROUP)
@@ -217,7 +219,7 @@ def _fold_parts(
             )
             acc, peak, total = _fold(
                 acc, peak, total, tl.load(state, mask=inside, other=0.0), tl.load(sums), tl.load(sums + BLOCK_M),
-                score_unit(scale),
+                unit,
             )  # fmt: skip
         if first_number + num_slots < num_parts:
             tl.store(folded, acc, mask=inside)
@@ -251,12 +253,10 @@ def _find_tile(query_starts, seq_lens, num_rows, TILE_TOKENS: tl.constexpr, ROWS
 
 
 @triton.jit
-def _find_parts(first_position, end_key, WINDOW: tl.constexpr, PART_KEYS: tl.constexpr):
+def _find_parts(first_position, end_key, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PART_KEYS: tl.constexpr):
     """Return the first part with keys that a tile of queries sees, and the number of such parts."""
     end_part = tl.cdiv(end_key, PART_KEYS)
-    first_part = end_part * 0
-    if WINDOW > 0:
-        first_part = tl.maximum(first_position - WINDOW + 1, 0) // PART_KEYS
+    first_part = first_seen(first_position, WINDOW, CHUNK) // PART_KEYS
     return first_part, end_part - first_part
 
 

@@ -135,6 +135,17 @@ def build_step(
     )
 
 
+SINKS, ALIBI = torch.tensor([0.5, -torch.inf, 60.0, -3.0]), torch.tensor([0.25, 0.0, 0.03, -0.1])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "chunk": {"chunk": 40},
+    "window in chunks": {"window": 20, "chunk": 65},
+    "cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": SINKS},
+    "alibi": {"alibi": ALIBI},
+    "sinks in windows": {"sinks": SINKS, "window": 33},
+    "all": {"window": 50, "chunk": 70, "soft_cap": 3.0, "sinks": SINKS, "alibi": ALIBI},
+}
+"""`AttendOptions` besides the scale, for 4 heads."""
 DECODES = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 130)]
 CHUNKS = [(2, 2), (5, 9), (40, 40), (33, 90), (7, 64)]
 MIXED = [(1, 40), (5, 9), (1, 1), (35, 100), (1, 129), (1, 16), (2, 130)]
@@ -191,6 +202,19 @@ def test_windows(window: int, half_dtype: torch.dtype, device: torch.device) -> 
     step.assert_attends_like_the_reference(window=window)
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options(options: dict[str, Any], half_dtype: torch.dtype, device: torch.device) -> None:
+    step = build_step([*MIXED, (40, 200), (1, 600)], half_dtype, device)
+    step.assert_attends_like_the_reference(**options)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_scores_of_any_size_are_capped(scale: float, device: torch.device) -> None:
+    step = build_step([(1, 70), (20, 70)], torch.float32, device)
+    step.query.mul_(scale)
+    step.assert_attends_like_the_reference(soft_cap=30.0)
+
+
 def test_what_stands_before_all_windows_has_no_influence(
     half_dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -202,10 +226,10 @@ def test_what_stands_before_all_windows_has_no_influence(
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("window", "head_dim"), [(0, 64), (33, 80)])
+@pytest.mark.parametrize(("options", "head_dim"), [({}, 64), ({"window": 33}, 80), (OPTIONS["all"], 64)])
 def test_8_bit_caches(
     cache_dtype: torch.dtype,
-    window: int,
+    options: dict[str, Any],
     head_dim: int,
     half_dtype: torch.dtype,
     device: torch.device,
@@ -213,7 +237,7 @@ def test_8_bit_caches(
     step = build_step(
         [*MIXED, (1, 200)], half_dtype, device, num_kv_heads=1, cache_dtype=cache_dtype, head_dim=head_dim
     )
-    step.assert_attends_like_the_reference(window=window)
+    step.assert_attends_like_the_reference(**options)
 
 
 @pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
@@ -238,9 +262,11 @@ def test_a_cache_of_another_dtype_is_read_like_the_query(device: torch.device) -
     step.assert_attends_like_the_reference()
 
 
-@pytest.mark.parametrize("window", [0, 257])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 257}, {"chunk": 450}, {"sinks": SINKS[2:], "alibi": ALIBI[2:]}]
+)
 def test_splits_leave_no_seam(
-    window: int, half_dtype: torch.dtype, device: torch.device, many_sms: None
+    options: dict[str, Any], half_dtype: torch.dtype, device: torch.device, many_sms: None
 ) -> None:
     step = build_step(
         [(1, 255), (1, 256), (1, 257), (1, 512), (1, 513), (1, 700)],
@@ -249,7 +275,7 @@ def test_splits_leave_no_seam(
         num_heads=2,
         num_kv_heads=1,
     )
-    step.assert_attends_like_the_reference(window=window)
+    step.assert_attends_like_the_reference(**options)
 
 
 def test_splits_of_long_rows_do_not_exceed_the_device(
@@ -259,15 +285,15 @@ def test_splits_of_long_rows_do_not_exceed_the_device(
     build_step([(1, 1700), (1, 30)], half_dtype, device, num_kv_heads=1).assert_attends_like_the_reference()
 
 
-@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("options", [{}, {"window": 300}, OPTIONS["all"]])
 def test_a_row_has_the_same_bits_in_any_batch(
-    window: int, half_dtype: torch.dtype, device: torch.device, many_sms: None
+    options: dict[str, Any], half_dtype: torch.dtype, device: torch.device, many_sms: None
 ) -> None:
     step = build_step(
         [(1, 600), (30, 90), (1, 257), (1, 31), (5, 300), (1, 256)], half_dtype, device, num_kv_heads=1
     )
-    alone = [step.alone(row).attend(window=window) for row in range(len(step.seq_lens))]
-    assert torch.equal(step.attend(window=window), torch.cat(alone))
+    alone = [step.alone(row).attend(**options) for row in range(len(step.seq_lens))]
+    assert torch.equal(step.attend(**options), torch.cat(alone))
 
 
 LONG_CHUNKS = [(3, 200), (1, 150), (40, 130), (2, 64), (5, 7)]
@@ -285,16 +311,27 @@ def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(paged_attention_prefill, "MAX_STATE_BYTES", request.param)
 
 
-@pytest.mark.parametrize("window", [0, 70, 3, pytest.param(129, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 70},
+        {"window": 3},
+        {"chunk": 100},
+        {"sinks": SINKS, "alibi": ALIBI},
+        OPTIONS["all"],
+        pytest.param({"window": 129}, marks=pytest.mark.slow),
+    ],
+)
 def test_parts_leave_no_seam(
-    window: int,
+    options: dict[str, Any],
     half_dtype: torch.dtype,
     device: torch.device,
     short_parts: None,
     rounds: None,
 ) -> None:
     step = build_step(LONG_CHUNKS, half_dtype, device)
-    step.assert_attends_like_the_reference(window=window)
+    step.assert_attends_like_the_reference(**options)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8])
