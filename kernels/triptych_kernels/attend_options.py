@@ -1,4 +1,4 @@
-"""What a layer's attention computes beyond plain causal attention: the options of `ops.paged_attention`."""
+"""The options of a layer's attention, which `ops.paged_attention` and attention backends take."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ class AttentionBackend(Protocol):
     """Implementation of the ops that writes the cache as `attend` reads it; None: the device's own."""
 
     supported: frozenset[str]
-    """Names of the `AttendOptions` besides `scale` that `attend` computes; `check_layers` refuses others at start."""
+    """Names of the `AttendOptions` besides `scale` that `attend` computes. A worker does not start with a model that
+    needs others: `layers.attention.check_layers`."""
 
     def attend(
         self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, options: AttendOptions

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from triptych.errors import FeatureDisabled
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.ops import rotary_and_write_kv
+from triptych_services.worker.attention.base import AttentionBackend
 from triptych_services.worker.layers.rotary import RotaryEmbedding
 from triptych_services.worker.layers.step_context import StepContext
 
@@ -54,3 +56,17 @@ class Attention(nn.Module):
             impl=batch.backend.writer,
         )
         return batch.backend.attend(query, kv_cache, batch, self.options).flatten(1)
+
+
+def check_layers(model: nn.Module, backend: AttentionBackend) -> None:
+    """Check that the backend computes all options of the model's attention.
+
+    Raises:
+        FeatureDisabled: It does not compute an option of a layer; names both.
+    """
+    for layer in model.modules():
+        if isinstance(layer, Attention) and (lacking := sorted(layer.options.in_use - backend.supported)):
+            raise FeatureDisabled(
+                f"worker.attention_backend = {backend.name}",
+                f"it does not compute {', '.join(lacking)}, which the model's attention needs; set it to auto",
+            )

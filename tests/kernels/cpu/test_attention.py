@@ -222,7 +222,9 @@ def test_queries_may_be_views_of_packed_projections() -> None:
     assert torch.equal(out, expected)
 
 
-def test_a_recorded_step_serves_steps_of_any_size() -> None:
+@pytest.mark.parametrize("options", [{}, OPTIONS["all"]], ids=["plain", "options"])
+def test_a_recorded_step_serves_steps_of_any_size(options: dict[str, Any]) -> None:
+    options = for_heads(options)
     step = build_step([*AROUND_A_SPAN, (40, 300)], head_dim=16)
     query = torch.zeros(200, 4, 16)
     block_tables = torch.zeros(20, step.block_tables.shape[1] + 3, dtype=torch.int32)
@@ -236,7 +238,7 @@ def test_a_recorded_step_serves_steps_of_any_size() -> None:
                 recording.input(block_tables, count="sequences"),
                 recording.input(query_starts, count="sequences"),
                 recording.input(seq_lens, count="sequences"),
-                AttendOptions(SCALE),
+                AttendOptions(SCALE, **options),
             ),
         )
     )
@@ -248,7 +250,7 @@ def test_a_recorded_step_serves_steps_of_any_size() -> None:
         query_starts[: len(rows) + 1] = torch.tensor([0, *lens]).cumsum(0)
         seq_lens[: len(rows)] = torch.tensor([step.seq_lens[row] for row in rows])
         program.run({"tokens": sum(lens), "sequences": len(rows)})
-        assert torch.equal(program.outputs[0][: sum(lens)], step.attend(rows, impl="cpu"))
+        assert torch.equal(program.outputs[0][: sum(lens)], step.attend(rows, impl="cpu", **options))
 
 
 def test_what_no_kernel_is_made_for_is_left_to_plain_torch() -> None:

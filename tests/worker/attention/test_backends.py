@@ -145,6 +145,20 @@ def test_each_query_sees_the_last_keys_within_its_window(calls: Calls, name: str
     assert is_same == (window == 40), "no row has so many keys"
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS.keys())
+def test_options_of_a_layer_reach_the_package(calls: Calls, name: str, rows) -> None:
+    make, block_sizes = BACKENDS[name]
+    backend = make()
+    step = make_step(rows, block_sizes[-1], backend)
+    every = {"window": 7, "soft_cap": 1.5, "alibi": torch.tensor([0.1, 0.0, 0.3, 0.7])}
+    assert backend.supported <= every.keys()
+    for chosen in (*({option} for option in backend.supported), backend.supported):
+        options = AttendOptions(SCALE, **{option: every[option] for option in chosen})
+        attended = backend.attend(step.query, step.cache, step.batch, options)
+        torch.testing.assert_close(attended, step.expected(options), rtol=0, atol=0)
+
+
 def test_flash_attn_reads_rows_of_several_of_its_long_blocks(calls: Calls) -> None:
     backend = FlashAttention2()
     for rows in (((1, 300), (1, 257)), ((2, 258), (1, 40))):

@@ -31,6 +31,7 @@ from triptych_services.worker.context.group_place import GroupPlace
 from triptych_services.worker.context.machine import describe_rates
 from triptych_services.worker.context.rank_group import RankGroup
 from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.layers.attention import check_layers
 from triptych_services.worker.layers.weights import weight_bytes
 from triptych_services.worker.loader.base import Checkpoint, digest_weights, fingerprint
 from triptych_services.worker.loader.load import DuringLoad, load_model, open_checkpoint
@@ -74,7 +75,7 @@ def create_runner(
     Raises:
         ModelError: A file is missing, cut short or not understood.
         ConfigError: The KV cache does not fit into the free memory.
-        FeatureDisabled: No model is registered for the architecture.
+        FeatureDisabled: No model is registered for the architecture, or the attention backend does not compute it.
         RankUnavailable, HandshakeMismatch: Another rank is missing, or has another model or config.
     """
     engine, device = config.engine, torch.device(config.rank.device)
@@ -89,8 +90,7 @@ def create_runner(
     log.info("weights: samples of their bytes have sha256 %s", identity.weights)
     processor = isa() if device.type == "cpu" else device_name(device)
     check_agreement(config, group, identity=identity, processor=processor)
-    during = partial(_compiled_ahead, config, group) if device.type == "cuda" else nullcontext
-    model = _load(config, checkpoint, group, on_phase, during)
+    model = _load(config, checkpoint, group, on_phase, partial(_checked_and_compiled, config, group))
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
@@ -234,9 +234,18 @@ def _load(
     )
 
 
-def _compiled_ahead(
+def _checked_and_compiled(
     config: ResolvedConfig, group: RankGroup, model: CausalLM
 ) -> AbstractContextManager[None]:
+    """Check the model before its weights are read; on a CUDA device, compile its kernels while they are.
+
+    Raises:
+        FeatureDisabled: The attention backend does not compute the attention of a layer.
+    """
+    assert isinstance(model, nn.Module), "the contract of CausalLM"
+    check_layers(model, create_attention(config))
+    if not config.rank.device.startswith("cuda"):
+        return nullcontext()
     from triptych_services.worker.runner.startup.compile_ahead import (
         compiled_ahead,  # imports triton: not for CPUs
     )
