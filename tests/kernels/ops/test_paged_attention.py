@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -386,19 +387,25 @@ MODEL_CALLS = {
 
 def launch_small(draw: SmallOperands) -> None:
     num_heads, head_dim = draw.heads_of_query, draw.head_dim
-    for dtype in draw.kv_dtypes:
+    per_head = torch.rand(2, num_heads, device=draw.device)
+    every = AttendOptions(
+        head_dim**-0.5, window=20, chunk=24, soft_cap=9.0, sinks=per_head[0], alibi=per_head[1]
+    )
+    steps = (((1, 1, 1), (1, 17, 50)), ((20,), (20,)), ((1, 19, 1), (33, 40, 3)))
+    for dtype, options, (query_lens, seq_lens) in product(
+        draw.kv_dtypes, (AttendOptions(head_dim**-0.5), every), steps
+    ):
         cache, scales = draw.cache(dtype)
-        for query_lens, seq_lens in (((1, 1, 1), (1, 17, 50)), ((20,), (20,)), ((1, 19, 1), (33, 40, 3))):
-            packed = draw.normal(sum(query_lens), num_heads + 2 * draw.heads_of_key, head_dim)
-            paged_attention(
-                packed[:, :num_heads],
-                cache,
-                torch.randint(1, draw.num_blocks, (len(seq_lens), 4), device=draw.device).int(),
-                draw.tensor([0, *query_lens]).cumsum(0).int(),
-                draw.tensor(seq_lens).int(),
-                AttendOptions(head_dim**-0.5),
-                kv_scales=scales,
-                query_lens_list=query_lens,
-                seq_lens_list=seq_lens,
-                impl="triton",
-            )
+        packed = draw.normal(sum(query_lens), num_heads + 2 * draw.heads_of_key, head_dim)
+        paged_attention(
+            packed[:, :num_heads],
+            cache,
+            torch.randint(1, draw.num_blocks, (len(seq_lens), 4), device=draw.device).int(),
+            draw.tensor([0, *query_lens]).cumsum(0).int(),
+            draw.tensor(seq_lens).int(),
+            options,
+            kv_scales=scales,
+            query_lens_list=query_lens,
+            seq_lens_list=seq_lens,
+            impl="triton",
+        )

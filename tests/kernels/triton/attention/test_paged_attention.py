@@ -376,13 +376,14 @@ def test_rows_of_one_part_are_not_folded(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 3.0, "sinks": SINKS, "alibi": ALIBI}])
 def test_a_flaw_in_one_part_reaches_all_that_see_it(
-    half_dtype: torch.dtype, device: torch.device, short_parts: None
+    options: dict[str, Any], half_dtype: torch.dtype, device: torch.device, short_parts: None
 ) -> None:
     step = build_step([(3, 200), (3, 200)], half_dtype, device)
     step.kv_cache[step.block_tables[0, 5], 0, 1, 2] = torch.nan
-    assert step.attend()[:3, 2:].isnan().all()
-    step.assert_attends_like_the_reference()
+    assert step.attend(**options)[:3, 2:].isnan().all()
+    step.assert_attends_like_the_reference(**options)
 
 
 def test_lengths_of_decodes_are_read_from_tensors_alone(
