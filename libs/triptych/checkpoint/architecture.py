@@ -11,11 +11,40 @@ class RopeParameters:
 
     theta: float = 10000.0
     kind: str = "default"
-    """default, linear, llama3"""
+    """default, linear, dynamic, llama3, yarn, longrope, proportional"""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
+    rotary_dim: int = 0
+    """Elements of a head, its first ones, that are rotated; 0: all."""
+    is_interleaved: bool = False
+    """Whether neighbours are rotated against each other, rather than the halves of what is rotated."""
+    attention_factor: float = 0.0
+    """Factor of cosines and sines; 0: as the kind computes it."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: whether the limits of its ramp are rounded to whole frequencies."""
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    """longrope: a divisor for each frequency, for sequences up to the original length and for longer ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """Normalisation of a vector."""
+
+    kind: str = "rms"
+    """rms: by the root of its mean square. layer: its mean is subtracted first."""
+    eps: float = 1e-6
+    offset: float = 0.0
+    """Added to the stored weight."""
+    bias: bool = False
+    weight: bool = True
+    """False: the vector is normalised and no more."""
 
 
 @dataclass(frozen=True, slots=True)
