@@ -65,6 +65,7 @@ OPS = {
         Op("sample", "sampling", (torch.float32,)),
         Op("token_logprobs", "sampling", (torch.float32,)),
         Op("rms_norm", "elementwise", _FLOATS),
+        Op("layer_norm", "elementwise", _FLOATS),
         Op("silu_and_mul", "elementwise"),
         Op("embedding", "elementwise", _FLOATS, linear_weights=True),
         Op("gather_rows", "elementwise", _FLOATS, has_triton=False),  # `x[rows]` is one kernel of torch
@@ -74,20 +75,23 @@ OPS = {
 }
 
 
-def find_impl(op: str, operand: Tensor | LinearWeight, impl: str | None = None) -> Callable[..., Any]:
+def find_impl(
+    op: str, operand: Tensor | LinearWeight, impl: str | None = None, *, dtype: torch.dtype | None = None
+) -> Callable[..., Any]:
     """Return the function that computes `op` with such an operand.
 
     Args:
         op: One of `OPS`.
         operand: An operand of the op. A tensor's device and dtype decide; a `LinearWeight` names its implementation.
         impl: One of `IMPLS`, for tests and benchmarks; None chooses the device's own.
+        dtype: Dtype that decides for operands of several dtypes; None: a tensor's own.
     Raises:
         ValueError: No implementation is meant for this device, or none has the asked name.
     """
-    return load_impl(op, impl or _impl_for(OPS[op], operand))
+    return load_impl(op, impl or _impl_for(OPS[op], operand, dtype))
 
 
-def _impl_for(op: Op, operand: Tensor | LinearWeight) -> str:
+def _impl_for(op: Op, operand: Tensor | LinearWeight, dtype: torch.dtype | None) -> str:
     if isinstance(operand, LinearWeight):
         return operand.impl
     device = operand.device.type
@@ -95,7 +99,7 @@ def _impl_for(op: Op, operand: Tensor | LinearWeight) -> str:
     if impl == "triton":
         return "triton" if op.has_triton else "torch"
     if impl == "cpu":
-        return "cpu" if operand.dtype in op.native_dtypes and isa() else "torch"
+        return "cpu" if (dtype or operand.dtype) in op.native_dtypes and isa() else "torch"
     raise ValueError(
         f"{op.name}: no implementation for device {device!r}; there are {', '.join(DEVICE_TO_IMPL)}"
     )

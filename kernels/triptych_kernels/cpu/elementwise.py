@@ -5,22 +5,57 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.launch import launch
+from triptych_kernels.cpu.launch import Operand, launch
 from triptych_kernels.cpu.library import DTYPES
 from triptych_kernels.weights.packed import PackedWeight
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor | tuple[Tensor, Tensor]:
-    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    launch(
-        "rms_norm", x, x_dtype=DTYPES[x.dtype], dtype=DTYPES[weight.dtype],
-        x=x, x_stride=x.stride(0), weight=weight, residual=residual, sum=total, out=out,
-        vectors=x.shape[1:-1].numel(), size=x.shape[-1], eps=eps,
-    )  # fmt: skip
+    out, total = _new_results(x, residual, out_dtype)
+    launch("rms_norm", x, **_norm_operands(x, weight, eps, residual, out, total))
     return out if total is None else (out, total)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor | tuple[Tensor, Tensor]:
+    out, total = _new_results(x, residual, out_dtype)
+    operands = _norm_operands(x, weight, eps, residual, out, total)
+    launch("layer_norm", x, **{f"norm_{field}": operand for field, operand in operands.items()}, bias=bias)
+    return out if total is None else (out, total)
+
+
+def _new_results(x: Tensor, residual: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return memory for the normalised tensor, and for the sum if there is a residual."""
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    return out, None if residual is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+
+
+def _norm_operands(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out: Tensor, total: Tensor | None
+) -> dict[str, Operand]:
+    """Return the fields of `Norm` in norm.cpp."""
+    return {
+        "x_dtype": DTYPES[x.dtype],
+        "weight_dtype": DTYPES[torch.float32 if weight is None else weight.dtype],
+        "out_dtype": DTYPES[out.dtype],
+        "x": x,
+        "x_stride": x.stride(0),
+        "weight": weight,
+        "residual": residual,
+        "sum": total,
+        "out": out,
+        "vectors": x.shape[1:-1].numel(),
+        "size": x.shape[-1],
+        "eps": eps,
+    }
 
 
 def embedding(token_ids: Tensor, weight: Tensor | PackedWeight, out_dtype: torch.dtype) -> Tensor:

@@ -10,53 +10,159 @@ from torch import Tensor
 from triptych_kernels.registry import find_impl
 from triptych_kernels.weights.base import LinearWeight
 
-__all__ = ["clear_other_rows", "embedding", "gather_rows", "local_ids", "rms_norm", "silu_and_mul"]
+__all__ = [
+    "clear_other_rows",
+    "embedding",
+    "gather_rows",
+    "layer_norm",
+    "local_ids",
+    "rms_norm",
+    "silu_and_mul",
+]
 
 
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: None = None, *, impl: str | None = None
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    residual: None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    impl: str | None = None,
 ) -> Tensor: ...
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor, *, impl: str | None = None
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, impl: str | None = None
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last axis in float32, and round once.
 
     Args:
-        x: [num_rows, ..., hidden_size], float32 or of the weight's dtype. Rows are dense. Without a residual there may
-            be gaps between them, as between the heads of a packed projection.
-        weight: [hidden_size].
+        x: [num_rows, ..., hidden_size], float32 or of 16 bits. Rows are dense. Without a residual there may be gaps
+            between them, as between the heads of a packed projection.
+        weight: [hidden_size], float32 or of 16 bits; None means ones.
         residual: Shaped like x, contiguous, always float32, since rounding would hurt the sum over all layers most.
             If it is given, `x + residual` is normalised instead of x.
+        out_dtype: float32 or of 16 bits; None means the weight's dtype, or that of x without a weight. There is one
+            dtype of 16 bits at most among those of x, weight and result.
     Returns:
-        The normalised tensor, in the weight's dtype. With a residual, also `x + residual` in float32, the next
-        residual. Both are new and contiguous.
+        The normalised tensor, in `out_dtype`. With a residual, also `x + residual` in float32, the next residual. Both
+        are new and contiguous.
     Raises:
         ValueError: Shapes, dtypes or strides disagree; names both.
     Source: RMSNorm, arXiv:1910.07467.
     """
-    if weight.shape != x.shape[-1:]:
+    out_dtype = out_dtype or (x if weight is None else weight).dtype
+    dtype = _check_norm("rms_norm", x, weight, residual, out_dtype)
+    out: Tensor | tuple[Tensor, Tensor] = find_impl("rms_norm", x, impl, dtype=dtype)(
+        x, weight, eps, residual, out_dtype
+    )
+    return out
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute `(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias` over the last axis in float32, and round once.
+
+    The variance is the mean of the squared distances from the mean.
+
+    Args:
+        x: As `rms_norm` takes it, and so are weight, residual and out_dtype.
+        bias: [hidden_size], of the weight's dtype; None means zeros, and so without a weight.
+    Returns:
+        As `rms_norm`.
+    Raises:
+        ValueError: Shapes, dtypes or strides disagree; names both.
+    Source: Layer Normalization, arXiv:1607.06450.
+    """
+    out_dtype = out_dtype or (x if weight is None else weight).dtype
+    dtype = _check_norm("layer_norm", x, weight, residual, out_dtype)
+    if bias is not None and (weight is None or bias.shape != weight.shape or bias.dtype != weight.dtype):
+        beside = "no weight" if weight is None else f"weight {list(weight.shape)} {weight.dtype}"
         raise ValueError(
-            f"rms_norm: weight {list(weight.shape)} does not fit x {list(x.shape)}; it must be [hidden_size]"
+            f"layer_norm: bias {list(bias.shape)} {bias.dtype} does not fit {beside}; it must be like the weight"
+        )
+    out: Tensor | tuple[Tensor, Tensor] = find_impl("layer_norm", x, impl, dtype=dtype)(
+        x, weight, bias, eps, residual, out_dtype
+    )
+    return out
+
+
+def _check_norm(
+    op: str, x: Tensor, weight: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype
+) -> torch.dtype:
+    """Check the operands of a normalisation, and return the narrowest dtype among them.
+
+    Raises:
+        ValueError: Shapes, dtypes or strides disagree; names both.
+    """
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{op}: weight {list(weight.shape)} does not fit x {list(x.shape)}; it must be [hidden_size]"
         )
     if x.ndim < 2 or not (x.is_contiguous() or (residual is None and x[:1].is_contiguous())):
         raise ValueError(
-            f"rms_norm: x {list(x.shape)} with strides {list(x.stride())} must be [num_rows, ..., hidden_size], "
+            f"{op}: x {list(x.shape)} with strides {list(x.stride())} must be [num_rows, ..., hidden_size], "
             "each row dense; with a residual, all contiguous"
         )
-    if x.dtype not in (weight.dtype, torch.float32):
-        raise ValueError(f"rms_norm: x is {x.dtype}, weight {weight.dtype}; x must be that or torch.float32")
+    weight_dtype = torch.float32 if weight is None else weight.dtype
+    narrow = {x.dtype, weight_dtype, out_dtype} - {torch.float32}
+    if len(narrow) > 1:
+        raise ValueError(
+            f"{op}: x is {x.dtype}, weight {weight_dtype}, the result {out_dtype}; "
+            "those that are not torch.float32 must be of one dtype"
+        )
     if residual is not None and (residual.shape != x.shape or residual.dtype != torch.float32):
         raise ValueError(
-            f"rms_norm: residual {list(residual.shape)} {residual.dtype} does not fit x "
+            f"{op}: residual {list(residual.shape)} {residual.dtype} does not fit x "
             f"{list(x.shape)}; it must have that shape, in torch.float32"
         )
-    out: Tensor | tuple[Tensor, Tensor] = find_impl("rms_norm", weight, impl)(x, weight, eps, residual)
-    return out
+    return narrow.pop() if narrow else torch.float32
 
 
 def silu_and_mul(x: Tensor, *, impl: str | None = None) -> Tensor:

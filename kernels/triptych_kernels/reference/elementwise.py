@@ -9,16 +9,38 @@ from torch import Tensor
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor | tuple[Tensor, Tensor]:
     summed = x if residual is None else (x.double() + residual.double()).float()
-    vectors = summed.double().reshape(-1, x.shape[-1])
     rows = []
-    for vector in vectors:
+    for vector in summed.double().reshape(-1, x.shape[-1]):
         mean_square = sum(value * value for value in vector.tolist()) / len(vector)
-        rows.append(vector / math.sqrt(mean_square + eps) * weight.double())
-    normalised = (torch.stack(rows) if rows else vectors).reshape(x.shape).to(x.dtype)
+        rows.append(_scaled(vector / math.sqrt(mean_square + eps), weight, None))
+    normalised = (torch.stack(rows) if rows else summed).reshape(x.shape).to(out_dtype)
     return normalised if residual is None else (normalised, summed)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor | tuple[Tensor, Tensor]:
+    summed = x if residual is None else (x.double() + residual.double()).float()
+    rows = []
+    for vector in summed.double().reshape(-1, x.shape[-1]):
+        distances = vector - sum(vector.tolist()) / len(vector)
+        variance = sum(distance * distance for distance in distances.tolist()) / len(vector)
+        rows.append(_scaled(distances / math.sqrt(variance + eps), weight, bias))
+    normalised = (torch.stack(rows) if rows else summed).reshape(x.shape).to(out_dtype)
+    return normalised if residual is None else (normalised, summed)
+
+
+def _scaled(vector: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    scaled = vector if weight is None else vector * weight.double()
+    return scaled if bias is None else scaled + bias.double()
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -2,29 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if residual is None:
-        return _norm(x, weight, eps)
-    residual = x + residual
-    return _norm(residual, weight, eps), residual
+    summed = x if residual is None else x + residual
+    if weight is not None and summed.dtype == weight.dtype == out_dtype:
+        out = torch.rms_norm(summed, weight.shape, weight, eps)
+    else:
+        scales = None if weight is None else weight.float()
+        out = torch.rms_norm(summed.float(), summed.shape[-1:], scales, eps).to(out_dtype)
+    return out if residual is None else (out, summed)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype == weight.dtype:
-        return torch.rms_norm(x, weight.shape, weight, eps)
-    return torch.rms_norm(x, weight.shape, weight.float(), eps).to(weight.dtype)
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor | tuple[Tensor, Tensor]:
+    summed = x if residual is None else x + residual
+    factors, terms = (None if part is None else part.float() for part in (weight, bias))
+    out = functional.layer_norm(summed.float(), summed.shape[-1:], factors, terms, eps).to(out_dtype)
+    return out if residual is None else (out, summed)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate).mul_(up)
+    return activate_gated(x, "silu")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Apply one of `ops.linear.ACTIVATIONS`."""
+    return _ACTIVATIONS[activation](x)
+
+
+def activate_gated(gate_up: Tensor, activation: str) -> Tensor:
+    """Compute `activation(gate) * up` of [..., gates, then ups], for one of `ops.linear.GATED_ACTIVATIONS`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "swiglu_oai":
+        return activate(gate.clamp(max=7.0), "quick_gelu").mul_(up.clamp(-7.0, 7.0) + 1)
+    return activate(gate, activation).mul_(up)
 
 
 def embedding(token_ids: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -76,6 +78,31 @@ def test_float32_inputs_come_out_in_the_dtype_of_the_weight(case: Case) -> None:
     torch.testing.assert_close(out, expected, **TOLERANCE[case.dtype])
 
 
+@pytest.mark.parametrize("has_residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("shape", [(3, 7), (3, 100), (2, 5, 80), (2, 8200)])
+def test_x_weight_and_result_may_differ_in_dtype(
+    shape: tuple[int, ...], has_residual: bool, case: Case
+) -> None:
+    torch.manual_seed(5)
+    x, weight = torch.randn(shape).to(case.device), torch.randn(shape[-1]).to(case.device) + 1
+    residual = torch.randn(shape).to(case.device) if has_residual else None
+    for x_dtype, weight_dtype, out_dtype in product({torch.float32, case.dtype}, repeat=3):
+        for given in (weight.to(weight_dtype), None):
+            operands = x.to(x_dtype), given, 1e-5, residual
+            found = case(rms_norm, *operands, out_dtype=out_dtype)
+            expected = rms_norm(*operands, out_dtype=out_dtype, impl="reference")
+            out, wanted = (found[0], expected[0]) if has_residual else (found, expected)
+            assert out.dtype == out_dtype
+            torch.testing.assert_close(out, wanted, **TOLERANCE[out_dtype])
+
+
+def test_without_a_weight_the_result_has_the_dtype_of_x(case: Case) -> None:
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(6)).to(case.device, case.dtype)
+    out = case(rms_norm, x, None, 1e-5)
+    assert out.dtype == case.dtype
+    torch.testing.assert_close(out, case(rms_norm, x, torch.ones_like(x[0]), 1e-5), **TOLERANCE[case.dtype])
+
+
 @pytest.mark.parametrize("head_dim", [24, 96])
 def test_heads_of_a_packed_projection_are_read_in_place(head_dim: int, case: Case) -> None:
     torch.manual_seed(4)
@@ -118,8 +145,10 @@ def test_shapes_and_dtypes_that_disagree_are_named() -> None:
         rms_norm(torch.ones(3, 2, 4).transpose(0, 1), torch.ones(4), 1e-5)
     with pytest.raises(ValueError, match="with a residual, all contiguous"):
         rms_norm(torch.ones(2, 6)[:, :4], torch.ones(4), 1e-5, torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"x is torch.bfloat16, weight torch.float32"):
-        rms_norm(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), 1e-5)
+    with pytest.raises(
+        ValueError, match=r"x is torch.bfloat16, weight torch.float32, the result torch.float16"
+    ):
+        rms_norm(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), 1e-5, out_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"residual \[1, 4\] torch.float32 does not fit x \[2, 4\]"):
         rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5, torch.ones(1, 4))
 
@@ -134,6 +163,17 @@ def _model_call(hidden_size: int, *, residual: bool) -> object:
 MODEL_CALLS = {
     "heads of 128": ModelCall(
         lambda: rms_norm(meta_heads(16, 8, 128)[0], meta(128), 1e-6, impl="triton"), is_memory_bound=True
+    ),
+    "4096, float32 weight": ModelCall(
+        lambda: rms_norm(
+            meta(256, 4096),
+            meta_float32(4096),
+            1e-5,
+            meta_float32(256, 4096),
+            out_dtype=torch.bfloat16,
+            impl="triton",
+        ),
+        is_memory_bound=True,
     ),
     "4096, no residual": ModelCall(lambda: _model_call(4096, residual=False), is_memory_bound=True),
 } | {

@@ -18,10 +18,10 @@ _HEADS_AT_ONCE = (
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor | tuple[Tensor, Tensor]:
     hidden_size = x.shape[-1]
-    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if x.ndim > 2 and residual is None and hidden_size <= _HEADS_AT_ONCE:
         _norm_each_head(x, weight, eps, out)
         return out
@@ -32,15 +32,20 @@ def rms_norm(
         total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if out.numel():
         kernel = _norm_whole_rows if hidden_size <= LONGEST_WHOLE_ROW else _norm_long_rows
-        block = min(triton.next_power_of_2(hidden_size), LONGEST_WHOLE_ROW)
-        num_warps = min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS)
+        block, num_warps = program_of_row(hidden_size)
         kernel[(out.numel() // hidden_size,)](
             x, weight, residual, total, out, hidden_size, eps, BLOCK=block, num_warps=num_warps
         )
     return out if total is None else (out, total)
 
 
-def _norm_each_head(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def program_of_row(size: int) -> tuple[int, int]:
+    """Return the elements that a program takes at a time, and its warps."""
+    block = min(triton.next_power_of_2(size), LONGEST_WHOLE_ROW)
+    return block, min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS)
+
+
+def _norm_each_head(x: Tensor, weight: Tensor | None, eps: float, out: Tensor) -> None:
     num_heads, head_dim = x.shape[1:-1].numel(), x.shape[-1]
     if out.numel():
         block = triton.next_power_of_2(head_dim)
@@ -56,10 +61,8 @@ def _norm_whole_rows(x, weight, residual, total, out, hidden_size, eps, BLOCK: t
     row_start = tl.program_id(0).to(tl.int64) * hidden_size
     column = tl.arange(0, BLOCK)
     inside = column < hidden_size
-    weights = tl.load(weight + column, mask=inside, other=0.0).to(
-        tl.float32
-    )  # needs no sum, so it comes early
-    summed = _add_residual(x, residual, total, row_start + column, inside)
+    weights = load_weights(weight, column, inside)  # needs no sum, so it comes early
+    summed = add_residual(x, residual, total, row_start + column, inside)
     mean_square = tl.sum(summed * summed) / hidden_size
     tl.store(out + row_start + column, summed * tl.rsqrt(mean_square + eps) * weights, mask=inside)
 
@@ -71,14 +74,14 @@ def _norm_long_rows(x, weight, residual, total, out, hidden_size, eps, BLOCK: tl
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, hidden_size, BLOCK):
         inside = start + column < hidden_size
-        summed = _add_residual(x, residual, total, row_start + start + column, inside)
+        summed = add_residual(x, residual, total, row_start + start + column, inside)
         squares += summed * summed
     scale = tl.rsqrt(tl.sum(squares) / hidden_size + eps)
     for start in range(0, hidden_size, BLOCK):
         # x and the residual are added once more, as `total` might not be visible yet to threads that did not write it
         inside = start + column < hidden_size
-        weights = tl.load(weight + start + column, mask=inside, other=0.0).to(tl.float32)
-        summed = _add_residual(x, residual, None, row_start + start + column, inside)
+        weights = load_weights(weight, start + column, inside)
+        summed = add_residual(x, residual, None, row_start + start + column, inside)
         tl.store(out + row_start + start + column, summed * scale * weights, mask=inside)
 
 
@@ -91,14 +94,24 @@ def _norm_heads(
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     dim = tl.arange(0, BLOCK)[None, :]
     inside = (head < num_heads) & (dim < head_dim)
-    weights = tl.load(weight + dim, mask=dim < head_dim, other=0.0).to(tl.float32)
+    weights = load_weights(weight, dim, dim < head_dim)
     vectors = tl.load(x + row * x_stride + head * head_dim + dim, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(vectors * vectors, 1) / head_dim + eps)
     tl.store(out + (row * num_heads + head) * head_dim + dim, vectors * scale[:, None] * weights, mask=inside)
 
 
 @triton.jit
-def _add_residual(x, residual, total, offsets, inside):
+def load_weights(weight, offsets, inside):
+    """Return elements of the weight in float32, or 1 without one."""
+    if weight is not None:
+        weights = tl.load(weight + offsets, mask=inside, other=0.0).to(tl.float32)
+    else:
+        weights = 1.0
+    return weights
+
+
+@triton.jit
+def add_residual(x, residual, total, offsets, inside):
     """Return x, or its sum with the residual, in float32, and store it in `total` if that is given."""
     summed = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
