@@ -303,7 +303,7 @@ class TestFewRows:
         _, *candidates = few_rows.GATED_LINEAR.candidates(*weight.shape, dtype, num_rows)
         for tiles in candidates:
             with poisoned_allocations():
-                out = multiply_few_rows(x, weight, None, dtype, activation, tiles)
+                out = multiply_few_rows(x, weight, None, dtype, activation, tiles, gated=True)
             assert oracles.relative_error(out, expected) < (
                 1e-4 if dtype == torch.float32 else ROUNDED_ONCE
             ), tiles

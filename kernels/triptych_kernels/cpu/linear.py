@@ -8,8 +8,10 @@ from torch import Tensor
 from triptych_kernels.weights.packed import PackedWeight
 
 
-def linear(x: Tensor, weight: PackedWeight, bias: None, out_dtype: torch.dtype) -> Tensor:
-    return weight.multiply(x, out_dtype)
+def linear(
+    x: Tensor, weight: PackedWeight, bias: None, out_dtype: torch.dtype, activation: str | None
+) -> Tensor:
+    return weight.multiply(x, out_dtype, activation)
 
 
 def gated_linear(x: Tensor, weight: PackedWeight, bias: None, activation: str) -> Tensor:

@@ -63,7 +63,7 @@ class LinearWeight(ABC):
 
     @abstractmethod
     def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
-        """Compute `ops.linear`, or with an activation `ops.gated_linear`."""
+        """Compute `ops.linear`, or of a gated weight `ops.gated_linear`, which has an activation."""
 
     @abstractmethod
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:

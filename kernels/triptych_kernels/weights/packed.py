@@ -10,7 +10,13 @@ from triptych_kernels.cpu.library import DTYPES, isa, load
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import Half, LinearWeight
 
-_EPILOGUES = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # Epilogue in panel.h
+_ACTIVATIONS = {
+    name: number
+    for number, name in enumerate(
+        (None, "silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu", "swiglu_oai")
+    )
+}
+"""Name in `ops.linear` -> `Activation` in activation.h."""
 WIDENED_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 """Dtypes that products of float32 inputs widen weights from -> `Form` in widened_linear.cpp."""
 HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
@@ -98,8 +104,8 @@ class PackedWeight(LinearWeight):
         return zeros_in_huge_pages((num_outputs * self.in_features,), self.dtype)
 
     def _new_output(self, x: Tensor, dtype: torch.dtype, activation: str | None) -> Tensor:
-        assert self.gated == (activation is not None), "a gated weight is packed for the activation"
-        num_outputs = self.out_features if activation is None else self.out_features // 2
+        assert activation is not None or not self.gated, "gates and ups are multiplied by an activation"
+        num_outputs = self.out_features // 2 if self.gated else self.out_features
         return torch.empty(len(x), num_outputs, dtype=dtype, device=x.device)
 
     def linear_operands(self, x: Tensor, out: Tensor, activation: str | None) -> dict[str, Operand]:
@@ -115,7 +121,8 @@ class PackedWeight(LinearWeight):
             "out_stride": out.shape[1],
             "in_features": self.in_features,
             "out_features": self.out_features,
-            "epilogue": _EPILOGUES[activation],
+            "activation": _ACTIVATIONS[activation],
+            "gated": self.gated,
         }
 
 

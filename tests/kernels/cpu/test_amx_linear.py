@@ -24,7 +24,7 @@ from triptych_kernels.cpu.library import (
     usable_isas,
     use_threads,
 )
-from triptych_kernels.ops import embedding, linear
+from triptych_kernels.ops import GATED_ACTIVATIONS, embedding, linear
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.reference.linear import linear as reference_linear
 from triptych_kernels.weights.formats import BLOCK_FORMATS
@@ -77,7 +77,7 @@ def multiply(
     packed: PackedWeight, x: Tensor, out_dtype: torch.dtype, activation: str | None = None
 ) -> Tensor:
     """The product, into memory that was NaN; the rows around it stay so."""
-    num_outputs = packed.out_features // (1 if activation is None else 2)
+    num_outputs = packed.out_features // (2 if packed.gated else 1)
     memory = torch.full((len(x) + 2, num_outputs), torch.nan, dtype=out_dtype)
     launch("linear", x, **packed.linear_operands(x, memory[1:-1], activation))
     assert memory[[0, -1]].isnan().all()
@@ -121,7 +121,7 @@ def test_products_are_those_of_the_reference(emulated: None, shape: tuple[int, i
         for num_rows in NUM_ROWS:
             x = random(num_rows, shape[1])
             for out_dtype, rtol in ((torch.float32, 0.0), (torch.bfloat16, 2**-8)):  # sums, and one rounding
-                expected = reference_linear(x, weight, given, torch.float32)
+                expected = reference_linear(x, weight, given, torch.float32, None)
                 out = multiply(packed, amid_nan(x), out_dtype)
                 assert out.dtype == out_dtype
                 torch.testing.assert_close(out.float(), expected, rtol=rtol, atol=1e-6 * shape[1] ** 0.5 * 4)
@@ -143,7 +143,7 @@ def test_denormal_inputs_count_as_zero(emulated: None) -> None:
     assert float(torch.tensor(1e-39) * 1.0) > 0.0
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
 def test_gated_products_are_those_of_the_reference(emulated: None, activation: str) -> None:
     for inner, size in ((3, 4), (16, 34), (50, 64)):
         weight, bias = random(2 * inner, size), random(2 * inner)
@@ -154,6 +154,12 @@ def test_gated_products_are_those_of_the_reference(emulated: None, activation: s
             for out_dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
                 out = multiply(packed, x, out_dtype, activation)
                 torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=1e-3)
+
+
+def test_products_without_a_gate_are_activated(emulated: None) -> None:
+    packed, x = pack(random(50, 64), random(50)), random(40, 64)
+    out = multiply(packed, x, torch.float32, "relu2")
+    assert torch.equal(out, multiply(packed, x, torch.float32).relu().square())
 
 
 def test_a_row_has_the_same_bits_on_any_number_of_threads(emulated: None) -> None:

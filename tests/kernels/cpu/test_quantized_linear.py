@@ -14,7 +14,8 @@ from torch import Tensor
 
 from triptych_kernels.cpu.library import forced_isa, usable_isas
 from triptych_kernels.cpu.program import record
-from triptych_kernels.ops import embedding, gated_linear, linear
+from triptych_kernels.ops import ACTIVATIONS, GATED_ACTIVATIONS, embedding, gated_linear, linear
+from triptych_kernels.reference.linear import activate
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat, common_format
 from triptych_kernels.weights.quantized import QuantizedWeight
@@ -170,7 +171,7 @@ def test_rounding_the_inputs_costs_less_than_bfloat16_would(isa: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
 def test_gate_and_up_are_multiplied(isa: str, format: QuantizedFormat, activation: str) -> None:
     packed = QuantizedWeight(2 * 37, 64, torch.float32, format, gated=True, bias=True)
     torch.manual_seed(0)
@@ -185,6 +186,22 @@ def test_gate_and_up_are_multiplied(isa: str, format: QuantizedFormat, activatio
         expected = reference_gated_linear(x, every_row(plain), bias, activation)
         out = gated_linear(x, packed, activation=activation)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("arithmetic", ["8 bits", "16 bits", "wide"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_outputs_are_activated(isa: str, format: QuantizedFormat, activation: str, arithmetic: str) -> None:
+    packed = QuantizedWeight(37, 64, torch.float32, format, bias=True)
+    packed.fill_rows(0, random(37, 64) / 8)
+    packed.fill_bias(0, random(1, 64)[0, :37])
+    packed.wide_rows = 1 if arithmetic == "wide" else packed.wide_rows
+    packed.input_bits = 8 if arithmetic == "8 bits" else 16
+    for num_rows in (1, 7, 20):
+        x = random(num_rows, 64, seed=1)
+        expected = activate(linear(x, packed).double(), activation).float()
+        out = linear(x, packed, activation=activation)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("arithmetic", ["8 bits", "16 bits", "wide"])

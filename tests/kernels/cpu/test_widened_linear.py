@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.poison import poisoned_allocations
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
-from triptych_kernels.ops import embedding, gated_linear, linear
+from triptych_kernels.ops import ACTIVATIONS, GATED_ACTIVATIONS, embedding, gated_linear, linear
 from triptych_kernels.weights.packed import WIDENED_DTYPES, PackedWeight, WidenedWeight
 
 DTYPES = tuple(WIDENED_DTYPES)
@@ -77,9 +77,19 @@ def test_gated_products_have_the_bits_of_float32_weights(inner: int, size: int, 
     widened, plain = both_forms(drawn(2 * inner, size, dtype=dtype), drawn(2 * inner), gated=True)
     for num_rows in (1, 14, 40):
         x = drawn(num_rows, size)
-        for activation in ("silu", "gelu_pytorch_tanh"):
+        for activation in GATED_ACTIVATIONS:
             out = gated_linear(x, widened, activation=activation)
             assert torch.equal(out, gated_linear(x, plain, activation=activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activated_products_have_the_bits_of_float32_weights(dtype: torch.dtype) -> None:
+    widened, plain = both_forms(drawn(50, 64, dtype=dtype), drawn(50))
+    for num_rows in (1, 14, 40):
+        x = drawn(num_rows, 64)
+        for activation in ACTIVATIONS:
+            out = linear(x, widened, activation=activation)
+            assert torch.equal(out, linear(x, plain, activation=activation))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -8,8 +8,7 @@ import torch
 from tests.kernels.operands import ModelCall, SmallOperands, meta
 from tests.kernels.ops.implementations import Case, cases_of
 from tests.kernels.ops.weights import random, tiles_of_each_width, weight_for
-from triptych_kernels.ops import gated_linear
-from triptych_kernels.ops.linear import ACTIVATIONS
+from triptych_kernels.ops import GATED_ACTIVATIONS, gated_linear, linear
 from triptych_kernels.triton.linear.few_rows import (
     GATED_LINEAR,
     Tiles,
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 case = cases_of("gated_linear")
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
 @pytest.mark.parametrize(("inner", "size"), [(3, 4), (16, 34), (33, 24), (50, 64)])
 def test_gated_products_are_those_of_the_reference(
     inner: int, size: int, activation: str, case: Case
@@ -38,15 +37,44 @@ def test_gated_products_are_those_of_the_reference(
         operands = weight_for(case.implementation, weight, given, gated=True)
         for num_rows in (1, 5, 14):
             x = random(num_rows, size, dtype=case.dtype, device=case.device)
-            x = x * 4  # far enough for the tails of the activation
+            # far enough for the tails of the activation; squares would not fit float16
+            x = x if activation == "relu2" else x * 4
             expected = gated_linear(x, weight, given, activation=activation, impl="reference")
             out = case(gated_linear, x, **operands, activation=activation)
             torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ValueError, match="gated_linear: activation 'relu' is none of silu"):
-        gated_linear(torch.ones(2, 6), torch.ones(4, 6), activation="relu")
+    with pytest.raises(ValueError, match="gated_linear: activation 'tanh' is none of silu"):
+        gated_linear(torch.ones(2, 6), torch.ones(4, 6), activation="tanh")
+
+
+def test_a_weight_of_the_other_kind_is_refused(case: Case) -> None:
+    if not case.implementation.isa:
+        pytest.skip("plain weights are of either kind")
+    x = torch.ones(2, 6, dtype=case.dtype)
+    gated, plain = (
+        weight_for(case.implementation, torch.ones(4, 6).to(case.dtype), gated=g) for g in (True, False)
+    )
+    with pytest.raises(ValueError, match=r"linear: the weight \[4, 6\] was created with gated=True"):
+        linear(x, **gated, activation="relu")
+    with pytest.raises(ValueError, match=r"gated_linear: the weight \[4, 6\] was created with gated=False"):
+        gated_linear(x, **plain)
+
+
+def test_the_activation_of_gpt_oss_is_that_of_transformers(case: Case) -> None:
+    gate, up = torch.linspace(-12, 12, 25).repeat(25), torch.linspace(-12, 12, 25).repeat_interleave(25)
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = GptOssConfig(hidden_size=4, intermediate_size=4, num_local_experts=1)
+    expected = GptOssExperts(config)._apply_gate(torch.stack((gate, up), dim=-1).flatten())
+    eye = torch.eye(2).to(case.device, case.dtype)
+    operands = weight_for(case.implementation, eye, gated=True)
+    x = torch.stack((gate, up), dim=-1).to(case.device, case.dtype)
+    out = case(gated_linear, x, **operands, activation="swiglu_oai")
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if case.dtype == torch.float32 else {"rtol": 2**-6, "atol": 1e-2}
+    torch.testing.assert_close(out[:, 0].float().cpu(), expected, **tolerance)
 
 
 def _few_rows(
@@ -60,7 +88,7 @@ def _few_rows(
     """Multiply by one of the candidates for such a product."""
     assert tiles in GATED_LINEAR.candidates(out_features, in_features, dtype, 1)
     x, weight = (meta(rows, in_features, dtype=dtype) for rows in (num_rows, out_features))
-    return multiply_few_rows(x, weight, meta(out_features, dtype=dtype), dtype, activation, tiles)
+    return multiply_few_rows(x, weight, meta(out_features, dtype=dtype), dtype, activation, tiles, gated=True)
 
 
 def _quantized(
@@ -105,4 +133,4 @@ def launch_small(draw: SmallOperands) -> None:
     x, weight = draw.normal(5, 40), draw.normal(2 * 33, 40)
     gated_linear(x, weight, impl="triton")
     for tiles in tiles_of_each_width(GATED_LINEAR, weight):
-        multiply_few_rows(x, weight, draw.normal(2 * 33), draw.dtype, "silu", tiles)
+        multiply_few_rows(x, weight, draw.normal(2 * 33), draw.dtype, "silu", tiles, gated=True)

@@ -10,7 +10,7 @@ from tests.kernels.operands import ModelCall, SmallOperands, meta
 from tests.kernels.ops.implementations import Case, cases_of
 from tests.kernels.ops.weights import random, tiles_of_each_width, weight_for
 from triptych_kernels.cpu.library import usable_isas, use_threads
-from triptych_kernels.ops import linear
+from triptych_kernels.ops import ACTIVATIONS, linear
 from triptych_kernels.triton.linear.few_rows import LINEAR, Tiles, multiply_few_rows
 from triptych_kernels.triton.linear.quantize_rows import quantize_rows
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
@@ -46,6 +46,59 @@ def test_products_are_those_of_the_reference(shape: tuple[int, int], case: Case)
                 expected = linear(x, weight, given, out_dtype=out_dtype, impl="reference")
                 out = case(linear, x, **operands, out_dtype=out_dtype)
                 assert_near(out, expected, dtype, shape[1])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(7, 10), (33, 64)], ids=str)
+def test_activated_products_are_those_of_the_reference(
+    shape: tuple[int, int], activation: str, case: Case
+) -> None:
+    dtype, device = case.dtype, case.device
+    weight, bias = random(*shape, dtype=dtype, device=device), random(shape[0], dtype=dtype, device=device)
+    # a plain weight in half precision is rounded before the activation too
+    rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (2**-5, 0.2)
+    for given in (None, bias):
+        operands = weight_for(case.implementation, weight, given)
+        for num_rows in (1, 5, 14):
+            x = random(num_rows, shape[1], dtype=dtype, device=device)
+            for out_dtype in {dtype, torch.float32}:
+                options = {"out_dtype": out_dtype, "activation": activation}
+                expected = linear(x, weight, given, **options, impl="reference")
+                out = case(linear, x, **operands, **options)
+                assert out.dtype == out_dtype
+                torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_those_of_transformers(activation: str, case: Case) -> None:
+    from transformers.activations import ACT2FN
+
+    x = torch.cat((torch.linspace(-30, 30, 2001), torch.tensor([0.0, -0.0, 1e-20, -1e-20, 3e4, -3e4])))[
+        :, None
+    ]
+    expected = ACT2FN[activation](x.double())
+    x = x.to(case.device, case.dtype)
+    weight = torch.tensor([[1.0, 0.0]]).to(case.device, case.dtype)
+    x = torch.cat((x, torch.zeros_like(x)), dim=1)
+    if case.dtype != torch.float32:
+        expected = ACT2FN[activation](x[:, :1].double().cpu())
+    out = case(
+        linear, x, **weight_for(case.implementation, weight), activation=activation, out_dtype=torch.float32
+    )
+    rtol = 1e-5 if case.dtype == torch.float32 or case.implementation.isa else 2**-6
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=rtol, atol=1e-6)
+
+
+def test_not_a_number_stays(case: Case) -> None:
+    operands = weight_for(case.implementation, torch.ones(5, 2).to(case.device, case.dtype))
+    x = torch.tensor([[torch.nan, 1.0]]).to(case.device, case.dtype)
+    for activation in ACTIVATIONS:
+        assert case(linear, x, **operands, activation=activation).isnan().all()
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ValueError, match="linear: activation 'swiglu_oai' is none of silu"):
+        linear(torch.ones(2, 6), torch.ones(4, 6), activation="swiglu_oai")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,4 +1,4 @@
-"""The gated activation, one pass over its input."""
+"""Activations, and the gated ones as one pass over their input."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """Compute `activation(gate) * up` in float32, and round once.
+    """Compute a gated activation in float32, and round once.
 
     Args:
         gate_up: [..., 2 * intermediate_size], gate first.
-        activation: One of `ops.linear.ACTIVATIONS`.
+        activation: One of `ops.linear.GATED_ACTIVATIONS`.
     Returns:
         [..., intermediate_size], a new tensor.
     """
@@ -39,17 +39,39 @@ def _gate_and_mul(gate_up, out, num_outputs, ACTIVATION: tl.constexpr, BLOCK: tl
     inside = column < num_outputs
     gate = tl.load(gate_up + row * 2 * num_outputs + column, mask=inside).to(tl.float32)
     up = tl.load(gate_up + row * 2 * num_outputs + num_outputs + column, mask=inside).to(tl.float32)
-    tl.store(out + row * num_outputs + column, activate(gate, ACTIVATION) * up, mask=inside)
+    tl.store(out + row * num_outputs + column, activate_gated(gate, up, ACTIVATION), mask=inside)
 
 
 @triton.jit
-def activate(gate, ACTIVATION: tl.constexpr):
+def activate_gated(gate, up, ACTIVATION: tl.constexpr):
+    """Apply one of `ops.linear.GATED_ACTIVATIONS` in float32."""
+    if ACTIVATION == "swiglu_oai":
+        # comparisons instead of minimums, so that NaN stays
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        activated = activate(gate, "quick_gelu") * (up + 1.0)
+    else:
+        activated = activate(gate, ACTIVATION) * up
+    return activated
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
     """Apply one of `ops.linear.ACTIVATIONS` in float32."""
     if ACTIVATION == "silu":
-        gate *= tl.sigmoid(gate)
+        x *= tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        x *= 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    elif ACTIVATION == "relu":
+        x = tl.where(x < 0.0, 0.0, x)
+    elif ACTIVATION == "relu2":
+        x = tl.where(x < 0.0, 0.0, x)
+        x *= x
+    elif ACTIVATION == "quick_gelu":
+        x *= tl.sigmoid(1.702 * x)
     else:
         tl.static_assert(ACTIVATION == "gelu_pytorch_tanh")
         # sqrt(2 / pi); `fma` in words, so that no compiler decides it: different kernels shall give the same bits
-        inner = 0.7978845608028654 * tl.fma(0.044715 * gate * gate, gate, gate)
-        gate *= tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
-    return gate
+        inner = 0.7978845608028654 * tl.fma(0.044715 * x * x, x, x)
+        x *= tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
+    return x

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triptych_kernels.triton.elementwise.silu_and_mul import activate
+from triptych_kernels.triton.elementwise.silu_and_mul import activate_gated
 from triptych_kernels.triton.linear.quantized_sum import store_tile, sum_splits
 from triptych_kernels.triton.tuning.tunable import Tunable
 
@@ -75,31 +75,35 @@ def multiply_few_rows(
     out_dtype: torch.dtype,
     activation: str | None,
     tiles: Tiles,
+    *,
+    gated: bool = False,
 ) -> Tensor:
-    """Compute `x @ weight.T + bias`, or with an activation `ops.gated_linear`, summed in float32 and rounded once.
+    """Compute `ops.linear` or `ops.gated_linear`, summed in float32 and rounded once.
 
     Args:
         x: [num_rows, in_features], 1 to 16 rows, the last axis contiguous.
         weight: [out_features, in_features], contiguous.
         bias: [out_features].
-        tiles: Tiles of the programs, with an activation of one split.
+        tiles: Tiles of the programs, of one split if `gated`.
+        gated: Whether the weight's rows are gates and then ups.
     """
     num_rows, in_features = x.shape
     out_features = len(weight)
-    num_outputs = out_features if activation is None else out_features // 2
+    num_outputs = out_features // 2 if gated else out_features
     split_inputs = triton.cdiv(triton.cdiv(in_features, tiles.num_splits), tiles.block_k) * tiles.block_k
     num_splits = triton.cdiv(in_features, split_inputs)
     is_whole = num_splits == 1
-    assert is_whole or activation is None, "gates and ups are multiplied before all of their parts are summed"
+    assert is_whole or not gated, "gates and ups are multiplied before all of their parts are summed"
     out = torch.empty(
         (num_splits, num_rows, num_outputs), dtype=out_dtype if is_whole else torch.float32, device=x.device
     )
     _multiply_few_rows[(triton.cdiv(num_outputs, tiles.block_n), num_splits)](
         x, x.stride(0), weight, bias if is_whole else None, out, num_rows, num_outputs, in_features, split_inputs,
-        ACTIVATION=activation, BLOCK_N=tiles.block_n, BLOCK_M=_BLOCK_M, BLOCK_K=tiles.block_k,
+        ACTIVATION=activation if is_whole else None, IS_GATED=gated,
+        BLOCK_N=tiles.block_n, BLOCK_M=_BLOCK_M, BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    return out[0] if is_whole else sum_splits(out, bias, out_dtype, None)
+    return out[0] if is_whole else sum_splits(out, bias, out_dtype, activation, gated=False)
 
 
 def _tiles(tunable: Tunable[Tiles | ByTorch], x: Tensor, weight: Tensor) -> Tiles | None:
@@ -151,7 +155,8 @@ GATED_LINEAR: Tunable[Tiles | ByTorch] = Tunable(
 @triton.jit(do_not_specialize=["num_rows"])  # it changes from step to step
 def _multiply_few_rows(
     x, x_stride, weight, bias, out, num_rows, num_outputs, in_features, split_inputs,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
@@ -173,14 +178,15 @@ def _multiply_few_rows(
         total = tl.dot(
             tl.load(left + start, mask=is_weight, other=0.0), values, total, input_precision="ieee"
         )
-        if ACTIVATION is not None:
+        if IS_GATED:
             up = tl.dot(
                 tl.load(up_left + start, mask=is_weight, other=0.0), values, up, input_precision="ieee"
             )
-    if ACTIVATION is not None:
+    if IS_GATED:
         if bias is not None:
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0)[:, None]
             up += tl.load(bias + num_outputs + outputs, mask=outputs < num_outputs, other=0.0)[:, None]
-        store_tile(out, activate(total, ACTIVATION) * up, None, outputs, rows, split, num_rows, num_outputs)
+        values = activate_gated(total, up, ACTIVATION)
+        store_tile(out, values, None, outputs, rows, split, num_rows, num_outputs)
     else:
-        store_tile(out, total, bias, outputs, rows, split, num_rows, num_outputs)
+        store_tile(out, total, bias, outputs, rows, split, num_rows, num_outputs, ACTIVATION)

@@ -16,4 +16,4 @@ def gated_linear(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None, 
     tiles = gated_linear_tiles(x, weight)
     if tiles is None:
         return gate_and_mul(functional.linear(x, weight, bias), activation)
-    return multiply_few_rows(x, weight, bias, x.dtype, activation, tiles)
+    return multiply_few_rows(x, weight, bias, x.dtype, activation, tiles, gated=True)

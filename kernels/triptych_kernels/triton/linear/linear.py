@@ -10,10 +10,16 @@ from triptych_kernels.triton.linear.few_rows import linear_tiles, multiply_few_r
 from triptych_kernels.weights.base import LinearWeight
 
 
-def linear(x: Tensor, weight: Tensor | LinearWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor | LinearWeight,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    activation: str | None,
+) -> Tensor:
     if isinstance(weight, LinearWeight):
-        return weight.multiply(x, out_dtype)
+        return weight.multiply(x, out_dtype, activation)
     tiles = linear_tiles(x, weight)
     if tiles is None:
-        return torch_linear(x, weight, bias, out_dtype)
-    return multiply_few_rows(x, weight, bias, out_dtype, None, tiles)
+        return torch_linear(x, weight, bias, out_dtype, activation)
+    return multiply_few_rows(x, weight, bias, out_dtype, activation, tiles)

@@ -66,9 +66,10 @@ def multiply_groups(
     out_dtype: torch.dtype,
     activation: str | None,
     *,
+    gated: bool,
     batch_invariant: bool,
 ) -> Tensor:
-    """Compute `x @ weight.T + bias`, or with an activation `ops.gated_linear`.
+    """Compute `ops.linear`, or `ops.gated_linear` if the outputs are gates and then ups.
 
     Args:
         x: [num_rows, in_features] float16, bfloat16 or float32, the last axis contiguous.
@@ -100,7 +101,7 @@ def multiply_groups(
     loops_splits = num_splits > 1 and num_tiles[0] > 1 and not by_weights
     num_parts = 1 if loops_splits else num_splits
     is_whole = num_parts == 1
-    is_gated = is_whole and activation is not None
+    is_gated = gated and is_whole
     num_outputs, block_outputs = (n // 2 if is_gated else n for n in (out_features, tiles.block_n))
     out = torch.empty(
         (num_parts, num_rows, num_outputs), dtype=out_dtype if is_whole else torch.float32, device=x.device
@@ -111,11 +112,11 @@ def multiply_groups(
             x, x.stride(0), x_sums, 0 if x_sums is None else x_sums.stride(0),
             integers, scales, minimums, bias if is_whole else None, out,
             num_rows, out_features, num_groups, split_groups,
-            ACTIVATION=activation if is_gated else None, BITS=bits, BY_WEIGHTS=by_weights, LOOPS_SPLITS=loops_splits,
-            STEP=tiles.step, BLOCK_N=tiles.block_n, BLOCK_M=tiles.block_m,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            ACTIVATION=activation if is_whole else None, IS_GATED=is_gated,
+            BITS=bits, BY_WEIGHTS=by_weights, LOOPS_SPLITS=loops_splits, STEP=tiles.step,
+            BLOCK_N=tiles.block_n, BLOCK_M=tiles.block_m, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-    return out[0] if is_whole else sum_splits(out, bias, out_dtype, activation)
+    return out[0] if is_whole else sum_splits(out, bias, out_dtype, activation, gated=gated)
 
 
 # no tensor cores, so a tile is what registers hold of multiplications
@@ -187,11 +188,12 @@ def _split(num_groups: int, step: int, wanted: int) -> int:
 def _multiply_groups(
     x, x_stride, x_sums, x_sums_stride, integers, scales, minimums, bias, out,
     num_rows, out_features, num_groups, split_groups,
-    ACTIVATION: tl.constexpr, BITS: tl.constexpr, BY_WEIGHTS: tl.constexpr, LOOPS_SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
+    BITS: tl.constexpr, BY_WEIGHTS: tl.constexpr, LOOPS_SPLITS: tl.constexpr,
     STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    outputs = outputs_of_block(block, out_features, ACTIVATION is not None, BLOCK_N)
+    outputs = outputs_of_block(block, out_features, IS_GATED, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
     if LOOPS_SPLITS:
@@ -209,12 +211,12 @@ def _multiply_groups(
             first, tl.minimum(first + split_groups, num_groups), num_rows, out_features,
             BITS, BY_WEIGHTS, STEP, BLOCK_N, BLOCK_M,
         )  # fmt: skip
-    if ACTIVATION is not None:
+    if IS_GATED:
         store_activated(
             out, total, bias, block, outputs, rows, num_rows, out_features, ACTIVATION, BLOCK_N, BLOCK_M
         )
     else:
-        store_tile(out, total, bias, outputs, rows, split, num_rows, out_features)
+        store_tile(out, total, bias, outputs, rows, split, num_rows, out_features, ACTIVATION)
 
 
 @triton.jit

@@ -54,8 +54,10 @@ def multiply_bytes(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     activation: str | None,
+    *,
+    gated: bool,
 ) -> Tensor:
-    """Compute `(x_scales * x) @ (scales * elements).T + bias`, or with an activation `ops.gated_linear`.
+    """Compute `ops.linear` of `x_scales * x` and `scales * elements`, or `ops.gated_linear` if `gated`.
 
     Args:
         x: [num_rows, in_features] int8 or float8_e4m3fn, contiguous.
@@ -76,7 +78,7 @@ def multiply_bytes(
     loops_splits = num_splits > 1 and num_tiles[0] > 1
     num_parts = 1 if loops_splits else num_splits
     is_whole = num_parts == 1
-    is_gated = is_whole and activation is not None
+    is_gated = gated and is_whole
     num_outputs, block_outputs = (n // 2 if is_gated else n for n in (out_features, tiles.block_n))
     out = torch.empty(
         (num_parts, num_rows, num_outputs), dtype=out_dtype if is_whole else torch.float32, device=x.device
@@ -85,13 +87,13 @@ def multiply_bytes(
         _multiply_bytes[(triton.cdiv(num_outputs, block_outputs), num_tiles[0], num_parts)](
             x, x_scales, elements, scales, bias if is_whole else None, out,
             num_rows, out_features, in_features, split_inputs,
-            ACTIVATION=activation if is_gated else None, LOOPS_SPLITS=loops_splits,
+            ACTIVATION=activation if is_whole else None, IS_GATED=is_gated, LOOPS_SPLITS=loops_splits,
             BLOCK_N=tiles.block_n, BLOCK_M=tiles.block_m, BLOCK_K=BLOCK_K,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             # a split's sum is scaled, rounded and then added, whether a program takes one split or all
             enable_fp_fusion=False,
         )  # fmt: skip
-    return out[0] if is_whole else sum_splits(out, bias, out_dtype, activation)
+    return out[0] if is_whole else sum_splits(out, bias, out_dtype, activation, gated=gated)
 
 
 def _default_tiles(out_features: int, in_features: int, element_dtype: torch.dtype, rows: int) -> _Tiles:
@@ -127,11 +129,11 @@ TILES = Tunable(
 @triton.jit(do_not_specialize=["num_rows"])  # it changes from step to step
 def _multiply_bytes(
     x, x_scales, elements, scales, bias, out, num_rows, out_features, in_features, split_inputs,
-    ACTIVATION: tl.constexpr, LOOPS_SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, LOOPS_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    outputs = outputs_of_block(block, out_features, ACTIVATION is not None, BLOCK_N)
+    outputs = outputs_of_block(block, out_features, IS_GATED, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
     row_scale = tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)[None, :]
@@ -151,12 +153,12 @@ def _multiply_bytes(
             num_rows, out_features, in_features, BLOCK_N, BLOCK_M, BLOCK_K,
         )  # fmt: skip
         total = part * output_scale * row_scale
-    if ACTIVATION is not None:
+    if IS_GATED:
         store_activated(
             out, total, bias, block, outputs, rows, num_rows, out_features, ACTIVATION, BLOCK_N, BLOCK_M
         )
     else:
-        store_tile(out, total, bias, outputs, rows, split, num_rows, out_features)
+        store_tile(out, total, bias, outputs, rows, split, num_rows, out_features, ACTIVATION)
 
 
 @triton.jit

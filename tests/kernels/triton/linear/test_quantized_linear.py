@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.poison import poisoned_allocations
-from triptych_kernels.ops import embedding, gated_linear, linear
+from triptych_kernels.ops import ACTIVATIONS, GATED_ACTIVATIONS, embedding, gated_linear, linear
+from triptych_kernels.reference.linear import activate
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.triton.linear import quantized_linear, quantized_weight
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
@@ -146,7 +147,7 @@ def test_many_rows_round_their_weights_where_they_may(format: QuantizedFormat, d
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 70])
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
 def test_gate_and_up_are_multiplied(
     activation: str, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -200,6 +201,18 @@ def test_a_gated_rows_result_does_not_depend_on_its_batch(
         assert torch.equal(gated_linear(x[first:last], weight, activation=activation), together[first:last])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # the interpreter says so
+@pytest.mark.parametrize("in_features", [64, 1088], ids=["whole", "splits"])
+def test_outputs_are_activated(in_features: int, device: torch.device) -> None:
+    weight, _ = filled(QuantizedFormat(4, is_affine=True), 33, in_features, device, torch.float32)
+    for num_rows in (1, 17):
+        x = random(num_rows, in_features, seed=1).to(device)
+        for activation in ACTIVATIONS:
+            out = linear(x, weight, activation=activation)
+            expected = activate(linear(x, weight).double(), activation).float()
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("num_rows", [3, 70])
 def test_a_gated_product_of_many_rows_writes_no_float32(
     num_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -208,7 +221,7 @@ def test_a_gated_product_of_many_rows_writes_no_float32(
     monkeypatch.setattr(
         quantized_linear,
         "sum_splits",
-        lambda partials, *rest: shapes.append(tuple(partials.shape)) or partials,
+        lambda partials, *rest, **options: shapes.append(tuple(partials.shape)) or partials,
     )
     weight = GroupQuantizedWeight(2 * 33, 352, torch.float16, FORMATS[1], device=device, gated=True)
     gated_linear(torch.ones(num_rows, 352, device=device, dtype=torch.float16), weight)

@@ -145,6 +145,16 @@ def test_gate_and_up_are_multiplied(element: torch.dtype, num_rows: int, device:
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
+def test_outputs_are_activated(element: torch.dtype, device: torch.device) -> None:
+    for in_features in (150, 1100):  # one split, and two
+        weight, _ = filled(20, in_features, torch.float32, element, device)
+        for num_rows in (1, 130):
+            x = torch.randn(num_rows, in_features, device=device)
+            out = linear(x, weight, activation="relu2")
+            assert torch.equal(out, linear(x, weight).relu().square())
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
 def test_a_rows_result_does_not_depend_on_its_batch(element: torch.dtype, device: torch.device) -> None:
     weight, _ = filled(20, 150, torch.float32, element, device)
     if element == torch.int8 or device.type == "cuda":

@@ -90,7 +90,8 @@ struct GatherRows {
 }  // namespace triptych
 
 TRIPTYCH_KERNEL(linear, triptych::Linear,
-                dtype, out_dtype, x, x_stride, weight, bias, out, out_stride, in_features, out_features, epilogue) {
+                dtype, out_dtype, x, x_stride, weight, bias, out, out_stride, in_features, out_features, activation,
+                gated) {
   if (args.dtype == triptych::kFloat32) return triptych::multiply_floats<triptych::Float32Line>(args, rows);
   triptych::multiply_bfloat16(args, rows);
 }

@@ -14,15 +14,13 @@
 #include <cmath>
 
 #include "kernel.h"
+#include "linear/activation.h"
 #include "parallel.h"
 #include "simd/vec.h"
 
 namespace triptych {
 
 constexpr int kPanel = 2 * kLanes;
-
-// The operation on a finished tile.
-enum Epilogue : int64_t { kStore = 0, kSiluMul = 1, kGeluTanhMul = 2 };
 
 struct Linear {
   int64_t dtype;            // of weight and x
@@ -31,11 +29,12 @@ struct Linear {
   int64_t x_stride;
   const void* weight;       // panels
   const float* bias;        // [panels * kPanel] in the order of the panels, or null
-  void* out;                // [rows, out_features], or half of them with a gated epilogue
+  void* out;                // [rows, out_features], or half of them of a gated weight
   int64_t out_stride;
   int64_t in_features;
   int64_t out_features;
-  int64_t epilogue;
+  int64_t activation;
+  int64_t gated;            // whether panels hold gates and ups, which are multiplied; with an activation
 
   int64_t num_panels() const { return (out_features + kPanel - 1) / kPanel; }
 };
@@ -84,21 +83,6 @@ void for_row_tiles(int64_t begin, int64_t end, int64_t max_rows, const F& f) {
   }
 }
 
-inline vec silu(vec x) {
-  // x / (1 + e^-x), with an exponential that cannot overflow
-  const vec power = exp_of_negative(zero() - abs(x));  // e^-|x|
-  const vec one = splat(1.0f);
-  return x * select_negative(x, power, one) / (one + power);
-}
-
-inline vec gelu_tanh(vec x) {
-  // 0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
-  const vec twice = splat(1.5957691216057308f) * fma(splat(0.044715f) * x * x, x, x);
-  const vec power = exp_of_negative(zero() - abs(twice));
-  const vec one = splat(1.0f);
-  return x * select_negative(twice, power, one) / (one + power);
-}
-
 template <typename O>
 void store_vec(O* out, vec value, int64_t count) {
   if (count >= kLanes) return store(out, value);
@@ -115,15 +99,19 @@ void finish_row(const Linear& args, int64_t row, int64_t panel, vec first, vec s
     second = second + load(args.bias + panel * kPanel + kLanes);
   }
   O* out = static_cast<O*>(args.out) + row * args.out_stride;
-  if (args.epilogue == kStore) {
-    out += panel * kPanel;
-    const int64_t left = args.out_features - panel * kPanel;
-    store_vec(out, first, left);
-    if (left > kLanes) store_vec(out + kLanes, second, left - kLanes);
+  if (args.gated) {
+    store_vec(out + panel * kLanes, activate_gated(args.activation, first, second),
+              args.out_features / 2 - panel * kLanes);
     return;
   }
-  const vec gate = args.epilogue == kSiluMul ? silu(first) : gelu_tanh(first);
-  store_vec(out + panel * kLanes, gate * second, args.out_features / 2 - panel * kLanes);
+  if (args.activation != kNoActivation) {
+    first = activate(args.activation, first);
+    second = activate(args.activation, second);
+  }
+  out += panel * kPanel;
+  const int64_t left = args.out_features - panel * kPanel;
+  store_vec(out, first, left);
+  if (left > kLanes) store_vec(out + kLanes, second, left - kLanes);
 }
 
 inline void finish_row(const Linear& args, int64_t row, int64_t panel, vec first, vec second) {

@@ -219,7 +219,7 @@ void multiply_wide(const Linear& args, int64_t rows) {
 
 TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear,
                 linear.dtype, linear.out_dtype, linear.x, linear.x_stride, linear.weight, linear.bias, linear.out,
-                linear.out_stride, linear.in_features, linear.out_features, linear.epilogue, bits, affine,
+                linear.out_stride, linear.in_features, linear.out_features, linear.activation, linear.gated, bits, affine,
                 input_bits, wide_rows) {
   triptych::with_format(args.bits, args.affine, [&](auto format) {
     using F = decltype(format);
