@@ -89,7 +89,7 @@ def paged_attention(
 
 
 def rotary_embedding(
-    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     key_out = torch.empty(key.shape, dtype=key.dtype, device=key.device)
@@ -99,6 +99,7 @@ def rotary_embedding(
         key=key, key_stride=key.stride(0), key_head_stride=key.stride(1),
         positions=positions, cos_sin=cos_sin_cache, query_out=query_out, key_out=key_out,
         num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[2],
+        rotary_dim=cos_sin_cache.shape[1], interleaved=interleaved,
     )  # fmt: skip
     return query_out, key_out
 

@@ -165,29 +165,40 @@ def _check_lengths(
 
 
 def rotary_embedding(
-    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, impl: str | None = None
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    interleaved: bool = False,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate each head's two halves against each other by the angle of the token's position.
+    """Rotate pairs of each head's elements by the angles of the token's position.
 
-        out[i]           = x[i] * cos[p, i]           - x[i + half] * sin[p, i]        0 <= i < half
-        out[i + half]    = x[i + half] * cos[p, i]    + x[i] * sin[p, i]
+        out[a]    = x[a] * cos[p, i]    - x[b] * sin[p, i]        0 <= i < half = rotary_dim / 2
+        out[b]    = x[b] * cos[p, i]    + x[a] * sin[p, i]
 
-    Computed in float32 and rounded once to the dtype of the input.
+        halves         a = i        b = i + half
+        interleaved    a = 2 * i    b = 2 * i + 1
+
+    Elements from rotary_dim on are copied. Computed in float32 and rounded once to the dtype of the input.
 
     Args:
         query: [num_tokens, num_heads, head_dim], may be a view of a larger tensor, the last axis dense.
         key: [num_tokens, num_kv_heads, head_dim] like query, of its dtype.
         positions: [num_tokens] int64, each below max_position. Not checked, since that would wait for the device.
-        cos_sin_cache: [max_position, head_dim] float32, contiguous: half = head_dim / 2 cosines, then as many sines.
+        cos_sin_cache: [max_position, rotary_dim] float32, contiguous: half cosines, then as many sines; rotary_dim is
+            head_dim or smaller.
+        interleaved: Whether neighbours are rotated against each other, and not the two halves.
     Returns:
         New tensors like query and key.
     Raises:
         ValueError: Shapes, dtypes or strides disagree; names both.
-    Source: RoFormer, arXiv:2104.09864; halves instead of pairs as in GPT-NeoX and Hugging Face's Llama.
+    Source: RoFormer, arXiv:2104.09864, interleaved; halves as in GPT-NeoX and Hugging Face's Llama.
     """
     _check_rotary("rotary_embedding", query, key, positions, cos_sin_cache)
     rotated: tuple[Tensor, Tensor] = find_impl("rotary_embedding", query, impl)(
-        query, key, positions, cos_sin_cache
+        query, key, positions, cos_sin_cache, interleaved=interleaved
     )
     return rotated
 
@@ -213,10 +224,16 @@ def _check_rotary(op: str, query: Tensor, key: Tensor, positions: Tensor, cos_si
             f"{op}: positions {list(positions.shape)} do not fit "
             f"query {list(query.shape)}; they must be [num_tokens]"
         )
-    if cos_sin_cache.ndim != 2 or cos_sin_cache.shape[1] != query.shape[2] or query.shape[2] % 2:
+    head_dim = query.shape[2]
+    if (
+        cos_sin_cache.ndim != 2
+        or cos_sin_cache.shape[1] > head_dim
+        or cos_sin_cache.shape[1] % 2
+        or head_dim % 2
+    ):
         raise ValueError(
-            f"{op}: cos_sin_cache {list(cos_sin_cache.shape)} does not fit "
-            f"query {list(query.shape)}; it must be [max_position, head_dim], head_dim even"
+            f"{op}: cos_sin_cache {list(cos_sin_cache.shape)} does not fit query {list(query.shape)}; "
+            "it must be [max_position, rotary_dim], rotary_dim at most head_dim, both even"
         )
 
 
@@ -294,6 +311,7 @@ def rotary_and_write_kv(
     slot_mapping: Tensor,
     *,
     kv_scales: Tensor | None = None,
+    interleaved: bool = False,
     impl: str | None = None,
 ) -> Tensor:
     """Rotate queries and keys to their positions and write the rotated keys and the values into the cache.
@@ -306,11 +324,12 @@ def rotary_and_write_kv(
             before it is rounded to the dtype of the cache or quantized.
         value: [num_tokens, num_kv_heads, head_dim] like key.
         positions: [num_tokens] int64, each below max_position. Not checked, since that would wait for the device.
-        cos_sin_cache: [max_position, head_dim] float32, contiguous: half = head_dim / 2 cosines, then as many sines.
+        cos_sin_cache: [max_position, rotary_dim] float32, contiguous: rotary_dim / 2 cosines, then as many sines.
         kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous, written in place.
         slot_mapping: [num_tokens] int64, distinct; -1 leaves this token's key and value unwritten.
         kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, contiguous, written with the elements. Required
             if kv_cache is int8 or float8_e4m3fn, else None.
+        interleaved: Whether neighbours are rotated against each other, and not the two halves.
     Returns:
         The rotated queries of all tokens, a new tensor like query.
     Raises:
@@ -319,6 +338,7 @@ def rotary_and_write_kv(
     _check_rotary("rotary_and_write_kv", query, key, positions, cos_sin_cache)
     _check_write_kv("rotary_and_write_kv", key, value, kv_cache, slot_mapping, kv_scales)
     rotated: Tensor = find_impl("rotary_and_write_kv", query, impl)(
-        query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping, kv_scales=kv_scales
-    )
+        query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping,
+        kv_scales=kv_scales, interleaved=interleaved,
+    )  # fmt: skip
     return rotated

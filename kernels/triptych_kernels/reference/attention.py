@@ -75,19 +75,20 @@ def _softmax(scores: Tensor, seen: range, head: int, options: AttendOptions) -> 
 
 
 def rotary_embedding(
-    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    half = query.shape[2] // 2
+    half = cos_sin_cache.shape[1] // 2
     rotated = []
     for x in (query, key):
-        out = torch.empty_like(x)
+        out = x.clone()
         for token, position in enumerate(positions.tolist()):
             for i in range(half):
                 cos = cos_sin_cache[position, i].item()
                 sin = cos_sin_cache[position, half + i].item()
-                first, second = x[token, :, i].double(), x[token, :, i + half].double()
-                out[token, :, i] = first * cos - second * sin
-                out[token, :, i + half] = second * cos + first * sin
+                a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+                first, second = x[token, :, a].double(), x[token, :, b].double()
+                out[token, :, a] = first * cos - second * sin
+                out[token, :, b] = second * cos + first * sin
         rotated.append(out)
     return rotated[0], rotated[1]
 

@@ -277,17 +277,23 @@ def _decode_tile(decodes: list[tuple[int, int, int]], device: torch.device) -> _
 
 
 def rotary_embedding(
-    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    # [num_tokens, 1, head_dim / 2] each
+    # [num_tokens, 1, rotary_dim / 2] each
     cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+    rotated, rotated_key = (_rotate(x, cos, sin, interleaved=interleaved) for x in (query, key))
+    return rotated, rotated_key
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    rotary_dim = 2 * cos.shape[-1]
+    turned = x[..., :rotary_dim].float()
+    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    if rotary_dim == x.shape[-1]:
+        return rotated.to(x.dtype)
+    return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)
 
 
 def write_kv(
@@ -329,10 +335,11 @@ def rotary_and_write_kv(
     slot_mapping: Tensor,
     *,
     kv_scales: Tensor | None,
+    interleaved: bool,
     rotate: Callable[..., tuple[Tensor, Tensor]] = rotary_embedding,
     write: Callable[..., None] = write_kv,
 ) -> Tensor:
     """Rotate, then write, with the implementations of these two ops that are passed."""
-    query, key = rotate(query, key, positions, cos_sin_cache)
+    query, key = rotate(query, key, positions, cos_sin_cache, interleaved=interleaved)
     write(key, value, kv_cache, slot_mapping, kv_scales=kv_scales)
     return query

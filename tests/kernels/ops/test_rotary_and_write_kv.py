@@ -63,6 +63,23 @@ def test_rotates_and_writes_like_the_references(
     assert all(torch.equal(operand, copy) for operand, copy in zip(operands, before, strict=True))
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (64, 16), (80, 32), (128, 96)])
+def test_the_first_elements_are_rotated_and_the_rest_copied(
+    head_dim: int, rotary_dim: int, interleaved: bool, case: Case
+) -> None:
+    *operands, angles, slots = _operands(6, 2, head_dim, case.device, case.dtype)
+    operands.append(torch.cat([half[:, : rotary_dim // 2] for half in angles.chunk(2, dim=1)], dim=1))
+    kv_cache = torch.randn(3, 2, 2, 4, head_dim).to(case.device, case.dtype)
+    expected_cache = case.implementation.rows_of(kv_cache, case.dtype)
+    options = {"interleaved": interleaved}
+    expected = rotary_and_write_kv(*operands, expected_cache, slots, **options, impl="reference")
+    rotated = case(rotary_and_write_kv, *operands, kv_cache, slots, **options)
+    torch.testing.assert_close(rotated, expected, **TOLERANCE[case.dtype])
+    kv_cache = case.implementation.rows_of(kv_cache, case.dtype)
+    torch.testing.assert_close(kv_cache, expected_cache, **TOLERANCE[case.dtype])
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 def test_on_a_cpu_it_is_one_op_after_the_other(num_tokens: int, cache_dtype: torch.dtype, case: Case) -> None:

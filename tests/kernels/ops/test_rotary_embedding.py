@@ -62,6 +62,40 @@ def test_rotates_like_the_reference(
     assert torch.equal(packed, before)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")  # of Triton's interpreter
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"), [(2, 2), (8, 2), (64, 64), (64, 32), (80, 32), (96, 72), (128, 64), (256, 64)]
+)
+def test_the_first_elements_are_rotated_and_the_rest_copied(
+    head_dim: int, rotary_dim: int, interleaved: bool, case: Case
+) -> None:
+    torch.manual_seed(5)
+    packed = torch.randn(5, 9, head_dim).to(case.device, case.dtype)
+    query, key, _ = packed.split((5, 2, 2), dim=1)
+    query[0, 0, -1] = torch.inf if rotary_dim < head_dim else 1.0  # what is copied is not computed with
+    positions, angles = torch.randint(0, 33, (5,)).to(case.device), table(33, rotary_dim, case.device)
+    options = {"interleaved": interleaved}
+    rotated = case(rotary_embedding, query, key, positions, angles, **options)
+    expected = rotary_embedding(query, key, positions, angles, **options, impl="reference")
+    for x, out, wanted in zip((query, key), rotated, expected, strict=True):
+        assert out.is_contiguous()
+        torch.testing.assert_close(out, wanted, **TOLERANCE[case.dtype])
+        assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
+
+
+def test_interleaved_pairs_are_rotated_as_complex_numbers(implementation: Implementation) -> None:
+    torch.manual_seed(6)
+    device = implementation.device
+    query, key = torch.randn(4, 3, 16).to(device), torch.randn(4, 1, 16).to(device)
+    positions, angles = torch.tensor([3, 1, 4, 1], device=device), table(9, 16, device)
+    turns = torch.complex(*angles[positions].chunk(2, dim=-1))[:, None]
+    rotated = implementation(rotary_embedding, query, key, positions, angles, interleaved=True)
+    for x, out in zip((query, key), rotated, strict=True):
+        expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+        torch.testing.assert_close(out, expected, **TOLERANCE[torch.float32])
+
+
 def test_heads_may_lie_before_tokens(implementation: Implementation) -> None:
     torch.manual_seed(1)
     device = implementation.device
@@ -118,22 +152,30 @@ def test_shapes_that_disagree_are_named() -> None:
         rotary_embedding(query, key[:1], positions, table(4, 8))
     with pytest.raises(ValueError, match=r"positions \[1\] do not fit query \[2, 3, 8\]"):
         rotary_embedding(query, key, positions[:1], table(4, 8))
-    with pytest.raises(ValueError, match=r"cos_sin_cache \[4, 6\] does not fit query \[2, 3, 8\]"):
-        rotary_embedding(query, key, positions, table(4, 6))
+    with pytest.raises(ValueError, match=r"cos_sin_cache \[4, 10\] does not fit query \[2, 3, 8\]"):
+        rotary_embedding(query, key, positions, table(4, 10))
+    with pytest.raises(ValueError, match=r"cos_sin_cache \[4, 5\] does not fit query \[2, 3, 8\]"):
+        rotary_embedding(query, key, positions, torch.ones(4, 5))
     with pytest.raises(ValueError, match="must be of one dtype, their last axes dense"):
         rotary_embedding(query, key.bfloat16(), positions, table(4, 8))
     with pytest.raises(ValueError, match="must be of one dtype, their last axes dense"):
         rotary_embedding(query.transpose(1, 2).contiguous().transpose(1, 2), key, positions, table(4, 8))
 
 
-def _model_call(num_heads: int, num_kv_heads: int, head_dim: int) -> object:
+def _model_call(
+    num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int = 0, *, interleaved: bool = False
+) -> object:
     query, key, _ = meta_heads(num_heads, num_kv_heads, head_dim)
-    return rotary_embedding(query, key, meta_int64(256), meta_float32(8192, head_dim), impl="triton")
+    angles = meta_float32(8192, rotary_dim or head_dim)
+    return rotary_embedding(query, key, meta_int64(256), angles, interleaved=interleaved, impl="triton")
 
 
 MODEL_CALLS = {
     f"heads of {heads[2]}": ModelCall(lambda heads=heads: _model_call(*heads), is_memory_bound=True)
     for heads in ((9, 3, 64), (32, 32, 80), (32, 8, 128), (8, 4, 256))
+} | {
+    "a quarter of 256": ModelCall(lambda: _model_call(16, 8, 256, 64)),
+    "interleaved": ModelCall(lambda: _model_call(32, 8, 128, 64, interleaved=True)),
 }
 
 

@@ -11,7 +11,7 @@ _PAIRS = 512  # of elements that one program rotates: of 8 heads of 128, 32 byte
 
 
 def rotary_embedding(
-    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -26,6 +26,7 @@ def rotary_embedding(
             key, key.stride(0), key.stride(1), key_out,
             positions, cos_sin_cache,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
+            ROTARY_HALF=cos_sin_cache.shape[1] // 2, INTERLEAVED=interleaved,
             NUM_QUERY_GROUPS=num_query_groups, HEADS_BLOCK=heads_block, HALF_BLOCK=half_block,
             num_warps=num_warps,
         )  # fmt: skip
@@ -45,26 +46,32 @@ def _rotary_embedding(
     key, key_stride_0, key_stride_1, key_out,
     positions, cos_sin_cache,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     NUM_QUERY_GROUPS: tl.constexpr, HEADS_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     position = tl.load(positions + token)
-    dims = tl.arange(0, HALF_BLOCK)[None, :]
+    pairs = tl.arange(0, HALF_BLOCK)[None, :]
+    firsts, seconds = elements_of_pairs(pairs, HALF, ROTARY_HALF, INTERLEAVED)
     if group < NUM_QUERY_GROUPS:
         heads = heads_of_group(group, HEADS_BLOCK)
-        inside = (heads < NUM_HEADS) & (dims < HALF)
-        vectors = query + token * query_stride_0 + heads * query_stride_1 + dims
-        first, second = rotate(vectors, inside, cos_sin_cache, position, dims, HALF)
-        out = query_out + (token * NUM_HEADS + heads) * (2 * HALF) + dims
+        inside = (heads < NUM_HEADS) & (pairs < HALF)
+        vectors = query + token * query_stride_0 + heads * query_stride_1
+        first, second = rotate(
+            vectors, inside, cos_sin_cache, position, pairs, firsts, seconds, HALF, ROTARY_HALF
+        )
+        out = query_out + (token * NUM_HEADS + heads) * (2 * HALF)
     else:
         heads = heads_of_group(group - NUM_QUERY_GROUPS, HEADS_BLOCK)
-        inside = (heads < NUM_KV_HEADS) & (dims < HALF)
-        vectors = key + token * key_stride_0 + heads * key_stride_1 + dims
-        first, second = rotate(vectors, inside, cos_sin_cache, position, dims, HALF)
-        out = key_out + (token * NUM_KV_HEADS + heads) * (2 * HALF) + dims
-    tl.store(out, first, mask=inside)
-    tl.store(out + HALF, second, mask=inside)
+        inside = (heads < NUM_KV_HEADS) & (pairs < HALF)
+        vectors = key + token * key_stride_0 + heads * key_stride_1
+        first, second = rotate(
+            vectors, inside, cos_sin_cache, position, pairs, firsts, seconds, HALF, ROTARY_HALF
+        )
+        out = key_out + (token * NUM_KV_HEADS + heads) * (2 * HALF)
+    tl.store(out + firsts, first, mask=inside)
+    tl.store(out + seconds, second, mask=inside)
 
 
 @triton.jit
@@ -74,19 +81,42 @@ def heads_of_group(group, HEADS_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rotate(vectors, inside, cos_sin_cache, position, dims, HALF: tl.constexpr):
-    """Return both halves of these heads, [HEADS_BLOCK, HALF_BLOCK] each, rotated to the position and rounded.
+def elements_of_pairs(pairs, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the numbers of the elements of a head's pairs: those that are rotated, then the rest, taken by halves.
 
     Args:
-        vectors: [HEADS_BLOCK, HALF_BLOCK] pointers to the first halves.
-        inside: Whether there is such an element.
-        dims: [1, HALF_BLOCK] numbers of the elements.
+        pairs: [1, HALF_BLOCK] numbers of pairs, ROTARY_HALF of which are rotated and HALF exist.
     """
-    angles = cos_sin_cache + position * (2 * HALF) + dims
-    cos = tl.load(angles, mask=dims < HALF, other=0.0)
-    sin = tl.load(angles + HALF, mask=dims < HALF, other=0.0)
-    first = tl.load(vectors, mask=inside, other=0.0)
-    second = tl.load(vectors + HALF, mask=inside, other=0.0)
-    rotated_first = first.to(tl.float32) * cos - second.to(tl.float32) * sin
-    rotated_second = second.to(tl.float32) * cos + first.to(tl.float32) * sin
-    return rotated_first.to(first.dtype), rotated_second.to(first.dtype)
+    firsts, seconds = pairs, pairs + ROTARY_HALF
+    if INTERLEAVED:
+        firsts, seconds = 2 * pairs, 2 * pairs + 1
+    if ROTARY_HALF < HALF:
+        is_rotated = pairs < ROTARY_HALF
+        firsts = tl.where(is_rotated, firsts, pairs + ROTARY_HALF)
+        seconds = tl.where(is_rotated, seconds, pairs + HALF)
+    return firsts, seconds
+
+
+@triton.jit
+def rotate(
+    vectors, inside, cos_sin_cache, position, pairs, firsts, seconds, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr
+):  # fmt: skip
+    """Return both elements of these heads' pairs, [HEADS_BLOCK, HALF_BLOCK] each, rotated to the position and rounded.
+
+    Args:
+        vectors: [HEADS_BLOCK, 1] pointers to the heads.
+        inside: Whether there is such a pair.
+        pairs: [1, HALF_BLOCK] numbers of the pairs; firsts and seconds are the results of `elements_of_pairs`.
+    """
+    angles = cos_sin_cache + position * (2 * ROTARY_HALF) + pairs
+    is_rotated = pairs < ROTARY_HALF
+    cos = tl.load(angles, mask=is_rotated, other=0.0)
+    sin = tl.load(angles + ROTARY_HALF, mask=is_rotated, other=0.0)
+    first = tl.load(vectors + firsts, mask=inside, other=0.0)
+    second = tl.load(vectors + seconds, mask=inside, other=0.0)
+    rotated_first = (first.to(tl.float32) * cos - second.to(tl.float32) * sin).to(first.dtype)
+    rotated_second = (second.to(tl.float32) * cos + first.to(tl.float32) * sin).to(first.dtype)
+    if ROTARY_HALF < HALF:
+        rotated_first = tl.where(is_rotated, rotated_first, first)
+        rotated_second = tl.where(is_rotated, rotated_second, second)
+    return rotated_first, rotated_second

@@ -17,31 +17,63 @@ struct RotaryEmbedding {
   int64_t key_stride;
   int64_t key_head_stride;
   const int64_t* positions;  // [rows]
-  const float* cos_sin;      // [max_position, head_dim]: head_dim / 2 cosines, then as many sines
+  const float* cos_sin;      // [max_position, rotary_dim]: rotary_dim / 2 cosines, then as many sines
   void* query_out;           // [rows, num_heads, head_dim], dense
   void* key_out;             // [rows, num_kv_heads, head_dim], dense
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t rotary_dim;        // elements of a head, its first ones, that are rotated
+  int64_t interleaved;       // whether neighbours are rotated against each other, and not the halves
 };
 
 constexpr int64_t kElementsPerIndex = 16 << 10;  // about 2 us
 
 template <typename T>
-void rotate_heads(const T* x, int64_t head_stride, int64_t num_heads, int64_t half, const float* cos, T* out) {
-  const float* sin = cos + half;
-  for (int64_t head = 0; head < num_heads; ++head, x += head_stride, out += 2 * half) {
-    int64_t i = 0;
+void rotate_halves(const T* x, int64_t half, const float* cos, const float* sin, T* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const vec first = load(x + i), second = load(x + half + i), c = load(cos + i), s = load(sin + i);
+    store(out + i, first * c - second * s);
+    store(out + half + i, second * c + first * s);
+  }
+  for (; i < half; ++i) {
+    const float first = to_float(x[i]), second = to_float(x[half + i]);
+    store_one(out + i, first * cos[i] - second * sin[i]);
+    store_one(out + half + i, second * cos[i] + first * sin[i]);
+  }
+}
+
+template <typename T>
+void rotate_neighbours(const T* x, int64_t half, const float* cos, const float* sin, T* out) {
+  int64_t i = 0;
+  if constexpr (std::is_same_v<T, bf16>) {
     for (; i + kLanes <= half; i += kLanes) {
-      const vec first = load(x + i), second = load(x + half + i), c = load(cos + i), s = load(sin + i);
-      store(out + i, first * c - second * s);
-      store(out + half + i, second * c + first * s);
+      vec pairs;
+      std::memcpy(&pairs, x + 2 * i, sizeof pairs);
+      const vec first = even(pairs), second = odd(pairs), c = load(cos + i), s = load(sin + i);
+      store_pairs(out + 2 * i, first * c - second * s, second * c + first * s);
     }
-    for (; i < half; ++i) {
-      const float first = to_float(x[i]), second = to_float(x[half + i]);
-      store_one(out + i, first * cos[i] - second * sin[i]);
-      store_one(out + half + i, second * cos[i] + first * sin[i]);
+  }
+  for (; i < half; ++i) {
+    const float first = to_float(x[2 * i]), second = to_float(x[2 * i + 1]);
+    store_one(out + 2 * i, first * cos[i] - second * sin[i]);
+    store_one(out + 2 * i + 1, second * cos[i] + first * sin[i]);
+  }
+}
+
+// cos: of the position, sines after the cosines.
+template <typename T>
+void rotate_heads(const RotaryEmbedding& args, const T* x, int64_t head_stride, int64_t num_heads, const float* cos,
+                  T* out) {
+  const int64_t half = args.rotary_dim / 2;
+  for (int64_t head = 0; head < num_heads; ++head, x += head_stride, out += args.head_dim) {
+    if (args.interleaved) {
+      rotate_neighbours(x, half, cos, cos + half, out);
+    } else {
+      rotate_halves(x, half, cos, cos + half, out);
     }
+    std::copy(x + args.rotary_dim, x + args.head_dim, out + args.rotary_dim);
   }
 }
 
@@ -52,11 +84,11 @@ void rotate_rows(const RotaryEmbedding& args, int64_t rows) {
   parallel_for((rows + rows_per_index - 1) / rows_per_index, [&](int64_t index) {
     const int64_t end = std::min((index + 1) * rows_per_index, rows);
     for (int64_t row = index * rows_per_index; row < end; ++row) {
-      const float* cos = args.cos_sin + args.positions[row] * args.head_dim;
-      rotate_heads(static_cast<const T*>(args.query) + row * args.query_stride, args.query_head_stride, args.num_heads,
-                   args.head_dim / 2, cos, static_cast<T*>(args.query_out) + row * query_size);
-      rotate_heads(static_cast<const T*>(args.key) + row * args.key_stride, args.key_head_stride, args.num_kv_heads,
-                   args.head_dim / 2, cos, static_cast<T*>(args.key_out) + row * key_size);
+      const float* cos = args.cos_sin + args.positions[row] * args.rotary_dim;
+      rotate_heads(args, static_cast<const T*>(args.query) + row * args.query_stride, args.query_head_stride,
+                   args.num_heads, cos, static_cast<T*>(args.query_out) + row * query_size);
+      rotate_heads(args, static_cast<const T*>(args.key) + row * args.key_stride, args.key_head_stride,
+                   args.num_kv_heads, cos, static_cast<T*>(args.key_out) + row * key_size);
     }
   });
 }
@@ -66,7 +98,7 @@ void rotate_rows(const RotaryEmbedding& args, int64_t rows) {
 
 TRIPTYCH_KERNEL(rotary_embedding, triptych::RotaryEmbedding,
                 dtype, query, query_stride, query_head_stride, key, key_stride, key_head_stride, positions, cos_sin,
-                query_out, key_out, num_heads, num_kv_heads, head_dim) {
+                query_out, key_out, num_heads, num_kv_heads, head_dim, rotary_dim, interleaved) {
   if (args.dtype == triptych::kFloat32) return triptych::rotate_rows<float>(args, rows);
   triptych::rotate_rows<triptych::bf16>(args, rows);
 }
