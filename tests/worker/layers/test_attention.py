@@ -1,105 +1,55 @@
-"""A worker does not start with a model whose attention its backend does not compute."""
+"""The attention layer: what is rotated before it is written and attended to."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
-from tests.worker.attention.attention_packages import install
-from tests.worker.context.test_threads import CHECKPOINT
 from tests.worker.tiny import tiny_config
-from triptych.checkpoint.config_json import read_architecture
-from triptych.config import CacheConfig, EngineConfig, LoadConfig, WorkerConfig
-from triptych.errors import FeatureDisabled
-from triptych_kernels.attend_options import AttendOptions
-from triptych_services.worker.attention.create import create_attention
-from triptych_services.worker.context.device import resolve_config
-from triptych_services.worker.layers.attention import Attention, check_layers
-from triptych_services.worker.runner.startup.create import create_runner
+from triptych.checkpoint.architecture import RopeParameters
+from triptych_services.worker.attention.base import AttentionBatch, KvCache
+from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.attention import Attention
+from triptych_services.worker.layers.rotary import RotaryEmbedding
+from triptych_services.worker.layers.step_context import StepContext
 
-OPTIONS: dict[str, Any] = {
-    "window": 3,
-    "chunk": 8,
-    "soft_cap": 50.0,
-    "sinks": torch.zeros(4),
-    "alibi": torch.ones(4),
-    "is_causal": False,
-}
-SUPPORTED = {
-    "native": {"window", "chunk", "soft_cap", "sinks", "alibi"},
-    "triton": {"window", "chunk", "soft_cap", "sinks", "alibi"},
-    "torch": {"window", "chunk", "soft_cap", "sinks", "alibi"},
-    "flash-attn": {"window", "soft_cap", "alibi"},
-    "flash-attn-3": {"window", "soft_cap"},
-    "flashinfer": {"window", "soft_cap"},
-}
+HEADS, KV_HEADS, HEAD_DIM, NUM_TOKENS = 3, 1, 8, 6
 
 
-def model_with(options: AttendOptions) -> nn.Module:
-    plain = AttendOptions(0.5)
-    return nn.ModuleList(
-        Attention(each, layer_index=index, rotary=None)  # type: ignore[arg-type]
-        for index, each in enumerate((plain, options))
+def attend(rope: RopeParameters | None, positions: Tensor) -> Tensor:
+    """Return the attention of one prompt, without a rotation if there is no rope."""
+    rotary = None if rope is None else RotaryEmbedding(HEAD_DIM, rope, context=ModelContext(tiny_config()))
+    layer = Attention(HEAD_DIM, layer_index=0, rotary=rotary)
+    packed = torch.randn(
+        NUM_TOKENS, HEADS + 2 * KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0)
     )
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_an_option_that_a_backend_lacks_is_refused(
-    name: str, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch)
-    backend = create_attention(replace(tiny_config(), attention_backend=name))
-    model = model_with(AttendOptions(0.5, **{option: OPTIONS[option]}))
-    if option in SUPPORTED[name]:
-        check_layers(model, backend)
-        return
-    with pytest.raises(FeatureDisabled, match=rf"{name}: it does not compute {option}, .* set it to auto"):
-        check_layers(model, backend)
-
-
-def test_all_that_a_backend_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    backend = create_attention(replace(tiny_config(), attention_backend="flashinfer"))
-    check_layers(model_with(AttendOptions(0.5)), backend)
-    with pytest.raises(FeatureDisabled, match="does not compute alibi, chunk, is_causal, sinks, which"):
-        check_layers(model_with(AttendOptions(0.5, **OPTIONS)), backend)
-
-
-def test_a_model_is_refused_before_its_weights_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch)
-
-    def with_sinks(scale: float, window: int) -> AttendOptions:
-        return AttendOptions(scale, window, sinks=torch.zeros(CHECKPOINT["num_attention_heads"]))
-
-    monkeypatch.setattr("triptych_services.worker.models.llama.AttendOptions", with_sinks)
-    (tmp_path / "config.json").write_text(json.dumps(CHECKPOINT))
-    engine = EngineConfig(
-        load=LoadConfig(format="random"),
-        cache=CacheConfig(num_blocks=40),
-        worker=WorkerConfig(device="cpu", num_threads=1),
+    batch = AttentionBatch(
+        slot_mapping=torch.arange(NUM_TOKENS) + 4,
+        block_tables=torch.tensor([[1, 2]], dtype=torch.int32),
+        query_starts=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
+        seq_lens=torch.tensor([NUM_TOKENS], dtype=torch.int32),
+        backend=PagedAttention(),
+        max_query_len=NUM_TOKENS,
+        max_seq_len=NUM_TOKENS,
+        query_lens_list=(NUM_TOKENS,),
+        seq_lens_list=(NUM_TOKENS,),
     )
-    config = resolve_config(engine, read_architecture(tmp_path))
-    progress: list[float] = []
+    context = StepContext(
+        attention=batch, kv_caches=[KvCache(torch.zeros(3, 2, KV_HEADS, 4, HEAD_DIM), None)]
+    )
+    out: Tensor = layer(*packed.split((HEADS, KV_HEADS, KV_HEADS), dim=1), positions, context)
+    return out
 
-    def start(backend: str) -> None:
-        create_runner(
-            replace(config, attention_backend=backend),
-            tmp_path,
-            boot_id="b",
-            on_phase=lambda phase, done: progress.append(done),
-        )
 
-    with pytest.raises(FeatureDisabled, match="flash-attn: it does not compute sinks"):
-        start("flash-attn")
-    assert progress == [0.0]
-    start("torch")
-    assert len(progress) > 3
+def test_without_a_rope_nothing_is_rotated() -> None:
+    positions = torch.arange(NUM_TOKENS)
+    unrotated = attend(None, positions)
+    assert torch.equal(unrotated, attend(RopeParameters(), torch.zeros_like(positions)))
+    assert not torch.allclose(unrotated, attend(RopeParameters(), positions))
+
+
+def test_pairs_are_those_that_the_rope_asks_for() -> None:
+    positions = torch.arange(NUM_TOKENS)
+    halves, neighbours = (attend(RopeParameters(is_interleaved=i), positions) for i in (False, True))
+    assert not torch.allclose(halves, neighbours)

@@ -183,7 +183,7 @@ def test_a_prefix_moves_every_name() -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act gelu: LlamaForCausalLM is built with silu only"),
-        ({"rope": RopeParameters(kind="yarn")}, "rope_type yarn"),
+        ({"rope": RopeParameters(kind="axial")}, "rope_type axial"),
     ],
 )
 def test_unsupported_architectures_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
