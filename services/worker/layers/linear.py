@@ -181,6 +181,48 @@ class GatedLinear(WeightedLayer):
         return targets
 
 
+class ColumnLinear(WeightedLayer):
+    """A projection with outputs that ranks share, and an activation: the first half of an MLP without a gate."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: str | None,
+        bias: bool,
+        context: ModelContext,
+        prefix: str,
+    ) -> None:
+        """
+        Args:
+            out_features: Number of outputs, of all ranks together.
+            activation: One of `ops.ACTIVATIONS`; None: none.
+        """
+        super().__init__()
+        self.prefix = prefix
+        self.activation = activation
+        self.out_features = out_features
+        self.start, self.length = share(out_features, what=f"outputs of {prefix}", rank=context.rank)
+        self.weight, self.bias = create_linear_weight(
+            self.length, in_features, sources=[f"{prefix}.weight"], context=context, bias=bias
+        )
+        self.has_bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [num_tokens, in_features] to [num_tokens, this rank's outputs]."""
+        return linear(x, self.weight, self.bias, activation=self.activation)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        shape = (self.out_features, self.weight.shape[1])
+        targets = {f"{self.prefix}.weight": linear_target(self.weight, shape, start=self.start)}
+        if self.has_bias:
+            targets[f"{self.prefix}.bias"] = bias_target(
+                self.weight, self.bias, self.out_features, start=self.start
+            )
+        return targets
+
+
 class RowLinear(WeightedLayer):
     """A projection of inputs that ranks share, and the sum over ranks; rank 0 adds the bias."""
 

@@ -8,15 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from tests.worker.tiny import dense, tiny_config
-from triptych.errors import ConfigError, ModelError
+from triptych.checkpoint.architecture import NormSpec
+from triptych.errors import ConfigError, FeatureDisabled, ModelError
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.resolved_config import RankFacts
 from triptych_services.worker.layers.embedding import LogitsHead, VocabEmbedding
-from triptych_services.worker.layers.linear import GatedLinear, QKVLinear, RowLinear
-from triptych_services.worker.layers.norm import RMSNorm
+from triptych_services.worker.layers.linear import ColumnLinear, GatedLinear, QKVLinear, RowLinear
+from triptych_services.worker.layers.norm import LayerNorm, RMSNorm, create_norm
 from triptych_services.worker.layers.weights import find_weight_targets, load_weights
 
 
@@ -105,6 +107,25 @@ def test_shares_of_gate_up_and_down_sum_to_the_whole_mlp_product() -> None:
     torch.testing.assert_close(sum(partial_sums), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "relu2", None])
+def test_shares_of_up_and_down_sum_to_the_mlp_without_a_gate(activation: str | None) -> None:
+    tensors = {"m.up.weight": whole(8, 5), "m.up.bias": whole(8)}
+    down = {"d.weight": whole(5, 8), "d.bias": whole(5)}
+    x, partial_sums = whole(3, 5), []
+    for rank in range(4):
+        context = rank_context(rank, 4)
+        column = ColumnLinear(5, 8, activation=activation, bias=True, context=context, prefix="m.up")
+        row = RowLinear(8, 5, bias=True, context=context, prefix="d")
+        fill(column, tensors)
+        fill(row, down)
+        assert tuple(column.weight.shape) == (2, 5)
+        partial_sums.append(row(column(x)))
+    hidden = x @ tensors["m.up.weight"].T + tensors["m.up.bias"]
+    hidden = hidden if activation is None else ACT2FN[activation](hidden)
+    expected = hidden @ down["d.weight"].T + down["d.bias"]
+    torch.testing.assert_close(sum(partial_sums), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_the_first_rank_alone_adds_the_bias() -> None:
     tensors = {"d.weight": whole(5, 8), "d.bias": whole(5)}
     x, partial_sums = whole(3, 8), []
@@ -152,10 +173,11 @@ def test_a_tied_head_shares_the_weight_of_the_embedding() -> None:
         lambda context: QKVLinear(4, 5, 5, 2, bias=False, context=context, prefix="a"),
         lambda context: QKVLinear(4, 6, 4, 2, bias=False, context=context, prefix="a"),
         lambda context: GatedLinear(4, 7, activation="silu", bias=False, context=context, prefix="a"),
+        lambda context: ColumnLinear(4, 7, activation=None, bias=False, context=context, prefix="a"),
         lambda context: RowLinear(7, 4, bias=False, context=context, prefix="a"),
         lambda context: VocabEmbedding(32, 4, context=context, prefix="a"),
     ],
-    ids=["query heads", "key heads", "gate", "row", "vocabulary"],
+    ids=["query heads", "key heads", "gate", "column", "row", "vocabulary"],
 )
 def test_uneven_shares_are_refused(build: Callable[[ModelContext], nn.Module]) -> None:
     with pytest.raises(ConfigError, match=r"parallel.tensor_parallel_size: 3 does not divide \w+"):
@@ -168,6 +190,53 @@ def test_parameters_have_the_resolved_dtype_and_no_gradient() -> None:
     assert norm.weight.dtype == torch.bfloat16
     assert not norm.weight.requires_grad
     assert torch.equal(norm.weight, whole(4).bfloat16())
+
+
+def test_a_norm_with_an_offset_keeps_the_bits_of_the_sum() -> None:
+    norm = RMSNorm(40, 1e-5, offset=1.0, context=rank_context(dtype="bfloat16"), prefix="n")
+    stored = (whole(40) / 100).bfloat16()
+    fill(norm, {"n.weight": stored})
+    assert norm.weight is not None
+    assert torch.equal(norm.weight, stored.float() + 1)
+    x = whole(3, 40).bfloat16()
+    for residual in (None, whole(3, 40)):
+        summed = x.float() if residual is None else x + residual
+        expected = torch.rms_norm(summed, (40,), stored.float() + 1, 1e-5)
+        out = norm(x, residual)
+        out = out if residual is None else out[0]
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_layer_norm_is_that_of_torch(has_bias: bool, dtype: str) -> None:
+    norm = LayerNorm(40, 1e-5, bias=has_bias, context=rank_context(dtype=dtype), prefix="n")
+    tensors = {"n.weight": whole(40), "n.bias": whole(40) + 1}
+    fill(norm, tensors if has_bias else {"n.weight": whole(40)})
+    x, residual = whole(3, 40), whole(3, 40) * 2
+    out, summed = norm(x, residual)
+    bias = tensors["n.bias"] if has_bias else None
+    expected = torch.nn.functional.layer_norm(x + residual, (40,), tensors["n.weight"], bias, 1e-5)
+    tolerance = 1e-5 if dtype == "float32" else 2**-5
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(summed, x + residual)
+
+
+def test_norms_are_created_as_the_architecture_says() -> None:
+    context = rank_context(dtype="bfloat16")
+
+    def create(**spec: object) -> RMSNorm | LayerNorm:
+        return create_norm(40, NormSpec(**spec), context=context, prefix="n")  # type: ignore[arg-type]
+
+    assert isinstance(create(), RMSNorm)
+    assert list(create(kind="layer", bias=True).weight_targets()) == ["n.weight", "n.bias"]
+    for kind in ("rms", "layer"):
+        norm = create(kind=kind, weight=False)
+        fill(norm, {})
+        assert norm(whole(3, 40)).dtype == torch.bfloat16
+    with pytest.raises(FeatureDisabled, match="norm batch: this worker knows rms and layer"):
+        create(kind="batch")
 
 
 def test_every_complaint_about_a_checkpoint_is_made_at_once() -> None:
