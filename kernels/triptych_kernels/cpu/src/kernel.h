@@ -42,7 +42,7 @@
 namespace triptych {
 
 // Element types as the arguments name them.
-enum DType : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+enum DType : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt64 = 3, kBool = 4 };
 
 // Why a kernel has not computed, for Python (launch.py) to raise.
 enum Failure : int64_t { kNone = 0, kNoMemory = 1, kNoThreads = 2, kRankGone = 3 };

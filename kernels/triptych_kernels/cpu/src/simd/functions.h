@@ -1,0 +1,73 @@
+// Functions of a vector of floats that no instruction computes.
+#pragma once
+
+#include <cmath>
+
+#include "simd/vec.h"
+
+namespace triptych {
+
+// f of each lane by itself.
+template <typename F>
+inline vec each(vec x, const F& f) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (float& lane : lanes) lane = f(lane);
+  return load(lanes);
+}
+
+template <typename F>
+inline vec each(vec x, vec y, const F& f) {
+  float lanes[kLanes], others[kLanes];
+  store(lanes, x);
+  store(others, y);
+  for (int i = 0; i < kLanes; ++i) lanes[i] = f(lanes[i], others[i]);
+  return load(lanes);
+}
+
+// e^x to 2 units in the last place; infinite or 0 beyond the range of float. NaN stays.
+// Source: the polynomial and the split of ln 2 are those of Cephes' expf.
+inline vec exp(vec x) {
+  x = min(splat(89.5f), max(splat(-104.0f), x));  // in this order: of two of which one is NaN, the second
+  const vec n = round_to_whole(x * splat(1.44269504088896341f));
+  const vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
+  vec p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + splat(1.0f));
+  const vec half = round_to_whole(n * splat(0.5f));  // 2^n itself may lie outside of float
+  return scale_by_power(scale_by_power(p, half), n - half);
+}
+
+inline vec sigmoid(vec x) { return splat(1.0f) / (splat(1.0f) + exp(zero() - x)); }
+
+// Source: the polynomial near 0 is that of Cephes' tanhf.
+inline vec tanh(vec x) {
+  const vec size = abs(x), square = x * x;
+  vec p = splat(-5.70498872745e-3f);
+  p = fma(p, square, splat(2.06390887954e-2f));
+  p = fma(p, square, splat(-5.37397155531e-2f));
+  p = fma(p, square, splat(1.33314422036e-1f));
+  p = fma(p, square, splat(-3.33332819422e-1f));
+  const vec near_zero = fma(x * square, p, x);
+  const vec far = splat(1.0f) - splat(2.0f) / (exp(size + size) + splat(1.0f));
+  return select_negative(size - splat(0.625f), near_zero, select_negative(x, zero() - far, far));
+}
+
+// The error function, to 1.5e-7 absolute.
+// Source: Abramowitz and Stegun, 7.1.26.
+inline vec erf(vec x) {
+  const vec size = abs(x), t = splat(1.0f) / fma(splat(0.3275911f), size, splat(1.0f));
+  vec p = splat(1.061405429f);
+  p = fma(p, t, splat(-1.453152027f));
+  p = fma(p, t, splat(1.421413741f));
+  p = fma(p, t, splat(-0.284496736f));
+  p = fma(p, t, splat(0.254829592f));
+  const vec value = splat(1.0f) - p * t * exp(zero() - size * size);
+  return select_negative(x, zero() - value, value);
+}
+
+}  // namespace triptych
