@@ -20,7 +20,8 @@ from benchmarks.harness.command import run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import samples_s
 from benchmarks.kernels.limits import UNCACHED_BYTES, create_kernel_parser, measure_limits
-from triptych_kernels.cpu.program import Recording, record
+from triptych_kernels.cpu.program import record
+from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.ops import linear
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
 from triptych_kernels.weights.packed import PackedWeight, WidenedWeight

@@ -20,7 +20,8 @@ from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import samples_s
 from benchmarks.kernels.attention_step import AttentionStep, Heads, build_step
 from benchmarks.kernels.limits import UNCACHED_BYTES, create_kernel_parser, measure_limits
-from triptych_kernels.cpu.program import Recording, record
+from triptych_kernels.cpu.program import record
+from triptych_kernels.cpu.recording import Recording
 
 HEADS = Heads(num_heads=9, num_kv_heads=3, head_dim=64)
 CASES = ((1, 1, 200), (1, 1, 8000), (8, 1, 300), (64, 1, 200), (64, 1, 1000), (1, 1024, 1024), (1, 512, 4096))

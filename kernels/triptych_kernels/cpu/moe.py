@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.program import NotRecordable
+from triptych_kernels.cpu.recording import NotRecordable
 from triptych_kernels.torch.moe import mix_experts
 from triptych_kernels.weights.packed import PackedWeight
 

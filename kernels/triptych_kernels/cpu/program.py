@@ -1,9 +1,9 @@
 """A forward pass that is recorded once and run with one call, without Python between its kernels.
 
 A model is run on the meta device, where tensors have shapes and no memory. Each native op appends its kernel to the
-recording instead of computing. Views cost nothing. Anything else that torch computes ends the recording, since it would
-be missing when the program runs. Then all buffers are placed in one piece of memory, where those that are not needed at
-the same time share their bytes.
+recording instead of computing. Views cost nothing. What torch computes beside them is recorded where there is a kernel
+for it (`torch_ops`); anything else ends the recording, since it would be missing when the program runs. Then all
+buffers are placed in one piece of memory, where those that are not needed at the same time share their bytes.
 
 From step to step only the numbers of rows and the content of the inputs change.
 """
@@ -14,49 +14,20 @@ import ctypes
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from triptych_kernels.cpu.launch import Operand, find_kernel, recorders
+from triptych_kernels.cpu.launch import find_kernel, recorders
 from triptych_kernels.cpu.library import isa, load, raise_failure
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
+from triptych_kernels.cpu.recording import Buffer, NotRecordable, Recording, check_same, check_same_outputs
+from triptych_kernels.cpu.torch_ops import ALLOCATIONS, RecordTorch, base_name, storages
 
 _ALIGNMENT = 64  # bytes: a cache line, and a vector
-_ALLOCATIONS = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty")
-
-
-class NotRecordable(Exception):
-    """A model computes something that no native kernel does, which the message names."""
-
-
-@dataclass(slots=True, eq=False)
-class _Buffer:
-    """A storage on the meta device, and the calls between which it is in use."""
-
-    keep: torch.UntypedStorage
-    """The storage itself, kept so that no other one gets its identity."""
-    count: str
-    """Name of the step's number that counts its rows."""
-    num_bytes: int
-    first: int
-    """Number of the call that fills it."""
-    last: int
-    """Number of the last call that reads it."""
-    memory: Tensor | None = None
-    """Memory of an input; None for buffers of the program."""
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    kernel: str
-    count: str
-    operands: Mapping[str, Operand]
 
 
 class _CallStruct(ctypes.Structure):
@@ -69,72 +40,38 @@ class _CallStruct(ctypes.Structure):
     )
 
 
-@dataclass(slots=True, eq=False)
-class Recording:
-    """The calls of one forward pass so far; see `record`."""
+@dataclass(frozen=True, slots=True)
+class _Lifetime:
+    """A buffer of the program, and the calls between which it is in use."""
 
-    _calls: list[_Call] = field(default_factory=list)
-    _buffers: dict[int, _Buffer] = field(default_factory=dict)
-    """Identity of a storage -> its buffer."""
-
-    def input(self, memory: Tensor, *, count: str) -> Tensor:
-        """Return a stand-in on the meta device for `memory`, which the program reads when it runs.
-
-        Args:
-            memory: [most rows, …], filled by the caller before each run.
-            count: Name of the number of its rows.
-        """
-        stand_in = torch.empty(memory.shape, dtype=memory.dtype, device="meta")
-        storage = stand_in.untyped_storage()
-        self._buffers[storage._cdata] = _Buffer(storage, count, 0, 0, 0, memory=memory)
-        return stand_in
-
-    def append(self, kernel: str, rows: Tensor, operands: Mapping[str, Operand], filled_like: Tensor) -> None:
-        """Record one call. Storages not seen before are its results, with as many rows as `filled_like`.
-
-        Raises:
-            NotRecordable: It reads a tensor, or takes a number of rows from one, that no recorded call has filled.
-        """
-        count, filled_count = self._count_of(kernel, rows), self._count_of(kernel, filled_like)
-        number, writable = len(self._calls), find_kernel(isa(), kernel).writable
-        for name, operand in operands.items():
-            if not isinstance(operand, Tensor) or operand.device.type != "meta":
-                continue
-            storage = operand.untyped_storage()
-            if storage._cdata not in self._buffers and name not in writable:
-                raise NotRecordable(f"{kernel}: no recorded call has filled its operand {name}")
-            known = self._buffers.setdefault(
-                storage._cdata, _Buffer(storage, filled_count, storage.nbytes(), number, number)
-            )
-            known.last = number
-        self._calls.append(_Call(kernel, count, operands))
-
-    def _count_of(self, kernel: str, tensor: Tensor) -> str:
-        buffer = self._buffers.get(tensor.untyped_storage()._cdata)
-        if buffer is None:
-            raise NotRecordable(f"{kernel}: its rows come from outside of the recording")
-        return buffer.count
-
-    def finish(self, outputs: Sequence[Tensor]) -> Program:
-        """Return the program that fills `outputs`, which keep their content until the next run."""
-        for output in outputs:
-            self._buffers[output.untyped_storage()._cdata].last = len(self._calls)
-        return Program(self._calls, self._buffers, outputs)
+    identity: int
+    num_bytes: int
+    first: int
+    """Number of the call that fills it."""
+    last: int
+    """Number of the last call that reads it."""
 
 
 class Program:
     """Recorded calls with all addresses filled in. Owned by one thread."""
 
-    def __init__(
-        self, calls: Sequence[_Call], buffers: Mapping[int, _Buffer], outputs: Sequence[Tensor]
-    ) -> None:
-        self._memory = zeros_in_huge_pages((_place(list(buffers.values())) + _ALIGNMENT,), torch.uint8)
+    def __init__(self, recording: Recording, outputs: Sequence[Tensor]) -> None:
+        """
+        Args:
+            outputs: Stand-ins that keep their content until the next run.
+        Raises:
+            NotRecordable: No call fills one of them.
+        """
+        calls, buffers = recording.calls, recording.buffers
+        operands = [call.operands() for call in calls]
+        for output in outputs:
+            if output.untyped_storage()._cdata not in buffers:
+                raise NotRecordable(f"no recorded call has filled the output of {tuple(output.shape)}")
+        size, offsets = _place(_lifetimes(buffers, operands, outputs))
+        self._memory = zeros_in_huge_pages((size + _ALIGNMENT,), torch.uint8)
         # the system backs a page when a step is first that large, so address space for the longest step costs nothing
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        self._kept = (
-            [o for call in calls for o in call.operands.values() if isinstance(o, Tensor)],
-            dict(buffers),
-        )
+        self._kept = ([o for each in operands for o in each.values() if isinstance(o, Tensor)], dict(buffers))
         self._count_names = tuple(dict.fromkeys(call.count for call in calls))
         self._structs = (_CallStruct * len(calls))()
         self._packed: list[ctypes.Array[ctypes.c_char]] = []
@@ -142,13 +79,14 @@ class Program:
         def address(tensor: Tensor) -> int:
             if tensor.device.type != "meta":
                 return tensor.data_ptr()
-            buffer = buffers[tensor.untyped_storage()._cdata]
-            start = base + buffer.offset if buffer.memory is None else buffer.memory.data_ptr()
+            storage = tensor.untyped_storage()._cdata
+            memory = buffers[storage].memory
+            start = base + offsets[storage] if memory is None else memory.data_ptr()
             return start + int(tensor.storage_offset()) * tensor.itemsize
 
-        for struct, call in zip(self._structs, calls, strict=True):
+        for struct, call, fields in zip(self._structs, calls, operands, strict=True):
             kernel = find_kernel(isa(), call.kernel)
-            packed = ctypes.create_string_buffer(kernel.pack(call.operands, address))
+            packed = ctypes.create_string_buffer(kernel.pack(fields, address))
             self._packed.append(packed)
             struct.kernel = ctypes.cast(kernel.function, ctypes.c_void_p)
             struct.arguments = ctypes.addressof(packed)
@@ -159,8 +97,15 @@ class Program:
         self._run.restype = ctypes.c_int64
 
         def view(output: Tensor) -> Tensor:
-            offset = address(output) - self._memory.data_ptr()
-            return self._memory[offset : offset + output.nbytes].view(output.dtype).view(output.shape)
+            shape = list(output.shape)
+            if recording.more_rows is not None:  # then it has more rows than there may be
+                place = recording.locate("an output", output)
+                shape[place.axis] -= place.group * recording.more_rows(place.count)
+            buffer = buffers[output.untyped_storage()._cdata]
+            memory = self._memory if buffer.memory is None else buffer.memory.flatten().view(torch.uint8)
+            first = (address(output) - memory.data_ptr()) // output.itemsize * output.itemsize
+            elements = memory[first : first + (memory.nbytes - first) // output.itemsize * output.itemsize]
+            return elements.view(output.dtype).as_strided(shape, output.stride())
 
         self.outputs = tuple(view(output) for output in outputs)
         """[most rows, …] each; a run fills the first rows."""
@@ -209,10 +154,36 @@ def record(forward: Callable[[Recording], Sequence[Tensor]]) -> Program:
     Raises:
         NotRecordable: It computes something outside of the native kernels; names it.
     """
-    recording = Recording()
-    with _recording_into(recording), _RefuseOthers():
-        outputs = forward(recording)
-    return recording.finish(outputs)
+    recording, mode = Recording(), _NoticeTorch()
+    try:
+        with _recording_into(recording), mode:
+            outputs = forward(recording)
+    except _MeetsTorch:
+        pass
+    if mode.has_met_torch:
+        return _record_torch(forward)
+    return Program(recording, outputs)
+
+
+def _record_torch(forward: Callable[[Recording], Sequence[Tensor]]) -> Program:
+    """Record a forward pass in which torch computes.
+
+    It is recorded with two numbers of rows, so that nothing in it depends on them: one row more than the inputs have,
+    since a single row could not be told from other axes of one element; and two.
+    """
+    recording = Recording(more_rows=lambda count: 1)
+    outputs = _run_recorded(forward, recording)
+    fewest = recording.fewest_rows()
+    other = Recording(more_rows=lambda count: 1 + (2 - fewest[count] if fewest[count] > 2 else 1))
+    other_outputs = _run_recorded(forward, other)
+    check_same(recording, other)
+    check_same_outputs(recording, outputs, other, other_outputs)
+    return Program(recording, outputs)
+
+
+def _run_recorded(forward: Callable[[Recording], Sequence[Tensor]], recording: Recording) -> Sequence[Tensor]:
+    with torch.no_grad(), _recording_into(recording), RecordTorch(recording):
+        return forward(recording)
 
 
 @contextmanager
@@ -224,11 +195,17 @@ def _recording_into(recording: Recording) -> Iterator[None]:
         recorders.pop()
 
 
-class _RefuseOthers(TorchDispatchMode):
-    """A mode in which torch makes only views and empty tensors.
+class _MeetsTorch(BaseException):
+    """Ends a recording of native ops alone. It is not for the model to catch."""
+
+
+class _NoticeTorch(TorchDispatchMode):
+    """A mode in which torch makes only views and empty tensors, and stops at anything else.
 
     Some operations, `reshape` among them, are called views and copy where the strides do not allow a view.
     """
+
+    has_met_torch = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -238,39 +215,52 @@ class _RefuseOthers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func.name()
-        is_allocation = name.partition(".")[0] in _ALLOCATIONS
-        if not func.is_view and not is_allocation:
-            raise NotRecordable(f"{name} has no native kernel")
-        result = func(*args, **(kwargs or {}))
-        if not is_allocation and not _storages(result) <= _storages((args, kwargs)):
-            raise NotRecordable(f"{name} copies here, and a copy has no native kernel")
-        return result
+        is_allocation = base_name(func) in ALLOCATIONS
+        if func.is_view or is_allocation:
+            result = func(*args, **(kwargs or {}))
+            if is_allocation or storages(result) <= storages((args, kwargs)):
+                return result
+        self.has_met_torch = True
+        raise _MeetsTorch
 
 
-def _storages(value: Any) -> set[int]:
-    """Return the identities of the storages of all tensors in nested sequences and mappings."""
-    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+def _lifetimes(
+    buffers: Mapping[int, Buffer], operands: Sequence[Mapping[str, object]], outputs: Sequence[Tensor]
+) -> list[_Lifetime]:
+    """Return when the program's own buffers are in use."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, tensors in enumerate([*(fields.values() for fields in operands), outputs]):
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                identity = tensor.untyped_storage()._cdata
+                first.setdefault(identity, number)
+                last[identity] = number
+    return [
+        _Lifetime(identity, buffer.num_bytes, first[identity], last[identity])
+        for identity, buffer in buffers.items()
+        if buffer.memory is None and identity in first
+    ]
 
 
-def _place(buffers: Sequence[_Buffer]) -> int:
-    """Give every buffer its offset and return the end of the last one.
+def _place(lifetimes: Sequence[_Lifetime]) -> tuple[int, dict[int, int]]:
+    """Return the end of the last buffer, and the offset of each by its identity.
 
     Buffers are placed from the largest to the smallest, each at the lowest offset that is free while it is in use.
     """
-    placed: list[_Buffer] = []
-    for buffer in sorted((b for b in buffers if b.memory is None), key=lambda b: -b.num_bytes):
+    placed: list[tuple[int, _Lifetime]] = []
+    for own in sorted(lifetimes, key=lambda lifetime: -lifetime.num_bytes):
         offset = 0
-        for other in placed:  # ascending by offset
-            if other.last < buffer.first or buffer.last < other.first:
+        for start, other in placed:  # ascending by offset
+            if other.last < own.first or own.last < other.first:
                 continue
-            if offset + buffer.num_bytes <= other.offset:
+            if offset + own.num_bytes <= start:
                 break
-            offset = max(offset, _aligned(other.offset + other.num_bytes))
-        buffer.offset = offset
-        placed.append(buffer)
-        placed.sort(key=lambda b: b.offset)
-    return max((b.offset + b.num_bytes for b in placed), default=0)
+            offset = max(offset, _aligned(start + other.num_bytes))
+        placed.append((offset, own))
+        placed.sort(key=lambda item: item[0])
+    end = max((offset + own.num_bytes for offset, own in placed), default=0)
+    return end, {own.identity: offset for offset, own in placed}
 
 
 def _aligned(num_bytes: int) -> int:

@@ -28,7 +28,8 @@ from triptych_kernels.cpu.library import (
     use_threads,
 )
 from triptych_kernels.cpu.machine_files import Json, machine_key, read_or_make
-from triptych_kernels.cpu.program import Recording, record
+from triptych_kernels.cpu.program import record
+from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import linear, paged_attention
 from triptych_kernels.torch.attention import paged_attention as torch_paged_attention

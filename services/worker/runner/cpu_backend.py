@@ -10,7 +10,8 @@ from torch import Tensor
 
 from triptych.types.step import StepTimings
 from triptych_kernels.cpu.library import isa
-from triptych_kernels.cpu.program import NotRecordable, Program, Recording, record
+from triptych_kernels.cpu.program import Program, record
+from triptych_kernels.cpu.recording import NotRecordable, Recording
 from triptych_kernels.ops import gather_rows
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 from triptych_services.worker.layers.step_context import StepContext

@@ -21,7 +21,8 @@ from tests.kernels.ops.test_paged_attention import (
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import paged_attention as native_paged_attention
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
-from triptych_kernels.cpu.program import NotRecordable, record
+from triptych_kernels.cpu.program import record
+from triptych_kernels.cpu.recording import NotRecordable
 from triptych_kernels.ops import paged_attention
 from triptych_kernels.registry import find_impl
 from triptych_kernels.torch.attention import paged_attention as torch_paged_attention

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.library import isa
-from triptych_kernels.cpu.program import Recording, record
+from triptych_kernels.cpu.program import record
 from triptych_kernels.cpu.ranks import SharedRanks, create_file
+from triptych_kernels.cpu.recording import Recording
 
 pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
 

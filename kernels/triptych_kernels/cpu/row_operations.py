@@ -1,0 +1,229 @@
+"""Calls for what torch computes with stand-ins: each row from the same row of the operands, or the recording ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from triptych_kernels.cpu.expressions import Expression
+from triptych_kernels.cpu.launch import Operand
+from triptych_kernels.cpu.library import DTYPES
+from triptych_kernels.cpu.pointwise import (
+    Pointwise,
+    Result,
+    Step,
+    View,
+    bits,
+    described,
+    fold_axes,
+    operations,
+    sizes_of,
+    view_of,
+)
+from triptych_kernels.cpu.recording import KernelCall, NotRecordable, Place, Recording
+
+
+def is_stand_in(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "meta"
+
+
+class RowOperations:
+    """Appends the calls for torch's operations to a recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+
+    def compute(
+        self, name: str, expression: Expression, result: Tensor, *, is_in_place: bool = False
+    ) -> Tensor:
+        """Record a result that is computed element by element.
+
+        Args:
+            expression: Its tensors broadcast to the shape of `result`.
+            result: Where to, if it is in place; else only its shape and dtype count.
+        Returns:
+            `result`, or a new tensor.
+        """
+        leaves = [leaf for leaf in tree_leaves(expression) if is_stand_in(leaf)]
+        known = self.recording.buffers
+        if is_in_place and result.untyped_storage()._cdata in known:
+            leaves.append(result)
+        place = self.common_place(name, leaves, result.ndim)
+        if not is_in_place:
+            result = self.recording.new(result.shape, result.dtype, place)
+        elif result.untyped_storage()._cdata not in known:
+            self.recording.adopt(name, result, place)
+        if result.numel() == 0:
+            return result
+        steps: list[Step] = []
+        output = self._view(name, result, result.shape, place)
+
+        def add(part: Expression, is_last: bool) -> View | Result | float:
+            if isinstance(part, tuple):
+                operation, *operands = part
+                sources = tuple(add(operand, False) for operand in operands)
+                dtype = (
+                    result.dtype if is_last else torch.int64 if result.dtype == torch.int64 else torch.float32
+                )
+                steps.append(Step(operation, sources, dtype, output if is_last else None))
+                return Result(len(steps) - 1)
+            if isinstance(part, Tensor):
+                if part.ndim == 0 and not is_stand_in(part):
+                    return float(part.item())
+                return self._view(name, part, result.shape, place)
+            return float(part)
+
+        add(expression if isinstance(expression, tuple) else ("copy", expression), True)
+        self._refuse_overlap(name, steps, output)
+        self.recording.calls.append(Pointwise(name, place.count, sizes_of(result.shape, place), tuple(steps)))
+        return result
+
+    def common_place(self, name: str, tensors: Sequence[Tensor], ndim: int) -> Place:
+        """Return where tensors that broadcast to `ndim` axes have their rows.
+
+        Raises:
+            NotRecordable: Not at the same place.
+        """
+        places = {
+            replace(place, axis=place.axis + ndim - tensor.ndim, row=0)
+            for tensor in tensors
+            for place in [self.recording.locate(name, tensor)]
+        }
+        if len(places) > 1:
+            counts = " with ".join(sorted({place.count for place in places}))
+            raise NotRecordable(f"{name} mixes {counts}: its operands have them along different axes")
+        if not places:
+            raise NotRecordable(f"{name}: no recorded call has filled any of its operands")
+        return places.pop()
+
+    def _view(self, name: str, tensor: Tensor, shape: Sequence[int], place: Place) -> View:
+        """Return how a kernel reads a tensor that broadcasts to `shape`, with rows along `place.axis`.
+
+        Raises:
+            NotRecordable: It is a constant with a value for each row.
+        """
+        expanded = tensor.expand(shape)
+        if is_stand_in(tensor):
+            own = self.recording.locate(name, tensor)
+            return view_of(
+                expanded,
+                Place(place.count, place.num_rows, place.axis, place.group, own.row),
+                is_constant=False,
+            )
+        if shape[place.axis] > 1 and expanded.stride(place.axis) != 0:
+            raise NotRecordable(f"{name}: a constant has values of its own for each of the {place.count}")
+        # without its copies for the rows, which are not there to be compared
+        return view_of(expanded.narrow(place.axis, 0, 1), place, is_constant=True)
+
+    @staticmethod
+    def _refuse_overlap(name: str, steps: Sequence[Step], output: View) -> None:
+        for step in steps:
+            for source in step.sources:
+                if isinstance(source, View) and source.key != output.key and _overlap(source, output):
+                    raise NotRecordable(f"{name} writes over what it reads")
+
+    def copy(self, name: str, source: Tensor | float, target: Tensor) -> Tensor:
+        return self.compute(name, ("copy", source), target, is_in_place=True)
+
+    def along_axis(
+        self,
+        name: str,
+        operation: str,
+        x: Tensor,
+        axis: int,
+        result: Tensor,
+        *,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        parameter: float = 0.0,
+    ) -> Tensor:
+        """Record what is computed over one axis of each row.
+
+        Args:
+            result: Its shape and dtype: of x, or without `axis`, or with 1 in its place.
+            weight, bias: [size of the axis] constants.
+        Raises:
+            NotRecordable: It is the axis of rows.
+        """
+        place = self.recording.locate(name, x)
+        axis %= x.ndim
+        if axis == place.axis:
+            raise NotRecordable(f"{name} mixes {place.count}")
+        for tensor in (x, weight, bias, result):
+            if tensor is not None and tensor.dtype not in DTYPES:
+                raise NotRecordable(f"{name}: no native kernel computes with {tensor.dtype}")
+        for constant in (weight, bias):
+            if constant is not None and (is_stand_in(constant) or not constant.is_contiguous()):
+                raise NotRecordable(f"{name}: its weights are not constant")
+        is_dropped = result.ndim < x.ndim
+        out_axis = place.axis - (is_dropped and axis < place.axis)
+        out_place = replace(place, axis=out_axis)
+        out = self.recording.new(result.shape, result.dtype, out_place)
+        full = out.unsqueeze(axis) if is_dropped else out
+        order = [i for i in range(x.ndim) if i != axis] + [axis]
+        moved_place = replace(place, axis=order.index(place.axis))
+        views = [
+            self._view(name, tensor.permute(order), tensor.permute(order).shape, moved_place)
+            for tensor in (x, full)
+        ]
+        sizes, strides = fold_axes(name, sizes_of(x.permute(order).shape, moved_place), views, keep_last=True)
+        code = [
+            operations("last_axis")[operation],
+            *sizes,
+            *described(name, views[0], strides[0]),
+            *described(name, views[1], strides[1]),
+            *(DTYPES[t.dtype] if t is not None else 0 for t in (weight, bias)),
+            *bits([parameter], 1),
+        ]
+        fields: dict[str, Operand] = {
+            "code": torch.tensor(code, dtype=torch.int64), "x": views[0].tensor, "out": views[1].tensor,
+            "weight": weight, "bias": bias,
+        }  # fmt: skip
+        self.recording.calls.append(KernelCall(name, "last_axis", place.count, fields))
+        return out
+
+    def look_up(self, name: str, table: Tensor, indices: Tensor, result: Tensor) -> Tensor:
+        """Record rows of a constant table, one for each row of `indices`.
+
+        Args:
+            table: [num_entries, …]
+            indices: Recorded, one in each row.
+            result: Its shape and dtype.
+        """
+        if is_stand_in(table) or table.dtype not in DTYPES:
+            raise NotRecordable(f"{name}: no native kernel looks up rows of such a table of {table.dtype}")
+        place = self.recording.locate(name, indices)
+        if indices.dtype != torch.int64 or place.group != 1 or indices.numel() != place.num_rows:
+            raise NotRecordable(
+                f"{name}: no native kernel looks up several rows for each of the {place.count}"
+            )
+        if place.row != 1:
+            indices = self.compute(name, ("copy", indices), indices)
+        out = self.recording.new(result.shape, result.dtype, place)
+        dtype = DTYPES[table.dtype]
+        fields: dict[str, Operand] = {
+            "dtype": dtype, "out_dtype": dtype, "is_packed": False, "weight": table.contiguous(),
+            "token_ids": indices, "out": out, "size": table[0].numel(),
+        }  # fmt: skip
+        self.recording.calls.append(KernelCall(name, "embedding", place.count, fields))
+        return out
+
+
+def _overlap(a: View, b: View) -> bool:
+    """Return whether two views of a storage may have elements of a row in common."""
+    if a.tensor.untyped_storage()._cdata != b.tensor.untyped_storage()._cdata:
+        return False
+
+    def bounds(view: View) -> tuple[int, int]:
+        sizes = [size if stride else 1 for size, stride in zip(view.tensor.shape, view.strides, strict=True)]
+        reach = sum((size - 1) * stride for size, stride in zip(sizes, view.strides, strict=True))
+        first = int(view.tensor.storage_offset())
+        return first * view.tensor.itemsize, (first + reach + 1) * view.tensor.itemsize
+
+    (begin, end), (other_begin, other_end) = bounds(a), bounds(b)
+    return begin < other_end and other_begin < end

@@ -1,0 +1,319 @@
+"""Torch's own operations in a recording: each becomes calls of kernels, or ends the recording by its name.
+
+What reads no stand-in is carried out at once, as torch would: tables, buffers and parameters are constants, and stay in
+memory where a model moves them to the device of its stand-ins. Views are torch's. Of everything else only what is in
+the tables of `expressions` and below is recorded, and only if it computes each row from the same row of its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from triptych_kernels.cpu.expressions import EXPRESSIONS, Arguments
+from triptych_kernels.cpu.recording import NotRecordable, Recording
+from triptych_kernels.cpu.row_operations import RowOperations, is_stand_in
+
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_UNIFORM = ("zeros", "ones", "full")
+_VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "alias", "detach")
+
+
+def base_name(func: Any) -> str:
+    """Return the name of an operation without its namespace and overload."""
+    return str(func.name()).removeprefix("aten::").partition(".")[0]
+
+
+class RecordTorch(TorchDispatchMode):
+    """A mode in which torch's operations on stand-ins are recorded."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._rows = RowOperations(recording)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, which saves the import of torch's compiler, a second of start-up; nothing here is compiled."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        base = base_name(func)
+        if base in ALLOCATIONS or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)
+        if not any(is_stand_in(leaf) for leaf in tree_leaves((args, kwargs))):
+            return _carry_out(base, func, args, kwargs)
+        name = func.name()
+        arguments = _bind(func, args, kwargs)
+        is_in_place = bool(func._schema.is_mutable)
+        if is_in_place and (not base.endswith("_") or base.startswith("_")):
+            raise NotRecordable(f"{name} has no native kernel")
+        operation = base.removesuffix("_") if is_in_place else base
+        record = _OPERATIONS.get(operation)
+        if operation in EXPRESSIONS or record is not None:
+            if is_in_place:
+                result = arguments["self"]
+                if not is_stand_in(result):
+                    raise NotRecordable(f"{name} writes into a constant")
+            elif operation in _KNOWN_SHAPES:
+                result = None
+            else:
+                result = func(*tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
+            if record is not None:
+                return record(self._rows, name, arguments, result)
+            expression = EXPRESSIONS[operation](arguments)
+            if expression is not None:
+                return self._rows.compute(name, expression, result, is_in_place=is_in_place)
+        elif func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        elif func.is_view or base in _VIEWS:
+            return _view(name, func, args, kwargs)
+        raise NotRecordable(f"{name} has no native kernel")
+
+
+def _stand_in(value: Any) -> Any:
+    """Return a tensor on the meta device for a constant, and anything else as it is."""
+    if isinstance(value, Tensor) and value.device.type != "meta":
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _bind(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    arguments: dict[str, Any] = {}
+    for number, argument in enumerate(func._schema.arguments):
+        if number < len(args):
+            arguments[argument.name] = args[number]
+        else:
+            arguments[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return arguments
+
+
+def _carry_out(base: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute with constants only, in memory although the meta device is asked for."""
+
+    def in_memory(value: Any) -> Any:
+        is_meta = isinstance(value, torch.device) and value.type == "meta"
+        return torch.device("cpu") if is_meta else value
+
+    if base in _UNIFORM and getattr(kwargs.get("device"), "type", None) == "meta":
+        # one value, since its shape may have an axis of rows
+        value = func([], *args[1:], **tree_map(in_memory, kwargs))
+        return value.expand(args[0])
+    return func(*tree_map(in_memory, args), **tree_map(in_memory, kwargs))
+
+
+def _view(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a view.
+
+    Raises:
+        NotRecordable: It is a copy, or there is no such view of how the rows lie.
+    """
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        raise NotRecordable(f"{name}: {error}") from error
+    if not storages(result) <= storages((args, kwargs)):
+        raise NotRecordable(f"{name} copies here, and has no native kernel")
+    return result
+
+
+def storages(value: Any) -> set[int]:
+    """Return the identities of the storages of all tensors in nested sequences and mappings."""
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+
+
+Record = Callable[[RowOperations, str, Arguments, Any], Any]
+_KNOWN_SHAPES = ("copy", "clone", "_to_copy", "new_zeros", "new_ones", "new_full", "addmm", "mm", "bmm")
+"""Operations whose results are not asked from torch."""
+
+
+def _copy_into(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+    return rows.copy(name, a["src"], a["self"])
+
+
+def _clone(rows: RowOperations, name: str, a: Arguments, result: None) -> Tensor:
+    device = a.get("device")
+    if device is not None and device.type not in ("meta", "cpu"):
+        raise NotRecordable(f"{name} to {device}")
+    x = a["self"]
+    dtype = a.get("dtype") or x.dtype
+    like = torch.empty((), dtype=dtype, device="meta").expand(x.shape)
+    return rows.compute(name, ("copy", x), like)
+
+
+def _new_uniform(rows: RowOperations, name: str, a: Arguments, result: None) -> Tensor:
+    value = a["fill_value"] if name == "aten::new_full" else float(name == "aten::new_ones")
+    dtype = a["dtype"] or a["self"].dtype
+    return torch.full((), value, dtype=dtype).expand(a["size"])
+
+
+def _uniform_like(value: float | None) -> Record:
+    def record(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+        place = rows.recording.locate(name, a["self"])
+        out = rows.recording.new(result.shape, result.dtype, place)
+        return rows.copy(name, float(a["fill_value"]) if value is None else value, out)
+
+    return record
+
+
+def _cat(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+    parts = [part for part in a["tensors"] if part.numel()]
+    recorded = [part for part in parts if is_stand_in(part)]
+    place = rows.common_place(name, recorded, result.ndim)
+    axis = a["dim"] % result.ndim
+    if axis == place.axis:
+        raise NotRecordable(f"{name} mixes {place.count}")
+    out = rows.recording.new(result.shape, result.dtype, place)
+    first = 0
+    for part in parts:
+        rows.copy(name, part, out.narrow(axis, first, part.shape[axis]))
+        first += part.shape[axis]
+    return out
+
+
+def _stack(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+    axis = a["dim"] % result.ndim
+    return _cat(rows, name, {"tensors": [part.unsqueeze(axis) for part in a["tensors"]], "dim": axis}, result)
+
+
+def _pad(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+    x = a["self"]
+    place = rows.recording.locate(name, x)
+    out = rows.recording.new(result.shape, result.dtype, place)
+    rows.copy(name, float(a["value"]), out)
+    target = out
+    for number in range(len(a["pad"]) // 2):
+        axis, (before, after) = x.ndim - 1 - number, a["pad"][2 * number : 2 * number + 2]
+        if (before or after) and axis == place.axis:
+            raise NotRecordable(f"{name} mixes {place.count}")
+        if before < 0 or after < 0:
+            raise NotRecordable(f"{name} has no native kernel that cuts")
+        target = target.narrow(axis, before, x.shape[axis])
+    rows.copy(name, x, target)
+    return out
+
+
+def _repeat(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+    x = a["self"].reshape([1] * (result.ndim - a["self"].ndim) + list(a["self"].shape))
+    place = rows.recording.locate(name, x)
+    if a["repeats"][place.axis] != 1:
+        raise NotRecordable(f"{name} mixes {place.count}")
+    out = rows.recording.new(result.shape, result.dtype, place)
+    target = out
+    for axis in reversed(range(x.ndim)):
+        if axis != place.axis:
+            target, x = target.unflatten(axis, (-1, x.shape[axis])), x.unsqueeze(axis)
+    rows.copy(name, x, target)
+    return out
+
+
+def _reduction(operation: str, parameter: str | None = None) -> Record:
+    def record(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+        x, axes = a["self"], a.get("dim")
+        axes = [axes] if isinstance(axes, int) else list(axes or range(x.ndim))
+        if operation == "norm" and float(a.get("ord", a.get("p", 2))) != 2.0:
+            raise NotRecordable(f"{name} has a native kernel for the Euclidean norm only")
+        if len(axes) != 1:
+            place = rows.recording.locate(name, x)
+            if place.axis in [axis % x.ndim for axis in axes]:
+                raise NotRecordable(f"{name} mixes {place.count}")
+            raise NotRecordable(f"{name} has a native kernel for one axis only")
+        value = 0.0 if parameter is None else float(a[parameter] if a[parameter] is not None else 1)
+        return rows.along_axis(name, operation, x, axes[0], result, parameter=value)
+
+    return record
+
+
+def _softmax(operation: str) -> Record:
+    def record(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+        return rows.along_axis(name, operation, a["self"], a["dim"], result)
+
+    return record
+
+
+def _layer_norm(
+    rows: RowOperations, name: str, a: Arguments, result: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Return the normalised tensor, and the mean and deviation, which nothing has filled."""
+    return (_norm(rows, name, "layer_norm", a, result[0], float(a["eps"])), *result[1:])
+
+
+def _rms_norm(rows: RowOperations, name: str, a: Arguments, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    eps = torch.finfo(a["input"].dtype).eps if a["eps"] is None else a["eps"]
+    return (_norm(rows, name, "rms_norm", a, result[0], float(eps)), *result[1:])
+
+
+def _norm(rows: RowOperations, name: str, operation: str, a: Arguments, result: Tensor, eps: float) -> Tensor:
+    if len(a["normalized_shape"]) != 1:
+        raise NotRecordable(f"{name} has a native kernel for one axis only")
+    return rows.along_axis(
+        name, operation, a["input"], -1, result, weight=a["weight"], bias=a.get("bias"), parameter=eps
+    )
+
+
+def _embedding(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+    return rows.look_up(name, a["weight"], a["indices"], result)
+
+
+def _index(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+    indices = a["indices"]
+    if len(indices) != 1 or indices[0].dtype != torch.int64:
+        raise NotRecordable(f"{name} has a native kernel for the first axis of a constant only")
+    return rows.look_up(name, a["self"], indices[0], result)
+
+
+def _index_select(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+    if a["dim"] != 0:
+        raise NotRecordable(f"{name} has a native kernel for the first axis of a constant only")
+    return rows.look_up(name, a["self"], a["index"], result)
+
+
+def _product(rows: RowOperations, name: str, a: Arguments, result: None) -> Tensor:
+    """Record a product over an axis of one element: the outer product of constant frequencies and positions."""
+    x, y = a["self"], a["mat2"]
+    if x.shape[-1] != 1:
+        raise NotRecordable(f"{name} has a native kernel for one inner element only")
+    like = torch.empty((), dtype=x.dtype, device="meta").expand(*x.shape[:-1], y.shape[-1])
+    return rows.compute(name, ("mul", x, y), like)
+
+
+_OPERATIONS: Mapping[str, Record] = {
+    "copy": _copy_into,
+    "clone": _clone,
+    "_to_copy": _clone,
+    "new_zeros": _new_uniform,
+    "new_ones": _new_uniform,
+    "new_full": _new_uniform,
+    "zeros_like": _uniform_like(0.0),
+    "ones_like": _uniform_like(1.0),
+    "full_like": _uniform_like(None),
+    "cat": _cat,
+    "stack": _stack,
+    "constant_pad_nd": _pad,
+    "repeat": _repeat,
+    "sum": _reduction("sum"),
+    "mean": _reduction("mean"),
+    "amax": _reduction("amax"),
+    "amin": _reduction("amin"),
+    "linalg_vector_norm": _reduction("norm"),
+    "norm": _reduction("norm"),
+    "var": _reduction("var", "correction"),
+    "std": _reduction("std", "correction"),
+    "_softmax": _softmax("softmax"),
+    "_log_softmax": _softmax("log_softmax"),
+    "native_layer_norm": _layer_norm,
+    "_fused_rms_norm": _rms_norm,
+    "embedding": _embedding,
+    "index": _index,
+    "index_select": _index_select,
+    "mm": _product,
+    "bmm": _product,
+}
