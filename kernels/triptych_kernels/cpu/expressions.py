@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 Expression = Any
-"""An operation of the kernel and its operands, `("add", a, ("mul", b, 2.0))`; a tensor; or a number."""
+"""An operation of the kernel and its operands, `("add", a, ("mul", b, 2.0))`; a tensor; or a number.
+
+The result is rounded once, and that of an operation in `("rounded", …)` too."""
 Arguments = Mapping[str, Any]
 """Name of each argument of an operation's schema -> its value."""
 
@@ -24,52 +26,58 @@ def _binary(operation: str) -> Callable[[Arguments], Expression]:
 
 
 def _rounded(operation: str) -> Callable[[Arguments], Expression]:
-    """Return a binary operation for which torch rounds a number to the tensor's dtype before it computes."""
-    return lambda a: (operation, a["self"], _like(a["self"], a["other"]))
+    """Return a binary operation before which torch rounds a number to the common dtype."""
+    return lambda a: (operation, *_operands(a))
 
 
-def _like(tensor: Tensor, value: Any) -> Any:
-    """Return a number as `tensor`'s dtype holds it, and a tensor as it is."""
-    if isinstance(value, Tensor) or not tensor.is_floating_point():
-        return value
-    return float(torch.tensor(value, dtype=tensor.dtype))
+def _operands(a: Arguments, names: tuple[str, str] = ("self", "other")) -> tuple[Any, Any]:
+    """Return two operands, a number among them as their common dtype holds it."""
+    first, second = a[names[0]], a[names[1]]
+    dtype = torch.result_type(first, second)
+    return _held(first, dtype), _held(second, dtype)
+
+
+def _held(value: Any, dtype: torch.dtype) -> Any:
+    """Return a number as a dtype holds it, and a tensor as it is."""
+    is_number = not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type != "meta")
+    return float(torch.as_tensor(value).to(dtype)) if is_number and dtype.is_floating_point else value
 
 
 def _scaled(value: Any, factor: Any) -> Expression:
     return value if factor is None or factor == 1 else ("mul", value, factor)
 
 
-def _add(a: Arguments) -> Expression:
-    return ("add", a["self"], _scaled(a["other"], a["alpha"]))
+def _sum(operation: str, is_reversed: bool = False) -> Callable[[Arguments], Expression]:
+    """Return a sum or difference; `alpha` is a factor of what is added or subtracted."""
 
+    def expression(a: Arguments) -> Expression:
+        first, second = _operands(a, ("other", "self") if is_reversed else ("self", "other"))
+        return (operation, first, _scaled(second, _held(a["alpha"], torch.result_type(a["self"], a["other"]))))
 
-def _sub(a: Arguments) -> Expression:
-    return ("sub", a["self"], _scaled(a["other"], a["alpha"]))
-
-
-def _rsub(a: Arguments) -> Expression:
-    return ("sub", a["other"], _scaled(a["self"], a["alpha"]))
+    return expression
 
 
 def _div(a: Arguments) -> Expression:
-    return None if a.get("rounding_mode") is not None else ("div", a["self"], a["other"])
+    if a.get("rounding_mode") is not None:
+        return None
+    return ("div", _held(a["self"], torch.result_type(a["self"], a["other"])), a["other"])
 
 
 def _pow(a: Arguments) -> Expression:
     x, exponent = a["self"], a["exponent"]
     if isinstance(exponent, Tensor):
-        return ("pow", x, exponent)
-    square = ("mul", x, x)
+        return ("pow", *_operands(a, ("self", "exponent")))
+    square = ("rounded", ("mul", x, x))  # as torch does
     special: dict[float, Expression] = {
         1.0: ("copy", x),
-        2.0: square,
+        2.0: ("mul", x, x),
         3.0: ("mul", square, x),
         0.5: ("sqrt", x),
         -0.5: ("rsqrt", x),
         -1.0: ("reciprocal", x),
         -2.0: ("reciprocal", square),
     }
-    return special.get(float(exponent), ("pow", x, float(exponent)))
+    return special.get(float(exponent), ("pow", *_operands(a, ("self", "exponent"))))
 
 
 def _gelu(a: Arguments) -> Expression:
@@ -90,11 +98,11 @@ def _softplus(a: Arguments) -> Expression:
 
 def _clamp(low: str | None, high: str | None) -> Callable[[Arguments], Expression]:
     def expression(a: Arguments) -> Expression:
-        x = a["self"]
+        x, x_dtype = a["self"], a["self"].dtype
         if low is not None and a[low] is not None:
-            x = ("maximum", x, _like(a["self"], a[low]))
+            x = ("maximum", x, _held(a[low], x_dtype))
         if high is not None and a[high] is not None:
-            x = ("minimum", x, _like(a["self"], a[high]))
+            x = ("minimum", x, _held(a[high], x_dtype))
         return x
 
     return expression
@@ -150,9 +158,9 @@ EXPRESSIONS: Mapping[str, Callable[[Arguments], Expression]] = {
     "clamp": _clamp("min", "max"),
     "clamp_min": _clamp("min", None),
     "clamp_max": _clamp(None, "max"),
-    "add": _add,
-    "sub": _sub,
-    "rsub": _rsub,
+    "add": _sum("add"),
+    "sub": _sum("sub"),
+    "rsub": _sum("sub", is_reversed=True),
     "mul": _binary("mul"),
     "div": _div,
     "pow": _pow,

@@ -159,7 +159,7 @@ def bits(values: Sequence[float], size: int) -> list[int]:
 
 def view_of(tensor: Tensor, place: Place, *, is_constant: bool) -> View:
     """Return how a kernel reads a tensor with rows along `place.axis`; a constant is the same for all rows."""
-    strides = list(tensor.stride())
+    strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     if place.group == 1 or is_constant:
         strides[place.axis] = 0
     return View(tensor, 0 if is_constant else place.row, tuple(strides))

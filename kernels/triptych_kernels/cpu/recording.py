@@ -250,7 +250,10 @@ def check_same_outputs(
         shape = list(output.shape)
         shape[place.axis] = place.group
         number = list(recording.buffers).index(output.untyped_storage()._cdata)
-        return (number, output.storage_offset(), tuple(shape), output.stride(), output.dtype, place.axis)
+        strides = [
+            stride if size > 1 else 0 for size, stride in zip(output.shape, output.stride(), strict=True)
+        ]
+        return (number, output.storage_offset(), shape, strides, output.dtype, place.axis)
 
     if [describe(one, x) for x in outputs] != [describe(other, x) for x in other_outputs]:
         raise NotRecordable("where an output lies depends on its number of rows")

@@ -66,10 +66,12 @@ class RowOperations:
         def add(part: Expression, is_last: bool) -> View | Result | float:
             if isinstance(part, tuple):
                 operation, *operands = part
+                is_rounded = is_last or operation == "rounded"
+                if operation == "rounded":
+                    ((operation, *operands),) = operands
                 sources = tuple(add(operand, False) for operand in operands)
-                dtype = (
-                    result.dtype if is_last else torch.int64 if result.dtype == torch.int64 else torch.float32
-                )
+                inside = torch.int64 if result.dtype == torch.int64 else torch.float32
+                dtype = result.dtype if is_rounded else inside
                 steps.append(Step(operation, sources, dtype, output if is_last else None))
                 return Result(len(steps) - 1)
             if isinstance(part, Tensor):
@@ -110,11 +112,7 @@ class RowOperations:
         expanded = tensor.expand(shape)
         if is_stand_in(tensor):
             own = self.recording.locate(name, tensor)
-            return view_of(
-                expanded,
-                Place(place.count, place.num_rows, place.axis, place.group, own.row),
-                is_constant=False,
-            )
+            return view_of(expanded, replace(place, row=own.row), is_constant=False)
         if shape[place.axis] > 1 and expanded.stride(place.axis) != 0:
             raise NotRecordable(f"{name}: a constant has values of its own for each of the {place.count}")
         # without its copies for the rows, which are not there to be compared

@@ -21,6 +21,7 @@ from triptych_kernels.cpu.row_operations import RowOperations, is_stand_in
 
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _UNIFORM = ("zeros", "ones", "full")
+_WHOLE = ("_fused_rms_norm",)
 _VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "alias", "detach")
 
 
@@ -50,33 +51,35 @@ class RecordTorch(TorchDispatchMode):
             return func(*args, **kwargs)
         if not any(is_stand_in(leaf) for leaf in tree_leaves((args, kwargs))):
             return _carry_out(base, func, args, kwargs)
-        name = func.name()
-        arguments = _bind(func, args, kwargs)
-        is_in_place = bool(func._schema.is_mutable)
-        if is_in_place and (not base.endswith("_") or base.startswith("_")):
-            raise NotRecordable(f"{name} has no native kernel")
-        operation = base.removesuffix("_") if is_in_place else base
-        record = _OPERATIONS.get(operation)
-        if operation in EXPRESSIONS or record is not None:
-            if is_in_place:
-                result = arguments["self"]
-                if not is_stand_in(result):
-                    raise NotRecordable(f"{name} writes into a constant")
-            elif operation in _KNOWN_SHAPES:
-                result = None
-            else:
-                result = func(*tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
-            if record is not None:
-                return record(self._rows, name, arguments, result)
-            expression = EXPRESSIONS[operation](arguments)
-            if expression is not None:
-                return self._rows.compute(name, expression, result, is_in_place=is_in_place)
-        elif func._can_decompose():
+        if func._can_decompose() and base not in _WHOLE:  # in inference mode it arrives in one piece
             with self:
                 return func.decompose(*args, **kwargs)
-        elif func.is_view or base in _VIEWS:
+        name = func.name()
+        operation = base.removesuffix("_") if func._schema.is_mutable else base
+        if operation in EXPRESSIONS or operation in OPERATIONS:
+            return self._record(name, operation, func, args, kwargs)
+        if func.is_view or base in _VIEWS:
             return _view(name, func, args, kwargs)
         raise NotRecordable(f"{name} has no native kernel")
+
+    def _record(
+        self, name: str, operation: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        arguments = _bind(func, args, kwargs)
+        is_in_place = bool(func._schema.is_mutable)
+        result = None
+        if is_in_place:
+            result = arguments["self"]
+            if not is_stand_in(result):
+                raise NotRecordable(f"{name} writes into a constant")
+        elif operation not in _KNOWN_SHAPES:
+            result = func(*tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
+        if operation in OPERATIONS:
+            return OPERATIONS[operation](self._rows, name, arguments, result)
+        expression = EXPRESSIONS[operation](arguments)
+        if expression is None:
+            raise NotRecordable(f"{name} with these arguments has no native kernel")
+        return self._rows.compute(name, expression, result, is_in_place=is_in_place)
 
 
 def _stand_in(value: Any) -> Any:
@@ -285,7 +288,7 @@ def _product(rows: RowOperations, name: str, a: Arguments, result: None) -> Tens
     return rows.compute(name, ("mul", x, y), like)
 
 
-_OPERATIONS: Mapping[str, Record] = {
+OPERATIONS: Mapping[str, Record] = {
     "copy": _copy_into,
     "clone": _clone,
     "_to_copy": _clone,
