@@ -52,7 +52,11 @@ def _sum(operation: str, is_reversed: bool = False) -> Callable[[Arguments], Exp
 
     def expression(a: Arguments) -> Expression:
         first, second = _operands(a, ("other", "self") if is_reversed else ("self", "other"))
-        return (operation, first, _scaled(second, _held(a["alpha"], torch.result_type(a["self"], a["other"]))))
+        return (
+            operation,
+            first,
+            _scaled(second, _held(a["alpha"], torch.result_type(a["self"], a["other"]))),
+        )
 
     return expression
 

@@ -204,6 +204,14 @@ def described(name: str, view: View, strides: Sequence[int]) -> list[int]:
     Raises:
         NotRecordable: No kernel reads its dtype.
     """
-    if view.tensor.dtype not in ELEMENTS:
-        raise NotRecordable(f"{name}: no native kernel computes with {view.tensor.dtype}")
+    check_dtype(name, view.tensor.dtype)
     return [ELEMENTS[view.tensor.dtype], view.row_stride, *strides]
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """
+    Raises:
+        NotRecordable: No kernel reads or writes this dtype.
+    """
+    if dtype not in ELEMENTS:
+        raise NotRecordable(f"{name}: no native kernel computes with {dtype}")

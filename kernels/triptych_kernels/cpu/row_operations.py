@@ -19,6 +19,7 @@ from triptych_kernels.cpu.pointwise import (
     Step,
     View,
     bits,
+    check_dtype,
     described,
     fold_axes,
     operations,
@@ -49,6 +50,7 @@ class RowOperations:
         Returns:
             `result`, or a new tensor.
         """
+        check_dtype(name, result.dtype)
         leaves = [leaf for leaf in tree_leaves(expression) if is_stand_in(leaf)]
         known = self.recording.buffers
         if is_in_place and result.untyped_storage()._cdata in known:
