@@ -73,7 +73,10 @@ class RecordTorch(TorchDispatchMode):
             if not is_stand_in(result):
                 raise NotRecordable(f"{name} writes into a constant")
         elif operation not in _KNOWN_SHAPES:
-            result = func(*tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
+            try:
+                result = func(*tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
+            except NotImplementedError as error:  # its shape follows from content
+                raise NotRecordable(f"{name} has no native kernel") from error
         if operation in OPERATIONS:
             return OPERATIONS[operation](self._rows, name, arguments, result)
         expression = EXPRESSIONS[operation](arguments)

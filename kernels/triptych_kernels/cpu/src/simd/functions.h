@@ -44,19 +44,6 @@ inline vec exp(vec x) {
 
 inline vec sigmoid(vec x) { return splat(1.0f) / (splat(1.0f) + exp(zero() - x)); }
 
-// Source: the polynomial near 0 is that of Cephes' tanhf.
-inline vec tanh(vec x) {
-  const vec size = abs(x), square = x * x;
-  vec p = splat(-5.70498872745e-3f);
-  p = fma(p, square, splat(2.06390887954e-2f));
-  p = fma(p, square, splat(-5.37397155531e-2f));
-  p = fma(p, square, splat(1.33314422036e-1f));
-  p = fma(p, square, splat(-3.33332819422e-1f));
-  const vec near_zero = fma(x * square, p, x);
-  const vec far = splat(1.0f) - splat(2.0f) / (exp(size + size) + splat(1.0f));
-  return select_negative(size - splat(0.625f), near_zero, select_negative(x, zero() - far, far));
-}
-
 // The error function, to 1.5e-7 absolute.
 // Source: Abramowitz and Stegun, 7.1.26.
 inline vec erf(vec x) {
