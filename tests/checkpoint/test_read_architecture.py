@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers import GenerationConfig, LlamaConfig, MixtralConfig
 
 from triptych.checkpoint.architecture import RopeParameters
 from triptych.checkpoint.config_json import read_architecture, read_generation_defaults
-from triptych.errors import ModelError
+from triptych.checkpoint.families import registry
+from triptych.errors import FeatureDisabled, ModelError
 
 MINIMAL = {
     "architectures": ["LlamaForCausalLM"],
@@ -76,17 +78,18 @@ def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
         "intermediate_size",
         "head_dim",
         "max_position_embeddings",
-        "rms_norm_eps",
-        "attention_bias",
-        "mlp_bias",
         "tie_word_embeddings",
-        "hidden_act",
         "bos_token_id",
     ):
         assert getattr(read, name) == getattr(oracle, name), name
+    block = read.block
+    assert (block.norm.kind, block.norm.eps) == ("rms", oracle.rms_norm_eps)
+    assert block.qkv_bias == block.out_bias == oracle.attention_bias
+    assert block.mlp_bias == oracle.mlp_bias
+    assert block.activation == oracle.hidden_act
     assert read.eos_token_ids == (6, 7)
     assert read.dtype == "bfloat16"
-    assert read.rope == RopeParameters(theta=5e5, kind="llama3", **LLAMA3)
+    assert {layer.rope for layer in read.layers} == {RopeParameters(theta=5e5, kind="llama3", **LLAMA3)}
     assert not read.is_gguf
 
 
@@ -94,11 +97,13 @@ def test_what_is_left_out_has_the_defaults_of_transformers(tmp_path: Path) -> No
     read, oracle = read_architecture(write_config(tmp_path)), LlamaConfig(**MINIMAL)
     assert read.num_kv_heads == oracle.num_key_value_heads == 3
     assert read.head_dim == oracle.head_dim == 8
-    assert read.rms_norm_eps == oracle.rms_norm_eps
-    assert read.rope.theta == oracle.rope_parameters["rope_theta"]
-    assert read.rope.kind == oracle.rope_parameters["rope_type"]
+    assert read.block.norm.eps == oracle.rms_norm_eps
+    rope = read.layers[0].rope
+    assert rope is not None
+    assert rope.theta == oracle.rope_parameters["rope_theta"]
+    assert rope.kind == oracle.rope_parameters["rope_type"]
     assert read.tie_word_embeddings == oracle.tie_word_embeddings
-    assert read.hidden_act == oracle.hidden_act
+    assert read.block.activation == oracle.hidden_act
     assert read.dtype == "float32"
     assert read.eos_token_ids == ()
 
@@ -117,12 +122,8 @@ def test_the_old_layout_of_rope_means_the_same_as_the_new(tmp_path: Path, old: d
         write_config(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 500000, **LLAMA3})
     )
     assert read_architecture(write_config(tmp_path, rope_theta=500000, rope_scaling=old | LLAMA3)) == new
-    assert read_architecture(write_config(tmp_path, rope_theta=7e4, rope_scaling=None)).rope.theta == 7e4
-
-
-def test_an_unknown_kind_of_rope_is_kept_for_the_layers_to_refuse(tmp_path: Path) -> None:
-    rope = read_architecture(write_config(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0})).rope
-    assert (rope.kind, rope.factor) == ("yarn", 4.0)
+    rope = read_architecture(write_config(tmp_path, rope_theta=7e4, rope_scaling=None)).layers[0].rope
+    assert rope == RopeParameters(theta=7e4, original_max_position_embeddings=64)
 
 
 @pytest.mark.parametrize("spell", [lambda text: text, lambda text: {"content": text}])
@@ -169,18 +170,25 @@ def test_the_end_of_text_ids_of_both_files_count(tmp_path: Path) -> None:
         ("rope_scaling", 3, "rope_scaling: 3 must be an object"),
         ("rope_scaling", {"rope_type": "linear"}, "factor: is missing"),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "low_freq_factor: is missing"),
-        ("rope_parameters", {"full_attention": {"rope_theta": 1.0}}, "differ by layer type"),
-        ("partial_rotary_factor", 0.5, "partial_rotary_factor: 0.5 is not supported"),
-        ("quantization_config", {"quant_method": "gptq"}, "quant_method: 'gptq' is not supported"),
-        ("sliding_window", 32, "sliding_window: 32 is not supported for LlamaForCausalLM, but for Mis"),
-        ("sliding_window", "all", "sliding_window: 'all' must be an integer"),
         (
-            "layer_types",
-            ["full_attention", "sliding_attention"],
-            "layer_types: .* must all be 'full_attention'",
+            "rope_parameters",
+            {"full_attention": {"rope_theta": 1.0}},
+            "rope_parameters.full_attention: .* differs by layer type",
         ),
-        ("layer_types", ["chunked_attention"] * 2, "layer_types: .* must all be"),
-        ("layer_types", ["sliding_attention"] * 2, "sliding_window: is missing"),
+        (
+            "rope_parameters",
+            {"rope_type": "spiral"},
+            "rope_parameters.rope_type: 'spiral' is none of default, ",
+        ),
+        ("rope_parameters", {"rope_type": "linear", "factor": math.nan}, "factor: nan must be a number"),
+        ("rope_parameters", {"rope_theta": 1.0, "twist": 2}, "rope_parameters.twist: 2 is a key that this"),
+        ("partial_rotary_factor", 1.5, "partial_rotary_factor: 1.5 must be above 0 and at most 1"),
+        ("quantization_config", {"quant_method": "gptq"}, "quant_method: 'gptq' is not supported"),
+        ("hidden_act", "swoosh", "hidden_act: 'swoosh' is none of silu, "),
+        ("sliding_window", 32, "sliding_window: 32 is a key that this family does not have here"),
+        ("attention_chunk_size", 8, "attention_chunk_size: 8 is a key that this family does not have"),
+        ("layer_types", ["full_attention"] * 3, "layer_types: has 3 entries, must be a list of 2"),
+        ("layer_types", ["full_attention", "linear"], "layer_types: 'linear' is none of full_attention"),
     ],
 )
 def test_what_is_odd_names_file_key_and_value(tmp_path: Path, key: str, value: Any, message: str) -> None:
@@ -192,46 +200,95 @@ def test_what_is_odd_names_file_key_and_value(tmp_path: Path, key: str, value: A
     "harmless",
     [
         {"sliding_window": None},
-        {"sliding_window": 64},
-        {"sliding_window": 32, "use_sliding_window": False},
-        {"sliding_window": 32, "max_window_layers": 2},
-        {"sliding_window": 32, "max_window_layers": 2, "use_sliding_window": True},
-        {"sliding_window": 32, "layer_types": ["full_attention"] * 2},
         {"layer_types": ["full_attention"] * 2},
         {"quantization_config": None},
         {"partial_rotary_factor": 1.0},
+        {"rope_interleaved": False, "is_llama_config": True, "pretraining_tp": 1, "_name_or_path": "a"},
+        {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "use_cache": True},
     ],
 )
 def test_what_changes_nothing_is_served(tmp_path: Path, harmless: dict[str, Any]) -> None:
     architecture = read_architecture(write_config(tmp_path, **harmless))
-    assert (architecture.num_layers, architecture.sliding_window) == (2, 0)
+    assert [layer.attention for layer in architecture.layers] == ["full", "full"]
+
+
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 32}
 
 
 @pytest.mark.parametrize(
-    "window",
+    ("config", "windows"),
     [
-        {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
-        {
-            "architectures": ["MistralForCausalLM"],
-            "sliding_window": 32,
-            "layer_types": ["sliding_attention"] * 2,
-        },
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "sliding_window": 32,
-            "use_sliding_window": True,
-            "max_window_layers": 0,
-        },
+        (MISTRAL, (32, 32)),
+        (MISTRAL | {"sliding_window": 64}, (0, 0)),
+        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, (0, 32)),
+        (QWEN, (32, 32)),
+        (QWEN | {"use_sliding_window": False}, (0, 0)),
+        (QWEN | {"max_window_layers": 2}, (0, 0)),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 0}, (32, 32)),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 1}, (0, 32)),
     ],
 )
-def test_one_window_for_all_layers_is_read(tmp_path: Path, window: dict[str, Any]) -> None:
-    assert read_architecture(write_config(tmp_path, **window)).sliding_window == 32
+def test_the_windows_of_layers_are_read(
+    tmp_path: Path, config: dict[str, Any], windows: tuple[int, ...]
+) -> None:
+    architecture = read_architecture(write_config(tmp_path, **config))
+    assert tuple(layer.window for layer in architecture.layers) == windows
 
 
-def test_a_window_of_some_layers_is_refused(tmp_path: Path) -> None:
-    some = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
-    with pytest.raises(ModelError, match="max_window_layers: 1 must be 0 or at least num_hidden_layers 2"):
-        read_architecture(write_config(tmp_path, architectures=["Qwen2ForCausalLM"], **some))
+def test_a_layer_with_a_window_needs_its_length(tmp_path: Path) -> None:
+    config = MISTRAL | {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}
+    with pytest.raises(ModelError, match="sliding_window: is missing"):
+        read_architecture(write_config(tmp_path, **config))
+
+
+def test_what_a_family_has_and_nobody_built_is_told_from_what_is_odd(tmp_path: Path) -> None:
+    with pytest.raises(FeatureDisabled, match=r"use_qk_norm = True: .*config.json: .* is not built"):
+        read_architecture(
+            write_config(tmp_path, architectures=["CohereForCausalLM"], use_qk_norm=True, layer_norm_eps=1e-5)
+        )
+
+
+def test_the_decoder_of_a_composite_checkpoint_is_read(tmp_path: Path) -> None:
+    text = {key: value for key, value in MINIMAL.items() if key != "architectures"}
+    text |= {"head_dim": 8, "sliding_window": 6, "torch_dtype": None}
+    composite = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "torch_dtype": "bfloat16",
+        "eos_token_id": [1, 5],
+        "text_config": text,
+        "vision_config": {"hidden_size": 7},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(composite))
+    read = read_architecture(tmp_path)
+    assert (read.name, read.dtype, read.eos_token_ids) == (composite["architectures"][0], "bfloat16", (1, 5))
+    assert (read.hidden_size, read.names.stored("model.norm.weight")) == (
+        24,
+        "model.language_model.norm.weight",
+    )
+    composite["text_config"] = text | {"novelty": 1}
+    (tmp_path / "config.json").write_text(json.dumps(composite))
+    with pytest.raises(ModelError, match=r"text_config\.novelty: 1 is a key that this family does not have"):
+        read_architecture(tmp_path)
+
+
+def test_a_model_of_another_package_sees_all_keys(tmp_path: Path) -> None:
+    read = read_architecture(write_config(tmp_path, architectures=["OursForCausalLM"], novelty=[1, 2]))
+    assert (read.name, read.num_heads, read.config["novelty"]) == ("OursForCausalLM", 3, [1, 2])
+
+
+def test_a_family_of_another_package_is_found_by_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def entry_points(*, group: str) -> list[EntryPoint]:
+        assert group == "triptych.families"
+        return [EntryPoint("OursForCausalLM", "triptych.checkpoint.families.llama:qwen3", group)]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    read = read_architecture(write_config(tmp_path, architectures=["OursForCausalLM"]))
+    assert read.block.qk_norm == "head"
+    with pytest.raises(ModelError, match="novelty: 1 is a key"):
+        read_architecture(write_config(tmp_path, architectures=["OursForCausalLM"], novelty=1))
 
 
 @pytest.mark.parametrize(

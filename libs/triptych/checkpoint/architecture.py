@@ -1,8 +1,16 @@
-"""A checkpoint's architecture as plain numbers, read from config.json or GGUF metadata without torch."""
+"""A decoder's description, layer by layer, as its family reads it from config.json; without torch.
+
+Whoever can be described here needs no code of its own: the worker builds it from these objects
+(`services/worker/models/decoder.py`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from triptych.checkpoint.tensor_names import TensorNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,41 @@ class RopeParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts in place of one MLP."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    """How many of them a token goes through."""
+    renormalize: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The properties of one layer that may differ from its neighbours'."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of queries and keys."""
+    intermediate_size: int
+    attention: str = "full"
+    """full, sliding, chunked, or none: the layer has no attention."""
+    window: int = 0
+    """sliding: keys that a token sees at most, its own included. chunked: positions of a chunk. Else 0."""
+    rope: RopeParameters | None = field(default_factory=RopeParameters)
+    """None: queries and keys are not rotated."""
+    value_dim: int = 0
+    """Elements of a head's values; 0: as `head_dim`."""
+    kv_from: int = -1
+    """The layer with the keys and values that this one reads; -1: its own."""
+    mlp: str = "gated"
+    """gated: `down(act(gate(x)) * up(x))`. plain: `down(act(up(x)))`. experts: as `experts`. none."""
+    experts: ExpertsSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NormSpec:
     """Normalisation of a vector."""
 
@@ -48,6 +91,57 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """What the layers of a decoder have in common, besides sizes."""
+
+    norm: NormSpec = field(default_factory=NormSpec)
+    """Every norm but those of queries and keys."""
+    norms: str = "pre"
+    """pre: `x + f(norm(x))`. post: `x + norm(f(x))`. both: `x + norm(f(norm(x)))`."""
+    parallel: str = "no"
+    """no: the MLP follows the attention. one_norm, two_norms: both read the layer's input, `x + attention + mlp`."""
+    residual_multiplier: float = 1.0
+    """Factor of what attention and MLP add to the residual."""
+    qk_norm: str = "none"
+    """none. head: each head's queries and keys are normalised. all: those of all heads together."""
+    qk_norm_spec: NormSpec = field(default_factory=NormSpec)
+    qk_norm_after_rope: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    """Of the projection of the attention's output."""
+    mlp_bias: bool = False
+    activation: str = "silu"
+    """Under Hugging Face's names: silu, gelu, gelu_pytorch_tanh, relu, relu2, quick_gelu."""
+    attention_scale: float = 0.0
+    """Factor of the products of queries and keys; 0: 1 / sqrt(head_dim)."""
+    attention_soft_cap: float = 0.0
+    """Scores become `cap * tanh(score / cap)`; 0: they stay."""
+    has_sinks: bool = False
+    """Whether each head has one more score in its softmax, without a value."""
+    alibi_slopes: tuple[float, ...] = ()
+    """By head: a score falls by so much for each position between its key and its query; empty: it does not."""
+    clip_qkv: float = 0.0
+    """Limit of the magnitude of queries, keys and values; 0: none."""
+    query_scaling: tuple[float, int] | None = None
+    """(beta, length): queries are multiplied by `1 + beta * log(1 + floor(position / length))`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndsSpec:
+    """What comes before the first layer and after the last."""
+
+    embedding_multiplier: float = 1.0
+    num_learned_positions: int = 0
+    """Rows of a table of learned positions, which is added to the embedding; 0: there is none."""
+    learned_position_offset: int = 0
+    """Row of position 0 in that table."""
+    has_embedding_norm: bool = False
+    logits_multiplier: float = 1.0
+    logits_soft_cap: float = 0.0
+    head_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelArchitecture:
     """The shape and numerics of a model, as its checkpoint states them."""
 
@@ -55,26 +149,51 @@ class ModelArchitecture:
     """Registry key, as in config.json: `LlamaForCausalLM`."""
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
     max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeParameters
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
-    hidden_act: str
     dtype: str
     """float32, bfloat16 or float16, as stored; GGUF counts as bfloat16."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    num_experts: int = 0
-    """In each layer's mixture; 0: every layer has one MLP."""
-    num_experts_per_tok: int = 0
-    """How many of them a token goes through."""
-    sliding_window: int = 0
-    """Keys that a token sees at most, its own included, in every layer; 0: all."""
+    block: BlockSpec = field(default_factory=BlockSpec)
+    ends: EndsSpec = field(default_factory=EndsSpec)
+    names: TensorNames = field(default_factory=TensorNames)
+    """Names and layout of the checkpoint's tensors."""
     is_gguf: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The keys of config.json, for models of other packages."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads, the most of any layer."""
+        return max(layer.num_heads for layer in self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key heads, the most of any layer: those of the cache, which is of one shape for all layers."""
+        return max(layer.num_kv_heads for layer in self.layers)
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head's keys or values, the most of any layer: those of the cache."""
+        return max(max(layer.head_dim, layer.value_dim) for layer in self.layers)
+
+    @property
+    def intermediate_size(self) -> int:
+        """Columns of an MLP or of one expert, the most of any layer."""
+        return max(layer.intermediate_size for layer in self.layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer's mixture, the most of any layer; 0: every layer has one MLP."""
+        return max((layer.experts.num_experts for layer in self.layers if layer.experts), default=0)
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        """Experts that a token goes through, the most of any layer; 0 without experts."""
+        return max((layer.experts.num_experts_per_tok for layer in self.layers if layer.experts), default=0)

@@ -1,0 +1,214 @@
+"""One JSON object of a checkpoint, each key fetched with its type checked; errors name file, key and value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from triptych.checkpoint.harmless_keys import HARMLESS, HARMLESS_VALUES
+from triptych.errors import FeatureDisabled, ModelError
+
+_I32_MAX = (1 << 31) - 1
+_FLOAT32_MAX = 3.4028234e38
+MAX_VOCAB_SIZE = 1 << 24
+_MAXIMA = {
+    "hidden_size": 1 << 20,
+    "n_embd": 1 << 20,
+    "d_model": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "ffn_dim": 1 << 24,
+    "ffn_hidden_size": 1 << 24,
+    "n_inner": 1 << 24,
+    "num_hidden_layers": 1 << 12,
+    "n_layer": 1 << 12,
+    "n_layers": 1 << 12,
+    "num_attention_heads": 1 << 16,
+    "n_head": 1 << 16,
+    "n_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "num_kv_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "rotary_dim": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "num_experts": 1 << 16,
+    "vocab_size": MAX_VOCAB_SIZE,
+}
+"""Numbers of config.json that lists and buffers are made for -> a thousand times what models have."""
+
+
+class ConfigFile:
+    """The keys of one JSON object. It notes which have been read: what nobody reads may change the model's numbers."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], *, section: str = "") -> None:
+        """
+        Args:
+            section: Place of this object within the file, with a dot at its end: `text_config.`.
+        """
+        self.path = path
+        self.values = values
+        self._section = section
+        self._read: set[str] = set()
+        self._sections: dict[str, ConfigFile] = {}
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigFile:
+        """Read a file.
+
+        Raises:
+            ModelError: It is missing or no JSON object.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelError(f"{path}: no such file; a model directory needs {path.name}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ModelError(f"{path}: must hold a JSON object, not {type(values).__name__}")
+        return cls(path, values)
+
+    @classmethod
+    def read_optional(cls, path: Path) -> ConfigFile:
+        return cls.read(path) if path.exists() else cls(path, {})
+
+    def has(self, key: str) -> bool:
+        """Return whether there is a value under `key` that is not null."""
+        return self.values.get(key) is not None
+
+    def section(self, key: str) -> ConfigFile | None:
+        """Return the object under `key`; None where it is absent or null."""
+        if key in self._sections:
+            return self._sections[key]
+        value = self._get(key, default={})
+        if not isinstance(value, dict):
+            self.fail(key, value, "must be an object")
+        if not self.has(key):
+            return None
+        self._sections[key] = ConfigFile(self.path, value, section=f"{self._section}{key}.")
+        return self._sections[key]
+
+    def text_section(self) -> ConfigFile:
+        """Return `text_config` of a composite checkpoint, with what such files say once for all parts."""
+        section = self.section("text_config")
+        if section is None:
+            raise ModelError(f"{self.path}: text_config: is missing")
+        inherited = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+        said_once = {key: self.values[key] for key in inherited if self.has(key) and not section.has(key)}
+        section.values = {**section.values, **said_once}
+        self.pass_over(*inherited)
+        return section
+
+    def pass_over(self, *keys: str) -> None:
+        """Note that these keys are of no concern here: of an image tower, or implied by others."""
+        self._read.update(keys)
+
+    def integer(self, key: str, *, default: int | None = None, minimum: int = 1) -> int:
+        value = self._get(key, default)
+        if type(value) is not int or value < minimum:
+            self.fail(key, value, f"must be an integer >= {minimum}")
+        maximum = _MAXIMA.get(key, _I32_MAX)
+        if value > maximum:
+            self.fail(key, value, f"is above the limit {maximum}")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        self._read.add(key)
+        return self.integer(key, minimum=0) if self.has(key) else None
+
+    def number(self, key: str, *, default: float | None = None) -> float:
+        return self._number(key, self._get(key, default))
+
+    def numbers(self, key: str, *, length: int) -> tuple[float, ...]:
+        """Return a list of so many numbers."""
+        values = self._get(key, None)
+        if not isinstance(values, list) or len(values) != length:
+            self.fail(key, values, f"must be a list of {length} numbers")
+        return tuple(self._number(key, value) for value in values)
+
+    def boolean(self, key: str, *, default: bool | None = None) -> bool:
+        value = self._get(key, default)
+        if type(value) is not bool:
+            self.fail(key, value, "must be true or false")
+        return value
+
+    def text(self, key: str, *, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            self.fail(key, value, "must be a string")
+        return value
+
+    def words(self, key: str, *, length: int, among: Iterable[str]) -> tuple[str, ...]:
+        """Return a list of so many strings, each one of `among`."""
+        values, known = self._get(key, None), tuple(among)
+        if not isinstance(values, list) or len(values) != length:
+            found = f"{len(values)} entries" if isinstance(values, list) else repr(values)
+            raise ModelError(f"{self.path}: {self._section}{key}: has {found}, must be a list of {length}")
+        for value in values:
+            if value not in known:
+                self.fail(key, value, f"is none of {', '.join(known)}")
+        return tuple(values)
+
+    def expect(self, key: str, value: Any, *, otherwise: str) -> None:
+        """Check that a key has this value, or is absent or null.
+
+        Raises:
+            FeatureDisabled: It has another; `otherwise` says what that means.
+        """
+        self._read.add(key)
+        if self.has(key) and self.values[key] != value:
+            raise FeatureDisabled(
+                f"{self._section}{key} = {self.values[key]!r}",
+                f"{self.path}: {otherwise}, which is not built",
+            )
+
+    def fail(self, key: str, value: object, why: str) -> NoReturn:
+        shown = repr(value)
+        raise ModelError(
+            f"{self.path}: {self._section}{key}: {shown if len(shown) <= 200 else shown[:200] + '…'} {why}"
+        )
+
+    def refuse_unread(self) -> None:
+        """Check that every key has been read, in sections that have been read too.
+
+        Null says nothing, a name that begins with an underscore is a note of the program that wrote the file, and some
+        keys change no token.
+
+        Raises:
+            ModelError: Others remain, which may change the model's numbers; names them.
+        """
+        unread = [
+            key
+            for key, value in self.values.items()
+            if value is not None
+            and key not in self._read
+            and key not in HARMLESS
+            and not key.startswith("_")
+            and (key not in HARMLESS_VALUES or value != HARMLESS_VALUES[key])
+        ]
+        if unread:
+            key = unread[0]
+            others = f" ({len(unread) - 1} more: {', '.join(unread[1:6])})" if unread[1:] else ""
+            self.fail(
+                key,
+                self.values[key],
+                f"is a key that this family does not have here, so its meaning would be lost{others}; remove it from "
+                "the file if it changes no number of the model",
+            )
+        for section in self._sections.values():
+            section.refuse_unread()
+
+    def _number(self, key: str, value: Any) -> float:
+        if type(value) not in (int, float) or not abs(value) <= _FLOAT32_MAX:  # NaN is refused, too
+            self.fail(key, value, "must be a number that 32 bits can hold")
+        return float(value)
+
+    def _get(self, key: str, default: Any) -> Any:
+        self._read.add(key)
+        value = self.values.get(key)
+        if value is None:
+            if default is None:
+                raise ModelError(f"{self.path}: {self._section}{key}: is missing")
+            return default
+        return value

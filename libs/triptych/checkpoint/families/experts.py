@@ -1,0 +1,91 @@
+"""Families with a mixture of experts in place of the MLP: Mixtral, OLMoE, Qwen 3 MoE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.config_file import ConfigFile
+from triptych.checkpoint.families.keys import (
+    FULL,
+    SLIDING,
+    describe,
+    describe_layers,
+    read_experts,
+    read_qwen_layer_types,
+    read_rope,
+    read_sizes,
+    read_window,
+)
+from triptych.checkpoint.families.llama import rms_block
+from triptych.checkpoint.tensor_names import TensorNames
+
+
+def mixtral(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    layer_types = (SLIDING if config.has("sliding_window") else FULL,) * sizes.num_layers
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes, theta=1000000.0),
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+        experts=read_experts(config),
+    )
+    names = TensorNames(
+        renamed=(
+            (".mlp.", ".block_sparse_moe."),
+            (".gate_proj", ".w1"),
+            (".up_proj", ".w3"),
+            (".down_proj", ".w2"),
+        )
+    )
+    return describe(config, sizes, layers=layers, block=rms_block(config, eps=1e-5), names=names)
+
+
+def olmoe(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    renormalize = config.boolean("norm_topk_prob", default=False)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes),
+        experts=read_experts(config, "num_experts", renormalize=renormalize),
+    )
+    bias = config.boolean("attention_bias", default=False)
+    block = replace(
+        rms_block(config, eps=1e-5),
+        qk_norm="all",
+        qkv_bias=bias,
+        out_bias=bias,
+        clip_qkv=config.number("clip_qkv", default=0.0),
+    )
+    return describe(config, sizes, layers=layers, block=block)
+
+
+def qwen3_moe(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config, default_head_dim=128)
+    layer_types = read_qwen_layer_types(config, sizes.num_layers)
+    key = "num_experts" if config.has("num_experts") else "num_local_experts"
+    experts = read_experts(config, key, renormalize=config.boolean("norm_topk_prob", default=False))
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        rope=read_rope(config, sizes),
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+        experts=experts,
+    )
+    width = config.integer("intermediate_size")
+    every = config.integer("decoder_sparse_step", default=1)
+    config.pass_over("mlp_only_layers")
+    dense = config.values.get("mlp_only_layers") or []
+    layers = tuple(
+        replace(layer, mlp="gated", experts=None, intermediate_size=width)
+        if index in dense or (index + 1) % every
+        else layer
+        for index, layer in enumerate(layers)
+    )
+    bias = config.boolean("attention_bias", default=False)
+    block = replace(rms_block(config), qk_norm="head", qkv_bias=bias, out_bias=bias)
+    return describe(config, sizes, layers=layers, block=block)

@@ -1,0 +1,318 @@
+"""What the families' keys have in common: sizes, layer types, windows, rotary embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from triptych.checkpoint.architecture import (
+    BlockSpec,
+    EndsSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelArchitecture,
+    RopeParameters,
+)
+from triptych.checkpoint.config_file import ConfigFile
+from triptych.checkpoint.families.registry import architecture_name
+from triptych.checkpoint.tensor_names import TensorNames
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_ATTENTION = {FULL: "full", SLIDING: "sliding", CHUNKED: "chunked"}
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "quick_gelu": "quick_gelu",
+}
+"""Hugging Face's names -> those of `ops.ACTIVATIONS`."""
+
+_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes that most families have, whatever they call them."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+
+
+def read_sizes(
+    config: ConfigFile,
+    *,
+    hidden: str = "hidden_size",
+    layers: str = "num_hidden_layers",
+    heads: str = "num_attention_heads",
+    kv_heads: str = "num_key_value_heads",
+    positions: str = "max_position_embeddings",
+    default_head_dim: int = 0,
+    default_positions: int | None = None,
+) -> Sizes:
+    """Read the sizes under these keys.
+
+    Args:
+        default_head_dim: Where the family has a default of its own; 0: hidden size / heads.
+        default_positions: Where files may leave the limit out.
+
+    Raises:
+        ModelError: One is missing or odd, or two contradict each other.
+    """
+    hidden_size, num_heads = config.integer(hidden), config.integer(heads)
+    num_kv_heads = config.integer(kv_heads, default=num_heads)
+    if num_heads % num_kv_heads:
+        config.fail(kv_heads, num_kv_heads, f"must divide {heads} {num_heads}")
+    head_dim = config.integer("head_dim", default=default_head_dim, minimum=0)
+    if not head_dim:
+        if hidden_size % num_heads:
+            config.fail(hidden, hidden_size, f"must be a multiple of {heads} {num_heads}")
+        head_dim = hidden_size // num_heads
+    return Sizes(
+        hidden_size,
+        config.integer(layers),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        config.integer(positions, default=default_positions),
+    )
+
+
+def read_activation(config: ConfigFile, key: str = "hidden_act", *, default: str = "silu") -> str:
+    name = config.text(key, default=default)
+    if name not in _ACTIVATIONS:
+        config.fail(key, name, f"is none of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def read_experts(
+    config: ConfigFile, key: str = "num_local_experts", *, renormalize: bool = True
+) -> ExpertsSpec:
+    """Read the sizes of a mixture.
+
+    Args:
+        key: That of the number of experts.
+        renormalize: As of `ExpertsSpec`.
+    """
+    num_experts, num_experts_per_tok = config.integer(key), config.integer("num_experts_per_tok")
+    if num_experts_per_tok > num_experts:
+        config.fail("num_experts_per_tok", num_experts_per_tok, f"must be at most {key} {num_experts}")
+    return ExpertsSpec(num_experts, num_experts_per_tok, renormalize)
+
+
+def read_layer_types(
+    config: ConfigFile, num_layers: int, *, default: Callable[[int], str] = lambda index: FULL
+) -> tuple[str, ...]:
+    """Return the kind of attention of each layer, under Hugging Face's names.
+
+    Args:
+        default: Kind of the layer of an index, where the file has no list.
+    """
+    if config.has("layer_types"):
+        return config.words("layer_types", length=num_layers, among=_ATTENTION)
+    config.pass_over("layer_types")
+    return tuple(default(index) for index in range(num_layers))
+
+
+def read_window(config: ConfigFile, layer_types: tuple[str, ...]) -> int:
+    """Return the window of the layers that have one; 0 where none has.
+
+    Raises:
+        ModelError: Layers have one, and its length is missing.
+    """
+    if SLIDING not in layer_types:
+        config.pass_over("sliding_window")
+        return 0
+    return config.integer("sliding_window")
+
+
+def read_qwen_layer_types(config: ConfigFile, num_layers: int) -> tuple[str, ...]:
+    """Return the kinds of layers where a switch, off unless it is set, stands beside `sliding_window`.
+
+    `max_window_layers` is the number of layers before the first one with a window.
+    """
+    first = config.integer("max_window_layers", default=0, minimum=0)
+    is_on = config.boolean("use_sliding_window", default=not config.has("max_window_layers"))
+    has_window = is_on and config.has("sliding_window")
+    return read_layer_types(
+        config, num_layers, default=lambda index: SLIDING if has_window and index >= first else FULL
+    )
+
+
+def read_rope(
+    config: ConfigFile,
+    sizes: Sizes,
+    *,
+    layer_type: str = "",
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    is_interleaved: bool = False,
+) -> RopeParameters:
+    """Read the rotary embedding in both layouts: `rope_parameters` holds everything, for all layers or for each type of
+    them; formerly `rope_theta` stood beside `rope_scaling`.
+
+    Args:
+        layer_type: Type of the layers, where types may differ.
+        theta, partial: The family's defaults.
+    """
+    rope = config.section("rope_parameters") or config.section("rope_scaling")
+    config.pass_over("rope_scaling", "rope_theta", "partial_rotary_factor")
+    if rope is not None and layer_type and isinstance(rope.values.get(layer_type), dict):
+        rope = rope.section(layer_type)
+    rope = rope or ConfigFile(config.path, {})
+    for key, value in rope.values.items():
+        if isinstance(value, dict):
+            rope.fail(key, value, "differs by layer type, which this family does not")
+    kind = rope.text("rope_type" if rope.has("rope_type") else "type", default="default")
+    rope.pass_over("type", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
+    if kind not in _ROPE_KINDS:
+        rope.fail("rope_type", kind, f"is none of {', '.join(_ROPE_KINDS)}")
+    at = rope if rope.has("rope_theta") else config
+    partial_at = rope if rope.has("partial_rotary_factor") else config
+    share = partial_at.number("partial_rotary_factor", default=partial)
+    if not 0 < share <= 1:
+        partial_at.fail("partial_rotary_factor", share, "must be above 0 and at most 1")
+    found = RopeParameters(
+        theta=at.number("rope_theta", default=theta),
+        kind=kind,
+        rotary_dim=0 if share == 1 or kind == "proportional" else int(sizes.head_dim * share),
+        is_interleaved=is_interleaved,
+        original_max_position_embeddings=sizes.max_positions,
+    )
+    return replace(found, **_rope_scaling(config, rope, kind, sizes, share))
+
+
+def _rope_scaling(
+    config: ConfigFile, rope: ConfigFile, kind: str, sizes: Sizes, share: float
+) -> dict[str, float | int | bool | tuple[float, ...]]:
+    """Return the fields of `RopeParameters` that this kind reads."""
+    if kind == "default":
+        # what a file keeps beside a kind that does not read it
+        rope.pass_over("factor", "original_max_position_embeddings", "attention_factor")
+        config.pass_over("original_max_position_embeddings")
+        return {}
+    if kind == "linear":
+        return {"factor": rope.number("factor")}
+    if (
+        kind == "proportional"
+    ):  # a share of the frequencies, all of the head: `rotary_dim` counts what is not 0
+        return {
+            "rotary_dim": 2 * int(share * sizes.head_dim // 2),
+            "factor": rope.number("factor", default=1.0),
+        }
+    at = config if config.has("original_max_position_embeddings") else rope
+    rope.pass_over("original_max_position_embeddings")
+    if kind == "llama3":  # a factor that defines the kind has no default
+        factors = {key: rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        return {**factors, "original_max_position_embeddings": at.integer("original_max_position_embeddings")}
+    original = at.integer("original_max_position_embeddings", default=sizes.max_positions)
+    if kind == "dynamic":
+        return {"factor": rope.number("factor"), "original_max_position_embeddings": original}
+    found: dict[str, float | int | bool | tuple[float, ...]] = {
+        "attention_factor": rope.number("attention_factor", default=0.0),
+        "original_max_position_embeddings": original,
+    }
+    if kind == "yarn":
+        return found | {
+            "factor": rope.number("factor"),
+            "beta_fast": rope.number("beta_fast", default=32.0),
+            "beta_slow": rope.number("beta_slow", default=1.0),
+            "truncate": rope.boolean("truncate", default=True),
+            "mscale": rope.number("mscale", default=0.0),
+            "mscale_all_dim": rope.number("mscale_all_dim", default=0.0),
+        }
+    length = int(sizes.head_dim * share) // 2
+    # the file's own factor counts only where it does not say the length before the extension
+    factor = rope.number("factor", default=sizes.max_positions / original)
+    return found | {
+        "factor": sizes.max_positions / original
+        if config.has("original_max_position_embeddings")
+        else factor,
+        "short_factor": rope.numbers("short_factor", length=length),
+        "long_factor": rope.numbers("long_factor", length=length),
+    }
+
+
+def describe_layers(
+    sizes: Sizes,
+    *,
+    intermediate_size: int,
+    rope: RopeParameters | Callable[[int, str], RopeParameters | None] | None,
+    layer_types: tuple[str, ...] = (),
+    window: int = 0,
+    mlp: str = "gated",
+    experts: ExpertsSpec | None = None,
+) -> tuple[LayerSpec, ...]:
+    """Describe layers that differ by their type of attention alone.
+
+    A window as long as the context is none.
+
+    Args:
+        rope: That of all layers, or a function of a layer's index and type.
+        layer_types: Hugging Face's names; empty: all see all keys.
+    """
+    return tuple(
+        LayerSpec(
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            intermediate_size=intermediate_size,
+            attention=_ATTENTION[kind] if has_window else "full",
+            window=window if has_window else 0,
+            rope=rope(index, kind) if callable(rope) else rope,
+            mlp="experts" if experts else mlp,
+            experts=experts,
+        )
+        for index, kind in enumerate(layer_types or (FULL,) * sizes.num_layers)
+        for has_window in (kind != FULL and 0 < window < sizes.max_positions,)
+    )
+
+
+def describe(
+    config: ConfigFile,
+    sizes: Sizes,
+    *,
+    layers: tuple[LayerSpec, ...],
+    block: BlockSpec,
+    ends: EndsSpec | None = None,
+    names: TensorNames | None = None,
+    is_tied: bool = False,
+) -> ModelArchitecture:
+    """Join the parts of a description with what every config.json says.
+
+    Args:
+        is_tied: The family's default of `tie_word_embeddings`.
+    """
+    config.pass_over("architectures", "eos_token_id")
+    return ModelArchitecture(
+        name=architecture_name(config),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=sizes.hidden_size,
+        layers=layers,
+        max_position_embeddings=sizes.max_positions,
+        tie_word_embeddings=config.boolean("tie_word_embeddings", default=is_tied),
+        dtype=_dtype(config),
+        bos_token_id=config.optional_integer("bos_token_id"),
+        eos_token_ids=(),
+        block=block,
+        ends=ends or EndsSpec(),
+        names=names or TensorNames(),
+    )
+
+
+def _dtype(config: ConfigFile) -> str:
+    key = "dtype" if config.has("dtype") else "torch_dtype"
+    dtype = config.text(key, default="float32").removeprefix("torch.")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        config.fail(key, dtype, "must be one of float32, bfloat16, float16")
+    return dtype

@@ -1,0 +1,360 @@
+"""Llama and the families that differ from it in a norm, a bias, a window or a factor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from triptych.checkpoint.architecture import (
+    BlockSpec,
+    EndsSpec,
+    ModelArchitecture,
+    NormSpec,
+    RopeParameters,
+)
+from triptych.checkpoint.config_file import ConfigFile
+from triptych.checkpoint.families.keys import (
+    FULL,
+    SLIDING,
+    Sizes,
+    describe,
+    describe_layers,
+    read_activation,
+    read_layer_types,
+    read_qwen_layer_types,
+    read_rope,
+    read_sizes,
+    read_window,
+)
+from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+
+FUSED_QKV = FusedTensor("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+FUSED_GATE_UP = FusedTensor("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
+
+
+def rms_block(config: ConfigFile, *, eps: float = 1e-6) -> BlockSpec:
+    """Return what most families of this file share: RMS norms before each block, no biases."""
+    norm = NormSpec(eps=config.number("rms_norm_eps", default=eps))
+    return BlockSpec(norm=norm, qk_norm_spec=norm, activation=read_activation(config))
+
+
+def _with_biases(block: BlockSpec, config: ConfigFile) -> BlockSpec:
+    bias = config.boolean("attention_bias", default=False)
+    return replace(block, qkv_bias=bias, out_bias=bias, mlp_bias=config.boolean("mlp_bias", default=False))
+
+
+def llama(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    if config.has("layer_types"):
+        config.words("layer_types", length=sizes.num_layers, among=(FULL,))
+    layers = describe_layers(
+        sizes, intermediate_size=config.integer("intermediate_size"), rope=read_rope(config, sizes)
+    )
+    return describe(config, sizes, layers=layers, block=_with_biases(rms_block(config), config))
+
+
+def arcee(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes),
+        mlp="plain",
+    )
+    block = _with_biases(rms_block(config, eps=1e-5), config)
+    return describe(config, sizes, layers=layers, block=block)
+
+
+def ernie(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes, theta=500000.0, is_interleaved=True),
+    )
+    bias = config.boolean("use_bias", default=False)
+    block = replace(rms_block(config, eps=1e-5), qkv_bias=bias, out_bias=bias, mlp_bias=bias)
+    return describe(config, sizes, layers=layers, block=block, is_tied=True)
+
+
+def exaone(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    pattern, has_window = config.values.get("sliding_window_pattern"), config.has("sliding_window")
+    config.pass_over("sliding_window_pattern")
+    every = 1
+    if has_window:  # LLLG, or its length
+        every = (
+            len(pattern) if isinstance(pattern, str) else config.integer("sliding_window_pattern", default=4)
+        )
+    layer_types = read_layer_types(
+        config,
+        sizes.num_layers,
+        default=lambda index: (
+            SLIDING if has_window and (index + 1) % max(every, 1) and index + 1 < sizes.num_layers else FULL
+        ),
+    )
+    rope = read_rope(config, sizes)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        # beside layers with a window those that see everything have no positions
+        rope=lambda index, kind: rope if kind == SLIDING or not has_window else None,
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+    )
+    block = replace(rms_block(config, eps=1e-5), norms="post", qk_norm="head")
+    return describe(config, sizes, layers=layers, block=block)
+
+
+def glm(config: ConfigFile, *, norms: str = "pre", names: TensorNames | None = None) -> ModelArchitecture:
+    sizes = read_sizes(config, default_head_dim=128)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes, partial=0.5, is_interleaved=True),
+    )
+    block = replace(
+        rms_block(config, eps=1.5625e-07),
+        norms=norms,
+        qkv_bias=config.boolean("attention_bias", default=True),
+    )
+    return describe(
+        config, sizes, layers=layers, block=block, names=names or TensorNames(fused=(FUSED_GATE_UP,))
+    )
+
+
+glm4 = partial(
+    glm,
+    norms="both",
+    names=TensorNames(
+        renamed=(
+            ("post_attention_layernorm", "post_self_attn_layernorm"),
+            ("pre_feedforward_layernorm", "post_attention_layernorm"),
+            ("post_feedforward_layernorm", "post_mlp_layernorm"),
+        ),
+        fused=(FUSED_GATE_UP,),
+    ),
+)
+
+
+def granite(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    layers = describe_layers(
+        sizes, intermediate_size=config.integer("intermediate_size"), rope=read_rope(config, sizes)
+    )
+    block = replace(
+        _with_biases(rms_block(config), config),
+        residual_multiplier=config.number("residual_multiplier", default=1.0),
+        attention_scale=config.number("attention_multiplier", default=1.0),
+    )
+    scaling = config.number("logits_scaling", default=1.0)
+    if scaling == 0:
+        config.fail("logits_scaling", scaling, "must not be 0: logits are divided by it")
+    ends = EndsSpec(
+        embedding_multiplier=config.number("embedding_multiplier", default=1.0), logits_multiplier=1 / scaling
+    )
+    return describe(config, sizes, layers=layers, block=block, ends=ends)
+
+
+def helium(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config, default_head_dim=128)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes, theta=100000.0, is_interleaved=True),
+    )
+    block = replace(_with_biases(rms_block(config, eps=1e-8), config), out_bias=False)
+    return describe(config, sizes, layers=layers, block=block)
+
+
+def hunyuan(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    block = replace(
+        _with_biases(rms_block(config, eps=1e-5), config),
+        qk_norm="head",
+        qk_norm_after_rope=True,
+        mlp_bias=False,
+    )
+    layers = describe_layers(
+        sizes, intermediate_size=config.integer("intermediate_size"), rope=_hunyuan_rope(config, sizes)
+    )
+    names = TensorNames(renamed=(("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")))
+    return describe(config, sizes, layers=layers, block=block, names=names)
+
+
+def _hunyuan_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
+    """Read a rotary embedding whose base a factor alpha has raised for good, under the name of a dynamic one."""
+    rope = config.section("rope_parameters") or config.section("rope_scaling")
+    if rope is None or not rope.has("alpha"):
+        return read_rope(config, sizes)
+    alpha = rope.number("alpha")
+    rope.pass_over("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    fixed = ConfigFile(config.path, {**config.values, "rope_scaling": None, "rope_parameters": None})
+    if rope.has("rope_theta"):
+        fixed.values = {**fixed.values, "rope_theta": rope.values["rope_theta"]}
+    found = read_rope(fixed, sizes)
+    rope.pass_over("type", "rope_type", "rope_theta", "original_max_position_embeddings")
+    config.pass_over("rope_theta", "partial_rotary_factor")
+    exponent = sizes.head_dim / (sizes.head_dim - 2)
+    return replace(found, theta=found.theta * alpha**exponent)
+
+
+def mistral(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    has_window = config.has("sliding_window")
+    layer_types = read_layer_types(
+        config, sizes.num_layers, default=lambda index: SLIDING if has_window else FULL
+    )
+    rope_section = config.section("rope_parameters")
+    rope = read_rope(config, sizes)
+    query_scaling = None
+    if rope_section is not None and rope_section.has("llama_4_scaling_beta"):
+        beta = rope_section.number("llama_4_scaling_beta")
+        query_scaling = (beta, rope.original_max_position_embeddings)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=rope,
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+    )
+    block = replace(rms_block(config), query_scaling=query_scaling)
+    return describe(config, sizes, layers=layers, block=block, names=names)
+
+
+def mistral_with_images(config: ConfigFile) -> ModelArchitecture:
+    """Read the decoder of a composite checkpoint; its tower for images is left out."""
+    config.pass_over(
+        "vision_config",
+        "image_token_index",
+        "image_token_id",
+        "projector_hidden_act",
+        "spatial_merge_size",
+        "multimodal_projector_bias",
+        "vision_feature_layer",
+    )
+    text = config.text_section()
+    text.pass_over("architectures")
+    tied = config.boolean("tie_word_embeddings", default=False)
+    found = mistral(
+        text,
+        names=TensorNames(
+            renamed=(("model.", "model.language_model."),),
+            ignored_prefixes=("model.vision_tower.", "model.multi_modal_projector."),
+        ),
+    )
+    return replace(found, tie_word_embeddings=found.tie_word_embeddings or tied)
+
+
+def olmo(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    layers = describe_layers(
+        sizes, intermediate_size=config.integer("intermediate_size"), rope=read_rope(config, sizes)
+    )
+    bias = config.boolean("attention_bias", default=False)
+    block = BlockSpec(
+        norm=NormSpec("layer", eps=1e-5, weight=False),
+        activation=read_activation(config),
+        qkv_bias=bias,
+        out_bias=bias,
+        clip_qkv=config.number("clip_qkv", default=0.0),
+    )
+    return describe(config, sizes, layers=layers, block=block)
+
+
+def olmo2(config: ConfigFile) -> ModelArchitecture:
+    """Read OLMo 2, and OLMo 3, which has windows and a rotary embedding for each type of layer."""
+    sizes = read_sizes(config)
+    has_window = config.has("sliding_window")
+    layer_types = read_layer_types(
+        config, sizes.num_layers, default=lambda index: SLIDING if has_window and (index + 1) % 4 else FULL
+    )
+    ropes = {
+        kind: read_rope(config, sizes, layer_type=kind, theta=500000.0 if has_window else 10000.0)
+        for kind in dict.fromkeys(layer_types)
+    }
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=lambda index, kind: ropes[kind],
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+    )
+    bias = config.boolean("attention_bias", default=False)
+    block = replace(rms_block(config, eps=1e-5), norms="post", qk_norm="all", qkv_bias=bias, out_bias=bias)
+    return describe(config, sizes, layers=layers, block=block)
+
+
+def phi3(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    layer_types = (SLIDING if config.has("sliding_window") else FULL,) * sizes.num_layers
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes),
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+    )
+    config.pass_over("original_max_position_embeddings")
+    config.expect("attention_bias", False, otherwise="Phi 3 has no biases")
+    names = TensorNames(fused=(FUSED_QKV, FUSED_GATE_UP))
+    return describe(config, sizes, layers=layers, block=rms_block(config, eps=1e-5), names=names)
+
+
+def qwen2(config: ConfigFile) -> ModelArchitecture:
+    return _qwen(config, lambda block: replace(block, qkv_bias=True))
+
+
+def qwen3(config: ConfigFile) -> ModelArchitecture:
+    bias = config.boolean("attention_bias", default=False)
+    return _qwen(
+        config,
+        lambda block: replace(block, qk_norm="head", qkv_bias=bias, out_bias=bias),
+        default_head_dim=128,
+    )
+
+
+def _qwen(config: ConfigFile, change, *, default_head_dim: int = 0) -> ModelArchitecture:
+    sizes = read_sizes(config, default_head_dim=default_head_dim)
+    layer_types = read_qwen_layer_types(config, sizes.num_layers)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes),
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+    )
+    return describe(config, sizes, layers=layers, block=change(rms_block(config)))
+
+
+def seed_oss(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    layers = describe_layers(
+        sizes, intermediate_size=config.integer("intermediate_size"), rope=read_rope(config, sizes)
+    )
+    block = replace(
+        rms_block(config),
+        qkv_bias=config.boolean("attention_bias", default=True),
+        out_bias=config.boolean("attention_out_bias", default=False),
+        mlp_bias=config.boolean("mlp_bias", default=False),
+    )
+    return describe(config, sizes, layers=layers, block=block)
+
+
+def smollm3(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    layer_types = read_qwen_layer_types(config, sizes.num_layers)
+    interval = config.integer("no_rope_layer_interval", default=4)
+    has_rope = [int((index + 1) % interval != 0) for index in range(sizes.num_layers)]
+    if config.has("no_rope_layers"):
+        has_rope = [int(flag) for flag in config.numbers("no_rope_layers", length=sizes.num_layers)]
+    rope = read_rope(config, sizes, theta=2000000.0)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=lambda index, kind: rope if has_rope[index] else None,
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+    )
+    block = _with_biases(rms_block(config), config)
+    return describe(config, sizes, layers=layers, block=block, is_tied=True)

@@ -1,0 +1,122 @@
+"""The reader of config.json for each architecture; its module is imported when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.config_file import ConfigFile
+
+ENTRY_POINT_GROUP = "triptych.families"
+"""Entry points of installed packages that read config.json: name = architecture, value = `module:function`."""
+
+ReadFamily = Callable[[ConfigFile], ModelArchitecture]
+"""Describes the decoder of a config.json. Raises ModelError for what is missing or odd, FeatureDisabled for what the
+family has and nobody has built."""
+
+_GROUPS = {
+    "llama": {
+        "ArceeForCausalLM": "arcee",
+        "Ernie4_5ForCausalLM": "ernie",
+        "Exaone4ForCausalLM": "exaone",
+        "GlmForCausalLM": "glm",
+        "Glm4ForCausalLM": "glm4",
+        "GraniteForCausalLM": "granite",
+        "HeliumForCausalLM": "helium",
+        "HunYuanDenseV1ForCausalLM": "hunyuan",
+        "LlamaForCausalLM": "llama",
+        "MinistralForCausalLM": "mistral",
+        "Ministral3ForCausalLM": "mistral",
+        "Mistral3ForConditionalGeneration": "mistral_with_images",
+        "MistralForCausalLM": "mistral",
+        "OlmoForCausalLM": "olmo",
+        "Olmo2ForCausalLM": "olmo2",
+        "Olmo3ForCausalLM": "olmo2",
+        "Phi3ForCausalLM": "phi3",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+        "SeedOssForCausalLM": "seed_oss",
+        "SmolLM3ForCausalLM": "smollm3",
+    },
+    "experts": {
+        "MixtralForCausalLM": "mixtral",
+        "OlmoeForCausalLM": "olmoe",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+    },
+    "gemma": {
+        "Gemma2ForCausalLM": "gemma2",
+        "Gemma3ForCausalLM": "gemma3",
+        "Gemma3ForConditionalGeneration": "gemma3_with_images",
+        "GemmaForCausalLM": "gemma",
+    },
+    "parallel": {
+        "CohereForCausalLM": "cohere",
+        "Cohere2ForCausalLM": "cohere",
+        "FalconForCausalLM": "falcon",
+        "GPTJForCausalLM": "gptj",
+        "GPTNeoXForCausalLM": "gpt_neox",
+        "PhiForCausalLM": "phi",
+        "StableLmForCausalLM": "stablelm",
+    },
+    "plain": {
+        "BloomForCausalLM": "bloom",
+        "GPT2LMHeadModel": "gpt2",
+        "GPTBigCodeForCausalLM": "gpt_bigcode",
+        "MptForCausalLM": "mpt",
+        "NemotronForCausalLM": "nemotron",
+        "OPTForCausalLM": "opt",
+        "Starcoder2ForCausalLM": "starcoder2",
+    },
+}
+"""Module in this package -> architecture -> its function."""
+
+_name_to_reader: dict[str, str] = {
+    architecture: f"triptych.checkpoint.families.{module}:{function}"
+    for module, functions in _GROUPS.items()
+    for architecture, function in functions.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The meaning of the keys of some architectures."""
+
+    read: ReadFamily
+    knows_all_keys: bool
+    """Whether a key that it has not read would change the model's numbers without a word."""
+
+
+def own_architectures() -> tuple[str, ...]:
+    """Return the architectures that have a family here."""
+    return tuple(sorted(_name_to_reader))
+
+
+def find_family(config: ConfigFile) -> Family:
+    """Return the family of an architecture: this project's, else an installed package's.
+
+    A model of another package that has no family there is read as a Llama; whatever else its keys say is in
+    `ModelArchitecture.config`.
+
+    Raises:
+        ModelError: config.json names no architecture.
+    """
+    name = architecture_name(config)
+    installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    reader = _name_to_reader.get(name) or installed.get(name)
+    module_name, function_name = (reader or _name_to_reader["LlamaForCausalLM"]).split(":")
+    return Family(getattr(import_module(module_name), function_name), knows_all_keys=reader is not None)
+
+
+def architecture_name(config: ConfigFile) -> str:
+    """Return the only entry of `architectures`.
+
+    Raises:
+        ModelError: There is none, or there are several.
+    """
+    names = config.values.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        config.fail("architectures", names, "must be a list of one name, such as ['LlamaForCausalLM']")
+    return names[0]

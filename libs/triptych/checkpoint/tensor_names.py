@@ -1,0 +1,54 @@
+"""How a family names and lays out its tensors, in terms of the names that our layers have.
+
+Layers ask for tensors under Llama's names (`model.layers.0.self_attn.q_proj.weight`). A family with others says how
+they differ: words that are exchanged, tensors that hold several projections, tensors that lie the other way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FusedTensor:
+    """One tensor of the checkpoint that holds several projections, along their outputs."""
+
+    name: str
+    """The module's name in the checkpoint, as it follows the layer's prefix: `self_attn.qkv_proj`."""
+    parts: tuple[str, ...]
+    """The projections in their order, under the names of our layers: `self_attn.q_proj`, …"""
+    interleaved: str = "no"
+    """no: one projection after the other. kv_heads: for each key head its queries, its key, its value. rows: one row of
+    each projection in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The differences between a checkpoint's tensors and those that our layers ask for."""
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    """(our word, the checkpoint's word), exchanged in this order wherever a name has the word."""
+    fused: tuple[FusedTensor, ...] = ()
+    transposed: tuple[str, ...] = ()
+    """Endings of the checkpoint's modules with weights stored [in_features, out_features]."""
+    optional_prefix: str = ""
+    """Beginning of the checkpoint's names that some files leave out."""
+    ignored: tuple[str, ...] = ()
+    """Endings of tensors that checkpoints may contain and the model does not use."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """Beginnings of such names: of parts of the checkpoint that are no part of the decoder."""
+
+    def stored(self, name: str) -> str:
+        """Return the checkpoint's name for a tensor that is not part of a fused one."""
+        for ours, theirs in self.renamed:
+            name = name.replace(ours, theirs)
+        return name
+
+    def holder(self, name: str) -> tuple[str, FusedTensor | None]:
+        """Return the name of the checkpoint's tensor that holds one of ours, and how it is fused; None: it is not."""
+        module, _, kind = name.rpartition(".")
+        for fused in self.fused:
+            for part in fused.parts:
+                if module.endswith("." + part):
+                    return f"{self.stored(module[: -len(part)])}{fused.name}.{kind}", fused
+        return self.stored(name), None
