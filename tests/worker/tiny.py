@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.architecture import ModelArchitecture, RopeParameters
+from triptych.checkpoint.architecture import BlockSpec, LayerSpec, ModelArchitecture, NormSpec
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
@@ -28,27 +28,28 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def tiny_architecture(**changes: Any) -> ModelArchitecture:
+    """A Llama. `changes` are fields of the architecture, of its block, of the block's norm, or of every layer."""
+    sizes = {"num_heads": 3, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 40}
+    layer = replace(LayerSpec(**sizes), **_taken(changes, LayerSpec))
+    norm = replace(NormSpec(eps=1e-5), **_taken(changes, NormSpec))
+    block = replace(BlockSpec(norm=norm, qk_norm_spec=norm), **_taken(changes, BlockSpec))
     architecture = ModelArchitecture(
         name="LlamaForCausalLM",
         vocab_size=97,
         hidden_size=24,
-        intermediate_size=40,
-        num_layers=2,
-        num_heads=3,
-        num_kv_heads=1,
-        head_dim=8,
+        layers=(layer,) * changes.pop("num_layers", 2),
         max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        rope=RopeParameters(),
         tie_word_embeddings=True,
-        attention_bias=False,
-        mlp_bias=False,
-        hidden_act="silu",
         dtype="float32",
         bos_token_id=1,
         eos_token_ids=(2,),
+        block=block,
     )
     return replace(architecture, **changes)
+
+
+def _taken(changes: dict[str, Any], part: type) -> dict[str, Any]:
+    return {field.name: changes.pop(field.name) for field in fields(part) if field.name in changes}
 
 
 def tiny_config(

@@ -43,6 +43,19 @@ class ModelContext:
         """Precision of activations, and of weights that are neither quantized nor widened by their kernels."""
         return TORCH_DTYPES[self.config.dtype]
 
+    @property
+    def max_positions(self) -> int:
+        """Length of the longest sequence that this worker admits."""
+        return self.config.engine.model.max_model_len or self.architecture.max_position_embeddings
+
+    def tensor_type(self, name: str) -> str:
+        """Return the form of the stored elements of a tensor under our layers' name; empty if it is not known."""
+        names = self.architecture.names
+        holder, _ = names.holder(name)
+        return self.tensor_types.get(holder) or self.tensor_types.get(
+            holder.removeprefix(names.optional_prefix), ""
+        )
+
     def stored_dtype(self, sources: Iterable[str]) -> torch.dtype:
         """Return the precision that holds a weight made of these tensors of the checkpoint.
 
@@ -51,7 +64,7 @@ class ModelContext:
         if self.config.dtype != "float32":
             return self.dtype
         otherwise = TORCH_DTYPES[self.config.weight_dtype]
-        dtypes = {STORED_DTYPES.get(self.tensor_types.get(name, ""), otherwise) for name in sources}
+        dtypes = {STORED_DTYPES.get(self.tensor_type(name), otherwise) for name in sources}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     @property

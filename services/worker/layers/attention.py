@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from triptych.errors import FeatureDisabled
+from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.ops import rotary_and_write_kv, write_kv
+from triptych_services.worker.attention.base import AttentionBackend
 from triptych_services.worker.layers.rotary import RotaryEmbedding
 from triptych_services.worker.layers.step_context import StepContext
 
@@ -12,15 +15,12 @@ from triptych_services.worker.layers.step_context import StepContext
 class Attention(nn.Module):
     """Causal attention of one layer, without projections; it has no weights."""
 
-    def __init__(
-        self, head_dim: int, *, layer_index: int, rotary: RotaryEmbedding | None, window: int = 0
-    ) -> None:
+    def __init__(self, options: AttendOptions, *, layer_index: int, rotary: RotaryEmbedding | None) -> None:
         """
         Args:
             options: Scale of the scores, and what the layer computes beyond plain attention.
             layer_index: Index of this layer's KV cache in `StepContext.kv_caches`.
             rotary: Table that layers share; None: queries and keys are not rotated.
-            window: Number of keys that a query sees, its own included; 0: all.
         """
         super().__init__()
         self.layer_index = layer_index
@@ -44,9 +44,9 @@ class Attention(nn.Module):
             [num_tokens, num_heads * head_dim].
         """
         batch, kv_cache = context.attention, context.kv_caches[self.layer_index]
-        writer = batch.backend.writer
+        cache = {"kv_scales": kv_cache.scales, "impl": batch.backend.writer}
         if self.rotary is None:
-            write_kv(key, value, kv_cache.blocks, batch.slot_mapping, kv_scales=kv_cache.scales, impl=writer)
+            write_kv(key, value, kv_cache.blocks, batch.slot_mapping, **cache)
         else:
             query = rotary_and_write_kv(
                 query,
@@ -56,8 +56,21 @@ class Attention(nn.Module):
                 self.rotary.cos_sin_cache,
                 kv_cache.blocks,
                 batch.slot_mapping,
-                kv_scales=kv_cache.scales,
                 interleaved=self.rotary.is_interleaved,
-                impl=writer,
+                **cache,
             )
-        return batch.backend.attend(query, kv_cache, batch, self.scale, self.window).flatten(1)
+        return batch.backend.attend(query, kv_cache, batch, self.options).flatten(1)
+
+
+def check_layers(model: nn.Module, backend: AttentionBackend) -> None:
+    """Check that the backend computes all options of the model's attention.
+
+    Raises:
+        FeatureDisabled: It does not compute an option of a layer; names both.
+    """
+    for layer in model.modules():
+        if isinstance(layer, Attention) and (lacking := sorted(layer.options.in_use - backend.supported)):
+            raise FeatureDisabled(
+                f"worker.attention_backend = {backend.name}",
+                f"it does not compute {', '.join(lacking)}, which the model's attention needs; set it to auto",
+            )

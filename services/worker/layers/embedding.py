@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from triptych_kernels.ops import clear_other_rows, embedding, linear, local_ids
 from triptych_services.worker.context.model_context import ModelContext
@@ -11,6 +11,7 @@ from triptych_services.worker.layers.weights import (
     AnyWeight,
     WeightedLayer,
     WeightTarget,
+    bias_target,
     create_linear_weight,
     empty_parameter,
     linear_target,
@@ -59,6 +60,33 @@ class VocabEmbedding(WeightedLayer):
         return {f"{self.prefix}.weight": linear_target(self.weight, shape, start=self.start)}
 
 
+class PositionEmbedding(WeightedLayer):
+    """One learned row per position, which is added to the token's. Every rank holds all of it, in float32."""
+
+    def __init__(
+        self, num_rows: int, hidden_size: int, *, offset: int, context: ModelContext, prefix: str
+    ) -> None:
+        """
+        Args:
+            num_rows: Of the checkpoint's table.
+            offset: Row of position 0; those before it are left out here.
+        """
+        super().__init__()
+        self.prefix = prefix
+        self.offset = offset
+        self.weight = empty_parameter(num_rows - offset, hidden_size, context=context, dtype=torch.float32)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Map [num_tokens] int64 to float32 [num_tokens, hidden_size]."""
+        return embedding(positions, self.weight)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        rows, hidden_size = self.weight.shape
+        # ranks that share an axis read a part of it, as this table leaves out its first rows
+        target = WeightTarget(self.weight.copy_, (rows + self.offset, hidden_size), rows, start=self.offset)
+        return {f"{self.prefix}.weight": target}
+
+
 def _table_dtype(name: str, context: ModelContext) -> torch.dtype:
     """Return the precision of a table that is only looked up: bfloat16 where that loses nothing, at half the memory."""
     is_bfloat16 = context.device.type == "cpu" and context.stored_dtype([name]) == torch.bfloat16
@@ -80,6 +108,7 @@ class LogitsHead(WeightedLayer):
         hidden_size: int,
         *,
         tied_to: VocabEmbedding | None,
+        bias: bool = False,
         context: ModelContext,
         prefix: str,
     ) -> None:
@@ -90,16 +119,24 @@ class LogitsHead(WeightedLayer):
         self.group = context.group
         self.lengths, rank = vocab_lengths(vocab_size, rank=context.rank), context.rank.tensor_parallel_rank
         self.start = sum(self.lengths[:rank])
+        self.has_bias = bias
+        self.bias: nn.Parameter | None = None
         if tied_to is None:
-            self.weight, _ = create_linear_weight(
-                self.lengths[rank], hidden_size, sources=[f"{prefix}.weight"], context=context, is_head=True
+            self.weight, self.bias = create_linear_weight(
+                self.lengths[rank],
+                hidden_size,
+                sources=[f"{prefix}.weight"],
+                context=context,
+                bias=bias,
+                is_head=True,
             )
         else:
+            assert not bias, "an embedding has none"
             self.weight = tied_to.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [num_rows, hidden_size] to float32 logits [num_rows, vocab_size], on every rank."""
-        own = linear(hidden, self.weight, out_dtype=torch.float32)
+        own = linear(hidden, self.weight, self.bias, out_dtype=torch.float32)
         logits: Tensor = self.group.all_gather(own, self.lengths)
         return logits
 
@@ -107,4 +144,9 @@ class LogitsHead(WeightedLayer):
         if self.is_tied:
             return {}
         shape = (self.vocab_size, self.weight.shape[1])
-        return {f"{self.prefix}.weight": linear_target(self.weight, shape, start=self.start)}
+        targets = {f"{self.prefix}.weight": linear_target(self.weight, shape, start=self.start)}
+        if self.has_bias:
+            targets[f"{self.prefix}.bias"] = bias_target(
+                self.weight, self.bias, self.vocab_size, start=self.start
+            )
+        return targets

@@ -28,15 +28,6 @@ from triptych_services.worker.parallel.shares import share
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """The names that a family gives to the three projections of an expert."""
-
-    gate: str
-    up: str
-    down: str
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertSizes:
     """The sizes of each expert, and this rank's share of it."""
 
@@ -60,7 +51,6 @@ class SparseMoE(nn.Module):
         top_k: int,
         *,
         renormalize: bool,
-        expert_names: ExpertNames,
         context: ModelContext,
         prefix: str,
     ) -> None:
@@ -80,7 +70,7 @@ class SparseMoE(nn.Module):
             *share(intermediate_size, what="intermediate_size", rank=context.rank),
         )
         create = PackedExperts if _are_packed(sizes, context) else StackedExperts
-        self.experts = create(sizes, num_experts, expert_names, context=context, prefix=f"{prefix}.experts")
+        self.experts = create(sizes, num_experts, context=context, prefix=f"{prefix}.experts")
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size], on every rank."""
@@ -125,20 +115,19 @@ class StackedExperts(WeightedLayer):
         self,
         sizes: ExpertSizes,
         num_experts: int,
-        names: ExpertNames,
         *,
         context: ModelContext,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.prefix, self.sizes, self.names = prefix, sizes, names
+        self.prefix, self.sizes = prefix, sizes
         self.w13 = empty_parameter(num_experts, 2 * sizes.length, sizes.hidden_size, context=context)
         self.w2 = empty_parameter(num_experts, sizes.hidden_size, sizes.length, context=context)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}
         for expert, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
-            targets |= _expert_targets(w13, w2, self.sizes, self.names, f"{self.prefix}.{expert}")
+            targets |= _expert_targets(w13, w2, self.sizes, f"{self.prefix}.{expert}")
         return targets
 
 
@@ -149,7 +138,6 @@ class PackedExperts(nn.Module):
         self,
         sizes: ExpertSizes,
         num_experts: int,
-        names: ExpertNames,
         *,
         context: ModelContext,
         prefix: str,
@@ -163,10 +151,10 @@ class PackedExperts(nn.Module):
                 out_features, in_features, sources, gated=len(projections) == 2, context=context
             )
 
-        self.w13 = create(2 * sizes.length, sizes.hidden_size, names.gate, names.up)
-        self.w2 = create(sizes.hidden_size, sizes.length, names.down)
+        self.w13 = create(2 * sizes.length, sizes.hidden_size, "gate_proj", "up_proj")
+        self.w2 = create(sizes.hidden_size, sizes.length, "down_proj")
         self.experts = nn.ModuleList(
-            PackedExpert(w13, w2, sizes, names, expert)
+            PackedExpert(w13, w2, sizes, expert)
             for w13, w2, expert in zip(self.w13, self.w2, prefixes, strict=True)
         )
 
@@ -174,15 +162,13 @@ class PackedExperts(nn.Module):
 class PackedExpert(WeightedLayer):
     """The weights of one expert."""
 
-    def __init__(
-        self, w13: LinearWeight, w2: LinearWeight, sizes: ExpertSizes, names: ExpertNames, prefix: str
-    ) -> None:
+    def __init__(self, w13: LinearWeight, w2: LinearWeight, sizes: ExpertSizes, prefix: str) -> None:
         super().__init__()
         self.w13, self.w2 = w13, w2
-        self.sizes, self.names, self.prefix = sizes, names, prefix
+        self.sizes, self.prefix = sizes, prefix
 
     def weight_targets(self) -> dict[str, WeightTarget]:
-        return _expert_targets(self.w13, self.w2, self.sizes, self.names, self.prefix)
+        return _expert_targets(self.w13, self.w2, self.sizes, self.prefix)
 
 
 def _are_packed(sizes: ExpertSizes, context: ModelContext) -> bool:
@@ -223,12 +209,12 @@ def create_packed(
 
 
 def _expert_targets(
-    w13: AnyWeight, w2: AnyWeight, sizes: ExpertSizes, names: ExpertNames, prefix: str
+    w13: AnyWeight, w2: AnyWeight, sizes: ExpertSizes, prefix: str
 ) -> dict[str, WeightTarget]:
     columns = (sizes.intermediate_size, sizes.hidden_size)
     share_of_columns = {"length": sizes.length, "start": sizes.start}
     return {
-        f"{prefix}.{names.gate}.weight": linear_target(w13, columns, half="gate", **share_of_columns),
-        f"{prefix}.{names.up}.weight": linear_target(w13, columns, half="up", **share_of_columns),
-        f"{prefix}.{names.down}.weight": linear_target(w2, columns[::-1], dim=1, start=sizes.start),
+        f"{prefix}.gate_proj.weight": linear_target(w13, columns, half="gate", **share_of_columns),
+        f"{prefix}.up_proj.weight": linear_target(w13, columns, half="up", **share_of_columns),
+        f"{prefix}.down_proj.weight": linear_target(w2, columns[::-1], dim=1, start=sizes.start),
     }

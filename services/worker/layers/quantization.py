@@ -79,7 +79,7 @@ def choose_format(
     otherwise = _HEAD_FORMAT if is_head else _QUANTIZED_TO[quantization]
     formats = [
         BLOCK_FORMATS[type] if keeps_blocks(type, quantization) else otherwise
-        for type in (context.tensor_types.get(name, "") for name in sources)
+        for type in (context.tensor_type(name) for name in sources)
     ]
     return common_format(formats)
 

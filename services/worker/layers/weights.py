@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,8 +28,6 @@ LoadedTensor = Tensor | UnreadTensor | StoredBlocks
 AnyWeight = nn.Parameter | LinearWeight
 """[out_features, in_features] in the form that the device's product reads; the ops take either."""
 
-_NUM_NAMES_SHOWN = 5  # of a list of tensor names in an error
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightTarget:
@@ -45,6 +43,8 @@ class WeightTarget:
     """The axis that ranks share."""
     start: int = 0
     """Start of this rank's share on that axis."""
+    constant: float | None = None
+    """What random checkpoints hold in every element: a norm's weight, which is not drawn; None: it is."""
     fill_blocks: Callable[[str, Tensor], object] | None = None
     """Takes this rank's share of a tensor as stored: GGML's name of the form, and [rows, bytes] uint8.
     None if the weight is not held in blocks."""
@@ -60,11 +60,7 @@ class WeightTarget:
         Raises:
             ModelError: The tensor has another shape; names both.
         """
-        if tuple(tensor.shape) != self.checkpoint_shape:
-            raise ModelError(
-                f"{name}: the checkpoint holds {list(tensor.shape)}, "
-                f"the model needs {list(self.checkpoint_shape)}"
-            )
+        check_shape(name, tensor, self.checkpoint_shape)
         if isinstance(tensor, StoredBlocks) and self.fill_blocks is not None:
             start, length = self.start, self.length
             if self.dim == 1:
@@ -74,6 +70,18 @@ class WeightTarget:
             self.fill_blocks(tensor.type, tensor.data.narrow(self.dim, start, length).contiguous())
             return
         self.fill(tensor.narrow(self.dim, self.start, self.length))
+
+
+def check_shape(name: str, tensor: LoadedTensor, expected: tuple[int, ...]) -> None:
+    """Check the shape of a checkpoint's tensor.
+
+    Raises:
+        ModelError: It is another; names both.
+    """
+    if tuple(tensor.shape) != expected:
+        raise ModelError(
+            f"{name}: the checkpoint holds {list(tensor.shape)}, the model needs {list(expected)}"
+        )
 
 
 def parameter_target(
@@ -188,7 +196,7 @@ def linear_target(
             on_this_rank,
             dim,
             start,
-            keep,
+            fill_blocks=keep,
         )
     if half == "up":
         first_row += weight.shape[0] // 2
@@ -237,42 +245,6 @@ def find_weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
     return targets
 
 
-def load_weights(
-    model: nn.Module, tensors: Iterable[tuple[str, LoadedTensor]], *, ignored: Collection[str] = ()
-) -> None:
-    """Fill every parameter of `model` exactly once, holding one checkpoint tensor at a time.
-
-    Args:
-        tensors: (name, tensor) in any order; each is copied before the next is read.
-        ignored: Endings of names that checkpoints may contain and the model does not use.
-
-    Raises:
-        ModelError: A tensor is missing, unexpected, given twice or of another shape; names it.
-    """
-    targets = find_weight_targets(model)
-    missing = dict.fromkeys(targets)
-    unexpected: list[str] = []
-    with torch.no_grad():
-        for name, tensor in tensors:
-            if name in missing:
-                targets[name].load(name, tensor)
-                del missing[name]
-            elif name in targets:
-                raise ModelError(f"{name}: the checkpoint holds this tensor twice")
-            elif not name.endswith(tuple(ignored)):
-                unexpected.append(name)
-    complaints = [
-        f"{len(names)} tensors are {what}: {_listed(names)}"
-        for what, names in (("missing", list(missing)), ("unexpected", unexpected))
-        if names
-    ]
-    if complaints:
-        raise ModelError(
-            f"the checkpoint does not fit {type(model).__name__}: {'; '.join(complaints)}; "
-            "compare its config.json with its weights"
-        )
-
-
 def linear_weights(model: nn.Module) -> list[LinearWeight]:
     """Return the model's packed and quantized weights, each once although layers may share it."""
     found = {
@@ -282,9 +254,3 @@ def linear_weights(model: nn.Module) -> list[LinearWeight]:
         if isinstance(value, LinearWeight)
     }
     return list(found.values())
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_NUM_NAMES_SHOWN])
-    num_hidden = len(names) - _NUM_NAMES_SHOWN
-    return f"{shown} and {num_hidden} more" if num_hidden > 0 else shown

@@ -12,7 +12,7 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig, ModelConfig
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from triptych_services.worker.layers.weights import find_weight_targets
+from triptych_services.worker.layers.checkpoint_tensors import TensorTarget, checkpoint_targets
 from triptych_services.worker.loader.base import Checkpoint, StoredTensor
 from triptych_services.worker.models.registry import create_model
 
@@ -41,17 +41,19 @@ class RandomCheckpoint(Checkpoint):
         self._device = device or torch.device("cpu")
         # Seed and device are part of the type, so that models of other weights have other fingerprints.
         kind = f"random:{seed}" if self._device.type == "cpu" else f"random:{seed}:{self._device.type}"
+        targets = _checkpoint_targets(architecture)
         self.tensors = {
-            name: StoredTensor(shape, kind, 4 * math.prod(shape))
-            for name, shape in _checkpoint_shapes(architecture).items()
+            name: StoredTensor(target.checkpoint_shape, kind, 4 * math.prod(target.checkpoint_shape))
+            for name, target in targets.items()
         }
+        self._constants = {name: target.constant for name, target in targets.items()}
         self.file_name_to_size: dict[str, int] = {}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Draw one tensor on the device; see `Checkpoint.read`."""
         shape = self.tensors[name].shape
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype, device=self._device)
+        if (constant := self._constants[name]) is not None:
+            return torch.full(shape, constant, dtype=dtype, device=self._device)
         seed = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator(self._device)
         generator.manual_seed(int.from_bytes(seed[:8], "little", signed=True))
@@ -62,8 +64,8 @@ class RandomCheckpoint(Checkpoint):
         return self.tensors[name].type.encode()
 
 
-def _checkpoint_shapes(architecture: ModelArchitecture) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor, in Hugging Face's layout, from a model without storage."""
+def _checkpoint_targets(architecture: ModelArchitecture) -> dict[str, TensorTarget]:
+    """Return name -> place of every tensor, in the family's own layout, in a model without storage."""
     config = ResolvedConfig(
         # the rotary table is not a weight, so its shortest length is enough
         engine=EngineConfig(model=ModelConfig(max_model_len=1)),
@@ -72,4 +74,4 @@ def _checkpoint_shapes(architecture: ModelArchitecture) -> dict[str, tuple[int, 
     )
     model = create_model(context=ModelContext(config))
     assert isinstance(model, torch.nn.Module), "the contract of CausalLM"
-    return {name: target.checkpoint_shape for name, target in find_weight_targets(model).items()}
+    return checkpoint_targets(model, architecture)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from triptych.checkpoint.families.registry import own_architectures
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.models.base import CausalLM, StagedModel
@@ -12,14 +13,9 @@ from triptych_services.worker.models.base import CausalLM, StagedModel
 ENTRY_POINT_GROUP = "triptych.models"
 """Entry points of installed packages that contain models: name = architecture, value = `module:Class`."""
 
-_name_to_model: dict[str, type[CausalLM] | str] = {
-    "LlamaForCausalLM": "triptych_services.worker.models.llama:LlamaForCausalLM",
-    # the same network; its sliding window is an option of the attention layer
-    "MistralForCausalLM": "triptych_services.worker.models.llama:LlamaForCausalLM",
-    "MixtralForCausalLM": "triptych_services.worker.models.mixtral:MixtralForCausalLM",
-    "Qwen2ForCausalLM": "triptych_services.worker.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "triptych_services.worker.models.qwen3:Qwen3ForCausalLM",
-}
+_DECODER = "triptych_services.worker.models.decoder:DecoderForCausalLM"
+
+_name_to_model: dict[str, type[CausalLM] | str] = dict.fromkeys(own_architectures(), _DECODER)
 
 
 def register_model(name: str, model: type[CausalLM] | str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import runner_for, tiny_architecture, tiny_config
-from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.architecture import ExpertsSpec, ModelArchitecture
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
@@ -21,10 +21,10 @@ from triptych_kernels.weights.formats import ChannelFormat
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.resolved_config import RankFacts
 from triptych_services.worker.layers import moe, weights
+from triptych_services.worker.layers.checkpoint_tensors import load_weights
 from triptych_services.worker.layers.linear import GatedLinear
-from triptych_services.worker.layers.moe import ExpertNames, SparseMoE
+from triptych_services.worker.layers.moe import SparseMoE
 from triptych_services.worker.layers.quantization import WeightFormat, choose_format
-from triptych_services.worker.layers.weights import load_weights
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
 
@@ -34,7 +34,11 @@ pytestmark = pytest.mark.skipif(
 
 
 ARCHITECTURE = tiny_architecture(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, head_dim=16)
-MIXTRAL = replace(ARCHITECTURE, name="MixtralForCausalLM", num_experts=4, num_experts_per_tok=2)
+MIXTRAL = replace(
+    ARCHITECTURE,
+    name="MixtralForCausalLM",
+    layers=(replace(ARCHITECTURE.layers[0], mlp="experts", experts=ExpertsSpec(4, 2)),),
+)
 
 
 def create_for_triton(
@@ -127,8 +131,7 @@ def test_ranks_shares_of_quantized_experts_sum_to_the_whole(
     monkeypatch: pytest.MonkeyPatch, quantization: str, largest_error: float
 ) -> None:
     hidden, inner = 32, 64
-    names = ExpertNames(gate="w1", up="w3", down="w2")
-    shapes = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     torch.manual_seed(0)
     tensors = {"m.gate.weight": torch.randn(2, hidden)}
     for expert in range(2):
@@ -138,10 +141,8 @@ def test_ranks_shares_of_quantized_experts_sum_to_the_whole(
     def mix(x: torch.Tensor, rank: int = 0, size: int = 1, quantization: str = "none") -> torch.Tensor:
         facts = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size)
         context = ModelContext(replace(tiny_config(), rank=facts, quantization=quantization))
-        layer = SparseMoE(
-            hidden, inner, 2, 2, renormalize=True, expert_names=names, context=context, prefix="m"
-        )
-        load_weights(layer, tensors.items())
+        layer = SparseMoE(hidden, inner, 2, 2, renormalize=True, context=context, prefix="m")
+        load_weights(layer, tensors.items(), ARCHITECTURE)
         return layer(x)
 
     x = torch.randn(3, hidden)

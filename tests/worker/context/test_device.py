@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.worker.tiny import tiny_architecture
+from triptych.checkpoint.architecture import ExpertsSpec
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych_kernels.cpu.library import forced_isa
@@ -193,7 +194,8 @@ def test_a_cache_of_8_bit_floats_is_served_on_cuda():
     ).kv_dtype == ("float8_e4m3fn")
 
 
-QUANTIZABLE = tiny_architecture(hidden_size=64, intermediate_size=96, num_heads=4, head_dim=16)
+QUANTIZABLE_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "head_dim": 16}
+QUANTIZABLE = tiny_architecture(**QUANTIZABLE_SIZES)
 
 
 @pytest.mark.parametrize("requested", ["none", "q4", "q8", "auto"])
@@ -237,7 +239,7 @@ def test_cuda_quantizes_only_when_asked(requested, dtype):
 def test_quantization_without_a_kernel_is_refused_by_name(
     requested, device, changes, dtype, native_kernels, says
 ):
-    architecture = replace(QUANTIZABLE, **changes)
+    architecture = tiny_architecture(**(QUANTIZABLE_SIZES | changes))
     place = {"device": device, "native_kernels": native_kernels}
     with pytest.raises(FeatureDisabled, match=rf"model\.quantization = {requested}.*{says}"):
         choose_quantization(requested, architecture, dtype, DeviceTraits(**place))
@@ -254,7 +256,7 @@ def test_quantization_without_a_kernel_is_refused_by_name(
     ],
 )
 def test_auto_quantization_is_none_without_native_kernels(device, changes, dtype, native_kernels):
-    architecture = replace(QUANTIZABLE, **changes)
+    architecture = tiny_architecture(**(QUANTIZABLE_SIZES | changes))
     chosen = choose_quantization(
         "auto", architecture, dtype, DeviceTraits(device=device, native_kernels=native_kernels)
     )
@@ -339,7 +341,7 @@ def test_only_auto_quantization_drops_batch_invariance_unasked(quantization, req
     ("where", "quantization", "why"),
     [
         (site("cuda:0"), "none", "weights that are not quantized are cuBLAS's"),
-        (site("cuda:0", num_experts=4, num_experts_per_tok=2), "q4", "the router of a mixture"),
+        (site("cuda:0", mlp="experts", experts=ExpertsSpec(4, 2)), "q4", "the router of a mixture"),
         (site("cpu", native_kernels=False), "none", "products are torch's.* to float32 or bfloat16"),
     ],
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.architecture import RopeParameters
+from triptych_kernels.attend_options import AttendOptions
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 from triptych_services.worker.attention.paged import PagedAttention
 from triptych_services.worker.context.model_context import ModelContext
@@ -20,7 +21,7 @@ HEADS, KV_HEADS, HEAD_DIM, NUM_TOKENS = 3, 1, 8, 6
 def attend(rope: RopeParameters | None, positions: Tensor) -> Tensor:
     """Return the attention of one prompt, without a rotation if there is no rope."""
     rotary = None if rope is None else RotaryEmbedding(HEAD_DIM, rope, context=ModelContext(tiny_config()))
-    layer = Attention(HEAD_DIM, layer_index=0, rotary=rotary)
+    layer = Attention(AttendOptions(HEAD_DIM**-0.5), layer_index=0, rotary=rotary)
     packed = torch.randn(
         NUM_TOKENS, HEADS + 2 * KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0)
     )

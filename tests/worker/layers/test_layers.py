@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from tests.worker.tiny import dense, tiny_config
+from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import NormSpec
 from triptych.errors import ConfigError, FeatureDisabled, ModelError
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.layers.checkpoint_tensors import load_weights
 from triptych_services.worker.layers.embedding import LogitsHead, VocabEmbedding
 from triptych_services.worker.layers.linear import ColumnLinear, GatedLinear, QKVLinear, RowLinear
 from triptych_services.worker.layers.norm import LayerNorm, RMSNorm, create_norm
-from triptych_services.worker.layers.weights import find_weight_targets, load_weights
+from triptych_services.worker.layers.weights import find_weight_targets
 
 
 @pytest.fixture(params=["packed", "plain"], autouse=True)
@@ -41,7 +42,7 @@ def whole(*shape: int) -> Tensor:
 
 
 def fill(layer: nn.Module, tensors: dict[str, Tensor]) -> None:
-    load_weights(layer, tensors.items())
+    load_weights(layer, tensors.items(), tiny_architecture())
 
 
 QKV = {
@@ -260,8 +261,9 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes() -> None:
 
 def test_a_tensor_given_twice_is_refused() -> None:
     layer = RowLinear(3, 2, bias=False, context=rank_context(), prefix="r")
+    twice = [("r.weight", whole(2, 3)), ("r.weight", whole(2, 3))]
     with pytest.raises(ModelError, match=r"r.weight: the checkpoint holds this tensor twice"):
-        load_weights(layer, [("r.weight", whole(2, 3)), ("r.weight", whole(2, 3))])
+        load_weights(layer, twice, tiny_architecture())
 
 
 def test_long_lists_of_names_are_cut_short() -> None:
@@ -280,7 +282,7 @@ def test_one_checkpoint_tensor_is_held_at_a_time() -> None:
             yield name, torch.full(target.checkpoint_shape, 7.0)
             events.append(f"{name} {'copied' if bool((dense(layer.weight)[row] == 7.0).all()) else 'lost'}")
 
-    load_weights(layer, stream())
+    load_weights(layer, stream(), tiny_architecture())
     assert events == ["a.q_proj.weight copied", "a.k_proj.weight copied", "a.v_proj.weight copied"]
 
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.tiny import tiny_config
+from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.errors import ConfigError
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_kernels.ops import fused_moe
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.resolved_config import RankFacts
-from triptych_services.worker.layers.moe import ExpertNames, SparseMoE
-from triptych_services.worker.layers.weights import find_weight_targets, load_weights
+from triptych_services.worker.layers.checkpoint_tensors import load_weights
+from triptych_services.worker.layers.moe import SparseMoE
+from triptych_services.worker.layers.weights import find_weight_targets
 
 HIDDEN, INNER, NUM_EXPERTS = 12, 20, 3
-NAMES = ExpertNames(gate="gate_proj", up="up_proj", down="down_proj")
 
 
 @pytest.fixture(params=["packed", "plain"], autouse=True)
@@ -40,7 +40,6 @@ def create(rank: int = 0, size: int = 1, *, renormalize: bool = True, inner: int
         NUM_EXPERTS,
         2,
         renormalize=renormalize,
-        expert_names=NAMES,
         context=context,
         prefix="m",
     )
@@ -63,7 +62,7 @@ def test_the_ranks_results_sum_to_the_whole_mixture(num_ranks: int, renormalize:
     total = torch.zeros(7, HIDDEN)
     for rank in range(num_ranks):
         layer = create(rank, num_ranks, renormalize=renormalize)
-        load_weights(layer, tensors.items())
+        load_weights(layer, tensors.items(), tiny_architecture())
         total += layer(x)
     experts = [f"m.experts.{expert}" for expert in range(NUM_EXPERTS)]
     w13 = [torch.cat([tensors[f"{e}.gate_proj.weight"], tensors[f"{e}.up_proj.weight"]]) for e in experts]

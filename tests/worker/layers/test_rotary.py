@@ -164,7 +164,7 @@ def test_the_table_is_as_long_as_the_longest_admitted_sequence() -> None:
     for asked, expected in ((0, 64), (48, 48)):
         rotary = RotaryEmbedding(
             8,
-            replace(architecture.rope),
+            RopeParameters(),
             context=ModelContext(tiny_config(architecture, max_model_len=asked)),
         )
         assert tuple(rotary.cos_sin_cache.shape) == (expected, 8)

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.checkpoint.gguf_files import byte_level_vocabulary, write_gguf
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
+from triptych.checkpoint.architecture import BlockSpec
 from triptych.checkpoint.config_json import read_architecture
 from triptych.errors import ModelError
 from triptych.hub import resolve_model
@@ -352,7 +353,7 @@ def test_the_fingerprint_tells_apart_what_workers_must_share(tmp_path: Path, mod
         fingerprint(checkpoint, architecture, **plain | {"quantization": "q4"}),
         fingerprint(checkpoint, architecture, **plain | {"activation_bits": 8}),
         fingerprint(checkpoint, architecture, **plain | {"kv_dtype": "bfloat16"}),
-        fingerprint(checkpoint, replace(architecture, rms_norm_eps=1e-4), **plain),
+        fingerprint(checkpoint, replace(architecture, block=BlockSpec(qkv_bias=True)), **plain),
         fingerprint(open_checkpoint(tmp_path, format="random"), architecture, **plain),
         fingerprint(open_checkpoint(tmp_path, format="random", seed=1), architecture, **plain),
     }

@@ -33,7 +33,7 @@ from triptych_services.worker.context.rank_group import OneRank
 from triptych_services.worker.context.resolve import resolve_for_device
 from triptych_services.worker.context.resolved_config import DeviceTraits
 from triptych_services.worker.layers.weights import weight_bytes
-import triptych_services.worker.models.llama  # whose import is no weight
+import triptych_services.worker.models.decoder  # whose import is no weight
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig, ModelConfig, ParallelConfig, WorkerConfig

@@ -24,6 +24,7 @@ from tests.worker.models.checkpoints import (
 )
 from tests.worker.models.sequences import CUTS, Sequences, assert_equals_oracle
 from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych.checkpoint.architecture import ExpertsSpec
 from triptych.errors import ModelError
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import forced_isa, isa
@@ -81,7 +82,7 @@ def test_chunked_batches_equal_transformers(
         runner = make_runner(directory)
     if isa():
         assert runner.facts.kernels == f"{isa()} eager"
-        assert "MixtralForCausalLM: how many rows each expert computes is known only when" in caplog.text
+        assert "DecoderForCausalLM: how many rows each expert computes is known only when" in caplog.text
     engine = InProcessEngine(runner, max_num_batched_tokens=16)
     said = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True))
     assert said == [greedy_tokens(oracle, prompt, NUM_NEW) for prompt in PROMPTS]
@@ -119,7 +120,7 @@ def test_a_missing_expert_is_named(oracle: Any, directory: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_local_experts": None}, "MixtralForCausalLM: config.json: num_local_experts: is missing"),
+        ({"num_local_experts": None}, "num_local_experts: is missing"),
         ({"num_experts_per_tok": 6}, "num_experts_per_tok: 6 must be at most num_local_experts 5"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok: 0 must be an integer >= 1"),
     ],
@@ -149,7 +150,7 @@ def test_quantized_experts_are_one_tensor_per_product_on_cuda(
 ) -> None:
     architecture = tiny_architecture(
         name="MixtralForCausalLM", hidden_size=64, num_heads=4, intermediate_size=128, num_layers=1,
-        num_experts=4, num_experts_per_tok=2,
+        mlp="experts", experts=ExpertsSpec(4, 2),
     )  # fmt: skip
     config = replace(tiny_config(architecture), rank=RankFacts(device="meta"), quantization=quantization)
     model = create_model(context=ModelContext(config))

@@ -22,9 +22,9 @@ from triptych_kernels.cpu.library import isa
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.rank_group import OneRank
 from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.layers.checkpoint_tensors import load_weights
 from triptych_services.worker.layers.linear import RowLinear
 from triptych_services.worker.layers.quantization import StoredBlocks
-from triptych_services.worker.layers.weights import load_weights
 from triptych_services.worker.models.registry import create_model
 from triptych_services.worker.parallel.create import check_agreement
 from triptych_services.worker.parallel.process_group import meet
@@ -219,7 +219,7 @@ def test_blocks_of_a_file_are_shared_out_as_they_are() -> None:
         config = replace(tiny_config(), rank=place, quantization="q8")
         context = ModelContext(config, tensor_types={"d.weight": "Q8_0"})
         row = RowLinear(columns, rows, bias=False, context=context, prefix="d")
-        load_weights(row, [("d.weight", stored)])
+        load_weights(row, [("d.weight", stored)], config.architecture)
         assert torch.equal(dense(row.weight), whole[:, rank * 64 : rank * 64 + 64])
 
 

@@ -1,0 +1,158 @@
+"""Self-attention with its projections, and whatever a family does to queries and keys in between."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from triptych.checkpoint.architecture import LayerSpec
+from triptych.errors import FeatureDisabled
+from triptych_kernels.attend_options import AttendOptions
+from triptych_kernels.ops import embedding, rotary_embedding
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.attention import Attention
+from triptych_services.worker.layers.linear import QKVLinear, RowLinear
+from triptych_services.worker.layers.norm import create_norm
+from triptych_services.worker.layers.rotary import RotaryTables
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.layers.weights import (
+    WeightedLayer,
+    WeightTarget,
+    empty_parameter,
+    parameter_target,
+)
+from triptych_services.worker.parallel.shares import share
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; `prefix` is that of its projections."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        layer_index: int,
+        tables: RotaryTables,
+        context: ModelContext,
+        prefix: str,
+    ) -> None:
+        """
+        Args:
+            layer_index: Index of the layer's KV cache in `StepContext.kv_caches`.
+            tables: Rotary tables of the whole model.
+
+        Raises:
+            FeatureDisabled: Ranks would share what is normalised.
+        """
+        super().__init__()
+        hidden_size, block = context.architecture.hidden_size, context.architecture.block
+        head_dim, first_head = spec.head_dim, share(spec.num_heads, what="num_heads", rank=context.rank)[0]
+        self.qkv_proj = QKVLinear(
+            hidden_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            head_dim,
+            bias=block.qkv_bias,
+            context=context,
+            prefix=prefix,
+        )
+        self.clip_qkv = block.clip_qkv
+        self.qk_norm = block.qk_norm
+        if self.qk_norm == "all" and context.rank.tensor_parallel_size > 1:
+            raise FeatureDisabled(
+                f"parallel.tensor_parallel_size = {context.rank.tensor_parallel_size}",
+                f"{context.architecture.name} normalises the queries of all heads together; set it to 1",
+            )
+        if self.qk_norm != "none":
+            heads = (self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads) if self.qk_norm == "all" else (1, 1)
+            self.q_norm, self.k_norm = (
+                create_norm(count * head_dim, block.qk_norm_spec, context=context, prefix=f"{prefix}.{name}")
+                for count, name in zip(heads, ("q_norm", "k_norm"), strict=True)
+            )
+        self.rotary = None if spec.rope is None else tables.find(head_dim, spec.rope)
+        self.is_normalised_last = block.qk_norm_after_rope
+        self.query_scales: QueryScales | None = None
+        if block.query_scaling is not None:
+            self.query_scales = QueryScales(*block.query_scaling, context=context)
+        self.sinks: Sinks | None = None
+        if block.has_sinks:
+            self.sinks = Sinks(spec.num_heads, context=context, prefix=f"{prefix}.sinks")
+        slopes = block.alibi_slopes[first_head : first_head + self.qkv_proj.num_heads]
+        options = AttendOptions(
+            scale=block.attention_scale or head_dim**-0.5,
+            window=spec.window if spec.attention == "sliding" else 0,
+            chunk=spec.window if spec.attention == "chunked" else 0,
+            soft_cap=block.attention_soft_cap,
+            sinks=None if self.sinks is None else self.sinks.weight,
+            alibi=torch.tensor(slopes, device=context.device) if slopes else None,
+        )
+        self.attention = Attention(
+            options, layer_index=layer_index, rotary=None if self.is_normalised_last else self.rotary
+        )
+        self.o_proj = RowLinear(
+            spec.num_heads * head_dim,
+            hidden_size,
+            bias=block.out_bias,
+            context=context,
+            prefix=f"{prefix}.o_proj",
+        )
+
+    def forward(self, hidden: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
+        packed = self.qkv_proj(hidden)
+        query, key, value = self.qkv_proj.split_heads(packed)
+        if self.is_normalised_last and self.rotary is not None:
+            query, key = rotary_embedding(
+                query, key, positions, self.rotary.cos_sin_cache, interleaved=self.rotary.is_interleaved
+            )
+        if self.qk_norm == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
+        elif self.qk_norm == "all":
+            query, key = self._normalise_together(packed, query, key)
+        if self.clip_qkv:
+            query, key, value = (x.clamp(-self.clip_qkv, self.clip_qkv) for x in (query, key, value))
+        if self.query_scales is not None:
+            query = query * self.query_scales(positions).to(query.dtype)
+        attended = self.attention(query, key, value, positions, context)
+        out: Tensor = self.o_proj(attended)
+        return out
+
+    def _normalise_together(self, packed: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise the queries of all heads as one vector, and the keys."""
+        num_query, num_key = query.shape[1] * query.shape[2], key.shape[1] * key.shape[2]
+        normalised_query = self.q_norm(packed[:, :num_query])
+        normalised_key = self.k_norm(packed[:, num_query : num_query + num_key])
+        return normalised_query.view(query.shape), normalised_key.view(key.shape)
+
+
+class QueryScales(nn.Module):
+    """A factor of each position's query, `1 + beta * log(1 + floor(position / length))`.
+
+    Source: scalable softmax as in Llama 4, https://github.com/meta-llama/llama-models.
+    """
+
+    def __init__(self, beta: float, length: int, *, context: ModelContext) -> None:
+        super().__init__()
+        positions = torch.arange(context.max_positions, dtype=torch.float32)
+        scales = 1 + beta * torch.log(1 + torch.floor(positions / length))
+        self.register_buffer("scales", scales[:, None].to(context.device), persistent=False)
+        self.scales: Tensor
+        """[max_positions, 1] float32."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Return [num_tokens, 1, 1] float32."""
+        return embedding(positions, self.scales)[:, :, None]
+
+
+class Sinks(WeightedLayer):
+    """One more score per head, for the heads of this rank."""
+
+    def __init__(self, num_heads: int, *, context: ModelContext, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.num_heads = num_heads
+        self.start, length = share(num_heads, what="num_heads", rank=context.rank)
+        self.weight = empty_parameter(length, context=context, dtype=torch.float32)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        return {self.prefix: parameter_target(self.weight, (self.num_heads,), start=self.start)}

@@ -1,0 +1,276 @@
+"""Any decoder that a `ModelArchitecture` describes: embedding, layers of attention and MLP, norm, head.
+
+What differs between families is in the description; a family of its own needs no code here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture
+from triptych.errors import FeatureDisabled
+from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.checkpoint_tensors import load_weights
+from triptych_services.worker.layers.embedding import LogitsHead, PositionEmbedding, VocabEmbedding
+from triptych_services.worker.layers.mlp import create_mlp
+from triptych_services.worker.layers.norm import create_norm
+from triptych_services.worker.layers.rotary import RotaryTables
+from triptych_services.worker.layers.self_attention import SelfAttention
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.layers.weights import LoadedTensor
+from triptych_services.worker.parallel.shares import stage_layers
+
+
+class DecoderForCausalLM(nn.Module):
+    """The network, or one stage of it; a `CausalLM` and a `StagedModel`."""
+
+    def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
+        super().__init__()
+        architecture = context.architecture
+        _check_supported(architecture)
+        self.model = Decoder(context=context, prefix=f"{prefix}model")
+        self.lm_head: LogitsHead | None = None
+        self._architecture, self._prefix = architecture, prefix
+        if context.rank.is_last_stage:
+            # a tied head reads the embedding's tensor; far from the first stage it holds its own copy
+            is_tied = architecture.tie_word_embeddings
+            self.lm_head = LogitsHead(
+                architecture.vocab_size,
+                architecture.hidden_size,
+                tied_to=self.model.embed_tokens if is_tied else None,
+                bias=architecture.ends.head_bias,
+                context=context,
+                prefix=f"{prefix}{'model.embed_tokens' if is_tied else 'lm_head'}",
+            )
+
+    def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        hidden: Tensor = self.model(token_ids, positions, context)
+        return hidden
+
+    def is_elsewhere(self, name: str) -> bool:
+        stored, is_tied = self._architecture.names.stored, self._architecture.tie_word_embeddings
+        name = name.removeprefix(self._prefix)
+        layer = re.match(re.escape(stored("model.layers.")) + r"(\d+)\.", name)
+        if layer is not None:
+            index = int(layer[1])
+            return index < self._architecture.num_layers and index not in self.model.layer_indices
+        is_last = self.lm_head is not None
+        module = name.rpartition(".")[0]
+        if module == stored("model.embed_tokens"):
+            return self.model.embed_tokens is None and not (is_last and is_tied)
+        if module in (stored("model.embed_positions"), stored("model.embed_norm")):
+            return self.model.embed_tokens is None
+        if module in (stored("model.norm"), stored("lm_head")):
+            return not is_last
+        return False
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        assert self.lm_head is not None, "only the last stage has a head"
+        logits: Tensor = self.lm_head(hidden)
+        ends = self._architecture.ends
+        if ends.logits_multiplier != 1.0:
+            logits = logits * ends.logits_multiplier
+        if ends.logits_soft_cap:
+            logits = ends.logits_soft_cap * torch.tanh(logits / ends.logits_soft_cap)
+        return logits
+
+    def load_weights(self, tensors: Iterable[tuple[str, LoadedTensor]]) -> None:
+        # older checkpoints store the rotary frequencies, and some tied ones the head a second time
+        ignored = ["rotary_emb.inv_freq"]
+        if self._architecture.tie_word_embeddings:
+            ignored.append(self._architecture.names.stored("lm_head.weight"))
+        load_weights(self, tensors, self._architecture, ignored=ignored)
+
+
+class Decoder(nn.Module):
+    """The embedding, the layers and the last norm, or the part of these that one stage has."""
+
+    def __init__(self, *, context: ModelContext, prefix: str) -> None:
+        super().__init__()
+        architecture = context.architecture
+        self.ends = architecture.ends
+        self.layer_indices = stage_layers(architecture, rank=context.rank)
+        """Layers of the whole model that are here."""
+        self.embed_tokens: VocabEmbedding | None = None
+        self.embed_positions: PositionEmbedding | None = None
+        self.embed_norm: nn.Module | None = None
+        hidden_size, norm = architecture.hidden_size, architecture.block.norm
+        # models multiply by the factor as their precision holds it
+        self.embedding_multiplier = torch.tensor(
+            self.ends.embedding_multiplier, dtype=context.dtype, device="cpu"
+        ).item()
+        if context.rank.is_first_stage:
+            self.embed_tokens = VocabEmbedding(
+                architecture.vocab_size, hidden_size, context=context, prefix=f"{prefix}.embed_tokens"
+            )
+            if self.ends.num_learned_positions:
+                self.embed_positions = PositionEmbedding(
+                    self.ends.num_learned_positions,
+                    hidden_size,
+                    offset=self.ends.learned_position_offset,
+                    context=context,
+                    prefix=f"{prefix}.embed_positions",
+                )
+            if self.ends.has_embedding_norm:
+                self.embed_norm = create_norm(
+                    hidden_size, norm, context=context, prefix=f"{prefix}.embed_norm"
+                )
+        tables = RotaryTables(context=context)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                architecture.layers[index],
+                layer_index=index - self.layer_indices.start,
+                tables=tables,
+                context=context,
+                prefix=f"{prefix}.layers.{index}",
+            )
+            for index in self.layer_indices
+        )
+        self.norm: nn.Module | None = None
+        if context.rank.is_last_stage:
+            self.norm = create_norm(hidden_size, norm, context=context, prefix=f"{prefix}.norm")
+
+    def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        """Return the hidden states [num_tokens, hidden_size] after the last norm, or this stage's residual."""
+        # [num_tokens, hidden_size] float32
+        residual = token_ids if self.embed_tokens is None else self._embed(token_ids, positions)
+        hidden: Tensor | None = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, positions, context)
+        assert hidden is not None, "a stage has a layer"
+        if self.norm is None:
+            return residual + hidden
+        normalised: Tensor = self.norm(hidden, residual)[0]
+        return normalised
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        assert self.embed_tokens is not None, "asked of the first stage"
+        embedded: Tensor = self.embed_tokens(token_ids)
+        if self.embedding_multiplier != 1.0:
+            embedded = embedded * self.embedding_multiplier
+        if self.embed_positions is not None:
+            embedded = embedded + self.embed_positions(positions)
+        if self.embed_norm is not None:
+            embedded = self.embed_norm(embedded).float()
+        return embedded
+
+
+class DecoderLayer(nn.Module):
+    """Attention and the MLP, with norms before them, after them or both, one after the other or side by side.
+
+    The residual is kept in float32 (docs/adr/0003). A norm before a block first adds the output of the block before it,
+    so the last block's output is returned beside the residual, not yet added.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        layer_index: int,
+        tables: RotaryTables,
+        context: ModelContext,
+        prefix: str,
+    ) -> None:
+        """
+        Args:
+            layer_index: Index of the layer's KV cache in `StepContext.kv_caches`.
+            tables: Rotary tables of the whole model.
+        """
+        super().__init__()
+        block = context.architecture.block
+        self.parallel = block.parallel
+        self.dtype = context.dtype
+        self.multiplier = block.residual_multiplier
+        self.self_attn = SelfAttention(
+            spec, layer_index=layer_index, tables=tables, context=context, prefix=f"{prefix}.self_attn"
+        )
+        self.mlp = create_mlp(spec, context=context, prefix=f"{prefix}.mlp")
+
+        def norm(name: str) -> nn.Module:
+            return create_norm(
+                context.architecture.hidden_size, block.norm, context=context, prefix=f"{prefix}.{name}"
+            )
+
+        # the names that families with these norms have in common
+        has_pre, has_post = block.norms in ("pre", "both"), block.norms in ("post", "both")
+        self.attention_norm = norm("input_layernorm") if has_pre else None
+        self.attention_out_norm = norm("post_attention_layernorm") if has_post else None
+        self.mlp_norm: nn.Module | None = None
+        if has_pre and block.parallel != "one_norm":
+            self.mlp_norm = norm("pre_feedforward_layernorm" if has_post else "post_attention_layernorm")
+        self.mlp_out_norm = norm("post_feedforward_layernorm") if has_post else None
+
+    def forward(
+        self, hidden: Tensor | None, residual: Tensor, positions: Tensor, context: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """Compute one layer.
+
+        Args:
+            hidden: Output of the layer before, not yet added to the residual; None in the first layer.
+            residual: [num_tokens, hidden_size] float32.
+
+        Returns:
+            The layer's last output, not yet added, and the residual.
+        """
+        normalised, residual = self._add_and_normalise(self.attention_norm, hidden, residual)
+        attended: Tensor = self.self_attn(normalised, positions, context)
+        if self.parallel != "no":
+            if self.mlp_norm is not None:
+                normalised = self.mlp_norm(residual)
+            return self._scaled(attended.float() + self.mlp(normalised)), residual
+        if self.attention_out_norm is not None:
+            attended = self.attention_out_norm(attended)
+        normalised, residual = self._add_and_normalise(self.mlp_norm, self._scaled(attended), residual)
+        hidden = self.mlp(normalised)
+        if self.mlp_out_norm is not None:
+            hidden = self.mlp_out_norm(hidden)
+        return self._scaled(hidden), residual
+
+    def _add_and_normalise(
+        self, norm: nn.Module | None, hidden: Tensor | None, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the input of a block and the residual, to which `hidden` has been added."""
+        if norm is None:
+            if hidden is not None:
+                residual = residual + hidden
+            return residual.to(self.dtype), residual
+        if hidden is None:
+            return norm(residual), residual
+        normalised, residual = norm(hidden, residual)
+        return normalised, residual
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self.multiplier == 1.0 else hidden * self.multiplier
+
+
+def _check_supported(architecture: ModelArchitecture) -> None:
+    """Refuse what the description can say and nothing here computes.
+
+    Raises:
+        FeatureDisabled: Layers need caches of several shapes, or have no attention.
+    """
+    first = architecture.layers[0]
+    for index, layer in enumerate(architecture.layers):
+        for what, is_missing in (
+            (f"attention = {layer.attention}", layer.attention == "none"),
+            (f"kv_from = {layer.kv_from}", layer.kv_from >= 0),
+            (f"value_dim = {layer.value_dim}", layer.value_dim not in (0, layer.head_dim)),
+            (
+                f"{layer.num_kv_heads} key heads of {layer.head_dim}",
+                (layer.num_kv_heads, layer.head_dim) != (first.num_kv_heads, first.head_dim),
+            ),
+            (f"mlp = {layer.mlp}", layer.mlp == "none"),
+        ):
+            if is_missing:
+                raise FeatureDisabled(
+                    f"{architecture.name}, layer {index}: {what}",
+                    "the cache has one shape, and each layer its own keys, values and MLP",
+                )
+    if architecture.tie_word_embeddings and architecture.ends.head_bias:
+        raise FeatureDisabled(
+            f"{architecture.name}: tie_word_embeddings = true", "the head of this family has a bias"
+        )

@@ -1,0 +1,188 @@
+"""A tiny config of transformers for each family, with what its files may say and the default does not.
+
+That is: odd sizes, patterns that alternate within four layers, windows that are crossed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.worker.models.checkpoints import SIZES
+
+FOUR = {**SIZES, "num_hidden_layers": 4}
+HEADS_ALIKE = {key: value for key, value in FOUR.items() if key != "num_key_value_heads"}
+NO_MLP = {key: value for key, value in HEADS_ALIKE.items() if key != "intermediate_size"}
+GPT2 = {
+    "vocab_size": 97,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+    "n_inner": 56,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_implementation": "eager",
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOW = 6
+"""Crossed by the longer sequences, and no multiple of a block."""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A family, or one form of it."""
+
+    model_type: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=lambda: FOUR)
+
+    def config(self) -> PretrainedConfig:
+        return CONFIG_MAPPING[self.model_type](**{**self.sizes, **self.arguments})
+
+    def create(self) -> Any:
+        """A model of transformers."""
+        return AutoModelForCausalLM.from_config(self.config(), dtype="float32")
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, **values}}
+
+
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=1.0)
+LONGROPE = rope(
+    "longrope",
+    short_factor=[1.0, 1.5, 2.0, 2.5],
+    long_factor=[1.5, 2.0, 3.0, 4.0],
+    original_max_position_embeddings=16,
+)
+
+FAMILIES: dict[str, Tiny] = {
+    "Arcee": Tiny("arcee", {"head_dim": 8, "mlp_bias": True}),
+    "BLOOM": Tiny(
+        "bloom",
+        {"hidden_size": 36, "n_layer": 4, "n_head": 6},
+        {"vocab_size": 97, "attn_implementation": "eager"},
+    ),
+    "Cohere": Tiny("cohere", {"logit_scale": 0.25, "attention_bias": True}),
+    "Cohere 2": Tiny("cohere2", {"sliding_window": WINDOW, "head_dim": 10}),
+    "Ernie 4.5": Tiny("ernie4_5", {"head_dim": 10, "use_bias": True}),
+    "EXAONE 4": Tiny("exaone4", {"sliding_window": WINDOW, "sliding_window_pattern": 4}),
+    "EXAONE 4, no windows": Tiny("exaone4", {"sliding_window": None, "layer_types": [FULL] * 4}),
+    "Falcon 7B": Tiny("falcon", {"ffn_hidden_size": 56}, NO_MLP),
+    "Falcon 40B": Tiny("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}, NO_MLP),
+    "Falcon, one norm": Tiny(
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        NO_MLP,
+    ),
+    "Falcon, in turn": Tiny("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}, NO_MLP),
+    "Gemma": Tiny("gemma", {"head_dim": 10}),
+    "Gemma 2": Tiny("gemma2", {"head_dim": 10, "sliding_window": WINDOW, "query_pre_attn_scalar": 11}),
+    "Gemma 3": Tiny(
+        "gemma3_text",
+        {
+            "head_dim": 10,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 11,
+            "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "GLM": Tiny("glm", {"head_dim": 12, "pad_token_id": 0}),
+    "GLM 4": Tiny("glm4", {"head_dim": 12, "pad_token_id": 0}),
+    "GPT-2": Tiny("gpt2", {}, GPT2),
+    "GPT-BigCode": Tiny("gpt_bigcode", {}, GPT2),
+    "GPT-BigCode, many heads": Tiny("gpt_bigcode", {"multi_query": False}, GPT2),
+    "GPT-J": Tiny("gptj", {"rotary_dim": 4}, GPT2),
+    "GPT-NeoX": Tiny("gpt_neox", {}, HEADS_ALIKE),
+    "GPT-NeoX, in turn": Tiny(
+        "gpt_neox", {"use_parallel_residual": False, "attention_bias": False}, HEADS_ALIKE
+    ),
+    "Granite": Tiny(
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+        },
+    ),
+    "Helium": Tiny("helium", {"head_dim": 8}),
+    "Hunyuan": Tiny("hunyuan_v1_dense", {"head_dim": 10, "attention_bias": True}),
+    "Hunyuan, alpha": Tiny("hunyuan_v1_dense", {"head_dim": 10, **rope("dynamic", alpha=50.0, factor=1.0)}),
+    "Llama": Tiny("llama", {"attention_bias": True, "mlp_bias": True}),
+    "Llama, yarn": Tiny("llama", YARN),
+    "Llama, linear": Tiny("llama", rope("linear", factor=2.0)),
+    "Llama, llama3": Tiny(
+        "llama",
+        rope(
+            "llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+    ),
+    "Ministral": Tiny(
+        "ministral", {"head_dim": 8, "sliding_window": WINDOW, "layer_types": [SLIDING, FULL] * 2}
+    ),
+    "Ministral 3": Tiny(
+        "ministral3",
+        {
+            "head_dim": 10,
+            **rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=8,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.1,
+                beta_fast=4.0,
+            ),
+        },
+    ),
+    "Mistral": Tiny("mistral", {"sliding_window": WINDOW}),
+    "Mixtral": Tiny("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "MPT": Tiny(
+        "mpt",
+        {"d_model": 36, "n_heads": 6, "n_layers": 4, "max_seq_len": 64},
+        {"vocab_size": 97, "attn_implementation": "eager"},
+    ),
+    "Nemotron": Tiny("nemotron", {"head_dim": 8, "mlp_bias": True}),
+    "OLMo": Tiny("olmo", {"clip_qkv": 0.5}),
+    "OLMo 2": Tiny("olmo2", {}),
+    "OLMo 3": Tiny("olmo3", {"sliding_window": WINDOW}),
+    "OLMoE": Tiny("olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 0.5}),
+    "OPT": Tiny("opt", {"ffn_dim": 56, "word_embed_proj_dim": 32}, NO_MLP),
+    "Phi": Tiny("phi", {}, FOUR),
+    "Phi 3": Tiny("phi3", {"sliding_window": WINDOW, "pad_token_id": 0}),
+    "Phi 4": Tiny("phi3", {"pad_token_id": 0, **LONGROPE}),
+    "Qwen 2": Tiny("qwen2", {"tie_word_embeddings": True}),
+    "Qwen 2, windows": Tiny(
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+    ),
+    # heads wider than hidden_size / num_heads, as in Qwen3-0.6B
+    "Qwen 3": Tiny("qwen3", {"head_dim": 10, "attention_bias": True}),
+    "Qwen 3 MoE": Tiny(
+        "qwen3_moe",
+        {
+            "head_dim": 10,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "Seed-OSS": Tiny("seed_oss", {"head_dim": 10, "attention_out_bias": True}),
+    "SmolLM 3": Tiny("smollm3", {"pad_token_id": 0}),
+    "StableLM": Tiny("stablelm", {"use_qkv_bias": True}),
+    "StableLM, parallel": Tiny("stablelm", {"use_parallel_residual": True}),
+    "StarCoder 2": Tiny("starcoder2", {"sliding_window": WINDOW}),
+}

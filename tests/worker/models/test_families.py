@@ -1,0 +1,77 @@
+"""Every family that config.json can name, against transformers on tiny random checkpoints."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.in_process import InProcessEngine
+from tests.worker.models.checkpoints import (
+    greedy_tokens,
+    load_checkpoint,
+    make_runner,
+    random_prompts,
+    save_checkpoint,
+)
+from tests.worker.models.families import FAMILIES
+from tests.worker.models.sequences import CUTS, Sequences, assert_equals_oracle
+from triptych.checkpoint.families.registry import own_architectures
+from triptych.types.sampling import SamplingParams
+from triptych_kernels.cpu.library import isa
+from triptych_services.worker.loader.load import open_checkpoint
+
+COMPOSITE = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
+NOT_RECORDED = {"Mixtral", "OLMoE", "Qwen 3 MoE"}
+"""Families whose products depend on the tokens; see services/worker/models/README.md."""
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(directory, model of transformers) of a family by its name, made once."""
+
+    @cache
+    def save(name: str) -> tuple[Path, Any]:
+        directory = tmp_path_factory.mktemp("family")
+        return directory, save_checkpoint(FAMILIES[name].create(), directory)
+
+    return save
+
+
+def test_every_architecture_has_a_tiny_checkpoint() -> None:
+    tested = {tiny.create().__class__.__name__ for tiny in FAMILIES.values()}
+    assert tested | COMPOSITE == set(own_architectures())
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_transformers_for_all_cuts(name: str, cut: str, saved: Any) -> None:
+    directory, oracle = saved(name)
+    model, architecture = load_checkpoint(directory)
+    sequences = Sequences(model, architecture, (1, 3, 4, 5, 11, 18))
+    with torch.inference_mode():
+        assert_equals_oracle(oracle, sequences, sequences.run(CUTS[cut]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recorded_steps_generate_the_tokens_of_transformers(name: str, saved: Any) -> None:
+    directory, oracle = saved(name)
+    runner = make_runner(directory)
+    form = "eager" if name in NOT_RECORDED else "recorded"
+    assert runner.facts.kernels == (f"{isa()} {form}" if isa() else "torch")
+    prompts = random_prompts(1, 4, 5, 23, 40)
+    engine = InProcessEngine(runner, max_num_batched_tokens=16)
+    said = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    assert said == [greedy_tokens(oracle, prompt, 9) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_weights_have_the_names_and_shapes_of_saved_ones(name: str, saved: Any) -> None:
+    directory, _ = saved(name)
+    random, stored = open_checkpoint(directory, format="random"), open_checkpoint(directory)
+    assert {name: tensor.shape for name, tensor in random.tensors.items()} == {
+        name: tensor.shape for name, tensor in stored.tensors.items()
+    }
