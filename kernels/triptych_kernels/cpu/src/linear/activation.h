@@ -62,8 +62,13 @@ inline vec swiglu_oai(vec gate, vec up) {
   }
 }
 
-[[gnu::noinline]] inline vec activate_gated(int64_t activation, vec gate, vec up) {
+[[gnu::noinline]] inline vec activate_gated_rarely(int64_t activation, vec gate, vec up) {
   return activation == kSwigluOai ? swiglu_oai(gate, up) : activate(activation, gate) * up;
+}
+
+// silu, which nearly all gates have, is inlined: a call would be 1.6 % of a product of 64 rows of 576 inputs.
+inline vec activate_gated(int64_t activation, vec gate, vec up) {
+  return activation == kSilu ? silu(gate) * up : activate_gated_rarely(activation, gate, up);
 }
 
 }  // namespace triptych
