@@ -67,7 +67,7 @@ class RecordTorch(TorchDispatchMode):
     ) -> Any:
         arguments = _bind(func, args, kwargs)
         is_in_place = bool(func._schema.is_mutable)
-        result = None
+        result: Any = None
         if is_in_place:
             result = arguments["self"]
             if not is_stand_in(result):

@@ -1,6 +1,6 @@
 """A decoder's description, layer by layer, as its family reads it from config.json; without torch.
 
-Whoever can be described here needs no code of its own: the worker builds it from these objects
+A family that can be described here needs no code of its own: the worker builds it from these objects
 (`services/worker/models/decoder.py`).
 """
 
@@ -59,14 +59,14 @@ class LayerSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of queries and keys."""
+    """Elements of a head's queries and keys."""
     intermediate_size: int
     attention: str = "full"
     """full, sliding, chunked, or none: the layer has no attention."""
     window: int = 0
     """sliding: keys that a token sees at most, its own included. chunked: positions of a chunk. Else 0."""
     rope: RopeParameters | None = field(default_factory=RopeParameters)
-    """None: queries and keys are not rotated."""
+    """How queries and keys are rotated; None: they are not."""
     value_dim: int = 0
     """Elements of a head's values; 0: as `head_dim`."""
     kv_from: int = -1
@@ -92,7 +92,7 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """What the layers of a decoder have in common, besides sizes."""
+    """The form that all layers of a decoder have."""
 
     norm: NormSpec = field(default_factory=NormSpec)
     """Every norm but those of queries and keys."""
@@ -108,7 +108,7 @@ class BlockSpec:
     qk_norm_after_rope: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
-    """Of the projection of the attention's output."""
+    """Whether the projection of the attention's output has a bias."""
     mlp_bias: bool = False
     activation: str = "silu"
     """Under Hugging Face's names: silu, gelu, gelu_pytorch_tanh, relu, relu2, quick_gelu."""
@@ -128,7 +128,7 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class EndsSpec:
-    """What comes before the first layer and after the last."""
+    """The form of a decoder before its first layer and after its last."""
 
     embedding_multiplier: float = 1.0
     num_learned_positions: int = 0
@@ -190,7 +190,7 @@ class ModelArchitecture:
 
     @property
     def num_experts(self) -> int:
-        """Of a layer's mixture, the most of any layer; 0: every layer has one MLP."""
+        """Experts of a layer's mixture, the most of any layer; 0: every layer has one MLP."""
         return max((layer.experts.num_experts for layer in self.layers if layer.experts), default=0)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from triptych.errors import FeatureDisabled
@@ -44,7 +46,7 @@ class Attention(nn.Module):
             [num_tokens, num_heads * head_dim].
         """
         batch, kv_cache = context.attention, context.kv_caches[self.layer_index]
-        cache = {"kv_scales": kv_cache.scales, "impl": batch.backend.writer}
+        cache: dict[str, Any] = {"kv_scales": kv_cache.scales, "impl": batch.backend.writer}
         if self.rotary is None:
             write_kv(key, value, kv_cache.blocks, batch.slot_mapping, **cache)
         else:

@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
         """
         super().__init__()
         hidden_size, block = context.architecture.hidden_size, context.architecture.block
-        head_dim, first_head = spec.head_dim, share(spec.num_heads, what="num_heads", rank=context.rank)[0]
+        head_dim = spec.head_dim
         self.qkv_proj = QKVLinear(
             hidden_size,
             spec.num_heads,
@@ -58,17 +58,8 @@ class SelfAttention(nn.Module):
         )
         self.clip_qkv = block.clip_qkv
         self.qk_norm = block.qk_norm
-        if self.qk_norm == "all" and context.rank.tensor_parallel_size > 1:
-            raise FeatureDisabled(
-                f"parallel.tensor_parallel_size = {context.rank.tensor_parallel_size}",
-                f"{context.architecture.name} normalises the queries of all heads together; set it to 1",
-            )
         if self.qk_norm != "none":
-            heads = (self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads) if self.qk_norm == "all" else (1, 1)
-            self.q_norm, self.k_norm = (
-                create_norm(count * head_dim, block.qk_norm_spec, context=context, prefix=f"{prefix}.{name}")
-                for count, name in zip(heads, ("q_norm", "k_norm"), strict=True)
-            )
+            self.q_norm, self.k_norm = self._create_norms(head_dim, context, prefix)
         self.rotary = None if spec.rope is None else tables.find(head_dim, spec.rope)
         self.is_normalised_last = block.qk_norm_after_rope
         self.query_scales: QueryScales | None = None
@@ -77,15 +68,7 @@ class SelfAttention(nn.Module):
         self.sinks: Sinks | None = None
         if block.has_sinks:
             self.sinks = Sinks(spec.num_heads, context=context, prefix=f"{prefix}.sinks")
-        slopes = block.alibi_slopes[first_head : first_head + self.qkv_proj.num_heads]
-        options = AttendOptions(
-            scale=block.attention_scale or head_dim**-0.5,
-            window=spec.window if spec.attention == "sliding" else 0,
-            chunk=spec.window if spec.attention == "chunked" else 0,
-            soft_cap=block.attention_soft_cap,
-            sinks=None if self.sinks is None else self.sinks.weight,
-            alibi=torch.tensor(slopes, device=context.device) if slopes else None,
-        )
+        options = self._options(spec, context)
         self.attention = Attention(
             options, layer_index=layer_index, rotary=None if self.is_normalised_last else self.rotary
         )
@@ -95,6 +78,34 @@ class SelfAttention(nn.Module):
             bias=block.out_bias,
             context=context,
             prefix=f"{prefix}.o_proj",
+        )
+
+    def _create_norms(self, head_dim: int, context: ModelContext, prefix: str) -> tuple[nn.Module, nn.Module]:
+        """Return the norms of queries and keys: of each head, or of all heads together."""
+        architecture = context.architecture
+        if self.qk_norm == "all" and context.rank.tensor_parallel_size > 1:
+            raise FeatureDisabled(
+                f"parallel.tensor_parallel_size = {context.rank.tensor_parallel_size}",
+                f"{architecture.name} normalises the queries of all heads together; set it to 1",
+            )
+        heads = (self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads) if self.qk_norm == "all" else (1, 1)
+        spec = architecture.block.qk_norm_spec
+        return (
+            create_norm(heads[0] * head_dim, spec, context=context, prefix=f"{prefix}.q_norm"),
+            create_norm(heads[1] * head_dim, spec, context=context, prefix=f"{prefix}.k_norm"),
+        )
+
+    def _options(self, spec: LayerSpec, context: ModelContext) -> AttendOptions:
+        block = context.architecture.block
+        first_head, _ = share(spec.num_heads, what="num_heads", rank=context.rank)
+        slopes = block.alibi_slopes[first_head : first_head + self.qkv_proj.num_heads]
+        return AttendOptions(
+            scale=block.attention_scale or spec.head_dim**-0.5,
+            window=spec.window if spec.attention == "sliding" else 0,
+            chunk=spec.window if spec.attention == "chunked" else 0,
+            soft_cap=block.attention_soft_cap,
+            sinks=None if self.sinks is None else self.sinks.weight,
+            alibi=torch.tensor(slopes, device=context.device) if slopes else None,
         )
 
     def forward(self, hidden: Tensor, positions: Tensor, context: StepContext) -> Tensor:

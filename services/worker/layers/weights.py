@@ -44,7 +44,7 @@ class WeightTarget:
     start: int = 0
     """Start of this rank's share on that axis."""
     constant: float | None = None
-    """What random checkpoints hold in every element: a norm's weight, which is not drawn; None: it is."""
+    """Value of all elements in random checkpoints, for a norm's weight; None: they are drawn."""
     fill_blocks: Callable[[str, Tensor], object] | None = None
     """Takes this rank's share of a tensor as stored: GGML's name of the form, and [rows, bytes] uint8.
     None if the weight is not held in blocks."""

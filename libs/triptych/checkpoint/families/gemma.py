@@ -73,7 +73,7 @@ def _pattern(config: ConfigFile) -> int:
 def _with_windows(
     config: ConfigFile, *, every: int, qk_norm: str, caps: bool, names: TensorNames | None = None
 ) -> ModelArchitecture:
-    """Read a family whose layers all have a window but each so manieth.
+    """Read a family in which all layers but every so manieth have a window.
 
     Args:
         caps: Whether scores and logits are capped where the file does not say.

@@ -1,9 +1,10 @@
-"""What the families' keys have in common: sizes, layer types, windows, rotary embeddings."""
+"""Keys that many families share: sizes, layer types, windows, rotary embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from triptych.checkpoint.architecture import (
     BlockSpec,
@@ -137,7 +138,7 @@ def read_window(config: ConfigFile, layer_types: tuple[str, ...]) -> int:
 
 
 def read_qwen_layer_types(config: ConfigFile, num_layers: int) -> tuple[str, ...]:
-    """Return the kinds of layers where a switch, off unless it is set, stands beside `sliding_window`.
+    """Return the kinds of layers where a switch beside `sliding_window` is off unless it is set.
 
     `max_window_layers` is the number of layers before the first one with a window.
     """
@@ -194,7 +195,7 @@ def read_rope(
 
 def _rope_scaling(
     config: ConfigFile, rope: ConfigFile, kind: str, sizes: Sizes, share: float
-) -> dict[str, float | int | bool | tuple[float, ...]]:
+) -> dict[str, Any]:
     """Return the fields of `RopeParameters` that this kind reads."""
     if kind == "default":
         # what a file keeps beside a kind that does not read it
@@ -218,7 +219,7 @@ def _rope_scaling(
     original = at.integer("original_max_position_embeddings", default=sizes.max_positions)
     if kind == "dynamic":
         return {"factor": rope.number("factor"), "original_max_position_embeddings": original}
-    found: dict[str, float | int | bool | tuple[float, ...]] = {
+    found: dict[str, Any] = {
         "attention_factor": rope.number("attention_factor", default=0.0),
         "original_max_position_embeddings": original,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -183,7 +184,7 @@ def hunyuan(config: ConfigFile) -> ModelArchitecture:
 
 
 def _hunyuan_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
-    """Read a rotary embedding whose base a factor alpha has raised for good, under the name of a dynamic one."""
+    """Read a rotary embedding of a base that a factor alpha has raised for good, under the name of a dynamic one."""
     rope = config.section("rope_parameters") or config.section("rope_scaling")
     if rope is None or not rope.has("alpha"):
         return read_rope(config, sizes)
@@ -314,7 +315,9 @@ def qwen3(config: ConfigFile) -> ModelArchitecture:
     )
 
 
-def _qwen(config: ConfigFile, change, *, default_head_dim: int = 0) -> ModelArchitecture:
+def _qwen(
+    config: ConfigFile, change: Callable[[BlockSpec], BlockSpec], *, default_head_dim: int = 0
+) -> ModelArchitecture:
     sizes = read_sizes(config, default_head_dim=default_head_dim)
     layer_types = read_qwen_layer_types(config, sizes.num_layers)
     layers = describe_layers(

@@ -1,4 +1,4 @@
-"""Families whose attention and MLP read the same states: GPT-J and NeoX, Falcon, Phi, StableLM, Cohere."""
+"""Families in which attention and MLP read the same states: GPT-J and NeoX, Falcon, Phi, StableLM, Cohere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def cohere(config: ConfigFile) -> ModelArchitecture:
-    """Read Command R, and Command R7B (Cohere 2), whose layers with a window are the only ones with positions."""
+    """Read Command R, and Command R7B (Cohere 2), where only layers with a window have positions."""
     sizes = read_sizes(config)
     has_window = config.has("sliding_window")
     every = config.integer("sliding_window_pattern", default=4)

@@ -15,7 +15,7 @@ ENTRY_POINT_GROUP = "triptych.families"
 
 ReadFamily = Callable[[ConfigFile], ModelArchitecture]
 """Describes the decoder of a config.json. Raises ModelError for what is missing or odd, FeatureDisabled for what the
-family has and nobody has built."""
+family has and this project has not built."""
 
 _GROUPS = {
     "llama": {
