@@ -26,6 +26,7 @@ from triptych_kernels.cpu.library import isa, load, raise_failure
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.cpu.recording import Buffer, NotRecordable, Recording, check_same, check_same_outputs
 from triptych_kernels.cpu.torch_ops import ALLOCATIONS, RecordTorch, base_name, storages
+from triptych_kernels.weights.packed import PackedWeight
 
 _ALIGNMENT = 64  # bytes: a cache line, and a vector
 
@@ -171,18 +172,23 @@ def _record_torch(forward: Callable[[Recording], Sequence[Tensor]]) -> Program:
     It is recorded with two numbers of rows, so that nothing in it depends on them: one row more than the inputs have,
     since a single row could not be told from other axes of one element; and two.
     """
+    packed: dict[object, tuple[Tensor, PackedWeight]] = {}
     recording = Recording(more_rows=lambda count: 1)
-    outputs = _run_recorded(forward, recording)
+    outputs = _run_recorded(forward, recording, packed)
     fewest = recording.fewest_rows()
     other = Recording(more_rows=lambda count: 1 + (2 - fewest[count] if fewest[count] > 2 else 1))
-    other_outputs = _run_recorded(forward, other)
+    other_outputs = _run_recorded(forward, other, packed)
     check_same(recording, other)
     check_same_outputs(recording, outputs, other, other_outputs)
     return Program(recording, outputs)
 
 
-def _run_recorded(forward: Callable[[Recording], Sequence[Tensor]], recording: Recording) -> Sequence[Tensor]:
-    with torch.no_grad(), _recording_into(recording), RecordTorch(recording):
+def _run_recorded(
+    forward: Callable[[Recording], Sequence[Tensor]],
+    recording: Recording,
+    packed: dict[object, tuple[Tensor, PackedWeight]],
+) -> Sequence[Tensor]:
+    with torch.no_grad(), _recording_into(recording), RecordTorch(recording, packed):
         return forward(recording)
 
 

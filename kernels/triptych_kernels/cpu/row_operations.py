@@ -27,6 +27,7 @@ from triptych_kernels.cpu.pointwise import (
     view_of,
 )
 from triptych_kernels.cpu.recording import KernelCall, NotRecordable, Place, Recording
+from triptych_kernels.weights.packed import PackedWeight, can_pack
 
 
 def is_stand_in(value: Any) -> bool:
@@ -36,8 +37,13 @@ def is_stand_in(value: Any) -> bool:
 class RowOperations:
     """Appends the calls for torch's operations to a recording."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, packed: dict[object, tuple[Tensor, PackedWeight]]) -> None:
+        """
+        Args:
+            packed: Address, shape and strides of a constant -> it, and its weight; kept between recordings.
+        """
         self.recording = recording
+        self._packed = packed
 
     def compute(
         self, name: str, expression: Expression, result: Tensor, *, is_in_place: bool = False
@@ -186,6 +192,37 @@ class RowOperations:
         }  # fmt: skip
         self.recording.calls.append(KernelCall(name, "last_axis", place.count, fields))
         return out
+
+    def multiply(self, name: str, x: Tensor, constant: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Record a product by the native kernel of linear layers, which keeps a packed copy of the weight.
+
+        Args:
+            x: [tokens, in_features]
+            constant: [in_features, out_features], a constant as `bias` is.
+            bias: [out_features]
+        """
+        if is_stand_in(constant) or (bias is not None and is_stand_in(bias)) or constant.ndim != 2:
+            raise NotRecordable(f"{name} has a native kernel for a constant right side only")
+        place = self.recording.locate(name, x)
+        if place.axis != 0:
+            raise NotRecordable(f"{name} mixes {place.count}")
+        if place.group != 1 or not can_pack(len(constant), x.dtype):
+            raise NotRecordable(f"{name}: no native kernel multiplies {tuple(x.shape)} of {x.dtype} so")
+        key = (
+            constant.data_ptr(),
+            constant.shape,
+            constant.stride(),
+            None if bias is None else bias.data_ptr(),
+        )
+        if key not in self._packed:
+            weight = PackedWeight(constant.shape[1], constant.shape[0], x.dtype, bias=bias is not None)
+            weight.fill_rows(0, constant.t())
+            if bias is not None:
+                weight.fill_bias(0, bias)
+            self._packed[key] = constant, weight
+        if x.stride(1) != 1:
+            x = self.compute(name, ("copy", x), x)
+        return self._packed[key][1].multiply(x, x.dtype)
 
     def look_up(self, name: str, table: Tensor, indices: Tensor, result: Tensor) -> Tensor:
         """Record rows of a constant table, one for each row of `indices`.

@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from triptych_kernels.cpu.expressions import EXPRESSIONS, Arguments
 from triptych_kernels.cpu.recording import NotRecordable, Recording
 from triptych_kernels.cpu.row_operations import RowOperations, is_stand_in
+from triptych_kernels.weights.packed import PackedWeight
 
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _UNIFORM = ("zeros", "ones", "full")
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _WHOLE = ("_fused_rms_norm",)
 _VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "alias", "detach")
 
@@ -33,9 +35,13 @@ def base_name(func: Any) -> str:
 class RecordTorch(TorchDispatchMode):
     """A mode in which torch's operations on stand-ins are recorded."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, packed: dict[object, tuple[Tensor, PackedWeight]]) -> None:
+        """
+        Args:
+            packed: Weights that are packed already, for `RowOperations`.
+        """
         super().__init__()
-        self._rows = RowOperations(recording)
+        self._rows = RowOperations(recording, packed)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -51,9 +57,11 @@ class RecordTorch(TorchDispatchMode):
             return func(*args, **kwargs)
         if not any(is_stand_in(leaf) for leaf in tree_leaves((args, kwargs))):
             return _carry_out(base, func, args, kwargs)
-        if func._can_decompose() and base not in _WHOLE:  # in inference mode it arrives in one piece
-            with self:
-                return func.decompose(*args, **kwargs)
+        if base not in _WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), _COMPOSITE.name
+        ):
+            with self:  # in inference mode what is made of other operations arrives in one piece
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
         name = func.name()
         operation = base.removesuffix("_") if func._schema.is_mutable else base
         if operation in EXPRESSIONS or operation in OPERATIONS:
@@ -283,12 +291,19 @@ def _index_select(rows: RowOperations, name: str, a: Arguments, result: Tensor) 
 
 
 def _product(rows: RowOperations, name: str, a: Arguments, result: None) -> Tensor:
-    """Record a product over an axis of one element: the outer product of constant frequencies and positions."""
+    """Record a product with a constant right side, or over one inner element: of constant frequencies and positions."""
     x, y = a["self"], a["mat2"]
     if x.shape[-1] != 1:
-        raise NotRecordable(f"{name} has a native kernel for one inner element only")
+        is_batch = x.ndim == 3 and len(x) == 1
+        return rows.multiply(name, x[0], y[0])[None] if is_batch else rows.multiply(name, x, y)
     like = torch.empty((), dtype=x.dtype, device="meta").expand(*x.shape[:-1], y.shape[-1])
     return rows.compute(name, ("mul", x, y), like)
+
+
+def _product_with_bias(rows: RowOperations, name: str, a: Arguments, result: None) -> Tensor:
+    if (a["beta"], a["alpha"]) != (1, 1):
+        raise NotRecordable(f"{name} has a native kernel without factors only")
+    return rows.multiply(name, a["mat1"], a["mat2"], a["self"])
 
 
 OPERATIONS: Mapping[str, Record] = {
@@ -321,5 +336,6 @@ OPERATIONS: Mapping[str, Record] = {
     "index": _index,
     "index_select": _index_select,
     "mm": _product,
+    "addmm": _product_with_bias,
     "bmm": _product,
 }

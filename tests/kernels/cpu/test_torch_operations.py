@@ -120,6 +120,7 @@ def test_operation_equals_torch(name: str, mode: Mode) -> None:
 def test_every_operation_of_the_tables_is_tested() -> None:
     elsewhere = [
         "native_layer_norm",
+        "addmm",
         "_fused_rms_norm",
         "embedding",
         "index",
@@ -192,13 +193,11 @@ def test_large_and_special_numbers(mode: Mode) -> None:
         "softplus",
         "clamp",
         "maximum",
-        "amax",
         "minimum",
+        "amax",
         "amin",
-        "where",
-        "abs",
-        "le",
     ]
+    names += ["where", "abs", "le", "masked_fill"]
     with mode():
         for name in names:
             assert_recorded(UNARY[name], x.clone())
@@ -257,3 +256,22 @@ def test_outer_products_with_constants(mode: Mode) -> None:
         assert_recorded(rotary, positions)
         assert_recorded(lambda p: torch.outer(p[0].float(), frequencies), positions, token_axis=0)
         assert_recorded(lambda p: torch.einsum("bt,d->btd", p.float(), frequencies), positions)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_products_with_constants(mode: Mode) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        weight, bias = some(5, 24, dtype=dtype), some(5, dtype=dtype)
+        close = {"rtol": tolerance, "atol": 10 * tolerance}
+        with mode():
+            for own in (None, bias):
+                assert_recorded(
+                    lambda x, b=own, w=weight: functional.linear(x, w, b),
+                    some(TOKENS, 24, dtype=dtype),
+                    **close,
+                )
+            assert_recorded(
+                lambda x, w=weight: x.transpose(2, 3)[:, :, 0] @ w.t(),
+                some(TOKENS, 24, 2, dtype=dtype),
+                **close,
+            )

@@ -153,7 +153,7 @@ def test_counts_of_their_own() -> None:
     def mixed(recording: Recording) -> tuple[Tensor, ...]:
         return (recording.input(tokens, count="tokens") + recording.input(tokens, count="samples"),)
 
-    with pytest.raises(NotRecordable, match=r"add.Tensor mixes samples with tokens"):
+    with pytest.raises(NotRecordable, match="Tensor mixes samples with tokens"):
         record(mixed)
 
 
