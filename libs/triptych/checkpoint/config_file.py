@@ -39,7 +39,7 @@ _MAXIMA = {
 
 
 class ConfigFile:
-    """The keys of one JSON object. It notes which have been read: what no family reads may change the model's numbers."""
+    """The keys of one JSON object. It notes which are read: what no family reads may change the model's numbers."""
 
     def __init__(self, path: Path, values: Mapping[str, Any], *, section: str = "") -> None:
         """

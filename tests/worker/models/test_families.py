@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from triptych.checkpoint.families.registry import own_architectures
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
 from triptych_services.worker.loader.load import open_checkpoint
+from triptych_services.worker.models import registry
 
 COMPOSITE = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
 NOT_RECORDED = {"Mixtral", "OLMoE", "Qwen 3 MoE"}
@@ -46,6 +48,19 @@ def test_every_architecture_has_a_tiny_checkpoint() -> None:
     assert tested | COMPOSITE == set(own_architectures())
 
 
+def test_the_readme_has_a_row_for_every_architecture() -> None:
+    readme = Path(registry.__file__).with_name("README.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|.*\| (recorded|one by one) \| (?:any|1) \| (.*) \|$", readme, re.M)
+    assert sorted(name for name, _, _ in listed) == list(own_architectures())
+    forms = {form: tiny.create().__class__.__name__ for form, tiny in FAMILIES.items()}
+    for name, how, tested in listed:
+        if name not in COMPOSITE:
+            own = [form for form, architecture in forms.items() if architecture == name]
+            assert ", ".join(own) == tested
+            assert how == ("one by one" if NOT_RECORDED & set(own) else "recorded")
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_transformers_for_all_cuts(name: str, cut: str, saved: Any) -> None:
