@@ -41,7 +41,7 @@ def test_the_config_is_that_of_the_model(tmp_path: Path) -> None:
     assert architecture.num_heads == oracle.num_attention_heads == 4
     assert architecture.num_kv_heads == oracle.num_key_value_heads == 2
     assert architecture.head_dim == oracle.head_dim == 16
-    assert architecture.rms_norm_eps == oracle.rms_norm_eps == 1e-5
+    assert architecture.block.norm.eps == oracle.rms_norm_eps == 1e-5
     assert architecture.vocab_size == oracle.vocab_size == 261
     assert architecture.tie_word_embeddings
     assert architecture.is_gguf
@@ -77,7 +77,8 @@ def test_llama3_rope_divisors_become_the_four_numbers_again(tmp_path: Path) -> N
     weights["rope_freqs.weight"] = llama3_rope_factors(
         32, 10000.0, factor=32.0, low=1.0, high=4.0, original=8192
     )
-    rope = read_architecture(convert(tmp_path / "model.gguf", weights=weights)).rope
+    rope = read_architecture(convert(tmp_path / "model.gguf", weights=weights)).layers[0].rope
+    assert rope is not None
     assert (
         rope.kind,
         rope.factor,
@@ -96,7 +97,8 @@ def test_other_rope_divisors_are_refused(tmp_path: Path) -> None:
 
 def test_linear_rope_scaling_is_kept(tmp_path: Path) -> None:
     extra = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    rope = read_architecture(convert(tmp_path / "model.gguf", extra=extra)).rope
+    rope = read_architecture(convert(tmp_path / "model.gguf", extra=extra)).layers[0].rope
+    assert rope is not None
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 

@@ -112,6 +112,7 @@ BY_NAME = {
     "kernels/triptych_kernels/registry.py": "an implementation of an op, from its own package",
     "services/worker/attention/flash_attn.py": "a package that need not be installed",
     "services/worker/attention/flashinfer.py": "likewise",
+    "libs/triptych/checkpoint/families/registry.py": "a family's keys, from its own package or an installed one",
     "services/worker/models/registry.py": "a model family, from its own package",
 }
 """File -> what it imports by a name that is put together at run time, out of sight of the checks."""
