@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,29 +45,34 @@ class RowOperations:
         self.recording = recording
         self._packed = packed
 
-    def compute(
-        self, name: str, expression: Expression, result: Tensor, *, is_in_place: bool = False
-    ) -> Tensor:
-        """Record a result that is computed element by element.
+    def compute(self, name: str, expression: Expression, dtype: torch.dtype) -> Tensor:
+        """Record what is computed element by element, and return the result.
 
         Args:
-            expression: Its tensors broadcast to the shape of `result`.
-            result: Where to, if it is in place; else only its shape and dtype count.
-        Returns:
-            `result`, or a new tensor.
+            expression: Its tensors broadcast to the shape of the result.
         """
-        check_dtype(name, result.dtype)
-        leaves = [leaf for leaf in tree_leaves(expression) if is_stand_in(leaf)]
-        known = self.recording.buffers
-        if is_in_place and result.untyped_storage()._cdata in known:
-            leaves.append(result)
-        place = self.common_place(name, leaves, result.ndim)
-        if not is_in_place:
-            result = self.recording.new(result.shape, result.dtype, place)
-        elif result.untyped_storage()._cdata not in known:
-            self.recording.adopt(name, result, place)
+        check_dtype(name, dtype)
+        tensors = [leaf for leaf in tree_leaves(expression) if isinstance(leaf, Tensor)]
+        shape = _broadcast(tensor.shape for tensor in tensors)
+        place = self.common_place(name, filter(is_stand_in, tensors), len(shape))
+        result = self.recording.new(shape, dtype, place)
+        self._append(name, expression, result, place)
+        return result
+
+    def assign(self, name: str, expression: Expression, target: Tensor) -> Tensor:
+        """Record the same into a view of a result, or into an empty tensor of the model; return it."""
+        check_dtype(name, target.dtype)
+        tensors = [leaf for leaf in tree_leaves(expression) if is_stand_in(leaf)]
+        is_known = target.untyped_storage()._cdata in self.recording.buffers
+        place = self.common_place(name, [*tensors, target] if is_known else tensors, target.ndim)
+        if not is_known:
+            self.recording.adopt(name, target, place)
+        self._append(name, expression, target, place)
+        return target
+
+    def _append(self, name: str, expression: Expression, result: Tensor, place: Place) -> None:
         if result.numel() == 0:
-            return result
+            return
         steps: list[Step] = []
         output = self._view(name, result, result.shape, place)
 
@@ -91,9 +96,8 @@ class RowOperations:
         add(expression if isinstance(expression, tuple) else ("copy", expression), True)
         self._refuse_overlap(name, steps, output)
         self.recording.calls.append(Pointwise(name, place.count, sizes_of(result.shape, place), tuple(steps)))
-        return result
 
-    def common_place(self, name: str, tensors: Sequence[Tensor], ndim: int) -> Place:
+    def common_place(self, name: str, tensors: Iterable[Tensor], ndim: int) -> Place:
         """Return where tensors that broadcast to `ndim` axes have their rows.
 
         Raises:
@@ -133,17 +137,15 @@ class RowOperations:
                 if isinstance(source, View) and source.key != output.key and _overlap(source, output):
                     raise NotRecordable(f"{name} writes over what it reads")
 
-    def copy(self, name: str, source: Tensor | float, target: Tensor) -> Tensor:
-        return self.compute(name, ("copy", source), target, is_in_place=True)
-
     def along_axis(
         self,
         name: str,
         operation: str,
         x: Tensor,
         axis: int,
-        result: Tensor,
         *,
+        dtype: torch.dtype | None = None,
+        is_kept: bool | None = None,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
         parameter: float = 0.0,
@@ -151,7 +153,8 @@ class RowOperations:
         """Record what is computed over one axis of each row.
 
         Args:
-            result: Its shape and dtype: of x, or without `axis`, or with 1 in its place.
+            dtype: Of the result; None means that of x.
+            is_kept: Whether an axis of 1 is left of the axis; None means that the result has the shape of x.
             weight, bias: [size of the axis] constants.
         Raises:
             NotRecordable: It is the axis of rows.
@@ -160,17 +163,17 @@ class RowOperations:
         axis %= x.ndim
         if axis == place.axis:
             raise NotRecordable(f"{name} mixes {place.count}")
-        for tensor in (x, weight, bias, result):
-            if tensor is not None and tensor.dtype not in DTYPES:
-                raise NotRecordable(f"{name}: no native kernel computes with {tensor.dtype}")
+        dtype = dtype or x.dtype
+        for own in (x.dtype, dtype, *(t.dtype for t in (weight, bias) if t is not None)):
+            if own not in DTYPES:
+                raise NotRecordable(f"{name}: no native kernel computes with {own}")
         for constant in (weight, bias):
             if constant is not None and (is_stand_in(constant) or not constant.is_contiguous()):
                 raise NotRecordable(f"{name}: its weights are not constant")
-        is_dropped = result.ndim < x.ndim
-        out_axis = place.axis - (is_dropped and axis < place.axis)
-        out_place = replace(place, axis=out_axis)
-        out = self.recording.new(result.shape, result.dtype, out_place)
-        full = out.unsqueeze(axis) if is_dropped else out
+        shape = list(x.shape)
+        if is_kept is not None:
+            shape[axis] = 1
+        full = self.recording.new(shape, dtype, place)
         order = [i for i in range(x.ndim) if i != axis] + [axis]
         moved_place = replace(place, axis=order.index(place.axis))
         views = [
@@ -191,7 +194,7 @@ class RowOperations:
             "weight": weight, "bias": bias,
         }  # fmt: skip
         self.recording.calls.append(KernelCall(name, "last_axis", place.count, fields))
-        return out
+        return full.squeeze(axis) if is_kept is False else full
 
     def multiply(self, name: str, x: Tensor, constant: Tensor, bias: Tensor | None = None) -> Tensor:
         """Record a product by the native kernel of linear layers, which keeps a packed copy of the weight.
@@ -221,16 +224,15 @@ class RowOperations:
                 weight.fill_bias(0, bias)
             self._packed[key] = constant, weight
         if x.stride(1) != 1:
-            x = self.compute(name, ("copy", x), x)
+            x = self.compute(name, ("copy", x), x.dtype)
         return self._packed[key][1].multiply(x, x.dtype)
 
-    def look_up(self, name: str, table: Tensor, indices: Tensor, result: Tensor) -> Tensor:
+    def look_up(self, name: str, table: Tensor, indices: Tensor) -> Tensor:
         """Record rows of a constant table, one for each row of `indices`.
 
         Args:
             table: [num_entries, …]
             indices: Recorded, one in each row.
-            result: Its shape and dtype.
         """
         if is_stand_in(table) or table.dtype not in DTYPES:
             raise NotRecordable(f"{name}: no native kernel looks up rows of such a table of {table.dtype}")
@@ -240,8 +242,8 @@ class RowOperations:
                 f"{name}: no native kernel looks up several rows for each of the {place.count}"
             )
         if place.row != 1:
-            indices = self.compute(name, ("copy", indices), indices)
-        out = self.recording.new(result.shape, result.dtype, place)
+            indices = self.compute(name, ("copy", indices), indices.dtype)
+        out = self.recording.new((*indices.shape, *table.shape[1:]), table.dtype, place)
         dtype = DTYPES[table.dtype]
         fields: dict[str, Operand] = {
             "dtype": dtype, "out_dtype": dtype, "is_packed": False, "weight": table.contiguous(),
@@ -249,6 +251,14 @@ class RowOperations:
         }  # fmt: skip
         self.recording.calls.append(KernelCall(name, "embedding", place.count, fields))
         return out
+
+
+def _broadcast(shapes: Iterable[Sequence[int]]) -> list[int]:
+    """Return the shape to which shapes broadcast; torch.broadcast_shapes imports torch's compiler."""
+    padded = list(shapes)
+    ndim = max(map(len, padded))
+    columns = zip(*([1] * (ndim - len(shape)) + list(shape) for shape in padded), strict=True)
+    return [next((size for size in column if size != 1), 1) for column in columns]
 
 
 def _overlap(a: View, b: View) -> bool:

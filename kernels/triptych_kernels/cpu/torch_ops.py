@@ -8,6 +8,7 @@ the tables of `expressions` and below is recorded, and only if it computes each 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -74,30 +75,26 @@ class RecordTorch(TorchDispatchMode):
         self, name: str, operation: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         arguments = _bind(func, args, kwargs)
-        is_in_place = bool(func._schema.is_mutable)
-        result: Any = None
-        if is_in_place:
-            result = arguments["self"]
-            if not is_stand_in(result):
-                raise NotRecordable(f"{name} writes into a constant")
-        elif operation not in _KNOWN_SHAPES:
-            try:
-                result = func(*tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
-            except NotImplementedError as error:  # its shape follows from content
-                raise NotRecordable(f"{name} has no native kernel") from error
+        if func._schema.is_mutable and not is_stand_in(arguments["self"]):
+            raise NotRecordable(f"{name} writes into a constant")
         if operation in OPERATIONS:
-            return OPERATIONS[operation](self._rows, name, arguments, result)
+            return OPERATIONS[operation](self._rows, name, arguments)
         expression = EXPRESSIONS[operation](arguments)
         if expression is None:
             raise NotRecordable(f"{name} with these arguments has no native kernel")
-        return self._rows.compute(name, expression, result, is_in_place=is_in_place)
+        if func._schema.is_mutable:
+            return self._rows.assign(name, expression, arguments["self"])
+        return self._rows.compute(name, expression, _result_dtype(func, args, kwargs))
 
 
-def _stand_in(value: Any) -> Any:
-    """Return a tensor on the meta device for a constant, and anything else as it is."""
-    if isinstance(value, Tensor) and value.device.type != "meta":
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return value
+def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a result, by an example: torch imports its compiler to tell it of stand-ins."""
+
+    def example(value: Any) -> Any:
+        return torch.ones((2,) * value.ndim, dtype=value.dtype) if isinstance(value, Tensor) else value
+
+    dtype: torch.dtype = func(*tree_map(example, args), **tree_map(example, dict(kwargs))).dtype
+    return dtype
 
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
@@ -144,93 +141,95 @@ def storages(value: Any) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
 
 
-Record = Callable[[RowOperations, str, Arguments, Any], Any]
-_KNOWN_SHAPES = ("copy", "clone", "_to_copy", "new_zeros", "new_ones", "new_full", "addmm", "mm", "bmm")
-"""Operations whose results are not asked from torch."""
+Record = Callable[[RowOperations, str, Arguments], Any]
 
 
-def _copy_into(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
-    return rows.copy(name, a["src"], a["self"])
+def _copy_into(rows: RowOperations, name: str, a: Arguments) -> Tensor:
+    return rows.assign(name, ("copy", a["src"]), a["self"])
 
 
-def _clone(rows: RowOperations, name: str, a: Arguments, result: None) -> Tensor:
+def _clone(rows: RowOperations, name: str, a: Arguments) -> Tensor:
     device = a.get("device")
     if device is not None and device.type not in ("meta", "cpu"):
         raise NotRecordable(f"{name} to {device}")
-    x = a["self"]
-    dtype = a.get("dtype") or x.dtype
-    like = torch.empty((), dtype=dtype, device="meta").expand(x.shape)
-    return rows.compute(name, ("copy", x), like)
+    return rows.compute(name, ("copy", a["self"]), a.get("dtype") or a["self"].dtype)
 
 
-def _new_uniform(rows: RowOperations, name: str, a: Arguments, result: None) -> Tensor:
+def _new_uniform(rows: RowOperations, name: str, a: Arguments) -> Tensor:
     value = a["fill_value"] if name == "aten::new_full" else float(name == "aten::new_ones")
     dtype = a["dtype"] or a["self"].dtype
     return torch.full((), value, dtype=dtype).expand(a["size"])
 
 
 def _uniform_like(value: float | None) -> Record:
-    def record(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
-        place = rows.recording.locate(name, a["self"])
-        out = rows.recording.new(result.shape, result.dtype, place)
-        return rows.copy(name, float(a["fill_value"]) if value is None else value, out)
+    def record(rows: RowOperations, name: str, a: Arguments) -> Tensor:
+        x = a["self"]
+        out = rows.recording.new(x.shape, a["dtype"] or x.dtype, rows.recording.locate(name, x))
+        return rows.assign(name, ("copy", a["fill_value"] if value is None else value), out)
 
     return record
 
 
-def _cat(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+def _cat(rows: RowOperations, name: str, a: Arguments) -> Tensor:
     parts = [part for part in a["tensors"] if part.numel()]
-    recorded = [part for part in parts if is_stand_in(part)]
-    place = rows.common_place(name, recorded, result.ndim)
-    axis = a["dim"] % result.ndim
+    ndim = parts[0].ndim
+    place = rows.common_place(name, [part for part in parts if is_stand_in(part)], ndim)
+    axis = a["dim"] % ndim
     if axis == place.axis:
         raise NotRecordable(f"{name} mixes {place.count}")
-    out = rows.recording.new(result.shape, result.dtype, place)
+    shape = list(next(part for part in parts if is_stand_in(part)).shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+    out = rows.recording.new(shape, dtype, place)
     first = 0
     for part in parts:
-        rows.copy(name, part, out.narrow(axis, first, part.shape[axis]))
+        rows.assign(name, ("copy", part), out.narrow(axis, first, part.shape[axis]))
         first += part.shape[axis]
     return out
 
 
-def _stack(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
-    axis = a["dim"] % result.ndim
-    return _cat(rows, name, {"tensors": [part.unsqueeze(axis) for part in a["tensors"]], "dim": axis}, result)
+def _stack(rows: RowOperations, name: str, a: Arguments) -> Tensor:
+    axis = a["dim"] % (a["tensors"][0].ndim + 1)
+    return _cat(rows, name, {"tensors": [part.unsqueeze(axis) for part in a["tensors"]], "dim": axis})
 
 
-def _pad(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+def _pad(rows: RowOperations, name: str, a: Arguments) -> Tensor:
     x = a["self"]
     place = rows.recording.locate(name, x)
-    out = rows.recording.new(result.shape, result.dtype, place)
-    rows.copy(name, float(a["value"]), out)
-    target = out
+    shape, firsts = list(x.shape), [0] * x.ndim
     for number in range(len(a["pad"]) // 2):
         axis, (before, after) = x.ndim - 1 - number, a["pad"][2 * number : 2 * number + 2]
         if (before or after) and axis == place.axis:
             raise NotRecordable(f"{name} mixes {place.count}")
         if before < 0 or after < 0:
             raise NotRecordable(f"{name} has no native kernel that cuts")
-        target = target.narrow(axis, before, x.shape[axis])
-    rows.copy(name, x, target)
+        firsts[axis] = before
+        shape[axis] += before + after
+    out = target = rows.recording.new(shape, x.dtype, place)
+    rows.assign(name, ("copy", a["value"]), out)
+    for axis, first in enumerate(firsts):
+        target = target.narrow(axis, first, x.shape[axis])
+    rows.assign(name, ("copy", x), target)
     return out
 
 
-def _repeat(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
-    x = a["self"].reshape([1] * (result.ndim - a["self"].ndim) + list(a["self"].shape))
+def _repeat(rows: RowOperations, name: str, a: Arguments) -> Tensor:
+    repeats = a["repeats"]
+    x = a["self"].reshape([1] * (len(repeats) - a["self"].ndim) + list(a["self"].shape))
     place = rows.recording.locate(name, x)
-    if a["repeats"][place.axis] != 1:
+    if repeats[place.axis] != 1:
         raise NotRecordable(f"{name} mixes {place.count}")
-    out = rows.recording.new(result.shape, result.dtype, place)
-    target = out
+    shape = [size * times for size, times in zip(x.shape, repeats, strict=True)]
+    out = target = rows.recording.new(shape, x.dtype, place)
     for axis in reversed(range(x.ndim)):
         if axis != place.axis:
             target, x = target.unflatten(axis, (-1, x.shape[axis])), x.unsqueeze(axis)
-    rows.copy(name, x, target)
+    rows.assign(name, ("copy", x), target)
     return out
 
 
 def _reduction(operation: str, parameter: str | None = None) -> Record:
-    def record(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+    def record(rows: RowOperations, name: str, a: Arguments) -> Tensor:
         x, axes = a["self"], a.get("dim")
         axes = [axes] if isinstance(axes, int) else list(axes or range(x.ndim))
         if operation == "norm" and float(a.get("ord", a.get("p", 2))) != 2.0:
@@ -241,66 +240,65 @@ def _reduction(operation: str, parameter: str | None = None) -> Record:
                 raise NotRecordable(f"{name} mixes {place.count}")
             raise NotRecordable(f"{name} has a native kernel for one axis only")
         value = 0.0 if parameter is None else float(a[parameter] if a[parameter] is not None else 1)
-        return rows.along_axis(name, operation, x, axes[0], result, parameter=value)
+        dtype, is_kept = a.get("dtype") or x.dtype, bool(a["keepdim"])
+        return rows.along_axis(name, operation, x, axes[0], dtype=dtype, is_kept=is_kept, parameter=value)
 
     return record
 
 
 def _softmax(operation: str) -> Record:
-    def record(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
-        return rows.along_axis(name, operation, a["self"], a["dim"], result)
+    def record(rows: RowOperations, name: str, a: Arguments) -> Tensor:
+        return rows.along_axis(name, operation, a["self"], a["dim"])
 
     return record
 
 
-def _layer_norm(
-    rows: RowOperations, name: str, a: Arguments, result: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
+def _layer_norm(rows: RowOperations, name: str, a: Arguments) -> tuple[Tensor, ...]:
     """Return the normalised tensor, and the mean and deviation, which nothing has filled."""
-    return (_norm(rows, name, "layer_norm", a, result[0], float(a["eps"])), *result[1:])
+    nothing = torch.empty(1, device="meta")
+    return (_norm(rows, name, "layer_norm", a, float(a["eps"])), nothing, nothing)
 
 
-def _rms_norm(rows: RowOperations, name: str, a: Arguments, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _rms_norm(rows: RowOperations, name: str, a: Arguments) -> tuple[Tensor, ...]:
     eps = torch.finfo(a["input"].dtype).eps if a["eps"] is None else a["eps"]
-    return (_norm(rows, name, "rms_norm", a, result[0], float(eps)), *result[1:])
+    return (_norm(rows, name, "rms_norm", a, float(eps)), torch.empty(1, device="meta"))
 
 
-def _norm(rows: RowOperations, name: str, operation: str, a: Arguments, result: Tensor, eps: float) -> Tensor:
+def _norm(rows: RowOperations, name: str, operation: str, a: Arguments, eps: float) -> Tensor:
     if len(a["normalized_shape"]) != 1:
         raise NotRecordable(f"{name} has a native kernel for one axis only")
     return rows.along_axis(
-        name, operation, a["input"], -1, result, weight=a["weight"], bias=a.get("bias"), parameter=eps
+        name, operation, a["input"], -1, weight=a["weight"], bias=a.get("bias"), parameter=eps
     )
 
 
-def _embedding(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
-    return rows.look_up(name, a["weight"], a["indices"], result)
+def _embedding(rows: RowOperations, name: str, a: Arguments) -> Tensor:
+    return rows.look_up(name, a["weight"], a["indices"])
 
 
-def _index(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+def _index(rows: RowOperations, name: str, a: Arguments) -> Tensor:
     indices = a["indices"]
     if len(indices) != 1 or indices[0].dtype != torch.int64:
         raise NotRecordable(f"{name} has a native kernel for the first axis of a constant only")
-    return rows.look_up(name, a["self"], indices[0], result)
+    return rows.look_up(name, a["self"], indices[0])
 
 
-def _index_select(rows: RowOperations, name: str, a: Arguments, result: Tensor) -> Tensor:
+def _index_select(rows: RowOperations, name: str, a: Arguments) -> Tensor:
     if a["dim"] != 0:
         raise NotRecordable(f"{name} has a native kernel for the first axis of a constant only")
-    return rows.look_up(name, a["self"], a["index"], result)
+    return rows.look_up(name, a["self"], a["index"])
 
 
-def _product(rows: RowOperations, name: str, a: Arguments, result: None) -> Tensor:
+def _product(rows: RowOperations, name: str, a: Arguments) -> Tensor:
     """Record a product with a constant right side, or over one inner element: of constant frequencies and positions."""
     x, y = a["self"], a["mat2"]
     if x.shape[-1] != 1:
         is_batch = x.ndim == 3 and len(x) == 1
         return rows.multiply(name, x[0], y[0])[None] if is_batch else rows.multiply(name, x, y)
-    like = torch.empty((), dtype=x.dtype, device="meta").expand(*x.shape[:-1], y.shape[-1])
-    return rows.compute(name, ("mul", x, y), like)
+    return rows.compute(name, ("mul", x, y), x.dtype)
 
 
-def _product_with_bias(rows: RowOperations, name: str, a: Arguments, result: None) -> Tensor:
+def _product_with_bias(rows: RowOperations, name: str, a: Arguments) -> Tensor:
     if (a["beta"], a["alpha"]) != (1, 1):
         raise NotRecordable(f"{name} has a native kernel without factors only")
     return rows.multiply(name, a["mat1"], a["mat2"], a["self"])

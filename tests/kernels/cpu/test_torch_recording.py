@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -173,6 +175,23 @@ def test_native_ops_between_torchs() -> None:
         record_function(lambda x: rms_norm(x * 2, norm, 1e-5), x)  # one row of all tokens
     with pytest.raises(NotRecordable, match="rms_norm"):
         record_function(lambda x: rms_norm((x * 2)[0, 1:], norm, 1e-5)[None], x)
+
+
+def test_recording_does_not_import_torchs_compiler() -> None:
+    code = """if True:
+        import sys, torch
+        from triptych_kernels.cpu.program import record
+        def forward(recording):
+            x = recording.input(torch.ones(4, 6), count="tokens")
+            y = torch.nn.functional.silu(x.view(-1, 2, 3).transpose(0, 1).float() * 2.0).softmax(-1)
+            y = torch.cat((y, torch.where(y > 0, y, 0.0)), -1).transpose(0, 1).reshape(-1, 12)
+            return (torch.nn.functional.layer_norm(y @ torch.ones(12, 5), (5,)).mean(-1),)
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                record(forward)
+        assert not {"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_native_models_are_recorded_once() -> None:
