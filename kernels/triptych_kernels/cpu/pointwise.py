@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.launch import Operand
+from triptych_kernels.cpu.launch import Operand, find_kernel
 from triptych_kernels.cpu.library import isa, load
-from triptych_kernels.cpu.recording import NotRecordable, Place
+from triptych_kernels.cpu.recording import Call, NotRecordable, Place
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 3, torch.bool: 4}
 """Dtypes that are read and written -> `DType` in kernel.h."""
@@ -30,13 +30,35 @@ class View:
     row_stride: int
     strides: tuple[int, ...]
     """Of the axes of a row. Strides are in elements."""
+    reach: int
+    """Elements from the first one of a row to the last one."""
+
+    @property
+    def storage(self) -> int:
+        """Identity of the storage."""
+        return self.tensor.untyped_storage()._cdata
+
+    def overlaps(self, other: View) -> bool:
+        """Return whether the views may have elements of a row in common and are not the same."""
+        if self.storage != other.storage or self.key == other.key:
+            return False
+        first, other_first = (int(v.tensor.storage_offset()) * v.tensor.itemsize for v in (self, other))
+        end, other_end = (
+            start + (view.reach + 1) * view.tensor.itemsize
+            for start, view in ((first, self), (other_first, other))
+        )
+        return first < other_end and other_first < end
 
     @property
     def key(self) -> tuple[object, ...]:
         """What two views have in common if they are the same elements in the same order."""
-        tensor = self.tensor
-        place = tensor.untyped_storage()._cdata if tensor.device.type == "meta" else tensor.data_ptr()
-        return (place, tensor.storage_offset(), tensor.dtype, self.row_stride, self.strides)
+        return (
+            self.storage,
+            self.tensor.storage_offset(),
+            self.tensor.dtype,
+            self.row_stride,
+            self.strides,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +99,75 @@ class Pointwise:
             step.dtype == torch.int64 or (step.operation in COMPARISONS and torch.int64 in _dtypes(step))
             for step in self.steps
         )
+
+    @property
+    def outputs(self) -> list[View]:
+        return [step.output for step in self.steps if step.output is not None]
+
+    @property
+    def inputs(self) -> dict[tuple[object, ...], View]:
+        """The views that are read, by their keys."""
+        views = [source for step in self.steps for source in step.sources if isinstance(source, View)]
+        return {view.key: view for view in views}
+
+    @property
+    def storages(self) -> tuple[set[int], set[int]]:
+        """The storages that are read, and those that are written."""
+        return {view.storage for view in self.inputs.values()}, {view.storage for view in self.outputs}
+
+    def fits(self) -> bool:
+        """Return whether the kernel has room for all of it."""
+        numbers = {
+            source for step in self.steps for source in step.sources if isinstance(source, float | int)
+        }
+        return (
+            len(self.steps) <= _STEPS
+            and len(self.inputs) <= _INPUTS
+            and len(self.outputs) <= _OUTPUTS
+            and len(numbers) <= _CONSTANTS
+            and len(_folded(self.sizes, [*self.inputs.values(), *self.outputs])) <= _AXES
+        )
+
+    def followed_by(self, other: Pointwise) -> Pointwise | None:
+        """Return one call for this one and then `other`, or None if an element of one needs others of the other.
+
+        All results are stored.
+        """
+        if (self.count, self.sizes, self.is_exact) != (other.count, other.sizes, other.is_exact):
+            return None
+        written = {step.output.key: i for i, step in enumerate(self.steps) if step.output is not None}
+        rewritten = {output.key for output in other.outputs}
+        read = self.inputs.values()
+        for view in other.inputs.values():
+            if any(view.overlaps(output) for output in self.outputs):
+                return None
+        for output in other.outputs:
+            if any(output.overlaps(view) for view in (*read, *self.outputs)):
+                return None
+
+        def moved(source: View | Result | float) -> View | Result | float:
+            if isinstance(source, Result):
+                return Result(len(self.steps) + source.step)
+            if isinstance(source, View) and source.key in written:
+                return Result(written[source.key])
+            return source
+
+        steps = [replace(step, sources=tuple(map(moved, step.sources))) for step in other.steps]
+        before = [
+            replace(step, output=None) if step.output is not None and step.output.key in rewritten else step
+            for step in self.steps
+        ]
+        return replace(self, name=f"{self.name}, {other.name}", steps=(*before, *steps))
+
+    def storing(self, is_needed: Callable[[int], bool]) -> Pointwise:
+        """Return the call without the results in storages that are not needed."""
+        steps = [
+            replace(step, output=None)
+            if step.output is not None and not is_needed(step.output.storage)
+            else step
+            for step in self.steps
+        ]
+        return replace(self, steps=tuple(steps))
 
     def operands(self) -> Mapping[str, Operand]:
         inputs: dict[tuple[object, ...], View] = {}
@@ -162,7 +253,10 @@ def view_of(tensor: Tensor, place: Place, *, is_constant: bool) -> View:
     strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     if place.group == 1 or is_constant:
         strides[place.axis] = 0
-    return View(tensor, 0 if is_constant else place.row, tuple(strides))
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(sizes_of(tensor.shape, place), strides, strict=True)
+    )
+    return View(tensor, 0 if is_constant else place.row, tuple(strides), reach)
 
 
 def sizes_of(shape: Sequence[int], place: Place) -> tuple[int, ...]:
@@ -182,6 +276,17 @@ def fold_axes(
     Raises:
         NotRecordable: There are more axes than the kernel has.
     """
+    folded = _folded(sizes, views, keep_last)
+    if len(folded) > _AXES:
+        raise NotRecordable(f"{name}: no native kernel has {len(folded)} axes beside the rows")
+    folded = [(1, [0] * len(views))] * (_AXES - len(folded)) + folded
+    return [size for size, _ in folded], [list(own) for own in zip(*(s for _, s in folded), strict=True)]
+
+
+def _folded(
+    sizes: Sequence[int], views: Sequence[View], keep_last: bool = False
+) -> list[tuple[int, list[int]]]:
+    """Return the size of each merged axis and the strides of the views along it."""
     axes = [(size, [view.strides[axis] for view in views]) for axis, size in enumerate(sizes)]
     folded: list[tuple[int, list[int]]] = []
     for number, (size, strides) in enumerate(axes):
@@ -192,10 +297,7 @@ def fold_axes(
             folded[-1] = (folded[-1][0] * size, strides)
         else:
             folded.append((size, strides))
-    if len(folded) > _AXES:
-        raise NotRecordable(f"{name}: no native kernel has {len(folded)} axes beside the rows")
-    folded = [(1, [0] * len(views))] * (_AXES - len(folded)) + folded
-    return [size for size, _ in folded], [list(own) for own in zip(*(s for _, s in folded), strict=True)]
+    return folded
 
 
 def described(name: str, view: View, strides: Sequence[int]) -> list[int]:
@@ -215,3 +317,66 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """
     if dtype not in ELEMENTS:
         raise NotRecordable(f"{name}: no native kernel computes with {dtype}")
+
+
+_LOOK_BACK = 4
+"""Calls before the last one that a call may be chained to."""
+
+
+def chain_calls(calls: Sequence[Call], kept: Collection[int]) -> list[Call]:
+    """Return the calls with those that compute the same elements one after the other made one.
+
+    A call moves before others that have nothing to do with it.
+
+    Args:
+        kept: Storages that are read after the calls.
+    """
+    touched = [_storages(call) for call in calls]
+    users: dict[int, set[int]] = {}
+    for number, (read, written) in enumerate(touched):
+        for storage in read | written:
+            users.setdefault(storage, set()).add(number)
+
+    def needed_beyond(own: set[int]) -> Callable[[int], bool]:
+        return lambda storage: storage in kept or bool(users[storage] - own)
+
+    chains: list[tuple[Call, set[int]]] = []
+    for number, call in enumerate(calls):
+        for index in _chains_before(chains, touched, number):
+            chain, own = chains[index]
+            joined = (
+                chain.followed_by(call)
+                if isinstance(chain, Pointwise) and isinstance(call, Pointwise)
+                else None
+            )
+            if joined is not None and joined.storing(needed_beyond(own | {number})).fits():
+                chains[index] = joined, own | {number}
+                break
+        else:
+            chains.append((call, {number}))
+    return [call.storing(needed_beyond(own)) if isinstance(call, Pointwise) else call for call, own in chains]
+
+
+def _chains_before(
+    chains: Sequence[tuple[Call, set[int]]], touched: Sequence[tuple[set[int], set[int]]], number: int
+) -> Iterator[int]:
+    """Yield the last chains backwards, until one that a call must follow."""
+    read, written = touched[number]
+    for index in range(len(chains) - 1, max(len(chains) - 2 - _LOOK_BACK, -1), -1):
+        yield index
+        for other in chains[index][1]:
+            other_read, other_written = touched[other]
+            if written & (other_read | other_written) or read & other_written:
+                return
+
+
+def _storages(call: Call) -> tuple[set[int], set[int]]:
+    """Return the storages that a call reads, and those that it may write."""
+    if isinstance(call, Pointwise):
+        return call.storages
+    writable = find_kernel(isa(), call.kernel).writable
+    read, written = set[int](), set[int]()
+    for name, operand in call.operands().items():
+        if isinstance(operand, Tensor):
+            (written if name in writable else read).add(operand.untyped_storage()._cdata)
+    return read, written

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triptych_kernels.cpu.launch import find_kernel, recorders
 from triptych_kernels.cpu.library import isa, load, raise_failure
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
+from triptych_kernels.cpu.pointwise import chain_calls
 from triptych_kernels.cpu.recording import Buffer, NotRecordable, Recording, check_same, check_same_outputs
 from triptych_kernels.cpu.torch_ops import ALLOCATIONS, RecordTorch, base_name, storages
 from triptych_kernels.weights.packed import PackedWeight
@@ -64,6 +65,10 @@ class Program:
             NotRecordable: No call fills one of them.
         """
         calls, buffers = recording.calls, recording.buffers
+        if recording.more_rows is not None:  # torch has computed
+            inputs = [identity for identity, buffer in buffers.items() if buffer.memory is not None]
+            kept = {*inputs, *(output.untyped_storage()._cdata for output in outputs)}
+            calls = chain_calls(calls, kept)
         operands = [call.operands() for call in calls]
         for output in outputs:
             if output.untyped_storage()._cdata not in buffers:

@@ -74,7 +74,14 @@ class RowOperations:
         if result.numel() == 0:
             return
         steps: list[Step] = []
-        output = self._view(name, result, result.shape, place)
+        sizes = sizes_of(result.shape, place)
+        axes = [axis for axis, size in enumerate(sizes) if size != 1]
+
+        def view(tensor: Tensor) -> View:
+            full = self._view(name, tensor, result.shape, place)
+            return replace(full, strides=tuple(full.strides[axis] for axis in axes))
+
+        output = view(result)
 
         def add(part: Expression, is_last: bool) -> View | Result | float:
             if isinstance(part, tuple):
@@ -90,12 +97,14 @@ class RowOperations:
             if isinstance(part, Tensor):
                 if part.ndim == 0 and not is_stand_in(part):
                     return float(part.item())
-                return self._view(name, part, result.shape, place)
+                return view(part)
             return float(part)
 
         add(expression if isinstance(expression, tuple) else ("copy", expression), True)
         self._refuse_overlap(name, steps, output)
-        self.recording.calls.append(Pointwise(name, place.count, sizes_of(result.shape, place), tuple(steps)))
+        self.recording.calls.append(
+            Pointwise(name, place.count, tuple(sizes[axis] for axis in axes), tuple(steps))
+        )
 
     def common_place(self, name: str, tensors: Iterable[Tensor], ndim: int) -> Place:
         """Return where tensors that broadcast to `ndim` axes have their rows.
@@ -134,7 +143,7 @@ class RowOperations:
     def _refuse_overlap(name: str, steps: Sequence[Step], output: View) -> None:
         for step in steps:
             for source in step.sources:
-                if isinstance(source, View) and source.key != output.key and _overlap(source, output):
+                if isinstance(source, View) and source.overlaps(output):
                     raise NotRecordable(f"{name} writes over what it reads")
 
     def along_axis(
@@ -259,18 +268,3 @@ def _broadcast(shapes: Iterable[Sequence[int]]) -> list[int]:
     ndim = max(map(len, padded))
     columns = zip(*([1] * (ndim - len(shape)) + list(shape) for shape in padded), strict=True)
     return [next((size for size in column if size != 1), 1) for column in columns]
-
-
-def _overlap(a: View, b: View) -> bool:
-    """Return whether two views of a storage may have elements of a row in common."""
-    if a.tensor.untyped_storage()._cdata != b.tensor.untyped_storage()._cdata:
-        return False
-
-    def bounds(view: View) -> tuple[int, int]:
-        sizes = [size if stride else 1 for size, stride in zip(view.tensor.shape, view.strides, strict=True)]
-        reach = sum((size - 1) * stride for size, stride in zip(sizes, view.strides, strict=True))
-        first = int(view.tensor.storage_offset())
-        return first * view.tensor.itemsize, (first + reach + 1) * view.tensor.itemsize
-
-    (begin, end), (other_begin, other_end) = bounds(a), bounds(b)
-    return begin < other_end and other_begin < end

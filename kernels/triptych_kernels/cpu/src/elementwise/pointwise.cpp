@@ -153,6 +153,10 @@ void compute(int64_t operation, int64_t n, Real* out, const Real* a, const Real*
 
 template <typename Real>
 void round_to(int64_t dtype, int64_t n, Real* values) {
+  if (dtype == kBool) {
+    for (int64_t i = 0; i < n; ++i) values[i] = values[i] != 0;
+    return;
+  }
   if constexpr (std::is_same_v<Real, float>) {
     if (dtype != kBfloat16) return;
     for (int64_t i = 0; i < n; i += kLanes) {
