@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -326,7 +326,7 @@ _LOOK_BACK = 4
 def chain_calls(calls: Sequence[Call], kept: Collection[int]) -> list[Call]:
     """Return the calls with those that compute the same elements one after the other made one.
 
-    A call moves before others that have nothing to do with it.
+    A call moves before or behind others that have nothing to do with it.
 
     Args:
         kept: Storages that are read after the calls.
@@ -340,34 +340,34 @@ def chain_calls(calls: Sequence[Call], kept: Collection[int]) -> list[Call]:
     def needed_beyond(own: set[int]) -> Callable[[int], bool]:
         return lambda storage: storage in kept or bool(users[storage] - own)
 
+    def conflict(one: set[int], other: set[int]) -> bool:
+        """Return whether calls must stay in their order."""
+        return any(
+            touched[a][1] & (touched[b][0] | touched[b][1]) or touched[a][0] & touched[b][1]
+            for a in one
+            for b in other
+        )
+
     chains: list[tuple[Call, set[int]]] = []
     for number, call in enumerate(calls):
-        for index in _chains_before(chains, touched, number):
+        for index in range(len(chains) - 1, max(len(chains) - 2 - _LOOK_BACK, -1), -1):
             chain, own = chains[index]
-            joined = (
-                chain.followed_by(call)
-                if isinstance(chain, Pointwise) and isinstance(call, Pointwise)
-                else None
-            )
-            if joined is not None and joined.storing(needed_beyond(own | {number})).fits():
-                chains[index] = joined, own | {number}
+            if not isinstance(chain, Pointwise) or not isinstance(call, Pointwise):
+                continue
+            joined, members = chain.followed_by(call), own | {number}
+            if joined is None or not joined.storing(needed_beyond(members)).fits():
+                continue
+            between = set().union(*(others for _, others in chains[index + 1 :]))
+            if not conflict({number}, between):
+                chains[index] = joined, members
+                break
+            if not conflict(own, between):
+                del chains[index]
+                chains.append((joined, members))
                 break
         else:
             chains.append((call, {number}))
     return [call.storing(needed_beyond(own)) if isinstance(call, Pointwise) else call for call, own in chains]
-
-
-def _chains_before(
-    chains: Sequence[tuple[Call, set[int]]], touched: Sequence[tuple[set[int], set[int]]], number: int
-) -> Iterator[int]:
-    """Yield the last chains backwards, until one that a call must follow."""
-    read, written = touched[number]
-    for index in range(len(chains) - 1, max(len(chains) - 2 - _LOOK_BACK, -1), -1):
-        yield index
-        for other in chains[index][1]:
-            other_read, other_written = touched[other]
-            if written & (other_read | other_written) or read & other_written:
-                return
 
 
 def _storages(call: Call) -> tuple[set[int], set[int]]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
@@ -135,6 +137,60 @@ def test_hidden_copies_are_recorded(mode: Mode) -> None:
 
     with mode():
         assert_recorded(function, torch.randn(TOKENS, SIZE))
+
+
+STEPS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda a, b: a * b,
+    lambda a, b: a - 0.5 * b,
+    lambda a, b: a.tanh(),
+    lambda a, b: a.add_(b),
+    lambda a, b: a.mul_(0.5).sub_(b),
+    lambda a, b: torch.cat((-b[..., 3:], a[..., :3]), -1),
+    lambda a, b: a[..., :3].copy_(b[..., 3:]),
+    lambda a, b: a[..., 1:4].mul_(b[..., :1]),
+    lambda a, b: a[..., ::2].add_(1),
+    lambda a, b: a.softmax(-1),
+    lambda a, b: torch.where(a > b, a, b),
+    lambda a, b: a * b.mean(-1, keepdim=True),
+    lambda a, b: a.transpose(1, 2).clone().transpose(1, 2),
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    picks=st.lists(
+        st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 5), st.integers(0, 5)),
+        min_size=2,
+        max_size=30,
+    )
+)
+def test_chains_keep_the_order_of_what_they_compute(picks: list[tuple[int, int, int]]) -> None:
+    def function(x: Tensor) -> Tensor:
+        tensors = [x * 1, x + 1]
+        for step, a, b in picks:
+            out = STEPS[step](tensors[a % len(tensors)], tensors[b % len(tensors)])
+            if out.shape == x.shape:
+                tensors.append(out)
+        return torch.cat([tensor.clamp(-9, 9) for tensor in tensors[-6:]], -1)
+
+    assert_recorded(
+        function, torch.randn(3, SIZE, generator=torch.Generator().manual_seed(1)), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_operations_on_the_same_elements_are_one_call() -> None:
+    x = torch.randn(TOKENS, SIZE)
+    assert len(assert_recorded(lambda x: functional.gelu(x * 2 + 1, approximate="tanh") * x, x)) == 1
+    weight = PackedWeight(SIZE, SIZE, torch.float32)
+    weight.fill_rows(0, torch.randn(SIZE, SIZE))
+
+    def gated(x: Tensor) -> Tensor:
+        gate = functional.silu(x)
+        up = linear(x[0], weight)
+        assert isinstance(up, Tensor)
+        return gate * up
+
+    assert len(assert_recorded(gated, x)) == 2
 
 
 def test_counts_of_their_own() -> None:
