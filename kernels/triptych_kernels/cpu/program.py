@@ -26,7 +26,7 @@ from triptych_kernels.cpu.library import isa, load, raise_failure
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.cpu.pointwise import chain_calls
 from triptych_kernels.cpu.recording import Buffer, NotRecordable, Recording, check_same, check_same_outputs
-from triptych_kernels.cpu.torch_ops import ALLOCATIONS, RecordTorch, base_name, storages
+from triptych_kernels.cpu.torch_ops import ALLOCATIONS, KeepConstants, RecordTorch, base_name, storages
 from triptych_kernels.weights.packed import PackedWeight
 
 _ALIGNMENT = 64  # bytes: a cache line, and a vector
@@ -193,7 +193,7 @@ def _run_recorded(
     recording: Recording,
     packed: dict[object, tuple[Tensor, PackedWeight]],
 ) -> Sequence[Tensor]:
-    with torch.no_grad(), _recording_into(recording), RecordTorch(recording, packed):
+    with torch.no_grad(), _recording_into(recording), KeepConstants(), RecordTorch(recording, packed):
         return forward(recording)
 
 

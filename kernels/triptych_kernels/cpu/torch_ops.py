@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -85,6 +86,21 @@ class RecordTorch(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._rows.assign(name, expression, arguments["self"])
         return self._rows.compute(name, expression, _result_dtype(func, args, kwargs))
+
+
+class KeepConstants(TorchFunctionMode):
+    """A mode in which tensors of given numbers are made in memory, although the meta device is asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func in (torch.tensor, torch.as_tensor)
+            and torch.device(kwargs.get("device") or "cpu").type == "meta"
+        ):
+            kwargs = kwargs | {"device": None if any(map(is_stand_in, args)) else "cpu"}
+        return func(*args, **kwargs)
 
 
 def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype:

@@ -14,7 +14,16 @@ from triptych_kernels.cpu.recording import NotRecordable
 
 __all__ = ["isa"]
 pytest.importorskip("transformers")
-from transformers import Gemma2Config, GPT2Config, GPTNeoXConfig, LlamaConfig
+from transformers import (
+    AutoModel,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP, GPTNeoXRotaryEmbedding
@@ -76,6 +85,44 @@ def test_rotary_embedding(dtype: torch.dtype, mode: Mode) -> None:
     with mode():
         assert_recorded(rotated, positions, query, key)
         assert_recorded(lambda positions, x: GPTNeoXRotaryEmbedding(NEOX)(x, positions)[1], positions, query)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: object
+) -> tuple[Tensor, None]:
+    """Stand for attention: [1, heads, tokens, head_dim] each; tokens see themselves only."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    return (query + key * value).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("tests_recorded", attend)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES, num_key_value_heads=KV_HEADS, num_hidden_layers=2, vocab_size=50),
+        Qwen3Config(**SIZES, num_key_value_heads=KV_HEADS, head_dim=6, num_hidden_layers=2, vocab_size=50),
+        Gemma2Config(**SIZES, num_key_value_heads=KV_HEADS, head_dim=6, num_hidden_layers=2, vocab_size=50),
+        GPTNeoXConfig(**SIZES, num_hidden_layers=2, vocab_size=50),
+        GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=HEADS, vocab_size=50, bos_token_id=0, eos_token_id=0),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_model(config: PreTrainedConfig, mode: Mode) -> None:
+    model = redrawn(AutoModel.from_config(config), torch.float32)
+    model.set_attn_implementation("tests_recorded")
+
+    def hidden(token_ids: Tensor, positions: Tensor) -> Tensor:
+        out: Tensor = model(input_ids=token_ids, position_ids=positions, use_cache=False, return_dict=False)[
+            0
+        ]
+        return out
+
+    with mode():
+        inputs = torch.randint(50, (TOKENS,)), torch.arange(TOKENS) * 3
+        assert_recorded(hidden, *inputs, rtol=1e-4, atol=1e-4)
 
 
 def test_frequencies_that_depend_on_the_length_are_refused(mode: Mode) -> None:

@@ -123,7 +123,8 @@ def test_constants_that_are_moved_to_the_device_stay_known(mode: Mode) -> None:
 
     def function(x: Tensor) -> Tensor:
         moved = table.to(x.device).to(x) * 2
-        scale = torch.full((), 0.5, device=x.device)
+        scale = torch.full((), 0.5, device=x.device) * torch.tensor(3.0, device=x.device)
+        scale = scale + torch.tensor([1.0] * SIZE, device=x.device)
         return x * moved.to(x.dtype) + scale + table[None].expand(2, -1).to(device=x.device)[1]
 
     with mode():
