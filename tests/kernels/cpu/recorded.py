@@ -14,7 +14,12 @@ from triptych_kernels.cpu.program import Program, record
 from triptych_kernels.cpu.recording import Recording
 
 TOKENS = 7
-MODES = (torch.inference_mode, torch.no_grad, torch.enable_grad)
+MODES = (
+    torch.inference_mode,
+    pytest.param(torch.no_grad, marks=pytest.mark.thorough),
+    pytest.param(torch.enable_grad, marks=pytest.mark.thorough),
+)
+"""In the first composite operations arrive whole, in the others in pieces, as in every model that is recorded."""
 Mode = Callable[[], AbstractContextManager[None]]
 
 
