@@ -1,4 +1,4 @@
-"""What torch's element-by-element operations are in the kernel's own: one expression for each, rounded once."""
+"""Expressions in the kernel's operations for what torch computes element by element; each is rounded once."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class View:
     tensor: Tensor
     row_stride: int
     strides: tuple[int, ...]
-    """Of the axes of a row. Strides are in elements."""
+    """Strides of the axes of a row. All strides are in elements."""
     reach: int
     """Elements from the first one of a row to the last one."""
 
@@ -51,7 +51,7 @@ class View:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What two views have in common if they are the same elements in the same order."""
+        """A value that two views share if they are the same elements in the same order."""
         return (
             self.storage,
             self.tensor.storage_offset(),
@@ -75,7 +75,7 @@ class Step:
     dtype: torch.dtype
     """Dtype that the result is rounded to."""
     output: View | None
-    """Where the result is stored; None for one that only later steps read."""
+    """The view that the result is stored in; None for one that only later steps read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ class Pointwise:
     name: str
     count: str
     sizes: tuple[int, ...]
-    """Of the axes of a row."""
+    """Sizes of the axes of a row, none of them 1."""
     steps: tuple[Step, ...]
 
     @property

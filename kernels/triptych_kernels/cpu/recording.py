@@ -51,7 +51,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a view has its rows."""
+    """The rows of a view."""
 
     count: str
     num_rows: int
@@ -68,7 +68,7 @@ class Call(Protocol):
 
     @property
     def name(self) -> str:
-        """What the model called."""
+        """Name of the operation that the model called."""
         ...
 
     @property
