@@ -31,6 +31,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def widest_isa() -> None:
+    if not usable_isas():
+        pytest.skip("no native kernels are built for this processor")
+
+
 def record_function(function: Callable[..., Tensor], *inputs: Tensor) -> Program:
     """Record a function of inputs [most tokens, …], which it gets as [1, tokens, …] as models of transformers do."""
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kernels.cpu.recorded import MODES, TOKENS, Mode, assert_recorded, isa, record_function
+from tests.kernels.cpu.recorded import MODES, TOKENS, Mode, assert_recorded, record_function, widest_isa
 from triptych_kernels.cpu.recording import NotRecordable
 
-__all__ = ["isa"]
+__all__ = ["widest_isa"]
 pytest.importorskip("transformers")
 from transformers import (
     AutoModel,
@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-pytestmark = [pytest.mark.usefixtures("isa"), pytest.mark.parametrize("mode", MODES)]
+pytestmark = [pytest.mark.usefixtures("widest_isa"), pytest.mark.parametrize("mode", MODES)]
 HIDDEN, HEADS, KV_HEADS = 24, 4, 2
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 40, "num_attention_heads": HEADS}
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=KV_HEADS)

@@ -108,7 +108,7 @@ def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[:2])
 @pytest.mark.parametrize("name", UNARY)
 def test_operation_equals_torch(name: str, mode: Mode) -> None:
     for dtype in DTYPES:

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from tests.kernels.cpu.recorded import MODES, TOKENS, Mode, assert_recorded, isa, record_function
+from tests.kernels.cpu.recorded import MODES, TOKENS, Mode, assert_recorded, record_function, widest_isa
 from triptych_kernels.cpu.program import record
 from triptych_kernels.cpu.recording import NotRecordable, Recording
 from triptych_kernels.ops import gather_rows, linear, rms_norm
 from triptych_kernels.weights.packed import PackedWeight
 
-__all__ = ["isa"]
-pytestmark = pytest.mark.usefixtures("isa")
+__all__ = ["widest_isa"]
+pytestmark = pytest.mark.usefixtures("widest_isa")
 SIZE = 6
 REFUSED: Mapping[str, Callable[[Tensor], Tensor]] = {
     "cumsum": lambda x: x.cumsum(1),
