@@ -256,7 +256,7 @@ def _reduction(operation: str, parameter: str | None = None) -> Record:
                 raise NotRecordable(f"{name} mixes {place.count}")
             raise NotRecordable(f"{name} has a native kernel for one axis only")
         value = 0.0 if parameter is None else float(a[parameter] if a[parameter] is not None else 1)
-        dtype, is_kept = a.get("dtype") or x.dtype, bool(a["keepdim"])
+        dtype, is_kept = a.get("dtype") or x.dtype, bool(a.get("keepdim"))
         return rows.along_axis(name, operation, x, axes[0], dtype=dtype, is_kept=is_kept, parameter=value)
 
     return record

@@ -31,6 +31,7 @@ REFUSED: Mapping[str, Callable[[Tensor], Tensor]] = {
     "_softmax mixes tokens": lambda x: x.transpose(1, 2).softmax(-1),
     "mean.dim mixes": lambda x: x - x.mean(1, keepdim=True),
     "mean": lambda x: x - x.mean(),
+    "sum mixes tokens": lambda x: x * x[0, :, 0].sum(),
     "sum.dim_IntList mixes": lambda x: x + x.sum((1, 2), keepdim=True),
     "amax": lambda x: x - x.amax(1, keepdim=True),
     "max": lambda x: x / x.max(),
