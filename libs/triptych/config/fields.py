@@ -35,6 +35,14 @@ class ModelConfig:
         FRONTEND + WORKER,
     )
     served_name: str = value("", "Name that clients use; empty: the last part of `model.model`.", WORKER)
+    backend: str = value(
+        "auto",
+        "What computes the decoder. native: this project's own layers. transformers: the modules of transformers "
+        "around this project's products, attention and cache, if nothing but attention mixes tokens there. auto: "
+        "native where that serves the checkpoint, else transformers where it is installed.",
+        WORKER,
+        choices=("auto", "native", "transformers"),
+    )
     dtype: str = value(
         "auto",
         "Precision of weights and activations; auto: the checkpoint's, float32 where the CPU "

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import GGUF_INDEX_FILE, read_architecture
 from triptych.errors import ModelError
 from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_products
@@ -36,7 +37,12 @@ DuringLoad = Callable[[CausalLM], AbstractContextManager[object]]
 
 
 def open_checkpoint(
-    directory: Path, *, format: str = "auto", seed: int = 0, device: torch.device | None = None
+    directory: Path,
+    *,
+    format: str = "auto",
+    seed: int = 0,
+    device: torch.device | None = None,
+    architecture: ModelArchitecture | None = None,
 ) -> Checkpoint:
     """Open the weights of a model directory.
 
@@ -45,12 +51,13 @@ def open_checkpoint(
         format: `load.format`: auto, safetensors, gguf, or random, which reads config.json only.
         seed: `model.seed`, for random weights.
         device: Device that draws random weights and converts stored ones; None: the CPU.
+        architecture: What random weights are drawn for; None: what config.json says to a native family.
 
     Raises:
         ModelError: There are no weights, or a file is missing, cut short or not understood.
     """
     if format == "random":
-        return RandomCheckpoint(read_architecture(directory), seed, device)
+        return RandomCheckpoint(architecture or read_architecture(directory), seed, device)
     is_gguf = (directory / GGUF_INDEX_FILE).is_file()
     if format not in ("auto", "gguf" if is_gguf else "safetensors"):
         raise ModelError(

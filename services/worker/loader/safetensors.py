@@ -62,7 +62,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def _view(self, name: str) -> Tensor:
         """Return a tensor as it is mapped."""
         view: Tensor = self._files[name].get_tensor(name)
-        return view
+        return view.reshape(self.tensors[name].shape)
 
     def _convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if tensor.dtype != dtype:
@@ -84,7 +84,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self.file_name_to_size[path.name] = size
         for name in file.offset_keys():
             view = file.get_slice(name)
-            shape, type_ = tuple(view.get_shape()), view.get_dtype()
+            # a single number is a vector of one, so that a part of it can be read
+            shape, type_ = tuple(view.get_shape()) or (1,), view.get_dtype()
             if type_ not in _TYPE_SIZES:
                 raise ModelError(
                     f"{path}: {name}: type {type_} is not supported, only {', '.join(_TYPE_SIZES)}"

@@ -13,9 +13,15 @@ from triptych_services.worker.models.base import CausalLM, StagedModel
 ENTRY_POINT_GROUP = "triptych.models"
 """Entry points of installed packages that contain models: name = architecture, value = `module:Class`."""
 
+TRANSFORMERS_MODEL = "TransformersForCausalLM"
+"""Name of the decoders that transformers computes, in `ModelArchitecture.name`."""
+
 _DECODER = "triptych_services.worker.models.decoder:DecoderForCausalLM"
 
-_name_to_model: dict[str, type[CausalLM] | str] = dict.fromkeys(own_architectures(), _DECODER)
+_name_to_model: dict[str, type[CausalLM] | str] = {
+    **dict.fromkeys(own_architectures(), _DECODER),
+    TRANSFORMERS_MODEL: "triptych_services.worker.models.fallback.model:TransformersForCausalLM",
+}
 
 
 def register_model(name: str, model: type[CausalLM] | str) -> None:

@@ -8,7 +8,6 @@ import uuid
 from concurrent.futures import Future
 from dataclasses import replace
 
-from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
 from triptych.hub import resolve_model
 from triptych.types.facts import Phase
@@ -46,13 +45,14 @@ def load_runner(
     gc.disable()  # a tenth of this import's time would be looking for garbage among what it makes
     try:
         from triptych_services.worker.context.device import resolve_config
+        from triptych_services.worker.models.choose import choose_architecture
         from triptych_services.worker.runner.startup.create import create_runner
     finally:
         gc.freeze()  # and it lives as long as the process: no collection need look at it again
         gc.enable()
     met = None if place is None else place.result()
     boot_id = str(uuid.uuid4()) if met is None else met.generation
-    resolved = resolve_config(config, read_architecture(directory))
+    resolved = resolve_config(config, choose_architecture(directory, config.model.backend))
     if met is not None:
         resolved = replace(resolved, rank=replace(resolved.rank, ranks_on_host=met.ranks_on_host))
     return create_runner(resolved, directory, boot_id=boot_id, on_phase=on_phase, place=met)

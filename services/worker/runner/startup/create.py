@@ -205,7 +205,13 @@ class RunnerFactory:
 def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, ModelIdentity]:
     """Open the checkpoint, and return its identity, without numerics."""
     engine, device = config.engine, torch.device(config.rank.device)
-    checkpoint = open_checkpoint(directory, format=engine.load.format, seed=engine.model.seed, device=device)
+    checkpoint = open_checkpoint(
+        directory,
+        format=engine.load.format,
+        seed=engine.model.seed,
+        device=device,
+        architecture=config.architecture,
+    )
     form = fingerprint(
         checkpoint,
         config.architecture,

@@ -1,0 +1,253 @@
+"""A pass over a model without weights: what its layers attend with, and that nothing else mixes its tokens.
+
+Parameters are one number each, however large they are, and projections return something that depends on their input
+row by row, so that the pass takes no memory and no time. All else is the model's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from triptych.errors import FeatureDisabled
+from triptych_services.worker.models.fallback.attention import AttentionCall
+from triptych_services.worker.models.fallback.decoder import Decoder
+from triptych_services.worker.models.fallback.experts import is_stacked
+from triptych_services.worker.models.fallback.layers import features, is_projection
+from triptych_services.worker.models.fallback.skeleton import build
+
+_FEATURE = "model.backend = transformers"
+_NUM_TOKENS = 5
+_GIVEN = torch.empty(0)
+"""Default of an argument: the positions of the probe."""
+
+
+class Probe:
+    """A model of transformers that computes with numbers of no meaning."""
+
+    def __init__(self, values: Mapping[str, Any], *, max_positions: int) -> None:
+        """
+        Args:
+            values: The keys of config.json.
+            max_positions: Number of positions that the model may be called with.
+        """
+        model = build(values, torch.float32)
+        self.class_name = type(model).__name__
+        self._stacks = _stacks(model)
+        embedding = model.get_input_embeddings()
+        if not isinstance(embedding, nn.Embedding):
+            raise FeatureDisabled(
+                _FEATURE, f"{self.class_name} has {type(embedding).__name__} for its embedding"
+            )
+        self._embedding = embedding
+        self.vocab_size = embedding.num_embeddings
+        self.hidden_size = embedding.embedding_dim
+        self.input_sizes = sorted({features(m)[0] for m in model.modules() if is_projection(m)})
+        """Lengths of the projections' inputs."""
+        head = model.get_output_embeddings()
+        self.is_tied = head is not None and head.weight is self._embedding.weight
+        self._decoder = Decoder(model)
+        _simplify(self._decoder)
+        self._embedding.register_forward_hook(self._spoil)
+        self._dirty: int | None = None
+        last = max_positions - 1
+        self._positions = torch.tensor([0, min(1, last), min(7, last), last // 2, last])
+        # not the first ids, of which one may be padding
+        self._ids = torch.tensor([13, 11, 14, 11, 15]) % self.vocab_size
+
+    @torch.inference_mode()
+    def attention_calls(self) -> list[AttentionCall]:
+        """Return the calls of one pass, in their order.
+
+        Raises:
+            FeatureDisabled: A layer does not attend, or what it does is not supported; names it.
+        """
+        recorder = _RowWise()
+        self._run(slice(None), recorder)
+        names = [call.name for call in recorder.calls]
+        for layers in self._stacks:
+            idle = [
+                layer for layer in layers if not any(f"{name}.".startswith(f"{layer}.") for name in names)
+            ]
+            # other stacks are those of images and sound, which no token goes through
+            if idle and (not names or len(idle) < len(layers)):
+                raise FeatureDisabled(
+                    _FEATURE, f"{self.class_name}: {idle[0]} does not attend through the cache"
+                )
+        if not names:
+            raise FeatureDisabled(
+                _FEATURE, f"{self.class_name} does not call transformers' attention interface"
+            )
+        return recorder.calls
+
+    @torch.inference_mode()
+    def check_rows(self) -> None:
+        """Check that a token's states depend on no other token, and not on its place in the step.
+
+        A row of NaN must stay alone: whatever a sum, a convolution or a scan reads of it becomes NaN.
+
+        Raises:
+            FeatureDisabled: Something beside attention mixes tokens; names the module.
+        """
+        expected = self._run(slice(None), _RowWise())
+        own = self._run(slice(None), _RowWise(), positions=None)
+        counted = self._run(slice(None), _RowWise(), positions=torch.arange(_NUM_TOKENS))
+        if not torch.allclose(own, counted, rtol=1e-4, atol=1e-4):
+            raise FeatureDisabled(_FEATURE, f"{self.class_name} does not number a sequence's tokens from 0")
+        for dirty in (0, _NUM_TOKENS - 1):
+            clean = [row for row in range(_NUM_TOKENS) if row != dirty]
+            with self._nan_in(dirty), self._culprits(dirty) as culprits:
+                found = self._run(slice(None), _RowWise())
+            if not torch.allclose(found[clean], expected[clean], rtol=1e-4, atol=1e-4):
+                where = f"{culprits[0]} of " if culprits else ""
+                raise FeatureDisabled(_FEATURE, f"{where}{self.class_name} mixes tokens outside of attention")
+        some = [3, 1]
+        found = self._run(some, _RowWise(), shifted=len(some))
+        if not torch.allclose(found, expected[some], rtol=1e-4, atol=1e-4):
+            raise FeatureDisabled(
+                _FEATURE,
+                f"{self.class_name} computes positions by a token's place in the step, not by its sequence",
+            )
+
+    def _run(
+        self,
+        rows: slice | Sequence[int],
+        attention: _RowWise,
+        *,
+        positions: Tensor | None = _GIVEN,
+        shifted: int = 0,
+    ) -> Tensor:
+        try:
+            with _StandIns(shifted):
+                hidden: Tensor = self._decoder(
+                    self._ids[rows], self._positions[rows] if positions is _GIVEN else positions, attention
+                )
+        except FeatureDisabled:
+            raise
+        except Exception as error:  # whatever a model raises that does not expect to be called so
+            raise FeatureDisabled(
+                _FEATURE, f"{self.class_name} cannot be called without its own cache and masks: {error}"
+            ) from error
+        return hidden
+
+    def _spoil(self, module: nn.Module, arguments: Any, out: Tensor) -> Tensor:
+        if self._dirty is not None:
+            out[..., self._dirty, :] = torch.nan
+        return out
+
+    @contextmanager
+    def _nan_in(self, row: int) -> Iterator[None]:
+        self._dirty = row
+        try:
+            yield
+        finally:
+            self._dirty = None
+
+    @contextmanager
+    def _culprits(self, dirty: int) -> Iterator[list[str]]:
+        """Note the modules that return a NaN in a row that was clean."""
+        found: list[str] = []
+        names = self._decoder.calls.names
+
+        def look(module: nn.Module, arguments: Any, out: Any) -> None:
+            first = out[0] if isinstance(out, (tuple, list)) and out else out
+            if (
+                isinstance(first, Tensor)
+                and first.is_floating_point()
+                and first.shape[:2] == (1, _NUM_TOKENS)
+            ):
+                rows = first[0].isnan().flatten(1).any(1)
+                rows[dirty] = False
+                if rows.any():
+                    found.append(f"{type(module).__name__} at {names.get(id(module), '')}")
+
+        hooks = [module.register_forward_hook(look) for module in self._decoder.body.modules()]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _RowWise:
+    """Answers each token by its own value alone, and keeps the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.calls.append(call)
+        num_heads = call.query.shape[1]
+        key, value = (x.repeat_interleave(num_heads // x.shape[1], 1) for x in (call.key, call.value))
+        return value * (1 + torch.tanh((call.query * key).mean(-1, keepdim=True)))
+
+
+class _StandIns(TorchDispatchMode):
+    """Looks up waves in place of rows of tables, which are all the same here."""
+
+    def __init__(self, shifted: int) -> None:
+        """
+        Args:
+            shifted: Length of `arange`s that begin one later: the places of tokens in a step. 0: of none.
+        """
+        super().__init__()
+        self._shifted = shifted
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding.default:
+            waves = torch.arange(1, out.shape[-1] + 1) * 0.37
+            return torch.sin((args[1][..., None] + 1) * waves).to(out.dtype)
+        if self._shifted and func.name().startswith("aten::arange") and out.shape == (self._shifted,):
+            return out + 1
+        return out
+
+
+def _simplify(decoder: Decoder) -> None:
+    """Give each parameter one number, and let projections depend on their inputs row by row."""
+    for module in decoder.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                number = (
+                    torch.full((), 0.5)
+                    if parameter.is_floating_point()
+                    else torch.zeros((), dtype=parameter.dtype)
+                )
+                module._parameters[name] = nn.Parameter(number.expand(parameter.shape), requires_grad=False)
+        if is_stacked(module):
+            module.forward = _mix
+        if is_projection(module):
+            module.forward = _Spread(features(module)[1])
+
+
+def _mix(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Take the place of a mixture of experts."""
+    return hidden * top_k_weights.sum(-1, keepdim=True)
+
+
+class _Spread:
+    """Takes the place of a projection."""
+
+    def __init__(self, out_features: int) -> None:
+        self._ramp = torch.linspace(-1.0, 1.3, out_features)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x.mean(-1, keepdim=True) + 0.1 * x[..., :1]) * self._ramp + 0.1
+
+
+def _stacks(model: PreTrainedModel) -> list[list[str]]:
+    """Return the paths of the modules of each list that is as long as the config says that layers are."""
+    num_layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    return [
+        [f"{name}.{index}" for index in range(num_layers)]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    ]
