@@ -128,6 +128,10 @@ test-all: $(DEV) native model ## Run all tests that need no GPU, and those of th
 	$(PYTEST) -m "not gpu" $(ARGS)
 	$(MAKE) --no-print-directory sanitize-cpu ARGS=
 
+.PHONY: test-models
+test-models: $(DEV) native ## Examine every decoder of transformers, and compare with tests/worker/models/census.json; 15 minutes
+	PYTHONPATH=libs:kernels:. $(BIN)/python -m tests.worker.models.census --verify $(ARGS)
+
 .PHONY: test-gpu
 test-gpu: ## Run the tests that need a CUDA device, with GPU_PYTHON alone: no set-up, no network
 	$(GPU_PYTHON) tools/test_gpu.py $(ARGS)
