@@ -19,11 +19,14 @@ def fused_moe(
     w2: Sequence[PackedWeight],
     top_k: int,
     renormalize: bool,
+    activation: str,
+    w13_bias: None,
+    w2_bias: None,
 ) -> Tensor:
     if x.device.type == "meta":
         raise NotRecordable("how many rows each expert computes is known only when the router has spoken")
 
     def apply_expert(expert: int, inputs: Tensor) -> Tensor:
-        return w2[expert].multiply(w13[expert].multiply(inputs, x.dtype, "silu"), torch.float32)
+        return w2[expert].multiply(w13[expert].multiply(inputs, x.dtype, activation), torch.float32)
 
     return mix_experts(x, router_logits, top_k, renormalize, apply_expert)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from triptych_kernels.ops.linear import GATED_ACTIVATIONS
 from triptych_kernels.registry import find_impl
 from triptych_kernels.weights.base import LinearWeight
 
@@ -25,14 +26,18 @@ def fused_moe(
     *,
     top_k: int,
     renormalize: bool = True,
+    activation: str = "silu",
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Compute a mixture of experts: each token goes through the gated MLPs of the experts that its router prefers.
 
-        out = sum over the token's experts e of p_e * w2[e] @ (silu(gate) * up),    [gate | up] = w13[e] @ x
+        out = sum over the token's experts e of p_e * (w2[e] @ activated + w2_bias[e])
+        activated = activation(gate) * up,    [gate | up] = w13[e] @ x + w13_bias[e]
 
     The experts are those of the top_k largest logits, of equal ones those with the lowest number. p is the softmax
-    over all logits, or with `renormalize` over those of the chosen experts. Sums are taken in float32. silu(gate) * up
+    over all logits, or with `renormalize` over those of the chosen experts. Sums are taken in float32. `activated`
     is rounded to x's dtype, and the result once (plain torch rounds every product). A token's values, NaN included,
     affect no other token's result. Each `LinearWeight` may round the inputs of both products too, as in `ops.linear`.
 
@@ -44,15 +49,25 @@ def fused_moe(
         w2: [num_experts, hidden_size, intermediate_size] like w13, not gated.
         top_k: Number of experts of a token, from 1 to num_experts.
         renormalize: Whether the probabilities of a token's experts sum to 1.
+        activation: One of `GATED_ACTIVATIONS`; silu with an `ExpertStack`.
+        w13_bias: [num_experts, 2 * intermediate_size], contiguous, of w13's dtype. None: there is none, or the weights
+            are `LinearWeight`s, which have their own; those of an `ExpertStack` have none.
+        w2_bias: [num_experts, hidden_size], likewise.
     Returns:
         [num_tokens, hidden_size], a new tensor like x.
     Raises:
-        ValueError: Shapes or dtypes disagree, or top_k is out of range; names both.
+        ValueError: Shapes or dtypes disagree, top_k is out of range, or the activation is none of these; names both.
     Source: Mixtral of Experts, arXiv:2401.04088.
     """
     _check(x, router_logits, w13, w2, top_k)
+    _check_bias("w13", w13, w13_bias)
+    _check_bias("w2", w2, w2_bias)
+    if activation not in GATED_ACTIVATIONS:
+        raise ValueError(f"fused_moe: activation {activation!r} is none of {', '.join(GATED_ACTIVATIONS)}")
     operand = w13 if isinstance(w13, Tensor) else w13[0]
-    out: Tensor = find_impl("fused_moe", operand, impl)(x, router_logits, w13, w2, top_k, renormalize)
+    out: Tensor = find_impl("fused_moe", operand, impl)(
+        x, router_logits, w13, w2, top_k, renormalize, activation, w13_bias, w2_bias
+    )
     return out
 
 
@@ -94,3 +109,17 @@ def _check(x: Tensor, router_logits: Tensor, w13: ExpertWeights, w2: ExpertWeigh
         )
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"fused_moe: top_k {top_k} must be from 1 to the number of experts, {num_experts}")
+
+
+def _check_bias(name: str, weights: ExpertWeights, bias: Tensor | None) -> None:
+    if bias is None:
+        return
+    if not isinstance(weights, Tensor):
+        raise ValueError(
+            f"fused_moe: {name}_bias {list(bias.shape)} must be None with LinearWeights, which have their own"
+        )
+    if bias.shape != weights.shape[:2] or bias.dtype != weights.dtype or not bias.is_contiguous():
+        raise ValueError(
+            f"fused_moe: {name}_bias {list(bias.shape)} {bias.dtype} does not fit {name} {list(weights.shape)}; it "
+            f"must be {list(weights.shape[:2])} in {weights.dtype}, contiguous"
+        )

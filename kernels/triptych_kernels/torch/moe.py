@@ -8,14 +8,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triptych_kernels.torch.elementwise import silu_and_mul
+from triptych_kernels.torch.elementwise import activate_gated
 
 
 def fused_moe(
-    x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, top_k: int, renormalize: bool
+    x: Tensor,
+    router_logits: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    top_k: int,
+    renormalize: bool,
+    activation: str,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
 ) -> Tensor:
     def apply_expert(expert: int, inputs: Tensor) -> Tensor:
-        return functional.linear(silu_and_mul(functional.linear(inputs, w13[expert])), w2[expert])
+        up_bias, down_bias = (None if bias is None else bias[expert] for bias in (w13_bias, w2_bias))
+        activated = activate_gated(functional.linear(inputs, w13[expert], up_bias), activation)
+        return functional.linear(activated, w2[expert], down_bias)
 
     return mix_experts(x, router_logits, top_k, renormalize, apply_expert)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_float32
 from tests.kernels.ops.implementations import Case, Implementation, cases_of, implementations_of
-from tests.kernels.ops.weights import weight_for
+from tests.kernels.ops.weights import random, weight_for
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
-from triptych_kernels.ops import fused_moe
+from triptych_kernels.ops import GATED_ACTIVATIONS, fused_moe
 from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
 from triptych_kernels.weights.formats import QuantizedFormat
@@ -69,14 +69,25 @@ def operands(
     )
 
 
-def weights_for(implementation: Implementation, w13: Tensor, w2: Tensor) -> dict[str, Any]:
-    """Return the weights as the implementation takes them: stacked, or packed expert by expert."""
+def weights_for(
+    implementation: Implementation,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+) -> dict[str, Any]:
+    """Return the weights and biases as the implementation takes them: stacked, or packed expert by expert."""
     if not implementation.isa:
-        return {"w13": w13, "w2": w2}
-    return {
-        "w13": [weight_for(implementation, gate_up, gated=True)["weight"] for gate_up in w13],
-        "w2": [weight_for(implementation, down)["weight"] for down in w2],
-    }
+        return {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
+
+    def pack(weights: Tensor, biases: Tensor | None, *, gated: bool) -> list[Any]:
+        rows = [None] * len(weights) if biases is None else list(biases)
+        return [
+            weight_for(implementation, weight, bias, gated=gated)["weight"]
+            for weight, bias in zip(weights, rows, strict=True)
+        ]
+
+    return {"w13": pack(w13, w13_bias, gated=True), "w2": pack(w2, w2_bias, gated=False)}
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -88,6 +99,36 @@ def test_mixes_like_the_reference(sizes: str, renormalize: bool, case: Case) -> 
     expected = fused_moe(x, logits, w13, w2, **options, impl="reference")
     out = case(fused_moe, x, logits, **weights_for(case.implementation, w13, w2), **options)
     torch.testing.assert_close(out, expected, **TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("biased", ["both", "w13", "w2"])
+@pytest.mark.parametrize("sizes", ["one token, top-1", "odd sizes, five experts", "blocks divide everything"])
+def test_biases_are_added_before_activation_and_probability(sizes: str, biased: str, case: Case) -> None:
+    num_tokens, num_experts, top_k, hidden_size, inner = SIZES[sizes]
+    x, logits, w13, w2 = operands(num_tokens, num_experts, hidden_size, inner, case.device, case.dtype)
+    # smaller than the products, which torch rounds before the activation
+    biases = {
+        "w13_bias": random(num_experts, 2 * inner, dtype=case.dtype, device=case.device) / 4,
+        "w2_bias": random(num_experts, hidden_size, dtype=case.dtype, device=case.device) / 4,
+    }
+    if biased != "both":
+        biases = {f"{biased}_bias": biases[f"{biased}_bias"]}
+    options = {"top_k": top_k, "activation": "swiglu_oai"}
+    expected = fused_moe(x, logits, w13, w2, **biases, **options, impl="reference")
+    out = case(fused_moe, x, logits, **weights_for(case.implementation, w13, w2, **biases), **options)
+    torch.testing.assert_close(out, expected, **TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
+def test_experts_have_the_activations_of_gated_linear(
+    activation: str, implementation: Implementation
+) -> None:
+    x, logits, w13, w2 = operands(7, 3, 18, 10, implementation.device)
+    x *= 4  # far enough for the limits of GPT-OSS
+    expected = fused_moe(x, logits, w13, w2, top_k=2, activation=activation, impl="reference")
+    weights = weights_for(implementation, w13, w2)
+    out = implementation(fused_moe, x, logits, **weights, top_k=2, activation=activation)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_all_tokens_may_choose_one_expert_and_none_another(implementation: Implementation) -> None:
@@ -165,6 +206,12 @@ def test_operands_that_do_not_fit_are_named(implementation: Implementation) -> N
         fused_moe(x, logits, weights["w13"][:3], weights["w2"], top_k=2)
     with pytest.raises(ValueError, match=r"w13 \[4, 16, 16\] must be .* for inputs in torch.bfloat16"):
         fused_moe(x.bfloat16(), logits, **weights, top_k=2)
+    with pytest.raises(ValueError, match="fused_moe: activation 'tanh' is none of silu"):
+        fused_moe(x, logits, **weights, top_k=2, activation="tanh")
+    weights |= {"w2_bias": torch.zeros(4, 15)}
+    why = "must be None with LinearWeights" if implementation.isa else r"does not fit w2 \[4, 16, 8\]"
+    with pytest.raises(ValueError, match=rf"w2_bias \[4, 15\].* {why}"):
+        fused_moe(x, logits, **weights, top_k=2)
 
 
 _MIXTRAL = 8, 2, 4096, 14336  # num_experts, top_k, hidden_size, intermediate_size
@@ -177,6 +224,22 @@ def _plain(num_tokens: int, num_experts: int, top_k: int, hidden_size: int, inne
         meta(num_experts, 2 * inner, hidden_size),
         meta(num_experts, hidden_size, inner),
         top_k=top_k,
+        impl="triton",
+    )
+
+
+def _with_biases(num_tokens: int) -> object:
+    """Mix as GPT-OSS 20B does."""
+    num_experts, hidden_size, inner = 32, 2880, 2880
+    return fused_moe(
+        meta(num_tokens, hidden_size),
+        meta_float32(num_tokens, num_experts),
+        meta(num_experts, 2 * inner, hidden_size),
+        meta(num_experts, hidden_size, inner),
+        top_k=4,
+        activation="swiglu_oai",
+        w13_bias=meta(num_experts, 2 * inner),
+        w2_bias=meta(num_experts, hidden_size),
         impl="triton",
     )
 
@@ -205,6 +268,8 @@ MODEL_CALLS = {
     "Mixtral, 256 tokens": ModelCall(lambda: _plain(256, *_MIXTRAL)),
     "Mixtral, 4096 tokens": ModelCall(lambda: _plain(4096, *_MIXTRAL)),
     "128 experts": ModelCall(lambda: _plain(256, 128, 8, 2048, 768)),
+    "GPT-OSS, 1 token": ModelCall(lambda: _with_biases(1)),
+    "GPT-OSS, 4096 tokens": ModelCall(lambda: _with_biases(4096)),
     "4 bits, 1 token": ModelCall(lambda: _groups(1, 4, affine=True)),
     "4 bits, 128 tokens": ModelCall(lambda: _groups(128, 4, affine=True)),
     "4 bits, 256 tokens": ModelCall(lambda: _groups(256, 4, affine=True)),
@@ -219,6 +284,8 @@ MODEL_CALLS = {
 def launch_small(draw: SmallOperands) -> None:
     w13, w2 = draw.normal(4, 2 * 48, 40), draw.normal(4, 40, 48)
     fused_moe(draw.normal(7, 40), draw.normal(7, 4), w13, w2, top_k=2, impl="triton")
+    biases = {"w13_bias": draw.normal(4, 2 * 48), "w2_bias": draw.normal(4, 40)}
+    fused_moe(draw.normal(7, 40), draw.normal(7, 4), w13, w2, **biases, top_k=2, impl="triton")
     for bits in (4, 8):
         _launch_quantized(draw, GroupQuantizedExperts, QuantizedFormat(bits, is_affine=bits == 4))
     for element in LARGEST_ELEMENT:

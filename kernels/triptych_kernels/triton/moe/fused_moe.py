@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.triton.elementwise.silu_and_mul import activate_gated
 from triptych_kernels.triton.moe.expert_stack import ExpertStack
 from triptych_kernels.triton.moe.routing import route
 from triptych_kernels.triton.moe.tiles import TILES_IN_GROUP, place_of_program
@@ -39,7 +40,15 @@ def fused_moe(
     w2: Tensor | ExpertStack,
     top_k: int,
     renormalize: bool,
+    activation: str,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
 ) -> Tensor:
+    has_own_biases = any(not isinstance(w, Tensor) and w[0].bias is not None for w in (w13, w2))
+    if has_own_biases or (not isinstance(w13, Tensor) and activation != "silu"):
+        raise ValueError(
+            f"fused_moe: experts in an ExpertStack are computed with silu and without biases, not {activation}"
+        )
     num_tokens, hidden_size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not num_tokens:
@@ -50,7 +59,9 @@ def fused_moe(
         weighted = torch.empty(num_tokens * top_k, hidden_size, dtype=torch.float32, device=x.device)
     if isinstance(w13, Tensor):
         assert isinstance(w2, Tensor), "both products have the same form of weights"
-        _multiply_plain(x, router_logits, w13, w2, top_k, renormalize, weighted)
+        _multiply_plain(
+            x, router_logits, w13, w2, top_k, renormalize, activation, w13_bias, w2_bias, weighted
+        )
     else:
         assert isinstance(w2, type(w13)), "both products have the same form of weights"
         rows_per_expert = num_tokens * top_k / len(w13)
@@ -64,7 +75,16 @@ def fused_moe(
 
 
 def _multiply_plain(
-    x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, top_k: int, renormalize: bool, weighted: Tensor
+    x: Tensor,
+    router_logits: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    top_k: int,
+    renormalize: bool,
+    activation: str,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    weighted: Tensor,
 ) -> None:
     """Write each pair's result times its probability to `weighted` [num_pairs, hidden_size]."""
     num_experts, hidden_size, intermediate_size = w2.shape
@@ -74,11 +94,12 @@ def _multiply_plain(
     activated = torch.empty(len(routing.pairs), intermediate_size, dtype=x.dtype, device=x.device)
     tiles = routing.pairs, routing.tile_experts, routing.tile_rows, max_tiles
     gate_up_product[(max_tiles * triton.cdiv(intermediate_size, gate_up_tile.BLOCK_N),)](
-        x, x.stride(0), w13, activated, *tiles, hidden_size, intermediate_size,
-        TOP_K=top_k, GROUP=TILES_IN_GROUP, **_options(gate_up_tile, intermediate_size, hidden_size),
+        x, x.stride(0), w13, w13_bias, activated, *tiles, hidden_size, intermediate_size,
+        ACTIVATION=activation, TOP_K=top_k, GROUP=TILES_IN_GROUP,
+        **_options(gate_up_tile, intermediate_size, hidden_size),
     )  # fmt: skip
     down_product[(max_tiles * triton.cdiv(hidden_size, down_tile.BLOCK_N),)](
-        activated, w2, routing.probabilities, weighted, *tiles, hidden_size, intermediate_size,
+        activated, w2, w2_bias, routing.probabilities, weighted, *tiles, hidden_size, intermediate_size,
         GROUP=TILES_IN_GROUP, **_options(down_tile, hidden_size, intermediate_size),
     )  # fmt: skip
 
@@ -154,11 +175,12 @@ SUM_BLOCK = 1024  # elements of a token that one program adds up
 
 @triton.jit(do_not_specialize=["max_tiles"])  # it changes from step to step
 def gate_up_product(
-    x, x_stride, w13, activated, pairs, tile_experts, tile_rows, max_tiles, hidden_size, intermediate_size,
-    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr,
+    x, x_stride, w13, w13_bias, activated, pairs, tile_experts, tile_rows, max_tiles, hidden_size,
+    intermediate_size,
+    ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK_N columns of silu(gate) * up of one tile to the rows `tile * BLOCK_M + i` of `activated`."""
+    """Write BLOCK_N columns of activation(gate) * up of one tile to the rows `tile * BLOCK_M + i` of `activated`."""
     tile, column_block = place_of_program(max_tiles, tl.cdiv(intermediate_size, BLOCK_N), GROUP)
     num_rows = tl.load(tile_rows + tile)
     if num_rows > 0:
@@ -180,14 +202,19 @@ def gate_up_product(
             up_tile = _load_rows(up_rows, is_column, inner, hidden_size, EVEN)
             gate = tl.dot(input_tile, gate_tile.T, gate, input_precision="ieee")
             up = tl.dot(input_tile, up_tile.T, up, input_precision="ieee")
+        if w13_bias is not None:
+            bias = w13_bias + expert * 2 * intermediate_size + columns
+            is_column = columns < intermediate_size
+            gate += tl.load(bias, mask=is_column, other=0.0)[None, :]
+            up += tl.load(bias + intermediate_size, mask=is_column, other=0.0)[None, :]
         out = activated + (tile * BLOCK_M + row).to(tl.int64)[:, None] * intermediate_size + columns[None, :]
         inside = (row < num_rows)[:, None] & (columns < intermediate_size)[None, :]
-        tl.store(out, gate * tl.sigmoid(gate) * up, mask=inside)
+        tl.store(out, activate_gated(gate, up, ACTIVATION), mask=inside)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])  # it changes from step to step
 def down_product(
-    activated, w2, probabilities, weighted, pairs, tile_experts, tile_rows, max_tiles, hidden_size,
+    activated, w2, w2_bias, probabilities, weighted, pairs, tile_experts, tile_rows, max_tiles, hidden_size,
     intermediate_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -208,6 +235,9 @@ def down_product(
             input_tile = _load_rows(inputs, row < BLOCK_M, inner, intermediate_size, EVEN)
             weight_tile = _load_rows(weight_rows, columns < hidden_size, inner, intermediate_size, EVEN)
             result = tl.dot(input_tile, weight_tile.T, result, input_precision="ieee")
+        if w2_bias is not None:
+            bias = tl.load(w2_bias + expert * hidden_size + columns, mask=columns < hidden_size, other=0.0)
+            result += bias[None, :]
         result *= tl.load(probabilities + pair)[:, None]
         out = weighted + pair.to(tl.int64)[:, None] * hidden_size + columns[None, :]
         tl.store(out, result, mask=(row < num_rows)[:, None] & (columns < hidden_size)[None, :])

@@ -172,6 +172,14 @@ def mixed_in_8_bits(
     return out
 
 
+def test_stacks_refuse_activations_beside_silu() -> None:
+    options = {"device": torch.device("cpu")}
+    w13 = GroupQuantizedExperts(2, 64, 32, torch.float32, FORMATS[0], **options, gated=True)
+    w2 = GroupQuantizedExperts(2, 32, 32, torch.float32, FORMATS[0], **options, gated=False)
+    with pytest.raises(ValueError, match="with silu and without biases, not swiglu_oai"):
+        fused_moe(torch.ones(3, 32), torch.ones(3, 2), w13, w2, top_k=1, activation="swiglu_oai")
+
+
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 @pytest.mark.parametrize("name", SIZES)
 def test_bytes_mix_as_what_was_rounded(
