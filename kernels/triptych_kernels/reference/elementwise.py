@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from triptych_kernels.reference.linear import activate
+
 
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out_dtype: torch.dtype
@@ -47,7 +49,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     intermediate_size = x.shape[-1] // 2
     gate = x[..., :intermediate_size].double()
     up = x[..., intermediate_size:].double()
-    return (gate / (1.0 + torch.exp(-gate)) * up).to(x.dtype)
+    return (activate(gate, "silu") * up).to(x.dtype)
 
 
 def embedding(token_ids: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
