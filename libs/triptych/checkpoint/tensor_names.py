@@ -6,7 +6,10 @@ they differ: words that are exchanged, tensors that hold several projections, te
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+_EXPERT = re.compile(r"\.experts\.(\d+)(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,26 @@ class FusedTensor:
     interleaved: str = "no"
     """no: one projection after the other. kv_heads: for each key head its queries, its key, its value. rows: one row of
     each projection in turn."""
+    of_experts: bool = False
+    """Whether it holds the projections of all experts of a mixture, expert by expert along an axis before the others.
+    The parts are then those of one expert, without its number: `mlp.experts.down_proj`."""
+    is_transposed: bool = False
+    """of_experts: whether an expert's weights are stored [in_features, out_features]."""
+    suffixes: tuple[str, str] = (".weight", ".bias")
+    """Endings of the name: of a tensor of weights, and of biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The checkpoint's tensor that holds one of ours."""
+
+    name: str
+    fused: FusedTensor | None = None
+    """How it is fused; None: it holds nothing else."""
+    part: str = ""
+    """Ours among its parts."""
+    expert: int = 0
+    """of_experts: the number of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +67,17 @@ class TensorNames:
             name = name.replace(ours, theirs)
         return name
 
-    def holder(self, name: str) -> tuple[str, FusedTensor | None]:
-        """Return the name of the checkpoint's tensor that holds one of ours, and how it is fused; None: it is not."""
+    def holder(self, name: str) -> Holder:
+        """Return the checkpoint's tensor that holds one of ours."""
         module, _, kind = name.rpartition(".")
+        found = _EXPERT.search(module)
+        expert = 0 if found is None else int(found[1])
         for fused in self.fused:
+            inner = _EXPERT.sub(".experts", module) if fused.of_experts else module
             for part in fused.parts:
-                if module.endswith("." + part):
-                    return f"{self.stored(module[: -len(part)])}{fused.name}.{kind}", fused
-        return self.stored(name), None
+                if inner.endswith("." + part):
+                    suffix = fused.suffixes[kind == "bias"]
+                    return Holder(
+                        f"{self.stored(inner[: -len(part)])}{fused.name}{suffix}", fused, part, expert
+                    )
+        return Holder(self.stored(name))

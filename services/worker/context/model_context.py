@@ -51,7 +51,7 @@ class ModelContext:
     def tensor_type(self, name: str) -> str:
         """Return the form of the stored elements of a tensor under our layers' name; empty if it is not known."""
         names = self.architecture.names
-        holder, _ = names.holder(name)
+        holder = names.holder(name).name
         return self.tensor_types.get(holder) or self.tensor_types.get(
             holder.removeprefix(names.optional_prefix), ""
         )

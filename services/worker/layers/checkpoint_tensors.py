@@ -72,6 +72,27 @@ class CutTensor:
             target.load(name, _select(tensor, rows, target.checkpoint_shape))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsTensor:
+    """A tensor that holds the projections of all experts along its first axis; a `TensorTarget`."""
+
+    experts: tuple[CutTensor, ...]
+    """The target of each expert's part, by its number."""
+
+    @property
+    def checkpoint_shape(self) -> tuple[int, ...]:
+        return len(self.experts), *self.experts[0].checkpoint_shape
+
+    @property
+    def constant(self) -> float | None:
+        return self.experts[0].constant
+
+    def load(self, name: str, tensor: LoadedTensor) -> None:
+        check_shape(name, tensor, self.checkpoint_shape)
+        for expert, cut in enumerate(self.experts):
+            cut.load(name, tensor.narrow(0, expert, 1)[0])
+
+
 def _transposed(tensor: LoadedTensor) -> UnreadTensor:
     rows, columns = tensor.shape
     return UnreadTensor((columns, rows), lambda dim, start, length: tensor.narrow(1 - dim, start, length).t())
@@ -96,28 +117,39 @@ def checkpoint_targets(model: nn.Module, architecture: ModelArchitecture) -> dic
     """Return name in the checkpoint -> place, for every parameter of `model`."""
     names, ours = architecture.names, find_weight_targets(model)
     found: dict[str, TensorTarget] = {}
-    fused: dict[str, tuple[FusedTensor, dict[str, WeightTarget]]] = {}
+    fused: dict[str, tuple[FusedTensor, dict[tuple[int, str], WeightTarget]]] = {}
     for name, target in ours.items():
-        holder, fusion = names.holder(name)
-        if fusion is not None:
-            part = next(part for part in fusion.parts if name.rpartition(".")[0].endswith(part))
-            fused.setdefault(holder, (fusion, {}))[1][part] = target
-        elif _is_transposed(holder, target.checkpoint_shape, names):
-            found[holder] = CutTensor(
+        holder = names.holder(name)
+        if holder.fused is not None:
+            fused.setdefault(holder.name, (holder.fused, {}))[1][holder.expert, holder.part] = target
+        elif _is_transposed(holder.name, target.checkpoint_shape, names):
+            found[holder.name] = CutTensor(
                 ((target, slice(0, target.checkpoint_shape[0])),), target.checkpoint_shape, is_transposed=True
             )
         else:
-            found[holder] = target
-    for holder, (fusion, parts) in fused.items():
-        targets = [parts[part] for part in fusion.parts]
-        rows = [target.checkpoint_shape[0] for target in targets]
-        shape = (sum(rows), *targets[0].checkpoint_shape[1:])
-        found[holder] = CutTensor(
-            tuple(zip(targets, _rows_of_parts(fusion, rows, architecture), strict=True)),
-            shape,
-            _is_transposed(holder, shape, names),
+            found[holder.name] = target
+    for name, (fusion, targets) in fused.items():
+        experts = sorted({expert for expert, _ in targets})
+        cuts = tuple(
+            _join(fusion, [targets[expert, part] for part in fusion.parts], architecture, name)
+            for expert in experts
         )
+        found[name] = ExpertsTensor(cuts) if fusion.of_experts else cuts[0]
     return found
+
+
+def _join(
+    fusion: FusedTensor, targets: list[WeightTarget], architecture: ModelArchitecture, name: str
+) -> CutTensor:
+    """Return the place of the checkpoint's tensor `name`, which is made of these projections."""
+    rows = [target.checkpoint_shape[0] for target in targets]
+    shape = (sum(rows), *targets[0].checkpoint_shape[1:])
+    is_transposed = fusion.is_transposed and len(shape) == 2
+    return CutTensor(
+        tuple(zip(targets, _rows_of_parts(fusion, rows, architecture), strict=True)),
+        shape,
+        is_transposed or _is_transposed(name, shape, architecture.names),
+    )
 
 
 def _is_transposed(name: str, shape: tuple[int, ...], names: TensorNames) -> bool:

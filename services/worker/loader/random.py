@@ -48,6 +48,8 @@ class RandomCheckpoint(Checkpoint):
         }
         self._constants = {name: target.constant for name, target in targets.items()}
         self.file_name_to_size: dict[str, int] = {}
+        self._drawn: tuple[str, Tensor] | None = None
+        """The tensor that is being read part by part, until it is released."""
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Draw one tensor on the device; see `Checkpoint.read`."""
@@ -59,6 +61,14 @@ class RandomCheckpoint(Checkpoint):
         generator.manual_seed(int.from_bytes(seed[:8], "little", signed=True))
         drawn = torch.empty(shape, device=self._device)
         return drawn.normal_(0.0, _STANDARD_DEVIATION, generator=generator).to(dtype)
+
+    def read_part(self, name: str, dtype: torch.dtype, dim: int, start: int, length: int) -> Tensor:
+        if self._drawn is None or self._drawn[0] != name or self._drawn[1].dtype != dtype:
+            self._drawn = name, self.read(name, dtype)
+        return self._drawn[1].narrow(dim, start, length)
+
+    def release(self, name: str) -> None:
+        self._drawn = None
 
     def read_bytes(self, name: str, start: int, length: int) -> bytes:
         return self.tensors[name].type.encode()
