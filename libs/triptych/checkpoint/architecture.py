@@ -50,6 +50,8 @@ class ExpertsSpec:
     """How many of them a token goes through."""
     renormalize: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
+    bias: bool = False
+    """Whether the router has a bias, and each projection of each expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ class BlockSpec:
     """Whether the projection of the attention's output has a bias."""
     mlp_bias: bool = False
     activation: str = "silu"
-    """Under Hugging Face's names: silu, gelu, gelu_pytorch_tanh, relu, relu2, quick_gelu."""
+    """Under Hugging Face's names: silu, gelu, gelu_pytorch_tanh, relu, relu2, quick_gelu. And that of GPT-OSS's
+    experts, swiglu_oai."""
     attention_scale: float = 0.0
     """Factor of the products of queries and keys; 0: 1 / sqrt(head_dim)."""
     attention_soft_cap: float = 0.0

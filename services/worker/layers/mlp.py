@@ -55,9 +55,8 @@ def create_mlp(spec: LayerSpec, *, context: ModelContext, prefix: str) -> nn.Mod
         return SparseMoE(
             context.architecture.hidden_size,
             spec.intermediate_size,
-            spec.experts.num_experts,
-            spec.experts.num_experts_per_tok,
-            renormalize=spec.experts.renormalize,
+            spec.experts,
+            activation=context.architecture.block.activation,
             context=context,
             prefix=prefix,
         )

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from triptych.checkpoint.architecture import ExpertsSpec
+from triptych.errors import FeatureDisabled
 from triptych_kernels.ops import fused_moe, linear
-from triptych_kernels.weights.base import LinearWeight
+from triptych_kernels.weights.base import Half, LinearWeight
 from triptych_kernels.weights.packed import PackedWeight, can_pack
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.quantization import choose_format, create_quantized_experts
@@ -20,16 +22,20 @@ from triptych_services.worker.layers.weights import (
     AnyWeight,
     WeightedLayer,
     WeightTarget,
+    bias_target,
     create_linear_weight,
     empty_parameter,
     linear_target,
+    unused_target,
 )
 from triptych_services.worker.parallel.shares import share
+
+_HALVES: tuple[Half, Half] = ("gate", "up")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """The sizes of each expert, and this rank's share of it."""
+    """The form of each expert, and this rank's share of it."""
 
     hidden_size: int
     intermediate_size: int
@@ -38,6 +44,12 @@ class ExpertSizes:
     """Index of the first column that this rank holds."""
     length: int
     """Number of columns that this rank holds."""
+    activation: str
+    """One of `ops.GATED_ACTIVATIONS`."""
+    has_bias: bool
+    """Whether the checkpoint has biases."""
+    adds_down_bias: bool
+    """Whether this rank adds the bias of the second product: one of those that share an expert does."""
 
 
 class SparseMoE(nn.Module):
@@ -47,30 +59,39 @@ class SparseMoE(nn.Module):
         self,
         hidden_size: int,
         intermediate_size: int,
-        num_experts: int,
-        top_k: int,
+        spec: ExpertsSpec,
         *,
-        renormalize: bool,
+        activation: str,
         context: ModelContext,
         prefix: str,
     ) -> None:
         """
         Args:
-            top_k: Number of experts that a token passes through.
-            renormalize: Whether they are weighted by the softmax over them, rather than over all experts.
+            intermediate_size: Number of columns of an expert, of all ranks together.
+            activation: One of `ops.GATED_ACTIVATIONS`.
+
+        Raises:
+            FeatureDisabled: The device's quantized products do not compute such experts.
         """
         super().__init__()
         self.group = context.group
-        self.top_k = top_k
-        self.renormalize = renormalize
-        self.router = Router(hidden_size, num_experts, context=context, prefix=f"{prefix}.gate")
+        self.spec = spec
+        self.activation = activation
+        self.router = Router(
+            hidden_size, spec.num_experts, bias=spec.bias, context=context, prefix=f"{prefix}.gate"
+        )
+        start, length = share(intermediate_size, what="intermediate_size", rank=context.rank)
         sizes = ExpertSizes(
             hidden_size,
             intermediate_size,
-            *share(intermediate_size, what="intermediate_size", rank=context.rank),
+            start,
+            length,
+            activation,
+            has_bias=spec.bias,
+            adds_down_bias=spec.bias and context.rank.tensor_parallel_rank == 0,
         )
         create = PackedExperts if _are_packed(sizes, context) else StackedExperts
-        self.experts = create(sizes, num_experts, context=context, prefix=f"{prefix}.experts")
+        self.experts = create(sizes, spec.num_experts, context=context, prefix=f"{prefix}.experts")
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size], on every rank."""
@@ -79,8 +100,11 @@ class SparseMoE(nn.Module):
             self.router(x),
             self.experts.w13,
             self.experts.w2,
-            top_k=self.top_k,
-            renormalize=self.renormalize,
+            top_k=self.spec.num_experts_per_tok,
+            renormalize=self.spec.renormalize,
+            activation=self.activation,
+            w13_bias=self.experts.w13_bias,
+            w2_bias=self.experts.w2_bias,
         )
         out: Tensor = self.group.all_reduce(mixed)
         return out
@@ -89,23 +113,31 @@ class SparseMoE(nn.Module):
 class Router(WeightedLayer):
     """A score for each expert. It is never quantized: it is small, and a wrong choice is a large error."""
 
-    def __init__(self, hidden_size: int, num_experts: int, *, context: ModelContext, prefix: str) -> None:
+    def __init__(
+        self, hidden_size: int, num_experts: int, *, bias: bool, context: ModelContext, prefix: str
+    ) -> None:
         super().__init__()
         self.prefix = prefix
+        self.has_bias = bias
         dtype = context.dtype
         self.weight: AnyWeight
+        self.bias: nn.Parameter | None = None
         if context.device.type == "cpu" and can_pack(hidden_size, dtype):
-            self.weight = PackedWeight(num_experts, hidden_size, dtype)
+            self.weight = PackedWeight(num_experts, hidden_size, dtype, bias=bias)
         else:
             self.weight = empty_parameter(num_experts, hidden_size, context=context)
+            self.bias = empty_parameter(num_experts, context=context) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [num_tokens, hidden_size] to logits [num_tokens, num_experts]."""
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.bias)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         rows, columns = self.weight.shape
-        return {f"{self.prefix}.weight": linear_target(self.weight, (rows, columns))}
+        targets = {f"{self.prefix}.weight": linear_target(self.weight, (rows, columns))}
+        if self.has_bias:
+            targets[f"{self.prefix}.bias"] = bias_target(self.weight, self.bias, rows)
+        return targets
 
 
 class StackedExperts(WeightedLayer):
@@ -123,16 +155,25 @@ class StackedExperts(WeightedLayer):
         self.prefix, self.sizes = prefix, sizes
         self.w13 = empty_parameter(num_experts, 2 * sizes.length, sizes.hidden_size, context=context)
         self.w2 = empty_parameter(num_experts, sizes.hidden_size, sizes.length, context=context)
+        self.w13_bias: nn.Parameter | None = None
+        self.w2_bias: nn.Parameter | None = None
+        if sizes.has_bias:
+            self.w13_bias = empty_parameter(num_experts, 2 * sizes.length, context=context)
+        if sizes.adds_down_bias:
+            self.w2_bias = empty_parameter(num_experts, sizes.hidden_size, context=context)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}
         for expert, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
-            targets |= _expert_targets(w13, w2, self.sizes, f"{self.prefix}.{expert}")
+            biases = (None if bias is None else bias[expert] for bias in (self.w13_bias, self.w2_bias))
+            targets |= _expert_targets(w13, w2, self.sizes, f"{self.prefix}.{expert}", *biases)
         return targets
 
 
 class PackedExperts(nn.Module):
-    """Each expert's weights in the form that the device's products read: packed or quantized."""
+    """Each expert's weights in the form that the device's products read: packed or quantized, with their biases."""
+
+    w13_bias = w2_bias = None
 
     def __init__(
         self,
@@ -145,14 +186,16 @@ class PackedExperts(nn.Module):
         super().__init__()
         prefixes = [f"{prefix}.{number}" for number in range(num_experts)]
 
-        def create(out_features: int, in_features: int, *projections: str) -> Sequence[LinearWeight]:
+        def create(
+            out_features: int, in_features: int, *projections: str, bias: bool
+        ) -> Sequence[LinearWeight]:
             sources = [[f"{expert}.{name}.weight" for name in projections] for expert in prefixes]
             return create_packed(
-                out_features, in_features, sources, gated=len(projections) == 2, context=context
+                out_features, in_features, sources, gated=len(projections) == 2, bias=bias, context=context
             )
 
-        self.w13 = create(2 * sizes.length, sizes.hidden_size, "gate_proj", "up_proj")
-        self.w2 = create(sizes.hidden_size, sizes.length, "down_proj")
+        self.w13 = create(2 * sizes.length, sizes.hidden_size, "gate_proj", "up_proj", bias=sizes.has_bias)
+        self.w2 = create(sizes.hidden_size, sizes.length, "down_proj", bias=sizes.adds_down_bias)
         self.experts = nn.ModuleList(
             PackedExpert(w13, w2, sizes, expert)
             for w13, w2, expert in zip(self.w13, self.w2, prefixes, strict=True)
@@ -172,9 +215,20 @@ class PackedExpert(WeightedLayer):
 
 
 def _are_packed(sizes: ExpertSizes, context: ModelContext) -> bool:
-    """Return whether experts' weights are packed or quantized, rather than stacked plain tensors."""
+    """Return whether experts' weights are packed or quantized, rather than stacked plain tensors.
+
+    Raises:
+        FeatureDisabled: The device's quantized products do not compute such experts.
+    """
     if context.device.type != "cpu":
-        return context.config.quantization != "none"
+        quantization = context.config.quantization
+        if quantization != "none" and (sizes.has_bias or sizes.activation != "silu"):
+            raise FeatureDisabled(
+                f"model.quantization = {quantization}",
+                f"{context.architecture.name} has experts with biases or with {sizes.activation}, which GPUs compute "
+                "from plain weights only; set it to none",
+            )
+        return quantization != "none"
     dtype = context.dtype
     return can_pack(sizes.hidden_size, dtype) and can_pack(sizes.length, dtype)
 
@@ -185,6 +239,7 @@ def create_packed(
     sources: Sequence[Sequence[str]],
     *,
     gated: bool,
+    bias: bool,
     context: ModelContext,
 ) -> Sequence[LinearWeight]:
     """Allocate the weights of one product of every expert: one by one on CPUs, else quantized, as one tensor.
@@ -195,13 +250,14 @@ def create_packed(
     if context.device.type != "cpu":
         format = choose_format([name for names in sources for name in names], context=context)
         assert format is not None, "plain weights are stacked"
+        assert not bias, "_are_packed has refused it"
         return create_quantized_experts(
             len(sources), out_features, in_features, format, gated=gated, context=context
         )
     weights = []
     for names in sources:
         weight, _ = create_linear_weight(
-            out_features, in_features, sources=names, context=context, gated=gated
+            out_features, in_features, sources=names, context=context, gated=gated, bias=bias
         )
         assert isinstance(weight, LinearWeight), "_are_packed has checked that they can be packed"
         weights.append(weight)
@@ -209,12 +265,28 @@ def create_packed(
 
 
 def _expert_targets(
-    w13: AnyWeight, w2: AnyWeight, sizes: ExpertSizes, prefix: str
+    w13: AnyWeight,
+    w2: AnyWeight,
+    sizes: ExpertSizes,
+    prefix: str,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
 ) -> dict[str, WeightTarget]:
+    """Return the places of an expert's tensors; a `LinearWeight` holds its own bias."""
     columns = (sizes.intermediate_size, sizes.hidden_size)
     share_of_columns = {"length": sizes.length, "start": sizes.start}
-    return {
-        f"{prefix}.gate_proj.weight": linear_target(w13, columns, half="gate", **share_of_columns),
-        f"{prefix}.up_proj.weight": linear_target(w13, columns, half="up", **share_of_columns),
-        f"{prefix}.down_proj.weight": linear_target(w2, columns[::-1], dim=1, start=sizes.start),
-    }
+    targets = {f"{prefix}.down_proj.weight": linear_target(w2, columns[::-1], dim=1, start=sizes.start)}
+    for half in _HALVES:
+        name = f"{prefix}.{half}_proj"
+        targets[f"{name}.weight"] = linear_target(w13, columns, half=half, **share_of_columns)
+        if sizes.has_bias:
+            targets[f"{name}.bias"] = bias_target(
+                w13, w13_bias, sizes.intermediate_size, half=half, **share_of_columns
+            )
+    if sizes.has_bias:
+        targets[f"{prefix}.down_proj.bias"] = (
+            bias_target(w2, w2_bias, sizes.hidden_size)
+            if sizes.adds_down_bias
+            else unused_target((sizes.hidden_size,))
+        )
+    return targets

@@ -205,7 +205,7 @@ def linear_target(
 
 def bias_target(
     weight: AnyWeight,
-    bias: nn.Parameter | None,
+    bias: Tensor | None,
     out_features: int,
     *,
     first_row: int = 0,

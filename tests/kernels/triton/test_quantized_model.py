@@ -64,6 +64,7 @@ def create_experts_for_triton(
     sources: Sequence[Sequence[str]],
     *,
     gated: bool,
+    bias: bool,
     context: ModelContext,
 ) -> GroupQuantizedExperts | ChannelQuantizedExperts:
     """Return the experts that `moe` creates on a CUDA device."""
@@ -141,7 +142,7 @@ def test_ranks_shares_of_quantized_experts_sum_to_the_whole(
     def mix(x: torch.Tensor, rank: int = 0, size: int = 1, quantization: str = "none") -> torch.Tensor:
         facts = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size)
         context = ModelContext(replace(tiny_config(), rank=facts, quantization=quantization))
-        layer = SparseMoE(hidden, inner, 2, 2, renormalize=True, context=context, prefix="m")
+        layer = SparseMoE(hidden, inner, ExpertsSpec(2, 2), activation="silu", context=context, prefix="m")
         load_weights(layer, tensors.items(), ARCHITECTURE)
         return layer(x)
 

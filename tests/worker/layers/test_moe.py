@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.worker.tiny import tiny_architecture, tiny_config
-from triptych.errors import ConfigError
+from triptych.checkpoint.architecture import ExpertsSpec
+from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+from triptych.errors import ConfigError, FeatureDisabled, ModelError
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_kernels.ops import fused_moe
 from triptych_services.worker.context.model_context import ModelContext
@@ -31,27 +33,38 @@ def form(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def create(rank: int = 0, size: int = 1, *, renormalize: bool = True, inner: int = INNER) -> SparseMoE:
+def create(
+    rank: int = 0,
+    size: int = 1,
+    *,
+    renormalize: bool = True,
+    inner: int = INNER,
+    bias: bool = False,
+    activation: str = "silu",
+) -> SparseMoE:
     place = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size)
     context = ModelContext(replace(tiny_config(), rank=place))
     return SparseMoE(
         HIDDEN,
         inner,
-        NUM_EXPERTS,
-        2,
-        renormalize=renormalize,
+        ExpertsSpec(NUM_EXPERTS, 2, renormalize=renormalize, bias=bias),
+        activation=activation,
         context=context,
         prefix="m",
     )
 
 
-def checkpoint() -> dict[str, Tensor]:
+def checkpoint(*, bias: bool = False) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
-    tensors = {"m.gate.weight": torch.randn(NUM_EXPERTS, HIDDEN, generator=generator)}
+    modules = {"m.gate": (NUM_EXPERTS, HIDDEN)}
     for expert in range(NUM_EXPERTS):
-        for name, shape in shapes.items():
-            tensors[f"m.experts.{expert}.{name}.weight"] = torch.randn(shape, generator=generator)
+        modules |= {f"m.experts.{expert}.{name}": shape for name, shape in shapes.items()}
+    tensors = {}
+    for name, shape in modules.items():
+        tensors[f"{name}.weight"] = torch.randn(shape, generator=generator)
+        if bias:
+            tensors[f"{name}.bias"] = torch.randn(shape[0], generator=generator)
     return tensors
 
 
@@ -72,6 +85,89 @@ def test_the_ranks_results_sum_to_the_whole_mixture(num_ranks: int, renormalize:
         x, logits, torch.stack(w13), torch.stack(w2), top_k=2, renormalize=renormalize, impl="reference"
     )
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_ranks_results_sum_to_the_mixture_with_biases(num_ranks: int) -> None:
+    tensors, x = checkpoint(bias=True), torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(2))
+    total = torch.zeros(7, HIDDEN)
+    for rank in range(num_ranks):
+        layer = create(rank, num_ranks, bias=True, activation="swiglu_oai")
+        load_weights(layer, tensors.items(), tiny_architecture())
+        total += layer(x)
+
+    def stacked(*projections: str, kind: str) -> Tensor:
+        return torch.stack(
+            [
+                torch.cat([tensors[f"m.experts.{expert}.{name}.{kind}"] for name in projections])
+                for expert in range(NUM_EXPERTS)
+            ]
+        )
+
+    expected = fused_moe(
+        x,
+        x @ tensors["m.gate.weight"].T + tensors["m.gate.bias"],
+        stacked("gate_proj", "up_proj", kind="weight"),
+        stacked("down_proj", kind="weight"),
+        top_k=2,
+        activation="swiglu_oai",
+        w13_bias=stacked("gate_proj", "up_proj", kind="bias"),
+        w2_bias=stacked("down_proj", kind="bias"),
+        impl="reference",
+    )
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_quantized_experts_with_biases_are_refused_on_gpus() -> None:
+    facts = RankFacts(device="meta")  # as a GPU, but without one
+    context = ModelContext(replace(tiny_config(), rank=facts, quantization="q4"))
+    with pytest.raises(FeatureDisabled, match=r"model\.quantization = q4: .* experts with biases"):
+        SparseMoE(
+            HIDDEN, INNER, ExpertsSpec(3, 2, bias=True), activation="swiglu_oai", context=context, prefix="m"
+        )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_stacked_tensors_are_those_of_the_experts(num_ranks: int) -> None:
+    """Gate and up in alternate columns [num_experts, inputs, outputs], as GPT-OSS has them."""
+    fused = tuple(
+        FusedTensor(
+            f"experts.{name}",
+            tuple(f"experts.{part}" for part in parts),
+            interleaved="rows",
+            of_experts=True,
+            is_transposed=True,
+            suffixes=("", "_bias"),
+        )
+        for name, parts in (("gate_up", ("gate_proj", "up_proj")), ("down", ("down_proj",)))
+    )
+    names = TensorNames(renamed=(("m.gate.", "m.router."),), fused=fused)
+    architecture = replace(tiny_architecture(), names=names)
+    plain = checkpoint(bias=True)
+    stacked = {f"m.router.{kind}": plain[f"m.gate.{kind}"] for kind in ("weight", "bias")}
+    for fusion in fused:
+        parts = [
+            [plain[f"m.experts.{expert}.{part.split('.')[1]}.weight"] for part in fusion.parts]
+            for expert in range(NUM_EXPERTS)
+        ]
+        biases = [
+            [plain[f"m.experts.{expert}.{part.split('.')[1]}.bias"] for part in fusion.parts]
+            for expert in range(NUM_EXPERTS)
+        ]
+        stacked[f"m.{fusion.name}"] = torch.stack([torch.stack(p, dim=1).flatten(0, 1).T for p in parts])
+        stacked[f"m.{fusion.name}_bias"] = torch.stack([torch.stack(b, dim=1).flatten() for b in biases])
+    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(2))
+    for rank in range(num_ranks):
+        layers = [create(rank, num_ranks, bias=True) for _ in range(2)]
+        load_weights(layers[0], plain.items(), tiny_architecture())
+        load_weights(layers[1], stacked.items(), architecture)
+        assert torch.equal(layers[0](x), layers[1](x))
+    with pytest.raises(
+        ModelError, match=r"m\.experts\.down: the checkpoint holds \[2, 20, 12\], .* \[3, 20, 12\]"
+    ):
+        load_weights(
+            layers[1], (stacked | {"m.experts.down": stacked["m.experts.down"][:2]}).items(), architecture
+        )
 
 
 def test_ranks_share_experts_and_hold_the_whole_router() -> None:
