@@ -249,6 +249,37 @@ def test_what_a_family_has_and_nobody_built_is_told_from_what_is_odd(tmp_path: P
         )
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"swiglu_limit": 5.0}, FeatureDisabled, r"swiglu_limit = 5\.0: .*activation is another"),
+        ({"swiglu_alpha": 2.0}, FeatureDisabled, r"swiglu_alpha = 2\.0: .*activation is another"),
+        ({"experts_per_token": 3}, FeatureDisabled, "experts_per_token = 3: .*contradicts"),
+        ({"rope_scaling": None}, ModelError, "rope_parameters: None must be an object"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, ModelError, "'mxfp4' is not supported"),
+    ],
+)
+def test_what_gpt_oss_may_say_and_nobody_built_is_refused(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "experts_per_token": 2,
+        "sliding_window": 8,
+        "swiglu_limit": 7.0,
+        "hidden_act": "silu",
+        "initial_context_length": 16,
+        "rope_theta": 150000,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False},
+    }
+    architecture = read_architecture(write_config(tmp_path, **config))
+    assert [layer.attention for layer in architecture.layers] == ["sliding", "full"]
+    with pytest.raises(error, match=message):
+        read_architecture(write_config(tmp_path, **config | changes))
+
+
 def test_the_decoder_of_a_composite_checkpoint_is_read(tmp_path: Path) -> None:
     text = {key: value for key, value in MINIMAL.items() if key != "architectures"}
     text |= {"head_dim": 8, "sliding_window": 6, "torch_dtype": None}

@@ -103,6 +103,19 @@ FAMILIES: dict[str, Tiny] = {
     "GPT-NeoX, in turn": Tiny(
         "gpt_neox", {"use_parallel_residual": False, "attention_bias": False}, HEADS_ALIKE
     ),
+    "GPT-OSS": Tiny(
+        "gpt_oss",
+        {
+            "head_dim": 10,
+            "intermediate_size": 24,
+            "sliding_window": WINDOW,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "pad_token_id": 0,
+            "experts_implementation": "eager",
+            **rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, truncate=False),
+        },
+    ),
     "Granite": Tiny(
         "granite",
         {

@@ -27,7 +27,7 @@ from triptych_services.worker.loader.load import open_checkpoint
 from triptych_services.worker.models import registry
 
 COMPOSITE = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
-NOT_RECORDED = {"Mixtral", "OLMoE", "Qwen 3 MoE"}
+NOT_RECORDED = {"GPT-OSS", "Mixtral", "OLMoE", "Qwen 3 MoE"}
 """Families whose products depend on the tokens; see services/worker/models/README.md."""
 
 

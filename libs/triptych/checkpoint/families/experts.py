@@ -1,10 +1,10 @@
-"""Families with a mixture of experts in place of the MLP: Mixtral, OLMoE, Qwen 3 MoE."""
+"""Families with a mixture of experts in place of the MLP: GPT-OSS, Mixtral, OLMoE, Qwen 3 MoE."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.architecture import BlockSpec, ModelArchitecture, NormSpec
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
     FULL,
@@ -12,13 +12,57 @@ from triptych.checkpoint.families.keys import (
     describe,
     describe_layers,
     read_experts,
+    read_layer_types,
     read_qwen_layer_types,
     read_rope,
     read_sizes,
     read_window,
 )
 from triptych.checkpoint.families.llama import rms_block
-from triptych.checkpoint.tensor_names import TensorNames
+from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+
+
+def gpt_oss(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config, default_head_dim=64)
+    layer_types = read_layer_types(
+        config, sizes.num_layers, default=lambda index: FULL if index % 2 else SLIDING
+    )
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        config.fail("rope_parameters", None, "must be an object; this family rotates by yarn")
+    experts = replace(read_experts(config), bias=True)
+    config.expect(
+        "experts_per_token", experts.num_experts_per_tok, otherwise="it contradicts num_experts_per_tok"
+    )
+    config.expect("swiglu_alpha", 1.702, otherwise="the slope of the experts' activation is another")
+    config.expect("swiglu_limit", 7.0, otherwise="the limit of the experts' activation is another")
+    # the activation has no other form; the length is said again by the rope
+    config.pass_over("hidden_act", "initial_context_length")
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes, theta=150000.0),
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+        experts=experts,
+    )
+    bias = config.boolean("attention_bias", default=True)
+    norm = NormSpec(eps=config.number("rms_norm_eps", default=1e-5))
+    block = BlockSpec(norm=norm, qkv_bias=bias, out_bias=bias, activation="swiglu_oai", has_sinks=True)
+    names = TensorNames(
+        renamed=((".mlp.gate.", ".mlp.router."),),
+        fused=tuple(
+            FusedTensor(
+                f"mlp.experts.{name}",
+                tuple(f"mlp.experts.{part}" for part in parts),
+                interleaved="rows",
+                of_experts=True,
+                is_transposed=True,
+                suffixes=("", "_bias"),
+            )
+            for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+        ),
+    )
+    return describe(config, sizes, layers=layers, block=block, names=names)
 
 
 def mixtral(config: ConfigFile) -> ModelArchitecture:

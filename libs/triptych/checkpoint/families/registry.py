@@ -42,6 +42,7 @@ _GROUPS = {
         "SmolLM3ForCausalLM": "smollm3",
     },
     "experts": {
+        "GptOssForCausalLM": "gpt_oss",
         "MixtralForCausalLM": "mixtral",
         "OlmoeForCausalLM": "olmoe",
         "Qwen3MoeForCausalLM": "qwen3_moe",
