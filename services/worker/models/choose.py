@@ -10,11 +10,9 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.config_json import CONFIG_FILE, read_architecture
 from triptych.checkpoint.families.registry import architecture_name
-from triptych.config import EngineConfig, ModelConfig
 from triptych.errors import FeatureDisabled
-from triptych_services.worker.context.model_context import ModelContext
-from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from triptych_services.worker.models.registry import create_model, find_model
+from triptych_services.worker.models.decoder import DecoderForCausalLM, check_supported
+from triptych_services.worker.models.registry import find_model
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +39,10 @@ def choose_architecture(directory: Path, backend: str) -> ModelArchitecture:
 
 
 def _describe_native(directory: Path) -> ModelArchitecture:
-    find_model(architecture_name(ConfigFile.read(directory / CONFIG_FILE)))
+    model = find_model(architecture_name(ConfigFile.read(directory / CONFIG_FILE)))
     architecture = read_architecture(directory)
-    # what its model does not build is known when it is built, here without memory
-    config = ResolvedConfig(
-        engine=EngineConfig(model=ModelConfig(max_model_len=1)),
-        architecture=architecture,
-        rank=RankFacts(device="meta"),
-    )
-    create_model(context=ModelContext(config))
+    if model is DecoderForCausalLM:
+        check_supported(architecture)
     return architecture
 
 

@@ -31,7 +31,7 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
         super().__init__()
         architecture = context.architecture
-        _check_supported(architecture)
+        check_supported(architecture)
         self.model = Decoder(context=context, prefix=f"{prefix}model")
         self.lm_head: LogitsHead | None = None
         self._architecture, self._prefix = architecture, prefix
@@ -247,7 +247,7 @@ class DecoderLayer(nn.Module):
         return hidden if self.multiplier == 1.0 else hidden * self.multiplier
 
 
-def _check_supported(architecture: ModelArchitecture) -> None:
+def check_supported(architecture: ModelArchitecture) -> None:
     """Refuse what the description can say and nothing here computes.
 
     Raises:
