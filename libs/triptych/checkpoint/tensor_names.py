@@ -54,8 +54,8 @@ class TensorNames:
     fused: tuple[FusedTensor, ...] = ()
     transposed: tuple[str, ...] = ()
     """Endings of the checkpoint's modules with weights stored [in_features, out_features]."""
-    optional_prefix: str = ""
-    """Beginning of the checkpoint's names that some files leave out."""
+    older: tuple[tuple[str, str], ...] = ()
+    """(beginning of a name in older files, the beginning that it has today), of which the first that fits counts."""
     ignored: tuple[str, ...] = ()
     """Endings of tensors that checkpoints may contain and the model does not use."""
     ignored_prefixes: tuple[str, ...] = ()
@@ -65,6 +65,13 @@ class TensorNames:
         """Return the checkpoint's name for a tensor that is not part of a fused one."""
         for ours, theirs in self.renamed:
             name = name.replace(ours, theirs)
+        return name
+
+    def current(self, name: str) -> str:
+        """Return the checkpoint's name of today for one of an older file."""
+        for before, today in self.older:
+            if name.startswith(before):
+                return today + name[len(before) :]
         return name
 
     def holder(self, name: str) -> Holder:

@@ -50,11 +50,7 @@ class ModelContext:
 
     def tensor_type(self, name: str) -> str:
         """Return the form of the stored elements of a tensor under our layers' name; empty if it is not known."""
-        names = self.architecture.names
-        holder = names.holder(name).name
-        return self.tensor_types.get(holder) or self.tensor_types.get(
-            holder.removeprefix(names.optional_prefix), ""
-        )
+        return self.tensor_types.get(self.architecture.names.holder(name).name, "")
 
     def stored_dtype(self, sources: Iterable[str]) -> torch.dtype:
         """Return the precision that holds a weight made of these tensors of the checkpoint.

@@ -199,13 +199,13 @@ def load_weights(
     endings = (*ignored, *names.ignored)
     with torch.no_grad():
         for given, tensor in tensors:
-            name = given if given in targets else names.optional_prefix + given
+            name = names.current(given)
             if name in missing:
                 targets[name].load(given, tensor)
                 del missing[name]
             elif name in targets:
                 raise ModelError(f"{given}: the checkpoint holds this tensor twice")
-            elif not given.endswith(endings) and not given.startswith(names.ignored_prefixes or ("\0",)):
+            elif not name.endswith(endings) and not name.startswith(names.ignored_prefixes or ("\0",)):
                 unexpected.append(given)
     complaints = [
         f"{len(names)} tensors are {what}: {_listed(names)}"

@@ -86,7 +86,8 @@ def load_model(
         FeatureDisabled: No model is registered for the architecture.
         ModelError: A tensor is missing, left over or of another shape.
     """
-    tensor_types = {name: stored.type for name, stored in checkpoint.tensors.items()}
+    current = config.architecture.names.current
+    tensor_types = {current(name): stored.type for name, stored in checkpoint.tensors.items()}
     model = create_model(context=ModelContext(config, group or OneRank(), tensor_types))
     names = list(checkpoint.tensors)
     if config.rank.num_stages > 1:

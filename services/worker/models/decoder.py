@@ -53,7 +53,7 @@ class DecoderForCausalLM(nn.Module):
 
     def is_elsewhere(self, name: str) -> bool:
         stored, is_tied = self._architecture.names.stored, self._architecture.tie_word_embeddings
-        name = name.removeprefix(self._prefix)
+        name = self._architecture.names.current(name.removeprefix(self._prefix))
         layer = re.match(re.escape(stored("model.layers.")) + r"(\d+)\.", name)
         if layer is not None:
             index = int(layer[1])

@@ -11,6 +11,7 @@ from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
     FULL,
     SLIDING,
+    WITH_IMAGES,
     Sizes,
     describe,
     describe_layers,
@@ -127,8 +128,5 @@ def gemma3_with_images(config: ConfigFile) -> ModelArchitecture:
     )
     return gemma3(
         config.text_section(),
-        names=TensorNames(
-            renamed=(("model.", "model.language_model."),),
-            ignored_prefixes=("model.vision_tower.", "model.multi_modal_projector."),
-        ),
+        names=WITH_IMAGES,
     )

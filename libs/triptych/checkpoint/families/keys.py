@@ -37,6 +37,18 @@ _ACTIVATIONS = {
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
+WITH_IMAGES = TensorNames(
+    renamed=(("model.", "model.language_model."),),
+    older=(
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ),
+    ignored_prefixes=("model.vision_tower.", "model.multi_modal_projector."),
+)
+"""Of composite checkpoints, of which the part for text is served."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:

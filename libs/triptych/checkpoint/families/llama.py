@@ -17,6 +17,7 @@ from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
     FULL,
     SLIDING,
+    WITH_IMAGES,
     Sizes,
     describe,
     describe_layers,
@@ -239,10 +240,7 @@ def mistral_with_images(config: ConfigFile) -> ModelArchitecture:
     tied = config.boolean("tie_word_embeddings", default=False)
     found = mistral(
         text,
-        names=TensorNames(
-            renamed=(("model.", "model.language_model."),),
-            ignored_prefixes=("model.vision_tower.", "model.multi_modal_projector."),
-        ),
+        names=WITH_IMAGES,
     )
     return replace(found, tie_word_embeddings=found.tie_word_embeddings or tied)
 

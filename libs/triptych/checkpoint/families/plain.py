@@ -65,7 +65,7 @@ def bloom(config: ConfigFile) -> ModelArchitecture:
             ("mlp.down_proj", "mlp.dense_4h_to_h"),
         ),
         fused=(FusedTensor("self_attention.query_key_value", _QKV, interleaved="kv_heads"),),
-        optional_prefix="transformer.",
+        older=tuple((part, f"transformer.{part}") for part in ("h.", "word_embeddings", "ln_f.")),
     )
     ends = EndsSpec(has_embedding_norm=True)
     return describe(config, sizes, layers=layers, block=block, ends=ends, names=names, is_tied=True)
@@ -141,7 +141,7 @@ def _gpt2(config: ConfigFile, *, kv_heads: int, is_transposed: bool, interleaved
         ),
         fused=(FusedTensor("attn.c_attn", _QKV, interleaved=interleaved),),
         transposed=modules if is_transposed else (),
-        optional_prefix="transformer.",
+        older=tuple((part, f"transformer.{part}") for part in ("h.", "wte.", "wpe.", "ln_f.")),
         ignored=("attn.bias", "attn.masked_bias"),
     )
     ends = EndsSpec(num_learned_positions=sizes.max_positions)
@@ -233,7 +233,8 @@ def opt(config: ConfigFile) -> ModelArchitecture:
             ("self_attn.o_proj", "self_attn.out_proj"),
             ("mlp.up_proj", "fc1"),
             ("mlp.down_proj", "fc2"),
-        )
+        ),
+        older=(("decoder.", "model.decoder."),),
     )
     return describe(config, sizes, layers=layers, block=block, ends=ends, names=names, is_tied=True)
 
