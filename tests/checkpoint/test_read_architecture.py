@@ -221,8 +221,11 @@ MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 32}
     [
         (MISTRAL, (32, 32)),
         (MISTRAL | {"sliding_window": 64}, (0, 0)),
+        (MISTRAL | {"sliding_window": None}, (0, 0)),
+        (MISTRAL | {"sliding_window": ..., "max_position_embeddings": 8192}, (4096, 4096)),
         (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, (0, 32)),
-        (QWEN, (32, 32)),
+        (QWEN, (0, 0)),
+        (QWEN | {"use_sliding_window": True}, (0, 0)),
         (QWEN | {"use_sliding_window": False}, (0, 0)),
         (QWEN | {"max_window_layers": 2}, (0, 0)),
         (QWEN | {"use_sliding_window": True, "max_window_layers": 0}, (32, 32)),
@@ -282,7 +285,7 @@ def test_what_gpt_oss_may_say_and_nobody_built_is_refused(
 
 def test_the_decoder_of_a_composite_checkpoint_is_read(tmp_path: Path) -> None:
     text = {key: value for key, value in MINIMAL.items() if key != "architectures"}
-    text |= {"head_dim": 8, "sliding_window": 6, "torch_dtype": None}
+    text |= {"head_dim": 8, "num_key_value_heads": 1, "sliding_window": 6, "torch_dtype": None}
     composite = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "torch_dtype": "bfloat16",

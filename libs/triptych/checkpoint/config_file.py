@@ -104,6 +104,10 @@ class ConfigFile:
         """Note that these keys are of no concern here: of an image tower, or implied by others."""
         self._read.update(keys)
 
+    def assume(self, **defaults: Any) -> None:
+        """Take these values for keys that are absent; null says that there is none."""
+        self.values = {**defaults, **self.values}
+
     def integer(self, key: str, *, default: int | None = None, minimum: int = 1) -> int:
         value = self._get(key, default)
         if type(value) is not int or value < minimum:
@@ -119,6 +123,22 @@ class ConfigFile:
 
     def number(self, key: str, *, default: float | None = None) -> float:
         return self._number(key, self._get(key, default))
+
+    def positive(self, key: str, *, default: float | None = None, maximum: float = 1e9) -> float:
+        """Return a number that others are divided by or that has a logarithm."""
+        value = self.number(key, default=default)
+        if not 0 < value <= maximum:
+            self.fail(key, value, f"must be above 0 and at most {maximum:g}")
+        return value
+
+    def indices(self, key: str, *, length: int) -> frozenset[int]:
+        """Return the entries of a list of layers, of which there are so many; empty where it is absent or null."""
+        values = self._get(key, default=[])
+        if not isinstance(values, list) or not all(
+            type(value) is int and 0 <= value < length for value in values
+        ):
+            self.fail(key, values, f"must be a list of layers, from 0 to {length - 1}")
+        return frozenset(values)
 
     def numbers(self, key: str, *, length: int) -> tuple[float, ...]:
         """Return a list of so many numbers."""
@@ -143,7 +163,7 @@ class ConfigFile:
         """Return a list of so many strings, each one of `among`."""
         values, known = self._get(key, None), tuple(among)
         if not isinstance(values, list) or len(values) != length:
-            found = f"{len(values)} entries" if isinstance(values, list) else repr(values)
+            found = f"{len(values)} entries" if isinstance(values, list) else _shown(values)
             raise ModelError(f"{self.path}: {self._section}{key}: has {found}, must be a list of {length}")
         for value in values:
             if value not in known:
@@ -159,15 +179,12 @@ class ConfigFile:
         self._read.add(key)
         if self.has(key) and self.values[key] != value:
             raise FeatureDisabled(
-                f"{self._section}{key} = {self.values[key]!r}",
+                f"{self._section}{key} = {_shown(self.values[key])}",
                 f"{self.path}: {otherwise}, which is not built",
             )
 
     def fail(self, key: str, value: object, why: str) -> NoReturn:
-        shown = repr(value)
-        raise ModelError(
-            f"{self.path}: {self._section}{key}: {shown if len(shown) <= 200 else shown[:200] + '…'} {why}"
-        )
+        raise ModelError(f"{self.path}: {self._section}{key}: {_shown(value)} {why}")
 
     def refuse_unread(self) -> None:
         """Check that every key has been read, in sections that have been read too.
@@ -212,3 +229,8 @@ class ConfigFile:
                 raise ModelError(f"{self.path}: {self._section}{key}: is missing")
             return default
         return value
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 200 else shown[:200] + "…"

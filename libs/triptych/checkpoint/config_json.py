@@ -64,7 +64,10 @@ def read_generation_defaults(directory: Path) -> dict[str, float | int]:
 def read_model_class(directory: Path) -> tuple[str, tuple[str, ...]]:
     """Return `model_type` and `architectures` of config.json; empty ones where it has none."""
     values = ConfigFile.read_optional(directory / CONFIG_FILE).values
-    return str(values.get("model_type") or ""), tuple(map(str, values.get("architectures") or ()))
+    architectures = values.get("architectures")
+    return str(values.get("model_type") or ""), tuple(
+        map(str, architectures if isinstance(architectures, list) else ())
+    )
 
 
 def check_inside(index: Path, name: str) -> None:
@@ -112,7 +115,12 @@ def _tokenizer_eos_token_id(directory: Path) -> int | None:
         eos = eos.get("content")
     if isinstance(eos, str) and isinstance(added, dict):
         for token_id, token in added.items():
-            if isinstance(token, dict) and token.get("content") == eos and token_id.isdecimal():
+            if (
+                isinstance(token, dict)
+                and token.get("content") == eos
+                and token_id.isdecimal()
+                and len(token_id) < 10
+            ):
                 return int(token_id)
     return None
 

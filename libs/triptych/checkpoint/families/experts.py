@@ -13,7 +13,6 @@ from triptych.checkpoint.families.keys import (
     describe_layers,
     read_experts,
     read_layer_types,
-    read_qwen_layer_types,
     read_rope,
     read_sizes,
     read_window,
@@ -66,6 +65,7 @@ def gpt_oss(config: ConfigFile) -> ModelArchitecture:
 
 
 def mixtral(config: ConfigFile) -> ModelArchitecture:
+    config.assume(num_local_experts=8, num_experts_per_tok=2)
     sizes = read_sizes(config)
     layer_types = (SLIDING if config.has("sliding_window") else FULL,) * sizes.num_layers
     layers = describe_layers(
@@ -108,8 +108,12 @@ def olmoe(config: ConfigFile) -> ModelArchitecture:
 
 
 def qwen3_moe(config: ConfigFile) -> ModelArchitecture:
-    sizes = read_sizes(config, default_head_dim=128)
-    layer_types = read_qwen_layer_types(config, sizes.num_layers)
+    sizes = read_sizes(config)
+    has_window = config.boolean("use_sliding_window", default=False) and config.has("sliding_window")
+    config.pass_over("max_window_layers")  # the window is that of all layers
+    layer_types = read_layer_types(
+        config, sizes.num_layers, default=lambda index: SLIDING if has_window else FULL
+    )
     key = "num_experts" if config.has("num_experts") else "num_local_experts"
     experts = read_experts(config, key, renormalize=config.boolean("norm_topk_prob", default=False))
     layers = describe_layers(
@@ -122,8 +126,7 @@ def qwen3_moe(config: ConfigFile) -> ModelArchitecture:
     )
     width = config.integer("intermediate_size")
     every = config.integer("decoder_sparse_step", default=1)
-    config.pass_over("mlp_only_layers")
-    dense = config.values.get("mlp_only_layers") or []
+    dense = config.indices("mlp_only_layers", length=sizes.num_layers)
     layers = tuple(
         replace(layer, mlp="gated", experts=None, intermediate_size=width)
         if index in dense or (index + 1) % every

@@ -51,19 +51,30 @@ def gemma(config: ConfigFile) -> ModelArchitecture:
     )
     # older files say `hidden_act: gelu` and mean the other form, which `hidden_activation` names
     key = "hidden_activation" if config.has("hidden_activation") else "hidden_act"
+    block = _block(config, key)
+    if key == "hidden_act" and config.values.get(key) == "gelu":
+        block = replace(block, activation="gelu_pytorch_tanh")
     config.pass_over("hidden_act")
     config.expect("use_bidirectional_attention", False, otherwise="tokens would see later ones")
-    return describe(
-        config, sizes, layers=layers, block=_block(config, key), ends=_ends(config, sizes), is_tied=True
-    )
+    return describe(config, sizes, layers=layers, block=block, ends=_ends(config, sizes), is_tied=True)
 
 
 def gemma2(config: ConfigFile) -> ModelArchitecture:
-    return _with_windows(config, every=2, qk_norm="none", caps=True)
+    config.assume(sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    config.pass_over("sliding_window_size")
+    return _with_windows(config, every=2, qk_norm="none", is_2=True)
 
 
 def gemma3(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArchitecture:
-    return _with_windows(config, every=_pattern(config), qk_norm="head", caps=False, names=names)
+    # what composite files leave out
+    config.assume(
+        vocab_size=262208,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=131072,
+        sliding_window=4096,
+    )
+    return _with_windows(config, every=_pattern(config), qk_norm="head", is_2=False, names=names)
 
 
 def _pattern(config: ConfigFile) -> int:
@@ -72,24 +83,24 @@ def _pattern(config: ConfigFile) -> int:
 
 
 def _with_windows(
-    config: ConfigFile, *, every: int, qk_norm: str, caps: bool, names: TensorNames | None = None
+    config: ConfigFile, *, every: int, qk_norm: str, is_2: bool, names: TensorNames | None = None
 ) -> ModelArchitecture:
     """Read a family in which all layers but every so manieth have a window.
 
     Args:
-        caps: Whether scores and logits are capped where the file does not say.
+        is_2: Whether it is Gemma 2, which has one rotary embedding for all layers.
     """
     sizes = read_sizes(config, default_head_dim=256)
     layer_types = read_layer_types(
         config, sizes.num_layers, default=lambda index: SLIDING if (index + 1) % every else FULL
     )
-    local_theta = config.number("rope_local_base_freq", default=10000.0)
-    theta = 10000.0 if caps else 1000000.0
+    local_theta = config.positive("rope_local_base_freq", default=10000.0, maximum=1e15)
+    theta = 10000.0 if is_2 else 1000000.0
     ropes = {
         kind: read_rope(config, sizes, layer_type=kind, theta=theta) for kind in dict.fromkeys(layer_types)
     }
     nested = config.section("rope_parameters")
-    if not caps and SLIDING in ropes and (nested is None or not nested.has(SLIDING)):
+    if not is_2 and SLIDING in ropes and (nested is None or not nested.has(SLIDING)):
         ropes[SLIDING] = replace(ropes[SLIDING], theta=local_theta, kind="default", factor=1.0)
     layers = describe_layers(
         sizes,
@@ -100,9 +111,7 @@ def _with_windows(
     )
     config.pass_over("hidden_act", "cache_implementation")
     config.expect("use_bidirectional_attention", False, otherwise="tokens would see later ones")
-    scalar = config.number("query_pre_attn_scalar", default=256.0)
-    if scalar <= 0:
-        config.fail("query_pre_attn_scalar", scalar, "must be above 0")
+    scalar = config.positive("query_pre_attn_scalar", default=256.0)
     block = replace(
         _block(config, "hidden_activation"),
         norms="both",
@@ -124,9 +133,11 @@ def gemma3_with_images(config: ConfigFile) -> ModelArchitecture:
         "boi_token_index",
         "eoi_token_index",
         "mm_tokens_per_image",
-        "tie_word_embeddings",
     )
+    text = config.text_section()
+    if config.has("tie_word_embeddings"):
+        text.values = {**text.values, "tie_word_embeddings": config.boolean("tie_word_embeddings")}
     return gemma3(
-        config.text_section(),
+        text,
         names=WITH_IMAGES,
     )

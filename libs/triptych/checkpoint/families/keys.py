@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.registry import architecture_name
 from triptych.checkpoint.tensor_names import TensorNames
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-_ATTENTION = {FULL: "full", SLIDING: "sliding", CHUNKED: "chunked"}
+FULL, SLIDING = "full_attention", "sliding_attention"
+_ATTENTION = {FULL: "full", SLIDING: "sliding"}
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -47,7 +47,7 @@ WITH_IMAGES = TensorNames(
     ),
     ignored_prefixes=("model.vision_tower.", "model.multi_modal_projector."),
 )
-"""Of composite checkpoints, of which the part for text is served."""
+"""Names of composite checkpoints, of which the part for text is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def read_layer_types(
         default: Kind of the layer of an index, where the file has no list.
     """
     if config.has("layer_types"):
-        return config.words("layer_types", length=num_layers, among=_ATTENTION)
+        return config.words("layer_types", length=num_layers, among=(FULL, SLIDING))
     config.pass_over("layer_types")
     return tuple(default(index) for index in range(num_layers))
 
@@ -154,9 +154,8 @@ def read_qwen_layer_types(config: ConfigFile, num_layers: int) -> tuple[str, ...
 
     `max_window_layers` is the number of layers before the first one with a window.
     """
-    first = config.integer("max_window_layers", default=0, minimum=0)
-    is_on = config.boolean("use_sliding_window", default=not config.has("max_window_layers"))
-    has_window = is_on and config.has("sliding_window")
+    first = config.integer("max_window_layers", default=28, minimum=0)
+    has_window = config.boolean("use_sliding_window", default=False) and config.has("sliding_window")
     return read_layer_types(
         config, num_layers, default=lambda index: SLIDING if has_window and index >= first else FULL
     )
@@ -170,6 +169,7 @@ def read_rope(
     theta: float = 10000.0,
     partial: float = 1.0,
     is_interleaved: bool = False,
+    other_kinds: Mapping[str, str] | None = None,
 ) -> RopeParameters:
     """Read the rotary embedding in both layouts: `rope_parameters` holds everything, for all layers or for each type of
     them; formerly `rope_theta` stood beside `rope_scaling`.
@@ -177,6 +177,7 @@ def read_rope(
     Args:
         layer_type: Type of the layers, where types may differ.
         theta, partial: The family's defaults.
+        other_kinds: What the family's files call a kind -> its name.
     """
     rope = config.section("rope_parameters") or config.section("rope_scaling")
     config.pass_over("rope_scaling", "rope_theta", "partial_rotary_factor")
@@ -187,7 +188,8 @@ def read_rope(
         if isinstance(value, dict):
             rope.fail(key, value, "differs by layer type, which this family does not")
     kind = rope.text("rope_type" if rope.has("rope_type") else "type", default="default")
-    rope.pass_over("type", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
+    kind = (other_kinds or {}).get(kind, kind)
+    rope.pass_over("type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", "finetuned")
     if kind not in _ROPE_KINDS:
         rope.fail("rope_type", kind, f"is none of {', '.join(_ROPE_KINDS)}")
     at = rope if rope.has("rope_theta") else config
@@ -195,10 +197,15 @@ def read_rope(
     share = partial_at.number("partial_rotary_factor", default=partial)
     if not 0 < share <= 1:
         partial_at.fail("partial_rotary_factor", share, "must be above 0 and at most 1")
+    rotary_dim = sizes.head_dim if kind == "proportional" else int(sizes.head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        partial_at.fail(
+            "partial_rotary_factor", share, f"rotates {rotary_dim} elements, must be an even number"
+        )
     found = RopeParameters(
-        theta=at.number("rope_theta", default=theta),
+        theta=at.positive("rope_theta", default=theta, maximum=1e15),
         kind=kind,
-        rotary_dim=0 if share == 1 or kind == "proportional" else int(sizes.head_dim * share),
+        rotary_dim=0 if rotary_dim == sizes.head_dim else rotary_dim,
         is_interleaved=is_interleaved,
         original_max_position_embeddings=sizes.max_positions,
     )
@@ -215,44 +222,55 @@ def _rope_scaling(
         config.pass_over("original_max_position_embeddings")
         return {}
     if kind == "linear":
-        return {"factor": rope.number("factor")}
+        return {"factor": rope.positive("factor")}
     if (
         kind == "proportional"
     ):  # a share of the frequencies, all of the head: `rotary_dim` counts what is not 0
         return {
             "rotary_dim": 2 * int(share * sizes.head_dim // 2),
-            "factor": rope.number("factor", default=1.0),
+            "factor": rope.positive("factor", default=1.0),
         }
     at = config if config.has("original_max_position_embeddings") else rope
     rope.pass_over("original_max_position_embeddings")
     if kind == "llama3":  # a factor that defines the kind has no default
-        factors = {key: rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        factors = {key: rope.positive(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
         return {**factors, "original_max_position_embeddings": at.integer("original_max_position_embeddings")}
     original = at.integer("original_max_position_embeddings", default=sizes.max_positions)
     if kind == "dynamic":
-        return {"factor": rope.number("factor"), "original_max_position_embeddings": original}
+        return {"factor": rope.positive("factor"), "original_max_position_embeddings": original}
     found: dict[str, Any] = {
         "attention_factor": rope.number("attention_factor", default=0.0),
         "original_max_position_embeddings": original,
     }
     if kind == "yarn":
+        theta_at = rope if rope.has("rope_theta") else config
+        if theta_at.values.get("rope_theta") == 1:
+            theta_at.fail("rope_theta", 1, "must not be 1: its logarithm divides")
+        mscales = {key: rope.number(key, default=0.0) for key in ("mscale", "mscale_all_dim")}
+        for key, mscale in mscales.items():
+            if mscale < 0:
+                rope.fail(key, mscale, "must be at least 0")
         return found | {
-            "factor": rope.number("factor"),
-            "beta_fast": rope.number("beta_fast", default=32.0),
-            "beta_slow": rope.number("beta_slow", default=1.0),
+            "factor": rope.positive("factor"),
+            "beta_fast": rope.positive("beta_fast", default=32.0),
+            "beta_slow": rope.positive("beta_slow", default=1.0),
             "truncate": rope.boolean("truncate", default=True),
-            "mscale": rope.number("mscale", default=0.0),
-            "mscale_all_dim": rope.number("mscale_all_dim", default=0.0),
+            **mscales,
         }
     length = int(sizes.head_dim * share) // 2
     # the file's own factor counts only where it does not say the length before the extension
-    factor = rope.number("factor", default=sizes.max_positions / original)
+    factor = rope.positive("factor", default=sizes.max_positions / original)
+    if original < 2:
+        at.fail("original_max_position_embeddings", original, "must be above 1: its logarithm divides")
+    divisors = {key: rope.numbers(key, length=length) for key in ("short_factor", "long_factor")}
+    for key, values in divisors.items():
+        if min(values) <= 0:
+            rope.fail(key, min(values), "must be above 0: frequencies are divided by it")
     return found | {
         "factor": sizes.max_positions / original
         if config.has("original_max_position_embeddings")
         else factor,
-        "short_factor": rope.numbers("short_factor", length=length),
-        "long_factor": rope.numbers("long_factor", length=length),
+        **divisors,
     }
 
 

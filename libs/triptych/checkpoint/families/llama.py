@@ -28,16 +28,17 @@ from triptych.checkpoint.families.keys import (
     read_sizes,
     read_window,
 )
+from triptych.checkpoint.families.registry import architecture_name
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 
 FUSED_QKV = FusedTensor("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
 FUSED_GATE_UP = FusedTensor("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 
 
-def rms_block(config: ConfigFile, *, eps: float = 1e-6) -> BlockSpec:
+def rms_block(config: ConfigFile, *, eps: float = 1e-6, activation: str = "silu") -> BlockSpec:
     """Return what most families of this file share: RMS norms before each block, no biases."""
     norm = NormSpec(eps=config.number("rms_norm_eps", default=eps))
-    return BlockSpec(norm=norm, qk_norm_spec=norm, activation=read_activation(config))
+    return BlockSpec(norm=norm, qk_norm_spec=norm, activation=read_activation(config, default=activation))
 
 
 def _with_biases(block: BlockSpec, config: ConfigFile) -> BlockSpec:
@@ -46,7 +47,7 @@ def _with_biases(block: BlockSpec, config: ConfigFile) -> BlockSpec:
 
 
 def llama(config: ConfigFile) -> ModelArchitecture:
-    sizes = read_sizes(config)
+    sizes = read_sizes(config, default_positions=2048)
     if config.has("layer_types"):
         config.words("layer_types", length=sizes.num_layers, among=(FULL,))
     layers = describe_layers(
@@ -63,11 +64,13 @@ def arcee(config: ConfigFile) -> ModelArchitecture:
         rope=read_rope(config, sizes),
         mlp="plain",
     )
-    block = _with_biases(rms_block(config, eps=1e-5), config)
+    block = _with_biases(rms_block(config, eps=1e-5, activation="relu2"), config)
     return describe(config, sizes, layers=layers, block=block)
 
 
 def ernie(config: ConfigFile) -> ModelArchitecture:
+    config.assume(head_dim=128)
+    config.pass_over("weight_share_add_bias")
     sizes = read_sizes(config)
     layers = describe_layers(
         sizes,
@@ -80,6 +83,7 @@ def ernie(config: ConfigFile) -> ModelArchitecture:
 
 
 def exaone(config: ConfigFile) -> ModelArchitecture:
+    config.assume(sliding_window=4096)
     sizes = read_sizes(config)
     pattern, has_window = config.values.get("sliding_window_pattern"), config.has("sliding_window")
     config.pass_over("sliding_window_pattern")
@@ -91,9 +95,7 @@ def exaone(config: ConfigFile) -> ModelArchitecture:
     layer_types = read_layer_types(
         config,
         sizes.num_layers,
-        default=lambda index: (
-            SLIDING if has_window and (index + 1) % max(every, 1) and index + 1 < sizes.num_layers else FULL
-        ),
+        default=lambda index: SLIDING if has_window and (index + 1) % max(every, 1) else FULL,
     )
     rope = read_rope(config, sizes)
     layers = describe_layers(
@@ -147,11 +149,9 @@ def granite(config: ConfigFile) -> ModelArchitecture:
     block = replace(
         _with_biases(rms_block(config), config),
         residual_multiplier=config.number("residual_multiplier", default=1.0),
-        attention_scale=config.number("attention_multiplier", default=1.0),
+        attention_scale=config.positive("attention_multiplier", default=1.0),
     )
-    scaling = config.number("logits_scaling", default=1.0)
-    if scaling == 0:
-        config.fail("logits_scaling", scaling, "must not be 0: logits are divided by it")
+    scaling = config.positive("logits_scaling", default=1.0)
     ends = EndsSpec(
         embedding_multiplier=config.number("embedding_multiplier", default=1.0), logits_multiplier=1 / scaling
     )
@@ -171,6 +171,17 @@ def helium(config: ConfigFile) -> ModelArchitecture:
 
 def hunyuan(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config)
+    config.expect("use_qk_norm", True, otherwise="queries and keys have no norms")
+    config.expect("use_cla", False, otherwise="layers share their keys")
+    config.expect("norm_type", "rms", otherwise="vectors are normalised in another way")
+    config.expect("use_rotary_pos_emb", True, otherwise="positions are embedded in another way")
+    config.expect("attention_head_dim", sizes.head_dim, otherwise="heads have another size")
+    config.expect("add_classification_head", False, otherwise="the head gives no tokens")
+    # of images, of a head for classes and of the tokenizer
+    config.pass_over(
+        "cla_share_factor", "class_num", "dense_list", "mask_init_id", "org_vocab_size", "pool_type"
+    )
+    config.pass_over("im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id")
     block = replace(
         _with_biases(rms_block(config, eps=1e-5), config),
         qk_norm="head",
@@ -189,7 +200,9 @@ def _hunyuan_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
     rope = config.section("rope_parameters") or config.section("rope_scaling")
     if rope is None or not rope.has("alpha"):
         return read_rope(config, sizes)
-    alpha = rope.number("alpha")
+    alpha = rope.positive("alpha")
+    if sizes.head_dim <= 2:
+        config.fail("head_dim", sizes.head_dim, "must be above 2 beside rope_scaling.alpha")
     rope.pass_over("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
     fixed = ConfigFile(config.path, {**config.values, "rope_scaling": None, "rope_parameters": None})
     if rope.has("rope_theta"):
@@ -202,6 +215,12 @@ def _hunyuan_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
 
 
 def mistral(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArchitecture:
+    is_ministral3 = (
+        architecture_name(config) == "Ministral3ForCausalLM"
+        or config.values.get("model_type") == "ministral3"
+    )
+    if not is_ministral3:
+        config.assume(sliding_window=4096)
     sizes = read_sizes(config)
     has_window = config.has("sliding_window")
     layer_types = read_layer_types(
@@ -212,7 +231,10 @@ def mistral(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArc
     query_scaling = None
     if rope_section is not None and rope_section.has("llama_4_scaling_beta"):
         beta = rope_section.number("llama_4_scaling_beta")
-        query_scaling = (beta, rope.original_max_position_embeddings)
+        query_scaling = (
+            beta,
+            rope_section.integer("original_max_position_embeddings", default=sizes.max_positions),
+        )
     layers = describe_layers(
         sizes,
         intermediate_size=config.integer("intermediate_size"),
@@ -220,7 +242,7 @@ def mistral(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArc
         layer_types=layer_types,
         window=read_window(config, layer_types),
     )
-    block = replace(rms_block(config), query_scaling=query_scaling)
+    block = replace(rms_block(config, eps=1e-5 if is_ministral3 else 1e-6), query_scaling=query_scaling)
     return describe(config, sizes, layers=layers, block=block, names=names)
 
 
@@ -264,14 +286,22 @@ def olmo(config: ConfigFile) -> ModelArchitecture:
 def olmo2(config: ConfigFile) -> ModelArchitecture:
     """Read OLMo 2, and OLMo 3, which has windows and a rotary embedding for each type of layer."""
     sizes = read_sizes(config)
-    has_window = config.has("sliding_window")
+    is_3 = architecture_name(config) == "Olmo3ForCausalLM"
+    if is_3:
+        config.assume(sliding_window=4096)
     layer_types = read_layer_types(
-        config, sizes.num_layers, default=lambda index: SLIDING if has_window and (index + 1) % 4 else FULL
+        config, sizes.num_layers, default=lambda index: SLIDING if is_3 and (index + 1) % 4 else FULL
     )
     ropes = {
-        kind: read_rope(config, sizes, layer_type=kind, theta=500000.0 if has_window else 10000.0)
+        kind: read_rope(config, sizes, layer_type=kind, theta=500000.0 if is_3 else 10000.0)
         for kind in dict.fromkeys(layer_types)
     }
+    nested = config.section("rope_parameters")
+    if SLIDING in ropes and (nested is None or not nested.has(SLIDING)):
+        # a scaling beside all layers is that of those without a window
+        ropes[SLIDING] = RopeParameters(
+            theta=ropes[SLIDING].theta, original_max_position_embeddings=sizes.max_positions
+        )
     layers = describe_layers(
         sizes,
         intermediate_size=config.integer("intermediate_size"),
@@ -290,12 +320,14 @@ def phi3(config: ConfigFile) -> ModelArchitecture:
     layers = describe_layers(
         sizes,
         intermediate_size=config.integer("intermediate_size"),
-        rope=read_rope(config, sizes),
+        rope=read_rope(config, sizes, other_kinds={"su": "longrope", "yarn": "longrope"}),
         layer_types=layer_types,
         window=read_window(config, layer_types),
     )
-    config.pass_over("original_max_position_embeddings")
-    config.expect("attention_bias", False, otherwise="Phi 3 has no biases")
+    config.pass_over("original_max_position_embeddings", "interpolate_factor")
+    for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        config.expect(key, False, otherwise="Phi 3 has no biases")
+    config.expect("full_attn_mod", 1, otherwise="layers differ in their attention")
     names = TensorNames(fused=(FUSED_QKV, FUSED_GATE_UP))
     return describe(config, sizes, layers=layers, block=rms_block(config, eps=1e-5), names=names)
 
@@ -329,6 +361,7 @@ def _qwen(
 
 
 def seed_oss(config: ConfigFile) -> ModelArchitecture:
+    config.assume(head_dim=128)
     sizes = read_sizes(config)
     layers = describe_layers(
         sizes, intermediate_size=config.integer("intermediate_size"), rope=read_rope(config, sizes)
@@ -344,11 +377,17 @@ def seed_oss(config: ConfigFile) -> ModelArchitecture:
 
 def smollm3(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config)
-    layer_types = read_qwen_layer_types(config, sizes.num_layers)
+    has_window = config.boolean("use_sliding_window", default=False) and config.has("sliding_window")
+    config.pass_over("max_window_layers")
     interval = config.integer("no_rope_layer_interval", default=4)
     has_rope = [int((index + 1) % interval != 0) for index in range(sizes.num_layers)]
     if config.has("no_rope_layers"):
         has_rope = [int(flag) for flag in config.numbers("no_rope_layers", length=sizes.num_layers)]
+    layer_types = read_layer_types(
+        config,
+        sizes.num_layers,
+        default=lambda index: SLIDING if has_window and not has_rope[index] else FULL,
+    )
     rope = read_rope(config, sizes, theta=2000000.0)
     layers = describe_layers(
         sizes,

@@ -17,6 +17,7 @@ from triptych.checkpoint.families.keys import (
     read_sizes,
     read_window,
 )
+from triptych.checkpoint.families.registry import architecture_name
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -24,19 +25,21 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 def cohere(config: ConfigFile) -> ModelArchitecture:
     """Read Command R, and Command R7B (Cohere 2), where only layers with a window have positions."""
+    is_2 = architecture_name(config) == "Cohere2ForCausalLM"
+    if is_2:
+        config.assume(sliding_window=4096)
     sizes = read_sizes(config)
-    has_window = config.has("sliding_window")
     every = config.integer("sliding_window_pattern", default=4)
     layer_types = read_layer_types(
         config,
         sizes.num_layers,
-        default=lambda index: SLIDING if has_window and (index + 1) % every else FULL,
+        default=lambda index: SLIDING if is_2 and (index + 1) % every else FULL,
     )
-    rope = read_rope(config, sizes, theta=10000.0 if has_window else 500000.0, is_interleaved=True)
+    rope = read_rope(config, sizes, theta=10000.0 if is_2 else 500000.0, is_interleaved=True)
     layers = describe_layers(
         sizes,
         intermediate_size=config.integer("intermediate_size"),
-        rope=lambda index, kind: rope if kind == SLIDING or not has_window else None,
+        rope=lambda index, kind: rope if kind == SLIDING or not is_2 else None,
         layer_types=layer_types,
         window=read_window(config, layer_types),
     )
@@ -49,9 +52,8 @@ def cohere(config: ConfigFile) -> ModelArchitecture:
         "use_parallel_embedding",
         "layer_switch",
         "order_of_interleaved_layers",
-        "rotary_pct",
-        "cache_implementation",
     )
+    config.expect("rotary_pct", 1, otherwise="a part of each head is rotated")
     bias = config.boolean("attention_bias", default=False)
     block = BlockSpec(
         norm=NormSpec("layer", eps=config.number("layer_norm_eps", default=1e-5)),
@@ -71,6 +73,10 @@ def falcon(config: ConfigFile) -> ModelArchitecture:
     if not is_new:
         config.pass_over("num_kv_heads")
         sizes = replace(sizes, num_kv_heads=1 if is_multi_query else sizes.num_heads)
+    config.pass_over("ff_factor")
+    config.expect(
+        "apply_residual_connection_post_layernorm", False, otherwise="the residual is taken after the norm"
+    )
     config.expect("alibi", False, otherwise="scores depend on distances rounded to bfloat16")
     layers = describe_layers(
         sizes,
@@ -109,7 +115,7 @@ def falcon(config: ConfigFile) -> ModelArchitecture:
 
 def gptj(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config, hidden="n_embd", layers="n_layer", heads="n_head", positions="n_positions")
-    rotary_dim = config.integer("rotary_dim", default=sizes.head_dim)
+    rotary_dim = config.integer("rotary_dim", default=64)
     if rotary_dim > sizes.head_dim or rotary_dim % 2:
         config.fail(
             "rotary_dim", rotary_dim, f"must be even and at most the size of a head, {sizes.head_dim}"
@@ -217,6 +223,7 @@ def stablelm(config: ConfigFile) -> ModelArchitecture:
         intermediate_size=config.integer("intermediate_size"),
         rope=read_rope(config, sizes, partial=0.25),
     )
+    config.pass_over("norm_eps", "rope_pct", "rotary_scaling_factor")  # of the model's own first code
     config.expect("qk_layernorm", False, otherwise="each head's queries and keys have a norm of their own")
     block = BlockSpec(
         norm=NormSpec("layer", eps=config.number("layer_norm_eps", default=1e-5), bias=True),

@@ -116,6 +116,7 @@ def _gpt2(config: ConfigFile, *, kv_heads: int, is_transposed: bool, interleaved
         mlp="plain",
     )
     config.pass_over("n_ctx", "reorder_and_upcast_attn")
+    config.pass_over("apply_query_key_layer_scaling", "normalize_attention_scores")
     config.expect(
         "scale_attn_weights", True, otherwise="scores are not divided by the root of the head's size"
     )
@@ -151,7 +152,9 @@ def _gpt2(config: ConfigFile, *, kv_heads: int, is_transposed: bool, interleaved
 def mpt(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config, hidden="d_model", layers="n_layers", heads="n_heads", positions="max_seq_len")
     attention = config.section("attn_config") or ConfigFile(config.path, {})
-    attention.pass_over("attn_type", "attn_impl", "kv_n_heads", "attn_uses_sequence_id", "qk_gn", "rope")
+    attention.pass_over("attn_type", "attn_impl", "kv_n_heads", "attn_uses_sequence_id")
+    for key in ("qk_gn", "rope"):
+        attention.expect(key, False, otherwise="queries and keys are changed in another way")
     attention.expect("attn_type", "multihead_attention", otherwise="heads share keys")
     attention.expect("alibi", True, otherwise="positions are learned")
     attention.expect("qk_ln", False, otherwise="queries and keys have norms")
@@ -160,8 +163,16 @@ def mpt(config: ConfigFile) -> ModelArchitecture:
     config.expect("no_bias", True, otherwise="projections have biases")
     config.expect("logit_scale", None, otherwise="logits have a factor")
     config.pass_over(
-        "learned_pos_emb", "init_device", "init_config", "norm_type", "embedding_fraction", "verbose"
+        "learned_pos_emb",
+        "init_device",
+        "init_config",
+        "norm_type",
+        "embedding_fraction",
+        "verbose",
+        "fc_type",
     )
+    if "rms" in config.text("norm_type", default=""):
+        config.expect("norm_type", "layernorm", otherwise="vectors are normalised in another way")
     layers = describe_layers(sizes, intermediate_size=4 * sizes.hidden_size, rope=None, mlp="plain")
     eps = config.number("layer_norm_epsilon", default=1e-5)
     bias_max = attention.integer("alibi_bias_max", default=8)
@@ -169,7 +180,7 @@ def mpt(config: ConfigFile) -> ModelArchitecture:
         _block(eps, bias=False, activation="gelu", norm_bias=False),
         alibi_slopes=_mpt_slopes(sizes.num_heads, bias_max),
         clip_qkv=attention.number("clip_qkv", default=0.0),
-        attention_scale=attention.number("softmax_scale", default=0.0),
+        attention_scale=attention.positive("softmax_scale") if attention.has("softmax_scale") else 0.0,
     )
     names = TensorNames(
         renamed=(
@@ -198,7 +209,7 @@ def nemotron(config: ConfigFile) -> ModelArchitecture:
     layers = describe_layers(
         sizes,
         intermediate_size=config.integer("intermediate_size"),
-        rope=read_rope(config, sizes, partial=0.5),
+        rope=read_rope(config, sizes, partial=config.number("rope_percent", default=0.5)),
         mlp="plain",
     )
     bias = config.boolean("attention_bias", default=False)
@@ -217,6 +228,7 @@ def opt(config: ConfigFile) -> ModelArchitecture:
     layers = describe_layers(sizes, intermediate_size=config.integer("ffn_dim"), rope=None, mlp="plain")
     config.expect("do_layer_norm_before", True, otherwise="norms follow what they normalise")
     config.expect("_remove_final_layer_norm", False, otherwise="the last norm is missing")
+    config.expect("output_projection", True, otherwise="embeddings are projected")
     config.expect("layer_norm_elementwise_affine", True, otherwise="norms have no weights")
     config.expect("word_embed_proj_dim", sizes.hidden_size, otherwise="embeddings are projected")
     bias = config.boolean("enable_bias", default=True)

@@ -81,6 +81,14 @@ _name_to_reader: dict[str, str] = {
 }
 
 
+_OTHER_SPELLINGS = {
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "MPTForCausalLM": "MptForCausalLM",
+}
+"""Names of the classes that published checkpoints came with -> those that transformers gave them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The meaning of the keys of some architectures."""
@@ -120,4 +128,4 @@ def architecture_name(config: ConfigFile) -> str:
     names = config.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         config.fail("architectures", names, "must be a list of one name, such as ['LlamaForCausalLM']")
-    return names[0]
+    return _OTHER_SPELLINGS.get(names[0], names[0])

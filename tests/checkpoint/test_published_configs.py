@@ -1,0 +1,791 @@
+"""The config.json files with which models are published, with the keys that they have there and what those mean.
+
+Lists are shortened to the layers that differ, and sizes that no other key depends on are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.config_json import read_architecture
+from triptych.errors import FeatureDisabled
+
+Config = dict[str, Any]
+
+WRITTEN_BY = {"torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True, "auto_map": {}}
+FULL, SLIDING = "full_attention", "sliding_attention"
+LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "vocab_size": 32000,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NO_GROUPS = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+GPT2 = {
+    "n_embd": 768,
+    "n_layer": 4,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "attn_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "resid_pdrop": 0.1,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+}
+LAYER_NORM = {key: value for key, value in LLAMA.items() if key not in ("rms_norm_eps", "rope_theta")}
+FALCON = {
+    "alibi": False,
+    "apply_residual_connection_post_layernorm": False,
+    "bias": False,
+    "hidden_size": 4544,
+    "num_attention_heads": 71,
+    "num_hidden_layers": 4,
+    "vocab_size": 65024,
+    "layer_norm_epsilon": 1e-5,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "parallel_attn": True,
+}
+PHI3 = LLAMA | {
+    "attention_bias": False,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "hidden_size": 3072,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "sliding_window": 262144,
+    "tie_word_embeddings": False,
+}
+QWEN = LLAMA | {
+    "max_window_layers": 28,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+}
+COHERE = LAYER_NORM | {
+    "layer_norm_eps": 1e-5,
+    "rope_theta": 8000000.0,
+    "logit_scale": 0.0625,
+    "pad_token_id": 0,
+    "use_qk_norm": False,
+}
+
+PUBLISHED: dict[str, tuple[str, Config, Config]] = {
+    "gpt2-medium": (
+        "GPT2LMHeadModel",
+        GPT2
+        | {
+            "activation_function": "gelu_new",
+            "n_ctx": 1024,
+            "n_special": 0,
+            "predict_special_tokens": True,
+            "output_past": True,
+        },
+        {"tied": True, "width": 3072, "activation": "gelu_pytorch_tanh", "positions": 1024, "rope": None},
+    ),
+    "starcoder": (
+        "GPTBigCodeForCausalLM",
+        GPT2
+        | {
+            "activation_function": "gelu",
+            "attention_softmax_in_fp32": True,
+            "inference_runner": 0,
+            "max_batch_size": None,
+            "max_sequence_length": None,
+            "multi_query": True,
+            "n_inner": 24576,
+            "pad_key_length": True,
+            "pre_allocate_kv_cache": False,
+            "scale_attention_softmax_in_fp32": True,
+            "scale_attn_weights": True,
+            "validate_runner_input": True,
+        },
+        {"tied": True, "width": 24576, "activation": "gelu", "kv_heads": 1},
+    ),
+    "gpt-neox-20b": (
+        "GPTNeoXForCausalLM",
+        NO_GROUPS
+        | {
+            "attention_probs_dropout_prob": 0,
+            "hidden_dropout_prob": 0,
+            "hidden_act": "gelu_fast",
+            "layer_norm_eps": 1e-5,
+            "rms_norm_eps": None,
+            "rope_theta": None,
+            "rotary_emb_base": 10000,
+            "rotary_pct": 0.25,
+            "tie_word_embeddings": False,
+            "use_parallel_residual": True,
+        },
+        {"tied": False, "rotary_dim": 32, "activation": "gelu_pytorch_tanh", "qkv_bias": True},
+    ),
+    "opt-125m": (
+        "OPTForCausalLM",
+        {
+            "_remove_final_layer_norm": False,
+            "activation_dropout": 0.0,
+            "activation_function": "relu",
+            "do_layer_norm_before": True,
+            "dropout": 0.1,
+            "ffn_dim": 3072,
+            "hidden_size": 768,
+            "init_std": 0.02,
+            "layerdrop": 0.0,
+            "max_position_embeddings": 2048,
+            "num_attention_heads": 12,
+            "num_hidden_layers": 4,
+            "pad_token_id": 1,
+            "prefix": "</s>",
+            "vocab_size": 50272,
+            "word_embed_proj_dim": 768,
+        },
+        {"tied": True, "activation": "relu", "qkv_bias": True, "positions": 2048},
+    ),
+    "bloom-560m": (
+        "BloomForCausalLM",
+        {
+            "apply_residual_connection_post_layernorm": False,
+            "attention_softmax_in_fp32": True,
+            "bias_dropout_fusion": True,
+            "hidden_dropout": 0.0,
+            "layer_norm_epsilon": 1e-5,
+            "masked_softmax_fusion": True,
+            "n_embed": 1024,
+            "n_inner": None,
+            "n_layer": 4,
+            "num_attention_heads": 16,
+            "offset_alibi": 100,
+            "pad_token_id": 3,
+            "pretraining_tp": 2,
+            "skip_bias_add": True,
+            "skip_bias_add_qkv": False,
+            "slow_but_exact": False,
+            "unk_token_id": 0,
+            "vocab_size": 250880,
+        },
+        {"tied": True, "width": 4096, "head_dim": 64, "positions": 2048},
+    ),
+    "falcon-7b": ("FalconForCausalLM", FALCON, {"tied": True, "kv_heads": 1, "head_dim": 64, "width": 18176}),
+    "falcon-180B": (
+        "FalconForCausalLM",
+        FALCON
+        | {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 8,
+            "hidden_size": 14848,
+            "num_attention_heads": 232,
+        },
+        {"kv_heads": 8, "parallel": "two_norms", "head_dim": 64},
+    ),
+    "falcon-11B": (
+        "FalconForCausalLM",
+        FALCON
+        | {
+            "activation": "gelu",
+            "ff_factor": 4,
+            "ffn_hidden_size": 16384,
+            "hidden_size": 4096,
+            "max_position_embeddings": 8192,
+            "new_decoder_architecture": True,
+            "num_attention_heads": 32,
+            "num_kv_heads": 8,
+            "num_ln_in_parallel_attn": 1,
+            "rope_scaling": None,
+            "rope_theta": 500042.0,
+            "tie_word_embeddings": False,
+        },
+        {"tied": False, "parallel": "one_norm", "width": 16384, "theta": 500042.0},
+    ),
+    "mpt-7b-storywriter": (
+        "MPTForCausalLM",
+        {
+            "attn_config": {
+                "alibi": True,
+                "alibi_bias_max": 16,
+                "attn_impl": "torch",
+                "attn_pdrop": 0,
+                "attn_type": "multihead_attention",
+                "attn_uses_sequence_id": False,
+                "clip_qkv": 6,
+                "prefix_lm": False,
+                "qk_ln": False,
+                "softmax_scale": None,
+            },
+            "d_model": 4096,
+            "emb_pdrop": 0,
+            "embedding_fraction": 1.0,
+            "expansion_ratio": 4,
+            "init_config": {"name": "kaiming_normal_"},
+            "init_device": "cpu",
+            "learned_pos_emb": True,
+            "logit_scale": None,
+            "max_seq_len": 65536,
+            "n_heads": 32,
+            "n_layers": 4,
+            "no_bias": True,
+            "norm_type": "low_precision_layernorm",
+            "resid_pdrop": 0,
+            "tokenizer_name": "EleutherAI/gpt-neox-20b",
+            "verbose": 0,
+            "vocab_size": 50432,
+        },
+        {"name": "MptForCausalLM", "tied": True, "clip_qkv": 6.0, "width": 16384},
+    ),
+    "gpt-j-6b": (
+        "GPTJForCausalLM",
+        GPT2
+        | {
+            "activation_function": "gelu_new",
+            "gradient_checkpointing": False,
+            "n_embd": 4096,
+            "n_head": 16,
+            "n_inner": None,
+            "rotary": True,
+            "rotary_dim": 64,
+            "scale_attn_weights": True,
+            "tie_word_embeddings": False,
+            "tokenizer_class": "GPT2Tokenizer",
+        },
+        {"tied": False, "rotary_dim": 64, "head_dim": 256, "width": 16384},
+    ),
+    "phi-2": (
+        "PhiForCausalLM",
+        LAYER_NORM
+        | {
+            "hidden_act": "gelu_new",
+            "hidden_size": 2560,
+            "num_key_value_heads": 32,
+            "layer_norm_eps": 1e-5,
+            "embd_pdrop": 0.0,
+            "partial_rotary_factor": 0.4,
+            "qk_layernorm": False,
+            "resid_pdrop": 0.1,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+        },
+        {"head_dim": 80, "rotary_dim": 32, "tied": False, "activation": "gelu_pytorch_tanh"},
+    ),
+    "Phi-3-mini-4k": (
+        "Phi3ForCausalLM",
+        PHI3 | {"sliding_window": 2047, "max_position_embeddings": 4096, "rope_scaling": None},
+        {"windows": [2047] * 4, "eps": 1e-5},
+    ),
+    "Phi-3-mini-128k, at first": (
+        "Phi3ForCausalLM",
+        PHI3 | {"rope_scaling": {"type": "su", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48}},
+        {"kind": "longrope", "windows": [0] * 4, "rope_factor": 32.0},
+    ),
+    "Phi-4-mini": (
+        "Phi3ForCausalLM",
+        PHI3
+        | {
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+            "lm_head_bias": False,
+            "mlp_bias": False,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48},
+            "tie_word_embeddings": True,
+        },
+        {"rotary_dim": 96, "tied": True, "kind": "longrope"},
+    ),
+    "stablelm-2-1_6b": (
+        "StableLmForCausalLM",
+        LAYER_NORM
+        | {
+            "layer_norm_eps": 1e-5,
+            "norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "rope_pct": 0.25,
+            "rope_theta": 10000,
+            "rotary_scaling_factor": 1.0,
+            "tie_word_embeddings": False,
+            "use_qkv_bias": True,
+        },
+        {"rotary_dim": 32, "qkv_bias": True, "tied": False},
+    ),
+    "starcoder2-7b": (
+        "Starcoder2ForCausalLM",
+        LAYER_NORM
+        | {
+            "activation_function": "gelu",
+            "attention_softmax_in_fp32": True,
+            "embedding_dropout": 0.1,
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 16384,
+            "mlp_type": "default",
+            "norm_epsilon": 1e-5,
+            "norm_type": "layer_norm",
+            "residual_dropout": 0.1,
+            "rope_theta": 1000000,
+            "scale_attention_softmax_in_fp32": True,
+            "scale_attn_weights": True,
+            "sliding_window": 4096,
+            "use_bias": True,
+        },
+        {"windows": [4096] * 4, "tied": True, "activation": "gelu_pytorch_tanh", "qkv_bias": True},
+    ),
+    "gemma-2b, at first": (
+        "GemmaForCausalLM",
+        LLAMA | {"head_dim": 256, "hidden_act": "gelu", "pad_token_id": 0, "rope_scaling": None},
+        {"tied": True, "head_dim": 256, "activation": "gelu_pytorch_tanh"},
+    ),
+    "gemma-2-9b": (
+        "Gemma2ForCausalLM",
+        LLAMA
+        | {
+            "attn_logit_softcapping": 50.0,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_size": 4096,
+        },
+        {"windows": [4096, 0, 4096, 0], "soft_caps": (50.0, 30.0), "tied": True},
+    ),
+    "gemma-2, keys left out": (
+        "Gemma2ForCausalLM",
+        LLAMA,
+        {"windows": [4096, 0] * 2, "soft_caps": (50.0, 30.0)},
+    ),
+    "gemma-3-1b": (
+        "Gemma3ForCausalLM",
+        LLAMA
+        | {
+            "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+        },
+        {
+            "windows": [512] * 5 + [0, 512],
+            "thetas": {10000.0, 1000000.0},
+            "soft_caps": (0.0, 0.0),
+            "tied": True,
+        },
+    ),
+    "gemma-3-4b": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "boi_token_index": 255999,
+            "eoi_token_index": 256000,
+            "eos_token_id": [1, 106],
+            "image_token_index": 262144,
+            "initializer_range": 0.02,
+            "mm_tokens_per_image": 256,
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 6,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "vision_config": {"hidden_size": 1152, "vision_use_head": False},
+        },
+        {
+            "kinds": ["default"] * 5 + ["linear"],
+            "kv_heads": 4,
+            "head_dim": 256,
+            "vocab": 262208,
+            "tied": True,
+        },
+    ),
+    "Qwen2.5-7B": (
+        "Qwen2ForCausalLM",
+        QWEN,
+        {"windows": [0] * 4, "qkv_bias": True, "theta": 1e6, "tied": False},
+    ),
+    "Qwen2.5-7B with yarn": (
+        "Qwen2ForCausalLM",
+        QWEN | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+        {"kind": "yarn", "rope_factor": 4.0},
+    ),
+    "DeepSeek-R1-Distill-Qwen-7B": ("Qwen2ForCausalLM", QWEN | {"use_mrope": False}, {"windows": [0] * 4}),
+    "Qwen3-0.6B": (
+        "Qwen3ForCausalLM",
+        QWEN | {"attention_bias": False, "head_dim": 128, "rope_scaling": None, "sliding_window": None},
+        {"head_dim": 128, "qk_norm": "head", "qkv_bias": False},
+    ),
+    "Qwen3-30B-A3B": (
+        "Qwen3MoeForCausalLM",
+        QWEN
+        | {
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "head_dim": 128,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+            "sliding_window": None,
+        },
+        {"width": 768, "experts": (128, 8)},
+    ),
+    "llama-7b": (
+        "LLaMAForCausalLM",
+        {
+            key: value
+            for key, value in NO_GROUPS.items()
+            if key not in ("rope_theta", "max_position_embeddings")
+        }
+        | {"max_sequence_length": 2048, "pad_token_id": 0},
+        {"name": "LlamaForCausalLM", "positions": 2048, "kv_heads": 32, "tied": False},
+    ),
+    "Yarn-Llama-2-7b": (
+        "LlamaForCausalLM",
+        LLAMA
+        | {
+            "pretraining_tp": 1,
+            "rope_scaling": {
+                "factor": 32.0,
+                "finetuned": True,
+                "original_max_position_embeddings": 4096,
+                "type": "yarn",
+            },
+        },
+        {"kind": "yarn", "rope_factor": 32.0},
+    ),
+    "deepseek-coder-6.7b": (
+        "LlamaForCausalLM",
+        LLAMA | {"rope_scaling": {"factor": 4.0, "type": "linear"}, "rope_theta": 100000},
+        {"kind": "linear", "theta": 100000.0},
+    ),
+    "SmolLM3-3B": (
+        "SmolLM3ForCausalLM",
+        QWEN
+        | {
+            "attention_bias": False,
+            "layer_types": [FULL] * 4,
+            "mlp_bias": False,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0],
+            "pretraining_tp": 2,
+            "sliding_window": None,
+        },
+        {"has_rope": [True, True, True, False], "tied": True},
+    ),
+    "Mistral-7B-v0.1": ("MistralForCausalLM", LLAMA | {"sliding_window": 4096}, {"windows": [4096] * 4}),
+    "Mistral-Nemo": (
+        "MistralForCausalLM",
+        LLAMA | {"head_dim": 128, "hidden_size": 5120, "sliding_window": None, "tie_word_embeddings": False},
+        {"windows": [0] * 4, "head_dim": 128, "tied": False},
+    ),
+    "Mistral-Small-3.1": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "image_token_index": 10,
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2,
+            "text_config": LLAMA | {"head_dim": 128, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {"model_type": "pixtral"},
+            "vision_feature_layer": -1,
+        },
+        {"windows": [0] * 4, "head_dim": 128, "tied": False},
+    ),
+    "Mixtral-8x7B": (
+        "MixtralForCausalLM",
+        LLAMA
+        | {
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "output_router_logits": False,
+            "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02,
+            "sliding_window": None,
+        },
+        {"experts": (8, 2), "windows": [0] * 4},
+    ),
+    "OLMo-7B": (
+        "OlmoForCausalLM",
+        LLAMA | {"attention_bias": False, "clip_qkv": None, "pretraining_tp": 1, "rms_norm_eps": None},
+        {"clip_qkv": 0.0, "tied": False, "eps": 1e-5},
+    ),
+    "Olmo-3-7B": (
+        "Olmo3ForCausalLM",
+        LLAMA
+        | {
+            "attention_bias": False,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "yarn",
+            },
+            "rope_theta": 500000,
+            "sliding_window": 4096,
+        },
+        {"kinds": ["default"] * 3 + ["yarn"], "windows": [4096] * 3 + [0], "thetas": {500000.0}},
+    ),
+    "granite-3.1-2b": (
+        "GraniteForCausalLM",
+        LLAMA
+        | {
+            "attention_bias": False,
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "mlp_bias": False,
+            "residual_multiplier": 0.22,
+            "rope_scaling": None,
+            "tie_word_embeddings": True,
+        },
+        {"tied": True, "scale": 0.015625},
+    ),
+    "GLM-4-9B-0414": (
+        "Glm4ForCausalLM",
+        LLAMA | {"attention_bias": False, "head_dim": 128, "partial_rotary_factor": 0.5},
+        {"rotary_dim": 64, "qkv_bias": False},
+    ),
+    "c4ai-command-r-v01": (
+        "CohereForCausalLM",
+        COHERE | {"model_max_length": 131072, "pretraining_tp": 1},
+        {"tied": True, "theta": 8e6, "windows": [0] * 4},
+    ),
+    "c4ai-command-r7b": (
+        "Cohere2ForCausalLM",
+        COHERE
+        | {
+            "cache_implementation": "hybrid",
+            "head_dim": 128,
+            "layer_switch": 4,
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rope_scaling": None,
+            "rotary_pct": 1.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "use_embedding_sharing": True,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+            "use_parallel_embedding": True,
+        },
+        {"windows": [4096] * 3 + [0], "has_rope": [True, True, True, False], "tied": True},
+    ),
+    "ERNIE-4.5-0.3B": (
+        "Ernie4_5_ForCausalLM",
+        LLAMA | {"hidden_size": 1024, "num_attention_heads": 16, "pad_token_id": 0, "use_bias": False},
+        {"name": "Ernie4_5ForCausalLM", "head_dim": 128, "tied": True},
+    ),
+    "Seed-OSS-36B": (
+        "SeedOssForCausalLM",
+        LLAMA
+        | {
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+            "num_attention_heads": 80,
+            "residual_dropout": 0.1,
+            "rope_scaling": {"rope_type": "default"},
+        },
+        {"head_dim": 128, "qkv_bias": True},
+    ),
+    "EXAONE-4.0-32B": (
+        "Exaone4ForCausalLM",
+        LLAMA
+        | {
+            "head_dim": 128,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "sliding_window": 4096,
+            "sliding_window_pattern": "LLLG",
+        },
+        {"windows": [4096] * 3 + [0], "has_rope": [True, True, True, False]},
+    ),
+    "Hunyuan-7B": (
+        "HunYuanDenseV1ForCausalLM",
+        LLAMA
+        | {
+            "add_classification_head": False,
+            "attention_bias": False,
+            "attention_head_dim": 128,
+            "cla_share_factor": 2,
+            "class_num": 0,
+            "dense_list": [4096, 0],
+            "eod_token_id": 127967,
+            "head_dim": 128,
+            "im_end_id": 5,
+            "im_newline_id": 11,
+            "im_start_id": 4,
+            "mask_init_id": 12,
+            "mlp_bias": False,
+            "norm_type": "rms",
+            "org_vocab_size": 128167,
+            "pad_id": 127961,
+            "pool_type": "last",
+            "pretraining_tp": 1,
+            "rope_scaling": {
+                "alpha": 1000.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "type": "dynamic",
+            },
+            "sep_token_id": 127962,
+            "text_end_id": 7,
+            "text_start_id": 6,
+            "use_cla": False,
+            "use_qk_norm": True,
+            "use_rotary_pos_emb": True,
+        },
+        {"kind": "default", "theta": 10000.0 * 1000.0 ** (128 / 126), "qk_norm": "head"},
+    ),
+    "Minitron-4B": (
+        "NemotronForCausalLM",
+        LAYER_NORM
+        | {
+            "attention_bias": False,
+            "head_dim": 128,
+            "hidden_act": "relu2",
+            "mlp_bias": False,
+            "norm_eps": 1e-5,
+            "rope_percent": 0.5,
+            "rope_theta": 10000,
+        },
+        {"rotary_dim": 64, "activation": "relu2", "tied": False},
+    ),
+    "AFM-4.5B": (
+        "ArceeForCausalLM",
+        {key: value for key, value in LLAMA.items() if key != "hidden_act"}
+        | {
+            "attention_bias": False,
+            "head_dim": 128,
+            "mlp_bias": False,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 20.0,
+                "mscale": 1.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+            },
+        },
+        {"activation": "relu2", "kind": "yarn"},
+    ),
+}
+"""Model -> `architectures`, its keys beside those that all have, and what is read from them."""
+
+
+def facts(read: ModelArchitecture) -> Config:
+    first, block, ends = read.layers[0], read.block, read.ends
+    ropes = [layer.rope for layer in read.layers]
+    rope = first.rope
+    found: Config = {
+        "name": read.name,
+        "tied": read.tie_word_embeddings,
+        "vocab": read.vocab_size,
+        "positions": read.max_position_embeddings,
+        "kv_heads": read.num_kv_heads,
+        "head_dim": read.head_dim,
+        "width": first.intermediate_size,
+        "windows": [layer.window for layer in read.layers],
+        "experts": (read.num_experts, read.num_experts_per_tok),
+        "has_rope": [one is not None for one in ropes],
+        "kinds": [one.kind for one in ropes if one],
+        "thetas": {one.theta for one in ropes if one},
+        "eps": block.norm.eps,
+        "activation": block.activation,
+        "parallel": block.parallel,
+        "qk_norm": block.qk_norm,
+        "qkv_bias": block.qkv_bias,
+        "clip_qkv": block.clip_qkv,
+        "scale": block.attention_scale,
+        "soft_caps": (block.attention_soft_cap, ends.logits_soft_cap),
+        "rope": rope,
+    }
+    if rope is not None:
+        found |= {"kind": rope.kind, "theta": rope.theta, "rope_factor": rope.factor}
+        found["rotary_dim"] = rope.rotary_dim
+    return found
+
+
+def read_published(directory: Path, architecture: str, config: Config) -> ModelArchitecture:
+    (directory / "config.json").write_text(
+        json.dumps(WRITTEN_BY | config | {"architectures": [architecture]})
+    )
+    return read_architecture(directory)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_configs_mean_what_their_models_were_trained_with(tmp_path: Path, model: str) -> None:
+    architecture, config, expected = PUBLISHED[model]
+    found = facts(read_published(tmp_path, architecture, config))
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "feature"),
+    [
+        ("FalconForCausalLM", FALCON | {"alibi": True}, "alibi = True"),
+        ("StableLmForCausalLM", LAYER_NORM | {"qk_layernorm": True}, "qk_layernorm = True"),
+        ("CohereForCausalLM", COHERE | {"use_qk_norm": True}, "use_qk_norm = True"),
+        (
+            "OPTForCausalLM",
+            PUBLISHED["opt-125m"][1] | {"word_embed_proj_dim": 512},
+            "word_embed_proj_dim = 512",
+        ),
+    ],
+)
+def test_published_configs_of_what_is_not_built_are_told(
+    tmp_path: Path, architecture: str, config: Config, feature: str
+) -> None:
+    with pytest.raises(FeatureDisabled, match=feature):
+        read_published(tmp_path, architecture, config)
