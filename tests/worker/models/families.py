@@ -171,6 +171,7 @@ FAMILIES: dict[str, Tiny] = {
     "OLMo": Tiny("olmo", {"clip_qkv": 0.5}),
     "OLMo 2": Tiny("olmo2", {}),
     "OLMo 3": Tiny("olmo3", {"sliding_window": WINDOW}),
+    "OLMo 3, yarn": Tiny("olmo3", {"sliding_window": WINDOW, "rope_scaling": {**YARN["rope_parameters"]}}),
     "OLMoE": Tiny("olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 0.5}),
     "OPT": Tiny("opt", {"ffn_dim": 56, "word_embed_proj_dim": 32}, NO_MLP),
     "Phi": Tiny("phi", {}, FOUR),
@@ -195,6 +196,15 @@ FAMILIES: dict[str, Tiny] = {
     ),
     "Seed-OSS": Tiny("seed_oss", {"head_dim": 10, "attention_out_bias": True}),
     "SmolLM 3": Tiny("smollm3", {"pad_token_id": 0}),
+    "SmolLM 3, windows": Tiny(
+        "smollm3",
+        {
+            "pad_token_id": 0,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "no_rope_layers": [1, 0, 1, 0],
+        },
+    ),
     "StableLM": Tiny("stablelm", {"use_qkv_bias": True}),
     "StableLM, parallel": Tiny("stablelm", {"use_parallel_residual": True}),
     "StarCoder 2": Tiny("starcoder2", {"sliding_window": WINDOW}),
