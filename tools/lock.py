@@ -35,7 +35,7 @@ EXTRAS = {
     "enginecore": ["enginecore"],
     "worker": ["worker"],
     "runtime": ["frontend", "enginecore", "worker", "cli"],
-    "dev": ["frontend", "enginecore", "worker", "cli", "bench", "dev"],
+    "dev": ["frontend", "enginecore", "worker", "transformers", "cli", "bench", "dev"],
 }
 """Name of a file in requirements/ -> the extras that it installs."""
 OWN_PINS = {

@@ -52,7 +52,7 @@ class Finding:
     model_type: str
     class_name: str
     outcome: str
-    """loads: logits and greedy tokens equal transformers'. refused. wrong. not built: transformers itself fails."""
+    """loads: logits and greedy tokens equal transformers'. refused. wrong. not examined: no tiny config is known."""
     reason: str = ""
     steps: str = ""
     """How steps are computed on CPUs: recorded, or eager. Empty: on a machine without native kernels, or not at all."""
@@ -72,7 +72,7 @@ def examine(model_type: str) -> Finding:
             expected, said = _logits(oracle), [_greedy(oracle, prompt) for prompt in _PROMPTS]
             tolerance = min(max(_TOLERANCE, 10 * _sensitivity(oracle, expected)), 10 * _TOLERANCE)
         except Exception as error:
-            return Finding(model_type, class_name, "not built", _short(error))
+            return Finding(model_type, class_name, "not examined", _short(error))
         try:
             architecture = describe(directory)
             outcome, reason = _compare(directory, architecture, expected, tolerance)

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from triptych.checkpoint.architecture import BlockSpec, LayerSpec, ModelArchitecture
+from triptych.checkpoint.architecture import BlockSpec, EndsSpec, LayerSpec, ModelArchitecture
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.config_json import CONFIG_FILE, GGUF_INDEX_FILE, read_eos_token_ids
 from triptych.errors import FeatureDisabled
@@ -44,12 +44,13 @@ def describe(directory: Path) -> ModelArchitecture:
     probe = Probe(values, max_positions=max_positions)
     calls = probe.attention_calls()
     probe.check_rows()
+    first_position = probe.first_position()
     return ModelArchitecture(
         name=TRANSFORMERS_MODEL,
         vocab_size=probe.vocab_size,
         hidden_size=probe.hidden_size,
         layers=tuple(_layer(call, probe.input_sizes) for call in calls),
-        max_position_embeddings=max_positions,
+        max_position_embeddings=max_positions - first_position,
         tie_word_embeddings=probe.is_tied,
         dtype=_dtype(values),
         bos_token_id=bos if isinstance(bos := getattr(text, "bos_token_id", None), int) else None,
@@ -58,6 +59,7 @@ def describe(directory: Path) -> ModelArchitecture:
             attention_soft_cap=max(call.soft_cap for call in calls),
             has_sinks=any(call.sinks is not None for call in calls),
         ),
+        ends=EndsSpec(learned_position_offset=first_position),
         config=values,
     )
 

@@ -48,10 +48,13 @@ class TransformersForCausalLM(nn.Module):
         replace_layers(model, context)
         self.others = OtherParameters(allocate_others(model, context, kept))
         self.decoder = Decoder(model)
+        self._first_position = context.architecture.ends.learned_position_offset
         self._options: list[AttendOptions] = []
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         """Compute the hidden states [num_tokens, hidden_size] of a step; see `CausalLM`."""
+        if self._first_position:
+            positions = positions + self._first_position
         hidden: Tensor = self.decoder(token_ids, positions, PagedCalls(context, self._options))
         return hidden
 
