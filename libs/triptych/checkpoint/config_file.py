@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from triptych.checkpoint.harmless_keys import HARMLESS, HARMLESS_VALUES
 from triptych.errors import FeatureDisabled, ModelError
 
 _I32_MAX = (1 << 31) - 1
@@ -36,6 +35,130 @@ _MAXIMA = {
     "vocab_size": MAX_VOCAB_SIZE,
 }
 """Numbers of config.json that lists and buffers are made for -> a thousand times what models have."""
+
+_HARMLESS = frozenset(
+    (
+        # who wrote it, and with what
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "transformers.js_config",
+        "torch_dtype",
+        "dtype",
+        "auto_map",
+        "tokenizer_class",
+        "tokenizer_name",
+        "custom_pipelines",
+        "model_max_length",
+        "max_sequence_length",
+        "output_past",
+        "n_special",
+        "predict_special_tokens",
+        "gradient_checkpointing",
+        "unsloth_fixed",
+        "unsloth_version",
+        # training
+        "attention_dropout",
+        "attn_pdrop",
+        "embd_pdrop",
+        "emb_pdrop",
+        "resid_pdrop",
+        "attention_probs_dropout_prob",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "residual_dropout",
+        "embedding_dropout",
+        "embed_dropout",
+        "dropout",
+        "activation_dropout",
+        "classifier_dropout",
+        "layerdrop",
+        "resid_dropout",
+        "ffn_dropout",
+        "initializer_range",
+        "init_std",
+        "initializer_factor",
+        "initializer_cutoff_factor",
+        "router_aux_loss_coef",
+        "output_router_logits",
+        "router_jitter_noise",
+        "pretraining_tp",
+        "z_loss_weight",
+        # what the caller of a model in Python asks for
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_return_dict",
+        "torchscript",
+        "use_bfloat16",
+        "chunk_size_feed_forward",
+        "is_decoder",
+        "attn_implementation",
+        "use_flash_attn",
+        "cache_implementation",
+        # of generation: generation_config.json is read instead
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "output_scores",
+        "return_dict_in_generate",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "prefix",
+        "pad_id",
+        "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "eod_token_id",
+        "decoder_start_token_id",
+        # of other heads on the same body
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "task_specific_params",
+        "pruned_heads",
+        "tie_encoder_decoder",
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
+        "summary_first_dropout",
+        "tf_legacy_loss",
+        "cross_attention_hidden_size",
+    )
+)
+
+_HARMLESS_VALUES: Mapping[str, Any] = {
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "is_causal": True,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "is_llama_config": True,
+}
+"""Keys that change no token as long as they have this value."""
 
 
 class ConfigFile:
@@ -200,9 +323,9 @@ class ConfigFile:
             for key, value in self.values.items()
             if value is not None
             and key not in self._read
-            and key not in HARMLESS
+            and key not in _HARMLESS
             and not key.startswith("_")
-            and (key not in HARMLESS_VALUES or value != HARMLESS_VALUES[key])
+            and (key not in _HARMLESS_VALUES or value != _HARMLESS_VALUES[key])
         ]
         if unread:
             key = unread[0]
