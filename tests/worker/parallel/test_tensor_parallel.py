@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.processes import free_port
+from tests.worker.models.families import FAMILIES
 from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.config import ParallelConfig
@@ -62,6 +64,22 @@ NUM_RANKS_OF = {
     **({"8 bits": ("one key head, tied", 2, "q8")} if isa() else {}),
 }
 """Case -> model, ranks, quantization."""
+OTHER_FAMILIES = (
+    "BLOOM",
+    "Cohere",
+    "Falcon 40B",
+    "Falcon, in turn",
+    "Gemma 2",
+    "GPT-2",
+    "GPT-BigCode",
+    "GPT-NeoX",
+    "GPT-OSS",
+    "Ministral 3",
+    "Nemotron",
+    "Phi",
+    "Phi 3",
+)
+"""Slopes and sinks of heads, tensors that are fused, interleaved or transposed, biases of heads and of plain MLPs."""
 BFLOAT16 = "bfloat16"
 LOSES_A_RANK = "norms of heads, even vocabulary"
 
@@ -101,6 +119,24 @@ def test_ranks_say_what_one_says(name: str, cases: dict[str, Case], answers: dic
     for other in others:  # to the bit: nobody tells them the tokens
         assert other.token_ids == first.token_ids
         assert all(map(np.array_equal, other.logprobs, first.logprobs))
+
+
+@pytest.mark.thorough
+def test_ranks_share_what_other_families_have(tmp_path: Path) -> None:
+    cases = {}
+    for name in OTHER_FAMILIES:
+        directory = tmp_path / name
+        config = FAMILIES[name].config()
+        config.architectures = [type(FAMILIES[name].create()).__name__]
+        config.save_pretrained(directory)
+        save_checkpoint(directory, json.loads((directory / "config.json").read_text()))
+        cases[name] = Case(directory, 2, port=free_port())
+    answers = run_ranks(cases, tmp_path)
+    for name, (first, second) in answers.items():
+        alone = compute(replace(cases[name], num_ranks=1), rank=0)
+        assert first.token_ids == second.token_ids == alone.token_ids, name
+        for ours, expected in zip(first.logprobs, alone.logprobs, strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=5e-4, err_msg=name)
 
 
 def test_ranks_add_up_in_the_precision_of_activations(
