@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,13 @@ from tests.worker.models.checkpoints import (
 )
 from tests.worker.models.families import FAMILIES
 from tests.worker.models.sequences import CUTS, Sequences, assert_equals_oracle
+from tests.worker.tiny import tiny_config
+from triptych.checkpoint.config_json import read_architecture
 from triptych.checkpoint.families.registry import own_architectures
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
-from triptych_services.worker.loader.load import open_checkpoint
+from triptych_services.worker.attention.base import KvCache
+from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models import registry
 
 COMPOSITE = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
@@ -90,3 +95,23 @@ def test_random_weights_have_the_names_and_shapes_of_saved_ones(name: str, saved
     assert {name: tensor.shape for name, tensor in random.tensors.items()} == {
         name: tensor.shape for name, tensor in stored.tensors.items()
     }
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_transformers_own(name: str, saved: Any) -> None:
+    directory, oracle = saved(name)
+    config = replace(tiny_config(read_architecture(directory)), dtype="bfloat16", quantization="none")
+    model = load_model(config, open_checkpoint(directory))
+    sequences = Sequences(model, config.architecture, (40, 33, 50))
+    sequences.kv_caches = [KvCache(cache.blocks.bfloat16()) for cache in sequences.kv_caches]
+    exact, rounded = deepcopy(oracle).bfloat16().float(), deepcopy(oracle).bfloat16()
+    ours, theirs = [], []
+    with torch.inference_mode():
+        for token_ids, logits in zip(sequences.token_ids, sequences.run(CUTS["whole prompts"]), strict=True):
+            # float32 arithmetic on the weights that both have
+            wanted = exact(token_ids[None]).logits[0].log_softmax(-1)
+            ours.append((logits.log_softmax(-1) - wanted).abs().mean())
+            their_logits = rounded(token_ids[None]).logits[0].float()
+            theirs.append((their_logits.log_softmax(-1) - wanted).abs().mean())
+    assert torch.stack(ours).mean() <= 1.2 * torch.stack(theirs).mean()
