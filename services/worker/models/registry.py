@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -45,13 +46,17 @@ def find_model(name: str) -> type[CausalLM]:
     """Return the class for an architecture: a registered one, else that of an installed package.
 
     Raises:
-        FeatureDisabled: There is none; names the architectures that have one.
+        FeatureDisabled: There is none; names the nearest that have one.
     """
     installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
     model = _name_to_model.get(name) or installed.get(name)
     if model is None:
-        known = ", ".join(sorted({*_name_to_model, *installed}))
-        raise FeatureDisabled(f"architecture {name}", f"no model is registered for it; there are {known}")
+        known = sorted({*_name_to_model, *installed})
+        near = ", ".join(get_close_matches(name, known, n=3, cutoff=0.0))
+        raise FeatureDisabled(
+            f"architecture {name}",
+            f"no native model is registered for it, but for {len(known)}, the nearest of them {near}",
+        )
     if isinstance(model, str):
         module_name, class_name = model.split(":")
         model_class: type[CausalLM] = getattr(import_module(module_name), class_name)
