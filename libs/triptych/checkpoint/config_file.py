@@ -309,6 +309,18 @@ class ConfigFile:
     def fail(self, key: str, value: object, why: str) -> NoReturn:
         raise ModelError(f"{self.path}: {self._section}{key}: {_shown(value)} {why}")
 
+    def check_sizes(self) -> None:
+        """Check the integers of this object and of those in it, for code that reads them without a limit.
+
+        Raises:
+            ModelError: One is above the limit of its key; names both.
+        """
+        for key, value in self.values.items():
+            if type(value) is int and value > _MAXIMA.get(key, _I32_MAX):
+                self.fail(key, value, f"is above the limit {_MAXIMA.get(key, _I32_MAX)}")
+            if isinstance(value, dict):
+                ConfigFile(self.path, value, section=f"{self._section}{key}.").check_sizes()
+
     def refuse_unread(self) -> None:
         """Check that every key has been read, in sections that have been read too.
 

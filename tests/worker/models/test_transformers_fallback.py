@@ -172,6 +172,18 @@ def test_unknown_arguments_of_attention_are_refused(tmp_path: Path, monkeypatch:
         describe(tmp_path)
 
 
+@pytest.mark.parametrize("where", ["", "text_config"])
+def test_sizes_are_refused_before_memory_is_taken(where: str, tmp_path: Path) -> None:
+    values = {"num_hidden_layers": 10**9}
+    config = {"architectures": ["PersimmonForCausalLM"], "model_type": "persimmon"}
+    config |= {where: values} if where else values
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError, match=rf"config.json: {where}.?num_hidden_layers: 10{{9}} is above the limit 4096"
+    ):
+        choose_architecture(tmp_path, "auto")
+
+
 def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     save("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -35,7 +35,9 @@ def describe(directory: Path) -> ModelArchitecture:
         FeatureDisabled: transformers has no such decoder, or it does something that a paged cache does not allow.
         ModelError: A file is missing or unreadable.
     """
-    values = ConfigFile.read(directory / CONFIG_FILE).values
+    file = ConfigFile.read(directory / CONFIG_FILE)
+    file.check_sizes()
+    values = file.values
     if (directory / GGUF_INDEX_FILE).is_file():
         raise FeatureDisabled("model.backend = transformers", "GGUF files are read by native models only")
     config = read_config(values)
