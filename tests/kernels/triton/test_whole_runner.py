@@ -13,6 +13,7 @@ from tests.worker.runner.cuda.traced_graphs import TracedGraphs
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych.checkpoint.architecture import ExpertsSpec
 from triptych_kernels import registry
 from triptych_kernels.cpu.library import forced_isa
 from triptych_services.worker.loader.load import load_model
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 
 FAMILIES = {
     "LlamaForCausalLM": {"num_heads": 6, "num_kv_heads": 2},
-    "Qwen3ForCausalLM": {"num_heads": 2, "num_kv_heads": 1},
-    "MixtralForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3ForCausalLM": {"num_heads": 2, "num_kv_heads": 1, "qk_norm": "head"},
+    "MixtralForCausalLM": {"mlp": "experts", "experts": ExpertsSpec(4, 2)},
 }
 NUM_STEPS = 6
 
