@@ -25,19 +25,10 @@ inline vec each(vec x, vec y, const F& f) {
   return load(lanes);
 }
 
-// e^x to 2 units in the last place; infinite or 0 beyond the range of float. NaN stays.
-// Source: the polynomial and the split of ln 2 are those of Cephes' expf.
+// e^x; infinite or 0 beyond the range of float. NaN stays.
 inline vec exp(vec x) {
-  x = min(splat(89.5f), max(splat(-104.0f), x));  // in this order: of two of which one is NaN, the second
-  const vec n = round_to_whole(x * splat(1.44269504088896341f));
-  const vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
-  vec p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r + splat(1.0f));
+  vec n;
+  const vec p = exp_parts(min(splat(89.5f), max(splat(-104.0f), x)), n);  // in this order, as in `exp_of_negative`
   const vec half = round_to_whole(n * splat(0.5f));  // 2^n itself may lie outside of float
   return scale_by_power(scale_by_power(p, half), n - half);
 }

@@ -18,11 +18,10 @@ vec add_bf16_pairs(vec sum, vec a);                                 // sum[i] + 
 void pair_up(const bf16* low, const bf16* high, vec (&out)[2]);     // (low[i], high[i]) of 2 * kLanes bfloat16
 vec round_to_pairs(vec low, vec high);                              // 2 * kLanes bfloat16: low's, then high's
 
-// e^x for x <= 0, to 2 units in the last place; below -87 it is e^-87, which is nothing beside 1. NaN stays.
+// e^x is the result times 2^n, to 2 units in the last place.
 // Source: the polynomial and the split of ln 2 are those of Cephes' expf.
-inline vec exp_of_negative(vec x) {
-  x = max(splat(-87.0f), x);  // in this order: of two of which one is NaN, `max` gives the second
-  const vec n = round_to_whole(x * splat(1.44269504088896341f));
+inline vec exp_parts(vec x, vec& n) {
+  n = round_to_whole(x * splat(1.44269504088896341f));
   const vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
   vec p = splat(1.9875691500e-4f);
   p = fma(p, r, splat(1.3981999507e-3f));
@@ -30,7 +29,13 @@ inline vec exp_of_negative(vec x) {
   p = fma(p, r, splat(4.1665795894e-2f));
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r + splat(1.0f));
+  return fma(p, r * r, r + splat(1.0f));
+}
+
+// e^x for x <= 0; below -87 it is e^-87, which is nothing beside 1. NaN stays.
+inline vec exp_of_negative(vec x) {
+  vec n;
+  const vec p = exp_parts(max(splat(-87.0f), x), n);  // in this order: of two of which one is NaN, `max` gives the second
   return scale_by_power(p, n);
 }
 
