@@ -113,8 +113,9 @@ def find_family(config: ConfigFile) -> Family:
         ModelError: config.json names no architecture.
     """
     name = architecture_name(config)
-    installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
-    reader = _name_to_reader.get(name) or installed.get(name)
+    reader = _name_to_reader.get(name)
+    if reader is None:  # looking through all installed packages takes milliseconds
+        reader = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}.get(name)
     module_name, function_name = (reader or _name_to_reader["LlamaForCausalLM"]).split(":")
     return Family(getattr(import_module(module_name), function_name), knows_all_keys=reader is not None)
 
