@@ -245,7 +245,7 @@ def test_a_layer_with_a_window_needs_its_length(tmp_path: Path) -> None:
         read_architecture(write_config(tmp_path, **config))
 
 
-def test_what_a_family_has_and_nobody_built_is_told_from_what_is_odd(tmp_path: Path) -> None:
+def test_what_is_not_built_is_told_from_what_is_odd(tmp_path: Path) -> None:
     with pytest.raises(FeatureDisabled, match=r"use_qk_norm = True: .*config.json: .* is not built"):
         read_architecture(
             write_config(tmp_path, architectures=["CohereForCausalLM"], use_qk_norm=True, layer_norm_eps=1e-5)
@@ -262,7 +262,7 @@ def test_what_a_family_has_and_nobody_built_is_told_from_what_is_odd(tmp_path: P
         ({"quantization_config": {"quant_method": "mxfp4"}}, ModelError, "'mxfp4' is not supported"),
     ],
 )
-def test_what_gpt_oss_may_say_and_nobody_built_is_refused(
+def test_what_is_not_built_of_gpt_oss_is_refused(
     tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     config = {

@@ -12,6 +12,9 @@ from typing import Any
 
 from triptych.checkpoint.tensor_names import TensorNames
 
+TRANSFORMERS_MODEL = "TransformersForCausalLM"
+"""Name of the decoders that the modules of transformers compute."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
@@ -165,7 +168,8 @@ class ModelArchitecture:
     """Names and layout of the checkpoint's tensors."""
     is_gguf: bool = False
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """The keys of config.json, for models of other packages."""
+    """The keys of config.json where a model reads them itself: one of another package, or of transformers. Else empty,
+    since keys that change no token must not tell two workers apart."""
 
     @property
     def num_layers(self) -> int:

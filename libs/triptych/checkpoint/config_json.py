@@ -37,7 +37,7 @@ def read_architecture(directory: Path) -> ModelArchitecture:
         described,
         eos_token_ids=read_eos_token_ids(directory),
         is_gguf=(directory / GGUF_INDEX_FILE).is_file(),
-        config=config.values,
+        config={} if family.knows_all_keys else config.values,
     )
 
 

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from triptych.checkpoint.architecture import TRANSFORMERS_MODEL
 from triptych.checkpoint.families.registry import own_architectures
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.context.model_context import ModelContext
@@ -13,9 +14,6 @@ from triptych_services.worker.models.base import CausalLM, StagedModel
 
 ENTRY_POINT_GROUP = "triptych.models"
 """Entry points of installed packages that contain models: name = architecture, value = `module:Class`."""
-
-TRANSFORMERS_MODEL = "TransformersForCausalLM"
-"""Name of the decoders that transformers computes, in `ModelArchitecture.name`."""
 
 _DECODER = "triptych_services.worker.models.decoder:DecoderForCausalLM"
 
@@ -48,8 +46,10 @@ def find_model(name: str) -> type[CausalLM]:
     Raises:
         FeatureDisabled: There is none; names the nearest that have one.
     """
-    installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
-    model = _name_to_model.get(name) or installed.get(name)
+    model = _name_to_model.get(name)
+    if model is None:  # looking through all installed packages takes milliseconds
+        installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+        model = installed.get(name)
     if model is None:
         known = sorted({*_name_to_model, *installed})
         near = ", ".join(get_close_matches(name, known, n=3, cutoff=0.0))

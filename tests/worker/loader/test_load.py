@@ -347,6 +347,10 @@ def test_the_fingerprint_tells_apart_what_workers_must_share(tmp_path: Path, mod
     base = fingerprint(checkpoint, architecture, **plain)
     assert len(base) == 64
     assert base == fingerprint(open_checkpoint(tmp_path), architecture, **plain)
+    config = json.loads((tmp_path / "config.json").read_text())
+    notes = {"transformers_version": "0.0", "_name_or_path": "elsewhere", "use_cache": False}
+    (tmp_path / "config.json").write_text(json.dumps(config | notes))
+    assert base == fingerprint(checkpoint, read_architecture(tmp_path), **plain), "notes change no token"
     others = {
         fingerprint(checkpoint, architecture, **plain | {"dtype": "bfloat16"}),
         fingerprint(checkpoint, architecture, **plain | {"weight_dtype": "bfloat16"}),

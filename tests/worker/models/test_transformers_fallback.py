@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.worker.models.census import examine, read_findings
 from tests.worker.models.checkpoints import greedy_tokens, random_prompts, save_checkpoint
 from tests.worker.models.sequences import CUTS, Sequences, assert_equals_oracle
 from tests.worker.models.small_configs import small_config
-from tests.worker.tiny import tiny_config
+from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych.checkpoint.architecture import TRANSFORMERS_MODEL
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.sampling import SamplingParams
@@ -26,9 +28,10 @@ from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models.choose import choose_architecture
 from triptych_services.worker.models.fallback.describe import describe
-from triptych_services.worker.models.registry import TRANSFORMERS_MODEL
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup import numerics
 from triptych_services.worker.runner.startup.create import create_runner
+from triptych_services.worker.runner.startup.numerics import numerics_of
 
 RECORDED = (
     "gpt2",
@@ -108,7 +111,7 @@ def test_native_models_say_the_same(model_type: str, tmp_path: Path) -> None:
     save(model_type, tmp_path)
     prompts = random_prompts(1, 5, 23)
     native, own = (choose_architecture(tmp_path, backend) for backend in ("auto", "transformers"))
-    assert (native.name, own.name) != (TRANSFORMERS_MODEL, native.name)
+    assert own.name == TRANSFORMERS_MODEL != native.name
     assert [replace(layer, intermediate_size=0, rope=None) for layer in own.layers] == [
         replace(layer, intermediate_size=0, rope=None, value_dim=layer.head_dim) for layer in native.layers
     ]
@@ -123,6 +126,27 @@ def test_quantized_weights_load(model_type: str, tmp_path: Path) -> None:
     save(model_type, tmp_path)
     runner = runner_for(tmp_path, "transformers", quantization="q8" if isa() else "none")
     assert len(greedy(runner, random_prompts(7))[0]) == 9
+
+
+def test_no_bits_are_promised_of_modules_of_another_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("persimmon", tmp_path)
+    engine = EngineConfig(worker=WorkerConfig(device="cpu", num_threads=1))
+    config = resolve_config(engine, choose_architecture(tmp_path, "auto"))
+    assert not config.batch_invariant
+    asked = replace(engine, model=ModelConfig(batch_invariant="true"))
+    with pytest.raises(FeatureDisabled, match="transformers' modules compute this model"):
+        resolve_config(asked, config.architecture)
+    digest = partial(numerics_of, processor="avx2", block_size=16)
+    version = numerics._version
+    before, native = digest(config), replace(config, architecture=tiny_architecture())
+    native_before = digest(native)
+    monkeypatch.setattr(
+        numerics, "_version", lambda package: "0" if package == "transformers" else version(package)
+    )
+    assert digest(config) != before
+    assert digest(native) == native_before
 
 
 def test_auto_leaves_unknown_families_to_transformers(tmp_path: Path) -> None:

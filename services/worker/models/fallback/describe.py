@@ -8,14 +8,19 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from triptych.checkpoint.architecture import BlockSpec, EndsSpec, LayerSpec, ModelArchitecture
+from triptych.checkpoint.architecture import (
+    TRANSFORMERS_MODEL,
+    BlockSpec,
+    EndsSpec,
+    LayerSpec,
+    ModelArchitecture,
+)
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.config_json import CONFIG_FILE, GGUF_INDEX_FILE, read_eos_token_ids
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.models.fallback.attention import AttentionCall
 from triptych_services.worker.models.fallback.probe import Probe
 from triptych_services.worker.models.fallback.skeleton import read_config
-from triptych_services.worker.models.registry import TRANSFORMERS_MODEL
 
 _LENGTHS = (
     "max_position_embeddings",
@@ -25,6 +30,7 @@ _LENGTHS = (
     "n_ctx",
     "max_target_positions",
 )
+_NOTES = ("_name_or_path", "transformers_version")  # of who wrote the file; they change no token
 _UNLIMITED = 1 << 17  # positions of a model that names no limit
 
 
@@ -62,7 +68,7 @@ def describe(directory: Path) -> ModelArchitecture:
             has_sinks=any(call.sinks is not None for call in calls),
         ),
         ends=EndsSpec(learned_position_offset=first_position),
-        config=values,
+        config={key: value for key, value in values.items() if key not in _NOTES},
     )
 
 

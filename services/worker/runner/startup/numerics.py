@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from importlib import metadata
 
+from triptych.checkpoint.architecture import TRANSFORMERS_MODEL
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 
 _PACKAGES = ("triptych", "torch", "triton", "llguidance")
@@ -38,9 +39,14 @@ def numerics_of(config: ResolvedConfig, *, processor: str, block_size: int, num_
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "block_size": block_size,
-        "packages": {name: _version(name) for name in (*_PACKAGES, *_PACKAGES_OF_ATTENTION)},
+        "packages": {name: _version(name) for name in _packages(config)},
     }
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+
+
+def _packages(config: ResolvedConfig) -> tuple[str, ...]:
+    is_transformers = config.architecture.name == TRANSFORMERS_MODEL
+    return (*_PACKAGES, *_PACKAGES_OF_ATTENTION, *(("transformers",) if is_transformers else ()))
 
 
 def _version(package: str) -> str:
