@@ -28,7 +28,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, rope: RopeParameters, *, context: ModelContext) -> None:
         super().__init__()
         trained_positions = context.architecture.max_position_embeddings
-        max_positions = context.config.engine.model.max_model_len or trained_positions
+        max_positions = context.max_positions
         table = cos_sin_table(head_dim, rope, max_positions, trained_positions=trained_positions)
         self.register_buffer("cos_sin_cache", table.to(context.device), persistent=False)
         self.cos_sin_cache: Tensor

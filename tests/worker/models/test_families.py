@@ -84,7 +84,24 @@ def test_recorded_steps_generate_the_tokens_of_transformers(name: str, saved: An
     assert runner.facts.kernels == (f"{isa()} {form}" if isa() else "torch")
     prompts = random_prompts(1, 4, 5, 23, 40)
     engine = InProcessEngine(runner, max_num_batched_tokens=16)
+    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    expected = [greedy_tokens(oracle, prompt, 9) for prompt in prompts]
+    assert engine.generate(prompts, greedy) == expected
+    # again, from prefixes that are cached now
+    assert engine.generate(prompts, greedy, first_number=len(prompts)) == expected
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preempted_requests_go_on_with_the_tokens_of_transformers(name: str, saved: Any) -> None:
+    directory, oracle = saved(name)
+    prompts = random_prompts(1, 4, 5, 11, 17)
+    # 10 blocks of 5 tokens, and 83 tokens in the end
+    engine = InProcessEngine(
+        make_runner(directory), max_num_batched_tokens=16, num_blocks=11, max_model_len=40
+    )
     said = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    assert engine.scheduler.counters.num_preemptions > 0
     assert said == [greedy_tokens(oracle, prompt, 9) for prompt in prompts]
 
 

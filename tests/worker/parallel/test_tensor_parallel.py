@@ -122,7 +122,8 @@ def test_ranks_say_what_one_says(name: str, cases: dict[str, Case], answers: dic
 
 
 @pytest.mark.thorough
-def test_ranks_share_what_other_families_have(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_ranks_share_what_other_families_have(num_stages: int, tmp_path: Path) -> None:
     cases = {}
     for name in OTHER_FAMILIES:
         directory = tmp_path / name
@@ -130,10 +131,10 @@ def test_ranks_share_what_other_families_have(tmp_path: Path) -> None:
         config.architectures = [type(FAMILIES[name].create()).__name__]
         config.save_pretrained(directory)
         save_checkpoint(directory, json.loads((directory / "config.json").read_text()))
-        cases[name] = Case(directory, 2, port=free_port())
+        cases[name] = Case(directory, 2, num_stages, port=free_port())
     answers = run_ranks(cases, tmp_path)
     for name, (first, second) in answers.items():
-        alone = compute(replace(cases[name], num_ranks=1), rank=0)
+        alone = compute(replace(cases[name], num_ranks=1, num_stages=1), rank=0)
         assert first.token_ids == second.token_ids == alone.token_ids, name
         for ours, expected in zip(first.logprobs, alone.logprobs, strict=True):
             np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=5e-4, err_msg=name)
