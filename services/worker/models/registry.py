@@ -51,7 +51,7 @@ def find_model(name: str) -> type[CausalLM]:
         installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
         model = installed.get(name)
     if model is None:
-        known = sorted({*_name_to_model, *installed})
+        known = sorted({*_name_to_model, *installed} - {TRANSFORMERS_MODEL})
         near = ", ".join(get_close_matches(name, known, n=3, cutoff=0.0))
         raise FeatureDisabled(
             f"architecture {name}",
