@@ -23,7 +23,7 @@ from triptych.client.prompts import Prompt, is_token_ids
 from triptych.client.request import RequestOptions, Sampling, build_generation
 from triptych.client.resumption import ResumableStream
 from triptych.errors import GenerationLost, TriptychError
-from triptych.rpc.status import from_rich_status
+from triptych.rpc.status import from_rich_status, is_broken_write
 from triptych.types.events import AdmittedEvent, Event, FinishedEvent
 from triptych.types.outputs import RequestOutput
 from triptych.v1 import generation_pb2, generation_pb2_grpc
@@ -156,17 +156,21 @@ class BatchStream:
 
     def _leave(self, call: _Call, end: Exception, address: str) -> None:
         """Let the items of a stream that has ended go on, or fail."""
-        is_broken = isinstance(end, grpc.RpcError) and self._dialer.is_broken(end)
-        if is_broken:
+        if not isinstance(end, grpc.RpcError):
+            for item in call.items.values():
+                item.fail(end)
+            return
+        is_broken = self._dialer.is_broken(end)
+        # The reason of a refusal was lost, so each item asks again by itself, and writes nothing after its request.
+        is_refused = is_broken_write(end) and not call.has_answered.is_set()
+        if is_broken and not is_refused:
             self._dialer.turn_from(address)
         for item in call.items.values():
-            error = end
-            if isinstance(end, grpc.RpcError):
-                error = self._dialer.to_typed_error(end, item.stream.has_output, address)
-                if is_broken and item.stream.may_go_on(error, is_broken=True):
-                    self._start_going_on(item)
-                    continue
-            item.fail(error)
+            error = self._dialer.to_typed_error(end, item.stream.has_output, address)
+            if is_refused or (is_broken and item.stream.may_go_on(error, is_broken=True)):
+                self._start_going_on(item)
+            else:
+                item.fail(error)
 
     def _take(self, call: _Call, response: generation_pb2.BatchGenerateResponse, address: str) -> None:
         """Take in a message about an item. An item that its server hands over is resumed elsewhere."""
