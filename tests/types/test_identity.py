@@ -18,6 +18,11 @@ MODEL = ModelIdentity("f" * 64, weights="a" * 64, adapter="", numerics="avx2", i
         (MODEL, Likeness.TOKENS, ""),
         (replace(MODEL, is_batch_invariant=False), Likeness.NUMERICS, "batch invariance: it is off"),
         (replace(MODEL, numerics="cuda"), Likeness.WEIGHTS, "numerics: avx2 and cuda"),
+        (
+            replace(MODEL, numerics='{"activation_bits": 8, "dtype": "float32"}'),
+            Likeness.WEIGHTS,
+            'numerics: avx2 and {"activation',
+        ),
         (replace(MODEL, numerics=""), Likeness.WEIGHTS, "numerics: avx2 and not known"),
         (replace(MODEL, adapter="b" * 64), Likeness.FORM, "adapter: none and bbbbbbbbbbbb"),
         (replace(MODEL, weights="b" * 64), Likeness.FORM, "weights: aaaaaaaaaaaa and bbbbbbbbbbbb"),
@@ -44,6 +49,17 @@ def test_a_digest_names_one_identity_and_no_field_that_is_not_set() -> None:
     digests = {MODEL.digest, *(other.digest for other in changed)}
     digests |= {replace(MODEL, **{name: type(value)()}).digest for name, value in fields.items() if value}
     assert len(digests) == 1 + 2 + 4
+
+
+def test_numerics_that_differ_are_named_with_both_values() -> None:
+    avx2 = replace(
+        MODEL, numerics='{"activation_bits": 8, "dtype": "float32", "processor": "avx2", "torch": "2.13"}'
+    )
+    vnni = replace(MODEL, numerics='{"activation_bits": 16, "dtype": "float32", "processor": "avx512_vnni"}')
+    assert compare(avx2, vnni) == (
+        Likeness.WEIGHTS,
+        "numerics: activation_bits 8 and 16, processor avx2 and avx512_vnni, torch 2.13 and not known",
+    )
 
 
 def test_numerics_that_neither_side_knows_are_not_alike() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import NamedTuple
@@ -25,8 +26,8 @@ class ModelIdentity:
     adapter: str = ""
     """sha256 of the adapter that is applied to the weights. Empty: none is."""
     numerics: str = ""
-    """Digest of what decides the bits beside the weights: processor, kernels, libraries, options. Workers with equal
-    ones give equal bits for equal steps. Empty: not known, and equal to no other."""
+    """JSON object of what decides the bits beside the weights: processor, kernels, libraries, options. Workers with
+    equal ones give equal bits for equal steps. Empty: not known, and equal to no other."""
     is_batch_invariant: bool = False
     """A request's bits do not depend on what runs beside it, nor on how its prompt is cut into steps."""
 
@@ -77,12 +78,28 @@ def compare(one: ModelIdentity, other: ModelIdentity) -> Comparison:
     if one.adapter != other.adapter:
         return _differ(Likeness.FORM, "adapter", one.adapter or "none", other.adapter or "none")
     if one.numerics != other.numerics or not one.numerics:
-        return _differ(Likeness.WEIGHTS, "numerics", one.numerics, other.numerics)
+        return Comparison(Likeness.WEIGHTS, f"numerics: {_numerics_difference(one.numerics, other.numerics)}")
     if not (one.is_batch_invariant and other.is_batch_invariant):
         return Comparison(Likeness.NUMERICS, "batch invariance: it is off")
     return Comparison(Likeness.TOKENS, "")
 
 
 def _differ(likeness: Likeness, name: str, one: str, other: str) -> Comparison:
+    return Comparison(likeness, f"{name}: {_both(one, other)}")
+
+
+def _both(one: str, other: str) -> str:
     shown = [value[:_SHOWN_DIGITS] or "not known" for value in (one, other)]
-    return Comparison(likeness, f"{name}: {shown[0]} and {shown[1]}")
+    return f"{shown[0]} and {shown[1]}"
+
+
+def _numerics_difference(one: str, other: str) -> str:
+    """Return the names that have other values on the two sides, with both values."""
+    try:
+        ours, theirs = json.loads(one), json.loads(other)
+        names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    except (ValueError, AttributeError):  # of an earlier version, which has a digest here
+        return _both(one, other)
+    return ", ".join(
+        f"{name} {ours.get(name, 'not known')} and {theirs.get(name, 'not known')}" for name in names
+    )

@@ -1,8 +1,7 @@
-"""The digest of what decides the bits of a worker's results beside the checkpoint. Needs no torch."""
+"""The names and values of what decides the bits of a worker's results beside the checkpoint. Needs no torch."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from importlib import metadata
@@ -12,11 +11,10 @@ from triptych_services.worker.context.resolved_config import ResolvedConfig
 
 _PACKAGES = ("triptych", "torch", "triton", "llguidance")
 _PACKAGES_OF_ATTENTION = ("flash-attn", "flash-attn-3", "flashinfer-python")
-_DIGITS = 16
 
 
 def numerics_of(config: ResolvedConfig, *, processor: str, block_size: int, num_threads: int = 0) -> str:
-    """Return the digest. Workers of one checkpoint with equal digests give equal bits for equal steps.
+    """Return it as a JSON object. Workers of one checkpoint with equal ones give equal bits for equal steps.
 
     It covers the processor, the attention backend, the precision of activations, weights and KV cache, the ranks, the
     size of blocks, batch invariance, and the versions of the libraries that compute or mask logits.
@@ -39,9 +37,9 @@ def numerics_of(config: ResolvedConfig, *, processor: str, block_size: int, num_
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "block_size": block_size,
-        "packages": {name: _version(name) for name in _packages(config)},
+        **{name: _version(name) for name in _packages(config)},
     }
-    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+    return json.dumps(deciding, sort_keys=True)
 
 
 def _packages(config: ResolvedConfig) -> tuple[str, ...]:

@@ -1,0 +1,25 @@
+"""Workers of other numerics: the error names the arithmetic that differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.worker.tiny import tiny_config
+from triptych.types.identity import Likeness, ModelIdentity, compare
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.runner.startup.numerics import numerics_of
+
+
+def identity(config: ResolvedConfig, processor: str = "avx2") -> ModelIdentity:
+    numerics = numerics_of(config, processor=processor, block_size=16)
+    return ModelIdentity("f", weights="w", numerics=numerics, is_batch_invariant=True)
+
+
+def test_arithmetic_that_differs_between_workers_is_named() -> None:
+    config = tiny_config()
+    assert compare(identity(config), identity(config)).likeness is Likeness.TOKENS
+    rounded = identity(replace(config, activation_bits=8))
+    assert compare(identity(config), rounded).difference == "numerics: activation_bits 16 and 8"
+    assert compare(identity(config), identity(config, "avx512")).difference == (
+        "numerics: processor avx2 and avx512"
+    )
