@@ -52,15 +52,30 @@ _SYS_ARCH_PRCTL = 158  # on x86-64; the C library has no function for it
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
 
+_wanted: list[str] = []
 _forced: list[str] = []
 _refused: dict[str, str] = {}
 
 
 def isa() -> str:
-    """Return the instruction set in use: the widest that was built, that this machine has and that is not refused.
+    """Return the instruction set in use: the widest that was built, that this machine has and that is not refused, or
+    the one that is wanted.
 
     It is empty if there is none, and plain torch computes."""
     return _forced[-1] if _forced else _widest()
+
+
+def want_isa(isa: str) -> None:
+    """Use this one of the usable instruction sets from now on, or the widest if it is empty.
+
+    Call this before weights are packed. Where the check refuses it, none is used.
+
+    Raises:
+        ValueError: It is unknown, not built, or this processor does not have it.
+    """
+    if isa and isa not in usable_isas():
+        raise ValueError(f"{isa} is none of {', '.join(usable_isas()) or 'none, since no kernels are built'}")
+    _wanted[:] = [isa] if isa else []
 
 
 @contextmanager
@@ -88,6 +103,11 @@ def usable_isas() -> tuple[str, ...]:
     )
 
 
+def candidate_isas() -> tuple[str, ...]:
+    """Return the instruction sets of `usable_isas` that are not excluded by `want_isa`."""
+    return tuple(_wanted) or usable_isas()
+
+
 def isas_of_processor() -> list[str]:
     """Return the instruction sets of `FLAGS_OF_MACHINE` that this processor has, widest first."""
     flags = processor_flags()
@@ -105,6 +125,8 @@ def unused_isas() -> dict[str, str]:
             reasons[isa_name] = f"the processor has no {', '.join(missing)}"
         elif needed & _AMX and amx_refusal():
             reasons[isa_name] = f"the system keeps it from this process: {amx_refusal()}"
+        elif isa_name in usable_isas() and isa_name not in candidate_isas():
+            reasons[isa_name] = f"{_wanted[0]} is asked for"
         else:
             reasons[isa_name] = _refused.get(isa_name, "it is not built")
     return reasons
@@ -144,7 +166,7 @@ def request_permission() -> str:
 
 
 def _widest() -> str:
-    return next((isa for isa in usable_isas() if isa not in _refused), "")
+    return next((isa for isa in candidate_isas() if isa not in _refused), "")
 
 
 def refuse(isa: str, reason: str) -> None:

@@ -20,11 +20,11 @@ from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import keys_in_words
 from triptych_kernels.cpu.compile import AMX_EMULATED
 from triptych_kernels.cpu.library import (
+    candidate_isas,
     forced_isa,
     refuse,
     refused_isas,
     threads_in_use,
-    usable_isas,
     use_threads,
 )
 from triptych_kernels.cpu.machine_files import Json, machine_key, read_or_make
@@ -80,14 +80,14 @@ class Check:
 
 
 def check_isas(directory: Path) -> None:
-    """Refuse usable instruction sets with wrong kernels, from the widest on until one is right.
+    """Refuse instruction sets with wrong kernels, from the widest that may be used on until one is right.
 
     Each of them is a warning. Call this before weights are packed.
 
     Args:
         directory: Directory of the files that keep the results.
     """
-    for isa in usable_isas():
+    for isa in candidate_isas():
         if isa in refused_isas():
             continue
         try:

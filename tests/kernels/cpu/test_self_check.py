@@ -29,6 +29,7 @@ extern "C" long long hang(const void*, long long) { for (;;) asm volatile(""); }
 @pytest.fixture(autouse=True)
 def _nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_refused", {})
+    monkeypatch.setattr(library, "_wanted", [])
 
 
 @pytest.fixture
@@ -128,6 +129,18 @@ def test_a_check_that_cannot_run_refuses_nothing(
     assert "cannot be checked (none left)" in caplog.text
 
 
+@pytest.mark.skipif(len(usable_isas()) < 2, reason="there is no narrower instruction set")
+def test_another_instruction_set_is_no_stand_in_for_one_that_is_wanted(
+    replace_kernel: Callable[[str, Callable[[Kernel], object], str], None], tmp_path: Path
+) -> None:
+    narrower = usable_isas()[1]
+    replace_kernel("paged_attention", lambda kernel: KERNEL(lambda arguments, rows: 0), narrower)
+    library.want_isa(narrower)
+    assert isa() == narrower
+    check_isas(tmp_path)
+    assert (isa(), set(refused_isas())) == ("", {narrower})
+
+
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let emulated AMX be the widest instruction set. Its library has no attention."""
@@ -135,8 +148,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the emulation needs a processor with AVX-512 and g++")
     build_emulated()
     usable = (AMX_EMULATED, *usable_isas())
-    for module in (library, self_check):
-        monkeypatch.setattr(module, "usable_isas", lambda: usable)
+    monkeypatch.setattr(library, "usable_isas", lambda: usable)
     monkeypatch.setattr(self_check, "_attention_checks", lambda random: ())
 
 
