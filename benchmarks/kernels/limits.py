@@ -12,7 +12,7 @@ import torch
 from benchmarks.harness.command import create_parser
 from benchmarks.harness.figures import Figure, rate
 from triptych_kernels.cpu.library import use_threads
-from triptych_kernels.cpu.machine import measure_rates
+from triptych_kernels.cpu.rate_measurement import measure_rates
 
 UNCACHED_BYTES = 160 << 20
 """Bytes of operands that are read in turn: five times the last cache of a large desktop CPU."""

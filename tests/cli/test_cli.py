@@ -235,7 +235,9 @@ def test_env_says_what_the_kernels_do_here(capsys):
     kernels = found["kernels"]
     assert found["versions"]["triptych"]
     assert {"none", "attention"} <= kernels["arithmetic"].keys()
-    assert (kernels["rates_of_one_thread"]["float32"] > 0) == bool(kernels["instruction_set"])
+    rates = kernels["rates_of_one_thread"]
+    assert all(rate > 0 for rate in rates.values())
+    assert bool(rates) != bool(kernels["not_measured"])
     assert kernels["instruction_set"] not in kernels["why_not_wider"]
 
 
@@ -244,12 +246,13 @@ def test_env_lists_rates_and_reasons(monkeypatch, capsys):
         "instruction_set": "avx512",
         "why_not_wider": {"amx": "the processor has no amx_tile"},
         "threads": 3,
-        "rates_of_one_thread": {"float32": 100.4, "bfloat16": 0.0, "l1": 200.0, "memory": 12.0},
-        "rates_of_all_threads": {"float32": 300.0, "bfloat16": 0.0, "l1": 600.0, "memory": 30.0},
+        "rates_of_one_thread": {"float32": 100.4, "l1": 200.0, "memory": 12.0},
+        "rates_of_all_threads": {"float32": 300.0, "l1": 600.0, "memory": 30.0},
+        "not_measured": "",
         "arithmetic": {"none": "float32: it is faster"},
         "huge_pages": "always",
     }
-    monkeypatch.setattr(env, "_examine", lambda: found)
+    monkeypatch.setattr(env, "_examine", lambda instruction_set: found)
     assert exit_code("env") == 0
     out = capsys.readouterr().out
     for line in (
@@ -285,6 +288,21 @@ def test_env_lists_rates_and_reasons(monkeypatch, capsys):
         ["none", "float32:", "it", "is", "faster"],
     ):
         assert line in [shown.split() for shown in out.splitlines()]
+    disturbed = {"rates_of_one_thread": {}, "rates_of_all_threads": {}, "not_measured": "others compute"}
+    monkeypatch.setattr(env, "_examine", lambda instruction_set: {**found, **disturbed})
+    assert exit_code("env") == 0
+    out = capsys.readouterr().out
+    assert ["rates", "not", "measured:", "others", "compute"] in [shown.split() for shown in out.splitlines()]
+    assert "operations/s" not in out
+
+
+def test_env_examines_the_instruction_set_that_is_named(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(
+        env, "_examine", lambda instruction_set: asked.append(instruction_set) or {"problem": "p"}
+    )
+    assert exit_code("env", "--instruction-set", "avx2") == 0
+    assert asked == ["avx2"]
 
 
 def test_env_prints_versions_and_options_without_importing_torch(monkeypatch):

@@ -37,7 +37,7 @@ def machine_key(isa: str) -> Json:
     Raises:
         OSError: There is no library for the instruction set.
     """
-    return {"processor": _processor(), "isa": isa, "library": _digest(library_path(isa))}
+    return {"processor": processor(), "isa": isa, "library": _digest(library_path(isa))}
 
 
 def read_or_make(
@@ -53,34 +53,52 @@ def read_or_make(
         name: First part of the file's name.
         parse: Makes the result; raises KeyError, TypeError or ValueError for what it does not understand.
     """
-    path = (
-        directory / f"{name}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
-    )
-    if (kept := _read(path, key, parse)) is not None:
+    if (kept := read_found(directory, name, key, parse)) is not None:
         return kept
-    with _locked(path):
-        if (kept := _read(path, key, parse)) is not None:  # another process has just made it
+    with _locked(directory):
+        if (kept := read_found(directory, name, key, parse)) is not None:  # another process has just made it
             return kept
         content = make()
-        try:
-            _write(path, {"version": _VERSION, "key": key, "found": content})
-        except OSError as error:
-            log.warning(
-                "%s cannot be written (%s), so every start finds out anew; set TRIPTYCH_MACHINE_DIR",
-                path,
-                error,
-            )
+        write_found(directory, name, key, content)
         return parse(content)
 
 
-def _read(path: Path, key: Json, parse: Callable[[Json], Found]) -> Found | None:
+def read_found(directory: Path, name: str, key: Json, parse: Callable[[Json], Found]) -> Found | None:
+    """Return what the file for `key` holds; None if there is none that is whole, of this version and of this key.
+
+    Args:
+        name, parse: As of `read_or_make`.
+    """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(_path(directory, name, key).read_text())
         if content["version"] != _VERSION or content["key"] != key:
             return None
         return parse(content["found"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def write_found(directory: Path, name: str, key: Json, content: Json) -> None:
+    """Write the file for `key`. A directory that cannot be written is a warning.
+
+    Args:
+        name: As of `read_or_make`.
+    """
+    path = _path(directory, name, key)
+    try:
+        _write(path, {"version": _VERSION, "key": key, "found": content})
+    except OSError as error:
+        log.warning(
+            "%s cannot be written (%s), so it is found out anew each time; set TRIPTYCH_MACHINE_DIR",
+            path,
+            error,
+        )
+
+
+def _path(directory: Path, name: str, key: Json) -> Path:
+    return (
+        directory / f"{name}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    )
 
 
 def _write(path: Path, content: Json) -> None:
@@ -98,11 +116,11 @@ def _write(path: Path, content: Json) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock among processes for this file, if the directory can be written."""
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a lock among processes for this directory, if it can be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.parent / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError:
         yield
         return
@@ -113,7 +131,7 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _processor() -> dict[str, str]:
+def processor() -> dict[str, str]:
     """Return the identity of the first processor, if the system has it."""
     if not library.CPUINFO.is_file():
         return {"machine": platform.machine(), "flags": " ".join(sorted(library.processor_flags()))}

@@ -1,6 +1,6 @@
 """Print what matters in a bug report: versions, CPU, memory, GPU, options, and what the kernels do on this machine.
 
-The machine is measured at the first time, for about a second, and so is it when the worker starts first.
+The machine's rates are measured at the first time, for up to two seconds, and kept if no other process disturbed that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,16 @@ _EXAMINE_TIMEOUT_S = 120.0  # torch is imported, which a loaded machine takes lo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--instruction-set",
+        default="auto",
+        metavar="NAME",
+        help="as worker.instruction_set: avx2, for instance",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    kernels = _examine()
+    kernels = _examine(arguments.instruction_set)
     if arguments.json:
         found = {
             "versions": dict(_versions()),
@@ -61,12 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _examine() -> dict[str, Any]:
+def _examine(instruction_set: str) -> dict[str, Any]:
     """Return what the worker knows of its kernels here, or a dict with the one key `problem`.
 
     Another process imports torch, which the command itself does not.
     """
-    command = [sys.executable, "-P", "-m", _EXAMINE]
+    command = [sys.executable, "-P", "-m", _EXAMINE, "--instruction-set", instruction_set]
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=_EXAMINE_TIMEOUT_S, check=False
@@ -88,17 +94,21 @@ def _kernels(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for isa, reason in found["why_not_wider"].items():
         yield f"  not {isa}", reason
     yield "huge pages", found["huge_pages"]
-    for name, threads in (("one", "1 thread"), ("all", f"{found['threads']} threads")):
-        rates = {
-            field: rate
-            for field, rate in found[f"rates_of_{name}_thread{'s' * (name == 'all')}"].items()
-            if rate
-        }
-        products = ", ".join(f"{field} {rate:.0f}" for field, rate in rates.items() if field not in _PLACES)
-        reads = ", ".join(f"{field} {rate:.0f}" for field, rate in rates.items() if field in _PLACES)
-        yield threads, f"10^9 operations/s: {products or 'not measured'}; GB/s from {reads or 'not measured'}"
+    if found["not_measured"]:
+        yield "rates", f"not measured: {found['not_measured']}"
+    else:
+        yield "1 thread", _rates(found["rates_of_one_thread"])
+        yield f"{found['threads']} threads", _rates(found["rates_of_all_threads"])
     for form, arithmetic in found["arithmetic"].items():
         yield f"  {form}", arithmetic
+
+
+def _rates(measured: Mapping[str, float]) -> str:
+    products, reads = (
+        ", ".join(f"{name} {rate:.0f}" for name, rate in measured.items() if (name in _PLACES) == is_place)
+        for is_place in (False, True)
+    )
+    return f"10^9 operations/s: {products}; GB/s from {reads}"
 
 
 def _versions() -> Iterator[tuple[str, str]]:

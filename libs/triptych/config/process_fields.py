@@ -307,6 +307,12 @@ class WorkerConfig:
         ge=0,
         per_rank=True,
     )
+    instruction_set: str = value(
+        "auto",
+        "Instruction set of the native kernels on a CPU: avx2 lets any x86-64 worker give the bits of one that has no "
+        "more. auto: the widest that is built and that the processor has; `triptych env` names it.",
+        WORKER,
+    )
     attention_backend: str = value(
         "auto",
         "What attends to the KV cache. triton: the project's kernels for CUDA devices; torch: plain torch, slow; "

@@ -16,10 +16,9 @@ from triptych.errors import ConfigError
 from triptych_kernels.cpu.compile import FLAGS_OF_MACHINE
 from triptych_kernels.cpu.library import isa, missing_flags, processor_flags, refused_isas
 from triptych_kernels.cpu.library import use_threads as use_native_threads
-from triptych_kernels.cpu.machine import rates
 from triptych_services.worker.context import host
 from triptych_services.worker.context.attention_choice import installed_packages
-from triptych_services.worker.context.machine import examine_machine
+from triptych_services.worker.context.machine import arithmetic_in_use, examine_machine
 from triptych_services.worker.context.resolve import resolve_for_device
 from triptych_services.worker.context.resolved_config import DeviceTraits, ResolvedConfig
 
@@ -43,12 +42,12 @@ def resolve_config(
     """Join the operator's config, the checkpoint's architecture and this machine's facts.
 
     Raises:
-        ConfigError: The device does not exist, or max_model_len is above the model's own.
+        ConfigError: The device or the instruction set does not exist, or max_model_len is above the model's own.
         FeatureDisabled: A value is not supported on this machine.
     """
     device = choose_device(engine.worker.device, engine.worker.local_rank)
     if device.type == "cpu" and root == host.ROOT:
-        examine_machine(engine.worker.num_threads)  # first, since it decides about kernels and precision
+        examine_machine(engine.worker.instruction_set)  # first, since it decides about kernels and precision
     return resolve_for_device(
         engine,
         architecture,
@@ -56,7 +55,7 @@ def resolve_config(
             device=str(device),
             prefers_bfloat16=prefers_bfloat16(device, root),
             native_kernels=bool(isa()),
-            prefers_8_bit_inputs=rates().prefers_8_bit_inputs,
+            byte_input_forms=arithmetic_in_use().byte_input_forms,
             native_float8=has_native_float8(device),
             compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
             attention_packages=installed_packages(),
@@ -91,12 +90,13 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
 def prefers_bfloat16(device: torch.device, root: Path = host.ROOT) -> bool:
     """Return whether the device multiplies bfloat16 faster than float32, rather than converting at every product.
 
-    The measured rates of a CPU decide; its flags do if nothing was measured, or if `root` is that of another machine.
+    The instruction set of the native kernels decides on a CPU; its flags do without them, or if `root` is that of
+    another machine.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere; older ones emulate
-    if root == host.ROOT and rates().is_measured:
-        return rates().prefers_bfloat16
+    if root == host.ROOT and isa():
+        return arithmetic_in_use().prefers_bfloat16
     flags = _cpu_flags(root)
     # Intel's processors without AMX carry out its instruction at half the rate of float32's
     is_slow = _FAST_BFLOAT16.isdisjoint(flags) and host.cpu_vendor(root) == _INTEL

@@ -1,20 +1,31 @@
-"""Examination of this machine's processor: whether its kernels are right, its rates, and what is chosen by them.
+"""Examination of this machine's processor: whether its kernels are right, what is chosen for it, and its rates.
 
-`python -m triptych_services.worker.context.machine` prints it as JSON, for `triptych env`.
+`python -m triptych_services.worker.context.machine` measures them, unless a file has them, and prints all of it as
+JSON, for `triptych env`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from triptych.errors import ConfigError
 from triptych.hub.cache import cache_home
-from triptych_kernels.cpu.library import isa, unused_isas
-from triptych_kernels.cpu.machine import MachineRates, load_rates, rates
+from triptych_kernels.cpu.arithmetic import Arithmetic, arithmetic_of
+from triptych_kernels.cpu.library import isa, refused_isas, unused_isas, usable_isas, want_isa
+from triptych_kernels.cpu.machine import MachineRates, Rates, contradictions, keep_rates, load_rates
+from triptych_kernels.cpu.rate_measurement import measure_rates
 from triptych_kernels.cpu.self_check import check_isas
 from triptych_services.worker.context import host
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
 
 
 def machine_directory() -> Path:
@@ -26,50 +37,82 @@ def machine_directory() -> Path:
     return Path(named) if named else cache_home() / "machine"
 
 
-def examine_machine(num_threads: int) -> MachineRates:
-    """Check the native kernels and measure the machine, unless files in the cache hold the results.
+def examine_machine(instruction_set: str = AUTO) -> MachineRates:
+    """Check the native kernels, unless a file holds the result, and read the machine's rates if a file has them.
 
-    Afterwards `isa` and `rates` answer by them. Takes about half a second, or some milliseconds with the files.
+    Afterwards `isa` and `rates` answer by them. Takes some milliseconds with the file of the check. Nothing is
+    measured: `arithmetic_in_use` does not depend on it.
 
     Args:
-        num_threads: Number of threads that will compute; 0 means one per core.
+        instruction_set: `worker.instruction_set`.
+
+    Raises:
+        ConfigError: It is unknown, or not usable here.
     """
+    try:
+        want_isa("" if instruction_set == AUTO else instruction_set)
+    except ValueError:
+        usable = ", ".join((AUTO, *usable_isas()))
+        raise ConfigError(
+            f"worker.instruction_set: {instruction_set} is not usable here; usable are {usable}"
+        ) from None
     directory = machine_directory()
     check_isas(directory)
-    return load_rates(num_threads or host.usable_cores(), directory)
+    if instruction_set in refused_isas():
+        raise ConfigError(
+            f"worker.instruction_set: {instruction_set} is not usable here, since "
+            f"{refused_isas()[instruction_set]}; set it to auto"
+        )
+    found = load_rates(directory)
+    for contradiction in contradictions(found, arithmetic_in_use()):
+        log.warning(
+            "%s; model.dtype and model.activation_bits choose otherwise, and deleting %s lets `triptych env` measure "
+            "again",
+            contradiction,
+            directory,
+        )
+    return found
 
 
-def describe_arithmetic(found: MachineRates) -> dict[str, str]:
-    """Return form of weights, or attention -> the arithmetic that `auto` options choose for it, and why."""
+def arithmetic_in_use() -> Arithmetic:
+    """Return the arithmetic that the table has for the instruction set in use."""
+    return arithmetic_of(isa(), host.cpu_vendor())
+
+
+def describe_arithmetic(found: MachineRates, chosen: Arithmetic) -> dict[str, str]:
+    """Return form of weights, or attention -> the arithmetic that `auto` options choose for it, and its rates."""
     if not found.isa:
         return dict.fromkeys(("none", "attention"), "plain torch, since no native kernels are in use")
     one = found.one_thread
-    fast = one.tile_bfloat16 or one.bfloat16
-    if not found.is_measured:
-        why = "by the instruction set, since nothing was measured"
-    elif fast == 0.0:
-        why = f"{found.isa} has no product of bfloat16"
-    else:
-        why = f"products of bfloat16 have {fast / one.float32:.1f} times the rate of float32"
-    activations = "bfloat16" if found.prefers_bfloat16 else "float32"
-    weights = "" if found.prefers_bfloat16 else ", weights widened from the checkpoint's 16 bits"
-    bits = f"exact products of integers, inputs rounded to {8 if found.prefers_8_bit_inputs else 16} bits"
-    if one.int16 and not one.int8:
-        bits += f": {found.isa} has no product of 8 bits in one instruction, so its rate was not measured"
-    elif one.int16:
-        bits += f": those of 8 bits have {one.int8 / one.int16:.1f} times the rate of 16 bits"
+    activations = "bfloat16" if chosen.prefers_bfloat16 else "float32"
+    weights = "" if chosen.prefers_bfloat16 else ", weights widened from the checkpoint's 16 bits"
+    bfloat16 = _ratio(
+        "products of bfloat16", one.tile_bfloat16 or one.bfloat16, "float32", one.float32, found
+    )
+    bytes = _ratio("those of 8 bits", one.int8, "16 bits", one.int16, found)
     return {
-        "none": f"{activations}{weights}: {why}",
-        "q4": bits,
-        "q8": bits,
-        "attention": f"{activations}: {why}",
+        "none": f"{activations}{weights}: {bfloat16}",
+        **{
+            form: f"exact products of integers, inputs rounded to {8 if form in chosen.byte_input_forms else 16} bits: "
+            f"{bytes}"
+            for form in ("q4", "q8")
+        },
+        "attention": f"{activations}: {bfloat16}",
     }
+
+
+def _ratio(what: str, fast: float, other: str, slow: float, found: MachineRates) -> str:
+    if not found.is_measured:
+        return f"for {found.isa}; not measured"
+    if not (fast and slow):
+        return f"for {found.isa}; {what} are not measured, since it has no instruction for them"
+    return f"for {found.isa}; {what} have {fast / slow:.1f} times the rate of {other}"
 
 
 def describe_rates(found: MachineRates) -> str:
     """Return one line for the log."""
     if not found.is_measured:
-        return f"{found.isa or 'no native kernels'}, not measured"
+        return f"{found.isa or 'no native kernels'}; rates are not measured yet, which `triptych env` does"
     one, together = found.one_thread, found.all_threads
     products = {
         "float32": one.float32,
@@ -84,23 +127,50 @@ def describe_rates(found: MachineRates) -> str:
     )
 
 
+def measured_rates(instruction_set: str) -> MachineRates:
+    """Return the rates of the file, or measure them, in up to two seconds; a quiet measurement is written.
+
+    Args:
+        instruction_set: As of `examine_machine`.
+    """
+    found = examine_machine(instruction_set)
+    if not found.isa or found.is_measured:
+        return found
+    try:
+        found = measure_rates(host.usable_cores())
+    except (OSError, RuntimeError, MemoryError, AttributeError) as error:
+        return MachineRates(found.isa, disturbance=str(error))
+    keep_rates(found, machine_directory())
+    return found
+
+
 def _main() -> None:
-    found = examine_machine(0)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--instruction-set", default=AUTO)
+    instruction_set = parser.parse_args().instruction_set
+    found = measured_rates(instruction_set)
+    is_quiet = found.is_measured and not found.disturbance
+    shown = found if is_quiet else MachineRates(found.isa)  # figures that may lie are not shown
     print(
         json.dumps(
             {
                 "instruction_set": isa(),
                 "why_not_wider": unused_isas(),
                 "threads": found.num_threads,
-                "rates_of_one_thread": asdict(rates().one_thread),
-                "rates_of_all_threads": asdict(rates().all_threads),
-                "arithmetic": describe_arithmetic(found),
+                "rates_of_one_thread": _measured(shown.one_thread),
+                "rates_of_all_threads": _measured(shown.all_threads),
+                "not_measured": "" if is_quiet else found.disturbance or "no native kernels are in use",
+                "arithmetic": describe_arithmetic(shown, arithmetic_in_use()),
                 "huge_pages": host.huge_pages(),
                 "memory_nodes": host.numa_nodes(),
                 "kept_in": str(machine_directory()),
             }
         )
     )
+
+
+def _measured(rates: Rates) -> Mapping[str, float]:
+    return {name: rate for name, rate in asdict(rates).items() if rate}
 
 
 if __name__ == "__main__":

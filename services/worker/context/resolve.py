@@ -175,7 +175,7 @@ def choose_activation_bits(requested: str, quantization: str, kv_dtype: str, tra
     """
     is_rounded = traits.device == "cpu" and quantization in ("q4", "q8", "int8")
     if requested == "auto":
-        is_chosen = quantization == "int8" or (traits.prefers_8_bit_inputs and kv_dtype != "int8")
+        is_chosen = quantization == "int8" or (quantization in traits.byte_input_forms and kv_dtype != "int8")
         return 8 if is_rounded and is_chosen else 16
     if not is_rounded:
         raise FeatureDisabled(

@@ -58,8 +58,8 @@ class DeviceTraits:
     """Whether the device multiplies bfloat16 faster than float32."""
     native_kernels: bool = False
     """Whether the native kernels for CPUs are built and run on this processor."""
-    prefers_8_bit_inputs: bool = False
-    """Whether the native kernels multiply inputs in 8 bits faster than in 16."""
+    byte_input_forms: tuple[str, ...] = ()
+    """Forms of quantized weights that the native kernels multiply faster with inputs in 8 bits than in 16."""
     native_float8: bool = False
     """Whether the device multiplies 8-bit floats itself."""
     compute_capability: tuple[int, int] = (0, 0)

@@ -264,23 +264,23 @@ def test_auto_quantization_is_none_without_native_kernels(device, changes, dtype
 
 
 @pytest.mark.parametrize(
-    ("requested", "quantization", "kv_dtype", "device", "prefers", "chosen"),
+    ("requested", "quantization", "kv_dtype", "device", "forms", "chosen"),
     [
-        ("auto", "q4", "bfloat16", "cpu", True, 8),
-        ("auto", "q4", "int8", "cpu", True, 16),
-        ("auto", "q8", "float32", "cpu", False, 16),
-        ("auto", "int8", "int8", "cpu", False, 8),
-        ("auto", "none", "float32", "cpu", True, 16),
-        ("auto", "q4", "float32", "cuda:0", True, 16),
-        ("16", "q4", "float32", "cpu", True, 16),
-        ("8", "q8", "int8", "cpu", False, 8),
+        ("auto", "q4", "bfloat16", "cpu", ("q4", "q8"), 8),
+        ("auto", "q4", "int8", "cpu", ("q4", "q8"), 16),
+        ("auto", "q8", "float32", "cpu", ("q4",), 16),
+        ("auto", "int8", "int8", "cpu", (), 8),
+        ("auto", "none", "float32", "cpu", ("q4", "q8"), 16),
+        ("auto", "q4", "float32", "cuda:0", ("q4", "q8"), 16),
+        ("16", "q4", "float32", "cpu", ("q4", "q8"), 16),
+        ("8", "q8", "int8", "cpu", (), 8),
     ],
 )
 def test_auto_rounds_inputs_to_8_bits_where_that_is_faster(
-    requested, quantization, kv_dtype, device, prefers, chosen
+    requested, quantization, kv_dtype, device, forms, chosen
 ):
     bits = choose_activation_bits(
-        requested, quantization, kv_dtype, DeviceTraits(device=device, prefers_8_bit_inputs=prefers)
+        requested, quantization, kv_dtype, DeviceTraits(device=device, byte_input_forms=forms)
     )
     assert bits == chosen
 
@@ -296,7 +296,7 @@ def test_auto_rounds_inputs_to_8_bits_where_that_is_faster(
 def test_inputs_that_are_not_rounded_so_are_refused(requested, quantization, device, says):
     with pytest.raises(FeatureDisabled, match=rf"model\.activation_bits = {requested}.*{says}"):
         choose_activation_bits(
-            requested, quantization, "float32", DeviceTraits(device=device, prefers_8_bit_inputs=True)
+            requested, quantization, "float32", DeviceTraits(device=device, byte_input_forms=("q4", "q8"))
         )
 
 
