@@ -69,6 +69,7 @@ SMALL = {
     "stack.pipeline_parallel": "--rounds 1 --streams 2 --input-len 8 --output-len 8 --simulation.enabled=true",
     "stack.resident_memory": "--minutes 0.05 simulation.enabled=true",
     "stack.scale": "--loads 1x2 --step-s 0.5 --measure-s 2",
+    "worker.step_breakdown": "--rounds 1 --quantization q4 --prefill 64 --rows 2 --steps 2",
     "worker.step_round_trip": "--rounds 1 --steps 50",
 }
 

@@ -1,0 +1,186 @@
+"""The native calls of a recorded step: names, operands, and what each computes and reads."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+from triptych_kernels.cpu import program
+from triptych_kernels.cpu.launch import find_kernel
+from triptych_kernels.cpu.library import isa, raise_failure
+from triptych_kernels.cpu.machine import Rates
+
+PRODUCTS, HEAD, ATTENTION, SMALL, SAMPLING, OTHER = (
+    "products", "head", "attention", "norms, rotary, KV writes", "sampling", "other",
+)  # fmt: skip
+GROUPS = (PRODUCTS, HEAD, ATTENTION, SMALL, SAMPLING, OTHER)
+_WORD_TO_GROUP: tuple[tuple[str, str], ...] = (
+    ("linear", PRODUCTS),
+    ("product", PRODUCTS),
+    ("attention", ATTENTION),
+    ("attend", ATTENTION),
+    *((word, SMALL) for word in ("norm", "rotary", "write_kv", "embedding", "gather_rows", "pointwise")),
+    *((word, SMALL) for word in ("last_axis", "local_ids", "clear_other_rows", "over_ranks")),
+    *((word, SAMPLING) for word in ("sample", "logprobs", "logits")),
+)
+"""Part of a kernel's name -> its group; the first that is found counts, so a product or attention counts with what was
+joined to it."""
+_DTYPE_BYTES = {0: 4, 1: 2, 2: 1}  # `DType` in kernel.h
+_GROUP_SIZE = 32  # weights that share a scale
+
+
+class _DlInfo(ctypes.Structure):
+    """`Dl_info` of dladdr(3)."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The tokens and contexts of one step."""
+
+    keys: int
+    """Keys in the cache of all rows together."""
+    pairs: int
+    """Pairs of a query and a key that it sees, of all rows together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The least that a call has to do, and the field of `Rates` that bounds it."""
+
+    operations: float = 0.0
+    """Multiplications and additions."""
+    num_bytes: float = 0.0
+    """Bytes of weights, or of keys and values, that it reads."""
+    product: str = ""
+
+    def limit_s(self, rates: Rates) -> float:
+        """Return the least seconds that a machine of these rates takes; 0 if there is no such rate."""
+        rate = getattr(rates, self.product) if self.product else 0.0
+        computing_s = self.operations / (1e9 * rate) if rate else 0.0
+        return max(computing_s, self.num_bytes / (1e9 * rates.memory)) if computing_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a recorded program."""
+
+    kernel: str
+    fields: Mapping[str, int | float]
+    """Fields of the kernel's struct; addresses are numbers."""
+
+    def find(self, name: str) -> int | float | None:
+        """Return a field, also one of a struct inside; None if there is none or if it is ambiguous."""
+        if name in self.fields:
+            return self.fields[name]
+        found = [value for field, value in self.fields.items() if field.endswith(f"_{name}")]
+        return found[0] if len(found) == 1 else None
+
+    def group(self, vocab_size: int) -> str:
+        """Return the group of `GROUPS` that it belongs to."""
+        for word, group in _WORD_TO_GROUP:
+            if word in self.kernel:
+                return HEAD if group == PRODUCTS and self.find("out_features") == vocab_size else group
+        return OTHER
+
+    def work(self, group: str, rows: int, step: Step) -> Work:
+        """Return what it has to do; nothing for a call that is not bound by products.
+
+        Args:
+            rows: Rows of its inputs.
+        """
+        if group in (PRODUCTS, HEAD):
+            return self._product_work(rows)
+        return self._attention_work(step) if group == ATTENTION else Work()
+
+    def _product_work(self, rows: int) -> Work:
+        size_in, size_out = self.find("in_features"), self.find("out_features")
+        if size_in is None or size_out is None:
+            return Work()
+        bits = self.find("bits") if "quantized" in self.kernel else None
+        if bits is not None:
+            scales = 16 * (2 if self.find("affine") else 1) / _GROUP_SIZE
+            weight_bits, product = bits + scales, f"int{self.find('input_bits') or 16}"
+        elif "widened" in self.kernel:
+            weight_bits, product = 16, "float32"
+        else:
+            dtype = int(self.find("dtype") or 0)
+            weight_bits, product = 8 * _DTYPE_BYTES[dtype], "float32" if dtype == 0 else "bfloat16"
+        return Work(2.0 * rows * size_in * size_out, size_in * size_out * weight_bits / 8, product)
+
+    def _attention_work(self, step: Step) -> Work:
+        sizes = [self.find(name) for name in ("num_heads", "num_kv_heads", "head_dim", "cache_dtype")]
+        num_heads, num_kv_heads, head_dim, cache_dtype = sizes
+        if num_heads is None or num_kv_heads is None or head_dim is None or cache_dtype is None:
+            return Work()
+        operations = 4.0 * step.pairs * num_heads * head_dim
+        cache_bytes = _DTYPE_BYTES[int(cache_dtype)]
+        return Work(operations, 2.0 * step.keys * num_kv_heads * head_dim * cache_bytes, "float32")
+
+
+@dataclass(slots=True)
+class CallTimes:
+    """Seconds of the calls of one step, call by call."""
+
+    calls: list[tuple[Call, int, float]] = field(default_factory=list)
+    """Call, its number of rows, seconds."""
+    total_s: float = 0.0
+    """Seconds of the whole program, what lies between the calls included."""
+
+
+@contextmanager
+def call_by_call(times: CallTimes) -> Iterator[None]:
+    """Let recorded programs run one call after the other inside the context, and add the time of each."""
+    whole = program.Program.run
+    programs: dict[int, list[Call]] = {}
+
+    def run(self: program.Program, counts: Mapping[str, int]) -> None:
+        names = self._count_names
+        for place, name in enumerate(names):
+            self._counts[place] = counts[name]
+        calls = programs.get(id(self)) or programs.setdefault(id(self), list(_calls_of(self)))
+        base, size = ctypes.addressof(self._structs), ctypes.sizeof(program._CallStruct)
+        began_s = time.perf_counter()
+        for number, call in enumerate(calls):
+            started_s = time.perf_counter()
+            failure = self._run(base + number * size, 1, self._counts)
+            seconds = time.perf_counter() - started_s
+            raise_failure(failure, call.kernel)
+            rows = counts[names[self._structs[number].count_index]]
+            times.calls.append((call, rows, seconds))
+        times.total_s += time.perf_counter() - began_s
+
+    program.Program.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        program.Program.run = whole  # type: ignore[method-assign]
+
+
+def _calls_of(recorded: program.Program) -> Iterator[Call]:
+    for struct in recorded._structs:
+        name = _kernel_at(struct.kernel)
+        kernel = find_kernel(isa(), name)
+        values = kernel.layout.unpack(ctypes.string_at(struct.arguments, kernel.layout.size))
+        yield Call(name, dict(zip(kernel.fields, values, strict=True)))
+
+
+@cache
+def _kernel_at(address: int) -> str:
+    """Return the name of the kernel at an address of a loaded library."""
+    look_up = ctypes.CDLL(None).dladdr
+    look_up.argtypes = [ctypes.c_void_p, ctypes.POINTER(_DlInfo)]
+    found = _DlInfo()
+    if not look_up(address, ctypes.byref(found)) or not found.symbol:
+        raise RuntimeError(f"no library has a function at {address:#x}")
+    return str(found.symbol.decode()).removeprefix("triptych_")
