@@ -55,7 +55,7 @@ def peak_resident_bytes(processes: Iterable[Process]) -> int:
 
 
 def cpu_seconds(processes: Iterable[Process]) -> float:
-    """Return the user and system time that the processes have taken so far."""
+    """Return the user and system time so far of the processes, and of children that they have waited for."""
     return sum(now.cpu_ticks for process in processes if (now := _process(process.pid))) * _TICK_S
 
 
@@ -92,5 +92,5 @@ def _process(pid: int) -> Process | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    cpu_ticks = int(fields[11]) + int(fields[12])
+    cpu_ticks = sum(map(int, fields[11:15]))  # of its own in user and system mode, and of ended children
     return Process(pid, int(fields[19]), fields[0], int(fields[1]), int(fields[3]), cpu_ticks)

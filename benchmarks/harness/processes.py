@@ -48,6 +48,11 @@ class Child:
             )  # fmt: skip
         threading.Thread(target=self._read_lines, name="child-lines", daemon=True).start()
 
+    @property
+    def pid(self) -> int:
+        """Process id: all that it has started is below it."""
+        return self._popen.pid
+
     def __enter__(self) -> Child:
         return self
 
