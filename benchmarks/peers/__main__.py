@@ -3,6 +3,7 @@
     make bench-peers                                             all of it: half an hour per round on two cores
     make bench-peers ARGS="--install-only"                       only environments and models
     make bench-peers ARGS="--engines vllm triptych --rows 1 64 --rounds 3"
+    make bench-peers ARGS="--instruction-set avx2"               as on a machine that has no more
 
 Every engine gets the same prompts, all physical cores, and a process of its own in every round. Rates of n
 streams are output tokens over the wall time of the whole batch, prefill included, 128 tokens in and 128 out. Let
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.peers import models, report
-from benchmarks.peers.engines import ENGINES, matching_engines
+from benchmarks.peers.engines import AVX2, ENGINES, matching_engines
 from benchmarks.peers.environments import InstallError, peers_home
 from benchmarks.peers.measurement import ROWS, measure_rounds
 from triptych.errors import TriptychError
@@ -28,6 +29,11 @@ from triptych.errors import TriptychError
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     engines = [engine for engine in ENGINES if any(engine in group for group in arguments.engines)]
+    if arguments.instruction_set == AVX2:
+        for engine in engines:
+            if engine.hold is None:
+                yield Figure(f"{engine.name}: {AVX2}", note=f"left out: nothing holds it to {AVX2}")
+        engines = [engine.hold(engine) for engine in engines if engine.hold is not None]
     try:
         for engine in engines:
             engine.prepare()
@@ -50,6 +56,10 @@ if __name__ == "__main__":
     )  # fmt: skip
     parser.add_argument("--rows", nargs="+", choices=row_keys, default=row_keys, help="default: all")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32), help="default: a new one")
+    parser.add_argument(
+        "--instruction-set", choices=("auto", AVX2), default="auto",
+        help="hold Triptych and the peers to it; those that cannot be held are left out (default: what there is)",
+    )  # fmt: skip
     parser.add_argument("--install-only", action="store_true", help="only environments and models")
     results = peers_home() / "results" / f"{datetime.datetime.now():%Y-%m-%dT%H-%M-%S}.json"
     parser.set_defaults(json=results)

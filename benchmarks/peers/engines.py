@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.peers import models
 from benchmarks.peers.environments import (
     LLAMA_CPP,
+    LLAMA_CPP_AVX2,
     ONNXRUNTIME,
     OPENVINO,
     VLLM,
@@ -21,6 +22,13 @@ from benchmarks.peers.environments import (
 )
 
 TRIPTYCH = "triptych"
+AVX2 = "avx2"
+"""Instruction set that engines can be held to, so that any x86-64 machine shows what they do where there is no more."""
+_AVX2_VARIABLES = {
+    "ONEDNN_MAX_CPU_ISA": "AVX2",  # of oneDNN's kernels, and of those that OpenVINO makes with its generator
+    "DNNL_MAX_CPU_ISA": "AVX2",  # as older ones call it
+    "OV_CPU_MAX_ISA": "AVX2",  # of OpenVINO's own; in its release builds since 2026.4.1
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +51,9 @@ class Engine:
     """Options of its adapter."""
     env: Callable[[tuple[int, ...]], Mapping[str, str]] = field(default=lambda cpus: {})
     """Environment variables, given the CPUs to run on."""
+    hold: Callable[[Engine], Engine] | None = None
+    """Returns the engine as it runs with AVX2 and nothing wider; None: it has no way, and takes what the processor
+    has."""
 
     @property
     def name(self) -> str:
@@ -79,36 +90,52 @@ def _vllm_env(cpus: tuple[int, ...]) -> dict[str, str]:
     }
 
 
-def _llama_cpp(weights: str, model: Callable[[], Path], *, is_quantized: bool) -> Engine:
+def _with_avx2_variables(engine: Engine) -> Engine:
+    return replace(engine, env=lambda cpus: {**engine.env(cpus), **_AVX2_VARIABLES})
+
+
+def _llama_cpp(weights: str, *, is_quantized: bool, environment: Environment = LLAMA_CPP) -> Engine:
+    published = weights == "Q4_1"
     return Engine(
-        "llama.cpp", weights, "", "llama_server_adapter.py", model, LLAMA_CPP, is_quantized=is_quantized,
-        options=lambda: {"bin": str(llama_cpp_bin())},
+        "llama.cpp", weights, "", "llama_server_adapter.py",
+        models.gguf if published else lambda: models.requantized_gguf(weights, environment),
+        environment, is_quantized=is_quantized,
+        options=lambda: {"bin": str(llama_cpp_bin(environment))},
+        hold=lambda engine: _llama_cpp(weights, is_quantized=is_quantized, environment=LLAMA_CPP_AVX2),
     )  # fmt: skip
 
 
-def _triptych(quantization: str, weights: str, cache_dtype: str = "auto") -> Engine:
+def _triptych(
+    quantization: str, weights: str, cache_dtype: str = "auto", instruction_set: str = "auto"
+) -> Engine:
     """Return a mode; one that the build refuses is in the table as failed."""
     mode = quantization if cache_dtype == "auto" else f"{quantization}-{cache_dtype}-cache"
+    options = {"model.quantization": quantization, "cache.dtype": cache_dtype}
     return Engine(
         TRIPTYCH, weights, mode, "triptych_adapter.py", models.triptych_model, is_quantized=mode != "none",
-        options=lambda: {"model.quantization": quantization, "cache.dtype": cache_dtype},
+        options=lambda: {**options, "worker.instruction_set": instruction_set},
+        hold=lambda engine: _triptych(quantization, weights, cache_dtype, AVX2),
     )  # fmt: skip
 
 
 ENGINES = (
     Engine("vllm", "bf16", "", "vllm_adapter.py", models.hugging_face_bf16, VLLM, env=_vllm_env),
-    Engine("openvino", "Q4_1", "", "openvino_adapter.py", models.openvino, OPENVINO, is_quantized=True),
+    Engine(
+        "openvino", "Q4_1", "", "openvino_adapter.py", models.openvino, OPENVINO, is_quantized=True,
+        hold=_with_avx2_variables,
+    ),
     Engine("onnxruntime", "int4", "", "onnxruntime_adapter.py", models.onnx, ONNXRUNTIME, is_quantized=True),
-    _llama_cpp("Q4_1", models.gguf, is_quantized=True),
-    _llama_cpp("Q4_0", lambda: models.requantized_gguf("Q4_0"), is_quantized=True),
-    _llama_cpp("BF16", lambda: models.requantized_gguf("BF16"), is_quantized=False),
+    _llama_cpp("Q4_1", is_quantized=True),
+    _llama_cpp("Q4_0", is_quantized=True),
+    _llama_cpp("BF16", is_quantized=False),
     _triptych("none", "bf16"),
     _triptych("q8", "8-bit"),
     _triptych("q4", "4-bit"),
     _triptych("auto", "mixed"),
     _triptych("none", "bf16", "int8"),  # openvino's own default cache is of 8 bits, too
     _triptych("q4", "4-bit", "int8"),
-)
+)  # fmt: skip
+"""vLLM's compiled kernels and ONNX Runtime's look at the processor alone, so nothing holds these two to AVX2."""
 
 
 def matching_engines(name: str) -> list[Engine]:

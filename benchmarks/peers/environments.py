@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +40,8 @@ _LLAMA_CPP_OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
-    *(f"-D{option}=ON" for flag, option in _GGML_OPTION_OF_CPU_FLAG.items() if flag in cpu_flags()),
 )
+_AVX2_FLAGS = ("avx", "avx2", "fma", "f16c", "bmi2")
 
 
 class InstallError(Exception):
@@ -141,9 +141,9 @@ def log_file(name: str) -> Path:
     return directory / f"{name}.log"
 
 
-def llama_cpp_bin() -> Path:
+def llama_cpp_bin(environment: Environment) -> Path:
     """Return where the build leaves llama.cpp's programs."""
-    return LLAMA_CPP.directory / "build" / "bin"
+    return environment.directory / "build" / "bin"
 
 
 def _build_llama_cpp(environment: Environment, log: Path) -> None:
@@ -172,6 +172,15 @@ ONNXRUNTIME = Environment(
     ("onnxruntime-genai==0.18.0", "onnxruntime==1.32.0", "onnx==1.23.2", "onnx-ir==1.1.0"),
 )
 OPENVINO = Environment("openvino", ("openvino-genai==2026.4.1.0",))
-LLAMA_CPP = Environment(
-    "llama.cpp", ("cmake==4.4.4", "ninja==1.13.2"), options=_LLAMA_CPP_OPTIONS, build=_build_llama_cpp
-)
+
+
+def _llama_cpp(name: str, flags: Collection[str]) -> Environment:
+    """Return llama.cpp, built for a processor with these flags."""
+    for_processor = (f"-D{option}=ON" for flag, option in _GGML_OPTION_OF_CPU_FLAG.items() if flag in flags)
+    options = (*_LLAMA_CPP_OPTIONS, *for_processor)
+    return Environment(name, ("cmake==4.4.4", "ninja==1.13.2"), options=options, build=_build_llama_cpp)
+
+
+LLAMA_CPP = _llama_cpp("llama.cpp", cpu_flags())
+LLAMA_CPP_AVX2 = _llama_cpp("llama.cpp-avx2", _AVX2_FLAGS)
+"""The build for a processor that has no more than AVX2."""

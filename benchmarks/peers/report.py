@@ -11,10 +11,13 @@ from benchmarks.peers.measurement import Row
 
 
 def text(engines: Sequence[Engine], rows: Sequence[Row], figures: Mapping[str, Figure]) -> str:
-    """Return both tables and the failures."""
-    failed = [figure for figure in figures.values() if figure.error]
-    failures = "\n".join(f"failed: {figure.name}: {figure.error}" for figure in failed)
-    parts = (engines_table(engines, rows, figures), ratios_table(engines, rows, figures), failures)
+    """Return both tables, what was left out, and the failures."""
+    absent = [figure for figure in figures.values() if not figure.samples]
+    left_out = "\n".join(f"{figure.name}: {figure.note}" for figure in absent if figure.note)
+    failures = "\n".join(
+        f"failed: {figure.name}: {figure.error}" for figure in figures.values() if figure.error
+    )
+    parts = (engines_table(engines, rows, figures), ratios_table(engines, rows, figures), left_out, failures)
     return "\n\n".join(filter(None, parts))
 
 

@@ -19,6 +19,7 @@ from benchmarks.peers.measurement import (
     MEMORY,
     ROWS,
     START,
+    START_CPU,
     Row,
     Workload,
     draw_prompts,
@@ -59,9 +60,12 @@ def test_engines_take_turns_and_every_batch_is_a_sample():
 
 
 def test_start_and_memory_count_the_whole_process():
-    start, memory = figures_of(engine(wall_s="0"), rows=(START, MEMORY))
-    assert (start.name, memory.name) == ("fake: start to first token", "fake: peak memory")
+    start, cpu, memory = figures_of(engine(wall_s="0"), rows=(START, START_CPU, MEMORY))
+    assert [figure.name for figure in (start, cpu, memory)] == [
+        "fake: start to first token", "fake: CPU time of a start", "fake: peak memory",
+    ]  # fmt: skip
     assert 0.01 < start.median < 30  # a Python interpreter has started; the claimed wall time plays no part
+    assert 0.005 < cpu.median < 30
     assert 0.005 < memory.median < 1
 
 
