@@ -250,6 +250,7 @@ def test_env_lists_rates_and_reasons(monkeypatch, capsys):
         "rates_of_all_threads": {"float32": 300.0, "l1": 600.0, "memory": 30.0},
         "not_measured": "",
         "arithmetic": {"none": "float32: it is faster"},
+        "contradictions": ["bfloat16 is slow"],
         "huge_pages": "always",
     }
     monkeypatch.setattr(env, "_examine", lambda instruction_set: found)
@@ -286,6 +287,7 @@ def test_env_lists_rates_and_reasons(monkeypatch, capsys):
             "12",
         ],
         ["none", "float32:", "it", "is", "faster"],
+        ["warning", "bfloat16", "is", "slow"],
     ):
         assert line in [shown.split() for shown in out.splitlines()]
     disturbed = {"rates_of_one_thread": {}, "rates_of_all_threads": {}, "not_measured": "others compute"}

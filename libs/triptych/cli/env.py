@@ -101,6 +101,8 @@ def _kernels(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"{found['threads']} threads", _rates(found["rates_of_all_threads"])
     for form, arithmetic in found["arithmetic"].items():
         yield f"  {form}", arithmetic
+    for contradiction in found["contradictions"]:
+        yield "  warning", contradiction
 
 
 def _rates(measured: Mapping[str, float]) -> str:

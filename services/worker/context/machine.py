@@ -161,6 +161,7 @@ def _main() -> None:
                 "rates_of_all_threads": _measured(shown.all_threads),
                 "not_measured": "" if is_quiet else found.disturbance or "no native kernels are in use",
                 "arithmetic": describe_arithmetic(shown, arithmetic_in_use()),
+                "contradictions": list(contradictions(shown, arithmetic_in_use())),
                 "huge_pages": host.huge_pages(),
                 "memory_nodes": host.numa_nodes(),
                 "kept_in": str(machine_directory()),
