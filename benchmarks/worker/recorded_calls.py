@@ -119,13 +119,14 @@ class Call:
         return Work(2.0 * rows * size_in * size_out, size_in * size_out * weight_bits / 8, product)
 
     def _attention_work(self, step: Step) -> Work:
-        sizes = [self.find(name) for name in ("num_heads", "num_kv_heads", "head_dim", "cache_dtype")]
-        num_heads, num_kv_heads, head_dim, cache_dtype = sizes
+        names = ("num_heads", "num_kv_heads", "head_dim", "cache_dtype")
+        num_heads, num_kv_heads, head_dim, cache_dtype = (self.find(name) for name in names)
         if num_heads is None or num_kv_heads is None or head_dim is None or cache_dtype is None:
             return Work()
         operations = 4.0 * step.pairs * num_heads * head_dim
         cache_bytes = _DTYPE_BYTES[int(cache_dtype)]
-        return Work(operations, 2.0 * step.keys * num_kv_heads * head_dim * cache_bytes, "float32")
+        product = "bfloat16" if self.find("dtype") == 1 else "float32"
+        return Work(operations, 2.0 * step.keys * num_kv_heads * head_dim * cache_bytes, product)
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ class CallTimes:
     calls: list[tuple[Call, int, float]] = field(default_factory=list)
     """Call, its number of rows, seconds."""
     total_s: float = 0.0
-    """Seconds of the whole program, what lies between the calls included."""
+    """Seconds of the whole program, including what finds out and measures the calls."""
 
 
 @contextmanager
@@ -148,9 +149,9 @@ def call_by_call(times: CallTimes) -> Iterator[None]:
         names = self._count_names
         for place, name in enumerate(names):
             self._counts[place] = counts[name]
+        began_s = time.perf_counter()
         calls = programs.get(id(self)) or programs.setdefault(id(self), list(_calls_of(self)))
         base, size = ctypes.addressof(self._structs), ctypes.sizeof(program._CallStruct)
-        began_s = time.perf_counter()
         for number, call in enumerate(calls):
             started_s = time.perf_counter()
             failure = self._run(base + number * size, 1, self._counts)

@@ -4,8 +4,8 @@
 
 For a prefill of 1,024 tokens, and for steps of 1, 8, 32 and 64 rows, with q4 weights and with none: the step as it is
 served (one native call), then call by call. Each group of calls is beside the least time that its products and the
-weights, or keys and values, that it reads take at the rates that are measured first; the limit of attention is that of
-float32. `Python` is the rest of a step: its preparation and what happens with its result.
+weights, or keys and values, that it reads take at the rates that are measured first. `Python` is the rest of a step,
+its preparation and what happens with its result.
 """
 
 from __future__ import annotations

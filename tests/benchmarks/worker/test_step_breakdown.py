@@ -57,10 +57,17 @@ def test_the_work_of_a_product_is_that_of_its_weights() -> None:
 
 
 def test_the_work_of_attention_is_that_of_the_step() -> None:
-    call = Call("paged_attention", {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "cache_dtype": 2})
+    sizes = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+    call = Call("paged_attention", {"dtype": 0, "cache_dtype": 2, **sizes})
     assert call.work("attention", 1, Step(keys=10, pairs=30)) == Work(
         4 * 30 * 9 * 64, 2 * 10 * 3 * 64, "float32"
     )
+
+
+def test_a_field_of_a_struct_inside_is_found_unless_it_is_ambiguous() -> None:
+    call = Call("joined", {"first_size": 1, "second_size": 2, "norm_eps": 0.5})
+    assert (call.find("size"), call.find("eps"), call.find("dtype")) == (None, 0.5, None)
+    assert call.work("products", 1, Step(1, 1)) == call.work("attention", 1, Step(1, 1)) == Work()
 
 
 def test_the_slower_of_computing_and_reading_is_the_limit() -> None:
