@@ -95,21 +95,23 @@ def keep_rates(found: MachineRates, directory: Path) -> None:
 
 
 def contradictions(found: MachineRates, chosen: Arithmetic) -> Iterator[str]:
-    """Yield what measured rates have against the arithmetic that the instruction set has by the table."""
+    """Yield what measured rates have against the arithmetic that the instruction set has by the table.
+
+    Inputs that are not rounded to 8 bits are never a contradiction: unpacking weights can cost what those products
+    save, as on AVX-512 without VNNI.
+    """
     one = found.one_thread
     bfloat16 = one.tile_bfloat16 or one.bfloat16
-    for name, fast, slow, is_chosen in (
-        ("bfloat16 beside float32", bfloat16, one.float32, chosen.prefers_bfloat16),
-        # of the forms, the rate of 8 bits is that of q4: see machine.cpp
-        ("8-bit inputs beside those of 16 bits", one.int8, one.int16, "q4" in chosen.byte_input_forms),
-    ):
-        if not (fast and slow):
-            continue
-        if (fast * _CONTRADICTION < slow) if is_chosen else (fast > slow * _CONTRADICTION):
-            what = "are chosen" if is_chosen else "are not chosen"
-            yield (
-                f"products of {name} {what} for {found.isa}, and have {fast / slow:.1f} times their rate here"
-            )
+    if bfloat16 and chosen.prefers_bfloat16 and bfloat16 * _CONTRADICTION < one.float32:
+        yield _contradiction("bfloat16", "are chosen", found.isa, bfloat16 / one.float32, "float32")
+    if bfloat16 and not chosen.prefers_bfloat16 and bfloat16 > one.float32 * _CONTRADICTION:
+        yield _contradiction("bfloat16", "are not chosen", found.isa, bfloat16 / one.float32, "float32")
+    if one.int8 and chosen.byte_input_forms and one.int8 * _CONTRADICTION < one.int16:
+        yield _contradiction("8-bit inputs", "are chosen", found.isa, one.int8 / one.int16, "16-bit ones")
+
+
+def _contradiction(products: str, choice: str, isa_name: str, ratio: float, others: str) -> str:
+    return f"products of {products} {choice} for {isa_name}, and have {ratio:.1f} times the rate of {others} here"
 
 
 def _key() -> Json:
