@@ -42,17 +42,24 @@ void store_in_pair_order(const int16_t (&values)[kGroup], int16_t* out) {
   std::memcpy(out, &vector, sizeof vector);
 }
 
-template <typename F, typename X>
+// In units of a part of the largest magnitude, or of the range if the integers have 8 bits and a zero point, less which
+// they are stored.
+template <typename F, int InputBits, typename X>
 void quantize_group(const X* x, Activations& out) {
   constexpr int kVectors = kGroup / kLanes;
+  constexpr float kUnits = InputBits == 8 ? bytes::kLevels : kLargestInteger;
   vec values[kVectors];
   ivec bits = splat_int(0);
+  vec low = zero(), high = zero();
   unroll<kVectors>([&](auto i) {
     values[i] = load(x + i * kLanes);
     bits = max(bits, bits_of(abs(values[i])));  // magnitudes are ordered as their bits are, NaN above all
+    low = max(low, zero() - values[i]);
+    high = max(high, values[i]);
   });
-  const float magnitude = std::bit_cast<float>(largest(bits));
-  const vec inverse = splat(magnitude < kSmallestMagnitude ? 0.0f : kLargestInteger / magnitude);
+  float magnitude = std::bit_cast<float>(largest(bits));
+  if (InputBits == 8 && std::isfinite(magnitude)) magnitude = largest(high) + largest(low);
+  const vec inverse = splat(magnitude < kSmallestMagnitude ? 0.0f : kUnits / magnitude);
   int16_t integers[kGroup];
   ivec totals = splat_int(0);
   unroll<kVectors>([&](auto i) {
@@ -62,7 +69,7 @@ void quantize_group(const X* x, Activations& out) {
   });
   const int32_t total = sum(totals);
   store_in_pair_order<F::kBits>(integers, out.values);
-  out.scale = magnitude / kLargestInteger;
+  out.scale = magnitude / kUnits;
   out.sum = out.scale * static_cast<float>(total);
   out.offset = -F::kZero * total;
 }
@@ -153,15 +160,15 @@ void multiply_rows(const Linear& args, const Activations* x, int64_t row, int64_
   multiply_tile<F, Rows>(args, x, row, panel);
 }
 
-template <typename F>
+template <typename F, int InputBits>
 void multiply_narrow(const Linear& args, int64_t rows) {
   static thread_local Scratch scratch;
   const int64_t row_bytes = args.in_features / kGroup * sizeof(Activations);
   auto* x = static_cast<Activations*>(scratch.get(rows * row_bytes));
   if (args.dtype == kFloat32) {
-    for_groups<float>(args, rows, [&](const float* from, int64_t group) { quantize_group<F>(from, x[group]); });
+    for_groups<float>(args, rows, [&](const float* from, int64_t group) { quantize_group<F, InputBits>(from, x[group]); });
   } else {
-    for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { quantize_group<F>(from, x[group]); });
+    for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { quantize_group<F, InputBits>(from, x[group]); });
   }
   const int64_t tile_rows = rows <= kLoneTileRows ? kLoneTileRows : kTileRows;
   for_blocks(rows, row_bytes, args.num_panels(), args.in_features / kGroup * F::kGroupBytes, kBlockRows<float>,
@@ -172,6 +179,17 @@ void multiply_narrow(const Linear& args, int64_t rows) {
                  });
                }
              });
+}
+
+// Inputs in 8 bits. Without an instruction that sums products of bytes, those with weights of 8 bits are made of pairs of
+// 16 bits: two planes of nibbles would take as many instructions.
+template <typename F>
+void multiply_bytes(const Linear& args, int64_t rows) {
+  if constexpr (F::kBits == 4 || kHasByteProducts) {
+    bytes::multiply<F>(args, rows);
+  } else {
+    multiply_narrow<F, 8>(args, rows);
+  }
 }
 
 // A panel of weights as bfloat16, its inputs in kPairOrder.
@@ -224,7 +242,7 @@ TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear,
   triptych::with_format(args.bits, args.affine, [&](auto format) {
     using F = decltype(format);
     if (rows >= args.wide_rows) return triptych::multiply_wide<F>(args.linear, rows);
-    if (args.input_bits == 8) return triptych::bytes::multiply<F>(args.linear, rows);
-    triptych::multiply_narrow<F>(args.linear, rows);
+    if (args.input_bits == 8) return triptych::multiply_bytes<F>(args.linear, rows);
+    triptych::multiply_narrow<F, 16>(args.linear, rows);
   });
 }

@@ -111,23 +111,23 @@ int64_t multiply_16_bits(int64_t turns) {
   return 4 * kLanes * kChains;
 }
 
-// Bytes without a sign by signed ones. AVX2's instruction for them saturates, so kernels multiply 16 bits instead.
-int64_t multiply_8_bits([[maybe_unused]] int64_t turns) {
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+// Bytes by bytes, summed in 32 bits, or in 16 as products of nibbles are where no instruction does more.
+int64_t multiply_8_bits(int64_t turns) {
   multiply(turns, splat_int(0x01010101), splat_int(0x01010101), [](ivec sum, ivec a, ivec b) {
 #if defined(__AVX512VNNI__)
     TRIPTYCH_ADD_PRODUCT("vpdpbusd");
 #elif defined(__AVXVNNI__)
     TRIPTYCH_ADD_PRODUCT("%{vex%} vpdpbusd");
+#elif defined(__x86_64__)
+    ivec products;
+    asm("vpmaddubsw %2, %1, %0" : "=v"(products.v) : "v"(a.v), "v"(b.v));
+    asm("vpaddw %1, %0, %0" : "+v"(sum.v) : "v"(products.v));
 #else
-    sum = add_byte_dot<8>(sum, a, b);
+    sum = next_products(sum, a, b);
 #endif
     return sum;
   });
   return 8 * kLanes * kChains;
-#else
-  return 0;
-#endif
 }
 
 #if defined(__AMX_BF16__)

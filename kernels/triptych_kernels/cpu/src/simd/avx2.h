@@ -213,25 +213,51 @@ inline uint32_t low_at_least(u64s a, uint32_t bound) {
 }
 inline void store(uint64_t* to, u64s a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a); }
 
+// By assembly, since for its intrinsics GCC 12 copies each sum.
 inline ivec add_dot(ivec sum, ivec a, ivec b) {
 #if defined(__AVXVNNI__)
-  return {_mm256_dpwssd_avx_epi32(sum.v, a.v, b.v)};
+  asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum.v) : "x"(a.v), "x"(b.v));
 #else
-  return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
+  const __m256i products = _mm256_madd_epi16(a.v, b.v);
+  asm("vpaddd %1, %0, %0" : "+x"(sum.v) : "x"(products));
 #endif
+  return sum;
 }
-template <int Bits>
-inline ivec add_byte_dot(ivec sum, ivec a, ivec b) {
+
+inline ivec add_bytes(ivec a, ivec b) { return {_mm256_add_epi8(a.v, b.v)}; }
+constexpr int32_t kLowestByte = 0;
+inline void store_input_bytes(void* to, ivec a) {
+  const __m128i shorts = _mm_packus_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+  _mm_storel_epi64(static_cast<__m128i*>(to), _mm_packus_epi16(shorts, shorts));
+}
 #if defined(__AVXVNNI__)
-  return {_mm256_dpbusd_avx_epi32(sum.v, a.v, b.v)};
-#else
-  if constexpr (Bits == 4) {
-    const __m256i pairs = _mm256_maddubs_epi16(a.v, b.v);
-    return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
-  }
-  const ivec even{_mm256_and_si256(a.v, _mm256_set1_epi16(0xff))}, odd{_mm256_srli_epi16(a.v, 8)};
-  return add_dot(add_dot(sum, even, even_bytes(b)), odd, odd_bytes(b));
-#endif
+constexpr bool kHasByteProducts = true;
+constexpr int32_t kUnsignedStart = 0;
+inline ivec next_products(ivec sums, ivec inputs, ivec weights) {
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums.v) : "x"(inputs.v), "x"(weights.v));
+  return sums;
 }
+template <bool Unsigned>
+inline ivec first_products(ivec start, ivec inputs, ivec weights) {
+  return next_products(start, inputs, weights);
+}
+inline ivec dot_of(ivec sums, ivec) { return sums; }
+#else
+// Products of bytes are summed in 16 bits: those of a group, 8 times 2 products of 255 and -8, are -32,640 at least. With
+// unsigned weights the sums begin at the lowest integer, of which there are two in a lane.
+constexpr bool kHasByteProducts = false;
+constexpr int32_t kUnsignedStart = 1 << 16;
+inline ivec next_products(ivec sums, ivec inputs, ivec weights) {
+  const __m256i products = _mm256_maddubs_epi16(inputs.v, weights.v);
+  asm("vpaddw %1, %0, %0" : "+x"(sums.v) : "x"(products));
+  return sums;
+}
+template <bool Unsigned>
+inline ivec first_products(ivec, ivec inputs, ivec weights) {
+  if constexpr (Unsigned) return next_products({_mm256_set1_epi16(-32768)}, inputs, weights);
+  return {_mm256_maddubs_epi16(inputs.v, weights.v)};
+}
+inline ivec dot_of(ivec sums, ivec start) { return start + ivec{_mm256_madd_epi16(sums.v, _mm256_set1_epi16(1))}; }
+#endif
 
 }  // namespace triptych

@@ -273,26 +273,46 @@ inline void store(uint64_t* to, u64s a) { _mm512_storeu_si512(to, a); }
 inline ivec add_dot(ivec sum, ivec a, ivec b) {
 #if defined(__AVX512VNNI__)
   asm("vpdpwssd %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "v"(b.v));  // for its intrinsic GCC 12 copies each sum
-  return sum;
 #else
-  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(a.v, b.v))};
+  const __m512i products = _mm512_madd_epi16(a.v, b.v);
+  asm("vpaddd %1, %0, %0" : "+v"(sum.v) : "v"(products));
 #endif
+  return sum;
 }
 
-// sum[i] + the sum of a[4i + j] b[4i + j] of unsigned and signed bytes, 0 <= j < 4; a < 2^Bits
-template <int Bits>
-inline ivec add_byte_dot(ivec sum, ivec a, ivec b) {
-#if defined(__AVX512VNNI__)
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "v"(b.v));
-  return sum;
-#else
-  if constexpr (Bits == 4) {  // sums of two fit 16 bits
-    const __m512i pairs = _mm512_maddubs_epi16(a.v, b.v);
-    return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
-  }
-  const ivec even{_mm512_and_si512(a.v, _mm512_set1_epi16(0xff))}, odd{_mm512_srli_epi16(a.v, 8)};
-  return add_dot(add_dot(sum, even, even_bytes(b)), odd, odd_bytes(b));
-#endif
+inline ivec add_bytes(ivec a, ivec b) { return {_mm512_add_epi8(a.v, b.v)}; }
+constexpr int32_t kLowestByte = 0;
+inline void store_input_bytes(void* to, ivec a) {
+  const __m128i bytes = _mm512_cvtusepi32_epi8(a.v);
+  _mm_storeu_si128(static_cast<__m128i*>(to), bytes);
 }
+#if defined(__AVX512VNNI__)
+constexpr bool kHasByteProducts = true;
+constexpr int32_t kUnsignedStart = 0;
+inline ivec next_products(ivec sums, ivec inputs, ivec weights) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums.v) : "v"(inputs.v), "v"(weights.v));
+  return sums;
+}
+template <bool Unsigned>
+inline ivec first_products(ivec start, ivec inputs, ivec weights) {
+  return next_products(start, inputs, weights);
+}
+inline ivec dot_of(ivec sums, ivec) { return sums; }
+#else
+// In 16 bits, as in avx2.h.
+constexpr bool kHasByteProducts = false;
+constexpr int32_t kUnsignedStart = 1 << 16;
+inline ivec next_products(ivec sums, ivec inputs, ivec weights) {
+  const __m512i products = _mm512_maddubs_epi16(inputs.v, weights.v);
+  asm("vpaddw %1, %0, %0" : "+v"(sums.v) : "v"(products));
+  return sums;
+}
+template <bool Unsigned>
+inline ivec first_products(ivec, ivec inputs, ivec weights) {
+  if constexpr (Unsigned) return next_products({_mm512_set1_epi16(-32768)}, inputs, weights);
+  return {_mm512_maddubs_epi16(inputs.v, weights.v)};
+}
+inline ivec dot_of(ivec sums, ivec start) { return start + ivec{_mm512_madd_epi16(sums.v, _mm512_set1_epi16(1))}; }
+#endif
 
 }  // namespace triptych

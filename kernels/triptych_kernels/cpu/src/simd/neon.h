@@ -216,37 +216,38 @@ inline ivec add_dot(ivec sum, ivec a, ivec b) {
   };
   return {vaddq_s32(sum.low, dot(a.low, b.low)), vaddq_s32(sum.high, dot(a.high, b.high))};
 }
-// sum[i] + the sum of a[4i + j] b[4i + j] of unsigned and signed bytes, 0 <= j < 4; a < 2^Bits
-template <int Bits>
-inline ivec add_byte_dot(ivec sum, ivec a, ivec b) {
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-  const auto add = [](int32x4_t s, int32x4_t x, int32x4_t y) {
-    return vusdotq_s32(s, vreinterpretq_u8_s32(x), vreinterpretq_s8_s32(y));
+
+inline ivec add_bytes(ivec a, ivec b) {
+  const auto add = [](int32x4_t x, int32x4_t y) {
+    return vreinterpretq_s32_s8(vaddq_s8(vreinterpretq_s8_s32(x), vreinterpretq_s8_s32(y)));
   };
-#else
-  if constexpr (Bits == 8) {
+  return {add(a.low, b.low), add(a.high, b.high)};
+}
+constexpr int32_t kLowestByte = -128;
+constexpr int32_t kUnsignedStart = 0;
+inline void store_input_bytes(void* to, ivec a) { store_bytes(static_cast<int8_t*>(to), a); }
 #if defined(__ARM_FEATURE_DOTPROD)
-    const ivec halves = splat_int(0x40404040);  // a = (a - 128) + 64 + 64
-    sum = add_byte_dot<4>(add_byte_dot<4>(sum, halves, b), halves, b);
-    const int32x4_t sign = vdupq_n_s32(static_cast<int32_t>(0x80808080));
-    return add_byte_dot<4>(sum, {veorq_s32(a.low, sign), veorq_s32(a.high, sign)}, b);
+constexpr bool kHasByteProducts = true;
 #else
-    const ivec even = a & splat_int(0x00ff00ff), odd = shift_halves_right<8>(a);
-    return add_dot(add_dot(sum, even, even_bytes(b)), odd, odd_bytes(b));
+constexpr bool kHasByteProducts = false;
 #endif
-  }
-  const auto add = [](int32x4_t s, int32x4_t x, int32x4_t y) {  // both signed
+inline ivec next_products(ivec sums, ivec inputs, ivec weights) {
+  const auto add = [](int32x4_t sum, int32x4_t x, int32x4_t y) {
     const int8x16_t left = vreinterpretq_s8_s32(x), right = vreinterpretq_s8_s32(y);
 #if defined(__ARM_FEATURE_DOTPROD)
-    return vdotq_s32(s, left, right);
+    return vdotq_s32(sum, left, right);
 #else
     const int16x8_t low = vmull_s8(vget_low_s8(left), vget_low_s8(right)), high = vmull_high_s8(left, right);
-    return vpadalq_s16(s, vpaddq_s16(low, high));  // sums of two fit 16 bits
+    return vpadalq_s16(sum, vpaddq_s16(low, high));  // sums of two fit 16 bits: a weight has at most 15 in magnitude
 #endif
   };
-#endif
-  return {add(sum.low, a.low, b.low), add(sum.high, a.high, b.high)};
+  return {add(sums.low, inputs.low, weights.low), add(sums.high, inputs.high, weights.high)};
 }
+template <bool Unsigned>
+inline ivec first_products(ivec start, ivec inputs, ivec weights) {
+  return next_products(start, inputs, weights);
+}
+inline ivec dot_of(ivec sums, ivec) { return sums; }
 
 // The two bfloat16 of each lane.
 inline vec even(vec pairs) {

@@ -18,6 +18,15 @@ vec add_bf16_pairs(vec sum, vec a);                                 // sum[i] + 
 void pair_up(const bf16* low, const bf16* high, vec (&out)[2]);     // (low[i], high[i]) of 2 * kLanes bfloat16
 vec round_to_pairs(vec low, vec high);                              // 2 * kLanes bfloat16: low's, then high's
 
+// Dot products of a group of 32 inputs with weights, both in bytes, four of them in each lane at a time:
+//
+//   sums = first_products<Unsigned>(start, inputs, weights), sums = next_products(sums, inputs, weights) …
+//   start + dot = dot_of(sums, start)
+//
+// Inputs are bytes from kLowestByte on, as `store_input_bytes` writes them: unsigned on x86-64, signed on ARM. Weights are
+// signed, of at most 8 in magnitude unless kHasByteProducts; if Unsigned, they are 0 to 15, and what comes out is too small
+// by kUnsignedStart.
+
 // e^x is the result times 2^n, to 2 units in the last place.
 // Source: the polynomial and the split of ln 2 are those of Cephes' expf.
 inline vec exp_parts(vec x, vec& n) {
