@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from triptych_kernels.cpu.library import forced_isa, usable_isas
+from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.cpu.program import record
 from triptych_kernels.ops import ACTIVATIONS, GATED_ACTIVATIONS, embedding, gated_linear, linear
 from triptych_kernels.reference.linear import activate
@@ -160,6 +160,34 @@ def test_the_largest_sums_of_bytes_are_exact(isa: str, format: QuantizedFormat) 
         assert ((linear(rows, packed) - exact).abs() <= 1e-6 * exact.abs()).all()
 
 
+@pytest.mark.parametrize(("type", "format"), HELD, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 4, 9, 37])
+def test_sums_of_the_extreme_integers_are_exact(
+    isa: str, type: str, format: QuantizedFormat, num_rows: int
+) -> None:
+    """Blocks hold the least or the largest integer only, in every mixture, and inputs are the least or the largest."""
+    values = {
+        "Q4_0": (0x00, 0xFF, 0x0F, 0xF0),
+        "Q4_1": (0x00, 0xFF, 0x0F, 0xF0),
+        "Q8_0": (0x80, 0x7F, 0x81, 0xFF),
+    }
+    head = np.array([0.5] if type != "Q4_1" else [0.5, -3.0], dtype=np.float16).view(np.uint8)
+    integers = np.repeat(np.array(values[type], np.uint8), 32 if type == "Q8_0" else 16).reshape(4, -1)
+    kinds = np.concatenate([np.broadcast_to(head, (4, head.size)), integers], axis=1)
+    data = np.concatenate([kinds[np.arange(48) % 4], kinds[np.arange(48) // 4 % 4]], axis=1)
+    meant = torch.from_numpy(dequantize(data, GGMLQuantizationType[type]))
+    packed = QuantizedWeight(48, 64, torch.float32, format)
+    packed.fill_blocks(0, type, torch.from_numpy(data))
+    packed.input_bits = 8
+    signs = torch.arange(num_rows)[:, None]
+    x = torch.where(torch.arange(64) % 32 < 4 * (signs % 9), 127.0, -127.0) * torch.where(
+        signs % 3 == 2, 0.5, 1.0
+    )
+    exact = x.double() @ meant.double().T
+    allowed = 1e-6 * (x.double().abs() @ meant.double().abs().T)
+    assert ((linear(x, packed) - exact).abs() <= allowed).all()
+
+
 def test_rounding_the_inputs_costs_less_than_bfloat16_would(isa: str) -> None:
     packed, meant = filled(BLOCK_FORMATS["Q4_1"], "Q4_1", random(64, 576))
     x = random(16, 576, seed=1)
@@ -217,6 +245,33 @@ def test_a_rows_result_does_not_depend_on_its_batch(
     together = linear(x, packed)
     for first, last in ((0, 1), (0, 3), (5, 13), (7, 23), (9, 26), (60, 107), (1, 200)):
         assert torch.equal(linear(x[first:last], packed), together[first:last])
+    for size in range(1, 41):  # every height of a tile, and of few tiles
+        assert torch.equal(linear(x[:size], packed), together[:size])
+
+
+@pytest.fixture
+def _one_thread_afterwards(isa: str) -> Iterator[None]:
+    yield
+    use_threads(1)
+
+
+@pytest.mark.usefixtures("_one_thread_afterwards")
+@pytest.mark.parametrize("arithmetic", ["8 bits", "16 bits", "wide"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_rows_result_does_not_depend_on_the_threads(
+    isa: str, format: QuantizedFormat, arithmetic: str
+) -> None:
+    packed = QuantizedWeight(50, 96, torch.float32, format)
+    packed.fill_rows(0, random(50, 96))
+    packed.wide_rows = 1 if arithmetic == "wide" else packed.wide_rows
+    packed.input_bits = 8 if arithmetic == "8 bits" else 16
+    x = random(230, 96, seed=1)
+    use_threads(1)
+    expected = linear(x, packed)
+    for num_threads in range(2, 9):
+        use_threads(num_threads)
+        for num_rows in (1, 7, 230):
+            assert torch.equal(linear(x[:num_rows], packed), expected[:num_rows])
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)

@@ -30,21 +30,18 @@ concept StoredPanel = requires(P panel, const P group) {
   panel.next();                                                   // to the next group
 };
 
-// start + the sums of a group's bytes, weights(step) of each step. Those of nibbles, 8 * 15 at most, fit a byte.
-template <bool IsNibbles, typename F>
-ivec total_of(int32_t start, const F& weights) {
-  const ivec ones = splat_byte(1);
-  if constexpr (IsNibbles) {
-    ivec bytes = weights(std::integral_constant<int, 0>());
-    unroll<kSteps - 1>([&](auto step) { bytes = add_bytes(bytes, weights(std::integral_constant<int, step + 1>())); });
-    const ivec total = first_products<false>(splat_int(start), ones, bytes);
-    return dot_of(total, splat_int(start));
-  } else {
-    ivec total = splat_int(start);
-    unroll<kSteps>([&](auto step) { total = next_products(total, ones, weights(step)); });
-    return total;
+// The sums of a group's bytes, step by step. Those of nibbles, 8 * 15 at most, fit a byte.
+template <bool IsNibbles>
+struct Totals {
+  ivec sums = splat_int(0);
+
+  void add(ivec weights) { sums = IsNibbles ? add_bytes(sums, weights) : next_products(sums, splat_byte(1), weights); }
+  ivec end() const {
+    if constexpr (!IsNibbles) return sums;
+    const ivec start = splat_int(0);
+    return dot_of(first_products<false>(start, splat_byte(1), sums), start);
   }
-}
+};
 
 // A panel as quantized.h describes it; tiles of few rows read it themselves.
 template <typename F>
@@ -54,6 +51,7 @@ struct Packed {
   static constexpr bool kUnsigned = F::kBits == 4;  // whether `weights` are kOffset more than the signed ones
   static constexpr int kWords = F::kWords, kParts = kSteps / kWords;
   static constexpr int32_t kOffset = F::kBits == 4 ? kNibbleOffset : 128;
+  using GroupTotals = Totals<kIsNibbles>;
   const char* at;
 
   void next() {
@@ -77,12 +75,9 @@ struct Packed {
     const vec stored = load_halves(at + F::kScaleBytes + half * kLanes * sizeof(uint16_t));
     return fma(scales(half), splat(kOffset - F::kZero), stored);
   }
-  // sums of scale * byte
-  vec sums(int half) const {
-    const ivec total = total_of<kIsNibbles>(kUnsigned ? -kGroup * kOffset : 0, [&](auto step) {
-      return weights<step / kWords>(step % kWords, half);
-    });
-    return to_floats(total) * scales(half);
+  // sums of scale * byte, where `totals` are those of `weights`
+  vec sums(int half, const GroupTotals& totals) const {
+    return to_floats(totals.end() + splat_int(kUnsigned ? -kGroup * kOffset : 0)) * scales(half);
   }
 };
 
@@ -94,6 +89,9 @@ struct Unpacked {
   static constexpr int kParts = 2, kWords = kSteps / kParts;
   static constexpr int kFirstVectors = Affine ? 6 : 4;  // scales, sums, minima
   static constexpr int64_t kGroupFloats = (kFirstVectors + 2 * kSteps) * kLanes;
+  struct GroupTotals {  // which `sums` knows
+    void add(ivec) {}
+  };
   float* at;
 
   void next() { at += kGroupFloats; }
@@ -103,7 +101,7 @@ struct Unpacked {
     return load_ints(place(Part * kWords + word, half));
   }
   vec scales(int half) const { return load(at + half * kLanes); }
-  vec sums(int half) const { return load(at + (2 + half) * kLanes); }
+  vec sums(int half, GroupTotals) const { return load(at + (2 + half) * kLanes); }
   vec minima(int half) const { return load(at + (4 + half) * kLanes); }
 };
 
@@ -111,14 +109,15 @@ template <StoredPanel P>
 void unpack(P from, int64_t groups, Unpacked<P::kAffine> to) {
   for (int64_t group = 0; group < groups; ++group, from.next(), to.next()) {
     unroll<2>([&](auto half) {
-      const ivec total = total_of<P::kIsNibbles>(0, [&](auto step) {
+      Totals<P::kIsNibbles> totals;
+      unroll<kSteps>([&](auto step) {
         const ivec weights = from.template signed_weights<step>(half);
+        totals.add(weights);
         store(to.place(step, half), as_vec(weights));
-        return weights;
       });
       const vec scales = from.scales(half);
       store(to.at + half * kLanes, scales);
-      store(to.at + (2 + half) * kLanes, to_floats(total) * scales);
+      store(to.at + (2 + half) * kLanes, to_floats(totals.end()) * scales);
       if constexpr (P::kAffine) store(to.at + (4 + half) * kLanes, from.minima(half));
     });
   }

@@ -16,7 +16,7 @@ namespace triptych::bytes {
 static_assert(kGroup * 128 * 255 < 1 << 22);
 
 // so many or fewer rows read packed weights, more read unpacked ones
-constexpr int64_t kFewRows = kRegisters == 32 ? 16 : 4;
+constexpr int64_t kFewRows = 16;
 // 24 sums, two weights and an input in 32 registers; or 10 integer ones, two weights, an input and two products in 16
 constexpr int kTileRows = kRegisters == 32 ? 6 : 5;
 constexpr int kPackedTileRows = kRegisters == 32 ? 8 : 4;  // each tile unpacks the weights, which costs more than spills
@@ -35,9 +35,11 @@ void multiply(const int32_t* x, int64_t groups, Panel panel, vec (&out)[Rows][2]
   for (const int32_t* const end = x + groups * Rows * kRowUnits; x < end; x += Rows * kRowUnits, panel.next()) {
     const auto start = [&](int row) { return splat_int(Panel::kUnsigned ? x[kStarts * Rows + row] : kCenterBits); };
     ivec dots[Rows][2];
+    typename Panel::GroupTotals totals[2];
     const auto add_word = [&](int word, auto is_first) __attribute__((always_inline)) {
       unroll<Panel::kParts>([&](auto part) __attribute__((always_inline)) {
         const ivec weights[2] = {panel.template weights<part>(word, 0), panel.template weights<part>(word, 1)};
+        unroll<2>([&](auto half) { totals[half].add(weights[half]); });
         unroll<Rows>([&](auto row) __attribute__((always_inline)) {
           const ivec inputs = splat_int(x[kValues * Rows + row * kSteps + part * Panel::kWords + word]);
           unroll<2>([&](auto half) __attribute__((always_inline)) {
@@ -54,7 +56,8 @@ void multiply(const int32_t* x, int64_t groups, Panel panel, vec (&out)[Rows][2]
 #pragma GCC unroll 1
     for (int word = 1; word < Panel::kWords; ++word) add_word(word, std::false_type());
 
-    const vec scales[2] = {panel.scales(0), panel.scales(1)}, weight_sums[2] = {panel.sums(0), panel.sums(1)};
+    const vec scales[2] = {panel.scales(0), panel.scales(1)};
+    const vec weight_sums[2] = {panel.sums(0, totals[0]), panel.sums(1, totals[1])};
     vec minima[2];
     if constexpr (Panel::kAffine) {
       minima[0] = panel.minima(0);
@@ -141,11 +144,11 @@ void multiply(const Linear& args, int64_t rows) {
       }
     });
   }
-  // blocks of tiles that stay in the second-level cache
-  constexpr int64_t kBlockBytes = 256 << 10, kMinTiles = 8;
-  const int64_t tile_bytes = kTileRows * row_units * sizeof(int32_t);
-  const int64_t max_block = std::max(kBlockBytes / tile_bytes, kMinTiles);
-  const int64_t blocks = (tiles + max_block - 1) / max_block;
+  // All rows walk a panel, which is unpacked once; in blocks only if there are few panels to share out. Inputs come from
+  // the second or third cache at a rate far below theirs: a tile multiplies each byte with a whole panel.
+  constexpr int64_t kItemsPerThread = 4, kMinTiles = 8;
+  const int64_t max_blocks = (kItemsPerThread * num_threads() + panels - 1) / panels;
+  const int64_t blocks = std::clamp<int64_t>(tiles / kMinTiles, 1, max_blocks);
   parallel_for(blocks * panels, [&](int64_t index) {
     static thread_local Scratch memory;
     const int64_t block = index / panels, panel = index % panels;
