@@ -89,11 +89,11 @@ struct KeyPanel {
   int64_t ahead_stride;
 };
 
-// scores[row][0 .. kPanel - 1] = factors[row] * query[row] . keys, for int16_t times key_scales[0 .. kPanel - 1];
-// rows of scores are kSpan apart. `queries`: [units][rows]; keys of type T.
+// scores[row][0 .. kPanel - 1] = factors[row] * query[row] . keys, for int16_t the integers query[row] . keys; rows of
+// scores are kSpan apart. `queries`: [units][rows]; keys of type T.
 template <typename C, typename T>
-void score(const float* queries, const KeyPanel& keys, int64_t words, int64_t rows, const float* factors,
-           const float* key_scales, float* scores) {
+void score(const float* queries, const KeyPanel& keys, int64_t words, int64_t rows,
+           [[maybe_unused]] const float* factors, float* scores) {
   with_rows(rows, [&](auto constant) __attribute__((noinline)) {
     constexpr int kRows = constant;
     vec products[kRows][2];
@@ -121,9 +121,12 @@ void score(const float* queries, const KeyPanel& keys, int64_t words, int64_t ro
     }
     unroll<kRows>([&](auto row) {
       unroll<2>([&](auto half) {
-        vec product = products[row][half];
-        if constexpr (kIsInt<C>) product = to_floats(bits_of(product)) * load(key_scales + half * kLanes);
-        store(scores + row * kSpan + half * kLanes, product * splat(factors[row]));
+        float* to = scores + row * kSpan + half * kLanes;
+        if constexpr (kIsInt<C>) {
+          store(to, products[row][half]);  // what is computed with integers here makes GCC 12 keep sums in memory
+        } else {
+          store(to, products[row][half] * splat(factors[row]));
+        }
       });
     });
   });

@@ -53,6 +53,13 @@ float quantize_query(const Q* query, int64_t head_dim, float limit, int16_t* to)
   return flawed ? std::numeric_limits<float>::quiet_NaN() : maximum / limit;
 }
 
+// Turns one row's sums of products into scores.
+inline void scale_products(float* scores, const RowSeen& seen, float factor, const float* key_scales) {
+  for (int64_t key = seen.begin_panels; key < seen.end_panels; key += kLanes) {
+    store(scores + key, to_floats(load_ints(scores + key)) * load(key_scales + key) * splat(factor));
+  }
+}
+
 // Turns one row's scores into weights, as `weigh` does, and returns their sum. `out` gets the weights times the scales
 // of their values as 16-bit integers; `scale` that of the integers, NaN where one that the row sees is. Destroys
 // `scores`.

@@ -145,8 +145,7 @@ class TileRows {
     };
     if (num_strips_ == 1) {  // panels are used once: what can stay where it is does
       const auto score_panel = [&](int64_t panel) {
-        score<C, T>(queries_, stored_keys(panel), words_, rows_, factors_, scales.of_keys(panel * kPanel),
-                    scores_ + panel * kPanel);
+        score<C, T>(queries_, stored_keys(panel), words_, rows_, factors_, scores_ + panel * kPanel);
       };
       const auto mix_values = [&](int64_t first, int64_t end) {
         mix_in_place<C>(weights_ + first * kPanel / kPerUnit<C>, memory.values(first), (end - first) * kPanel,
@@ -172,7 +171,7 @@ class TileRows {
       const auto score_panel = [&](int64_t panel) {
         const KeyPanel keys = in_place ? memory.keys(panel) : packed_panel(keys_ + panel * kPanel * units_);
         score<C, C>(queries_ + first_row * units_, keys, units_, count, factors_ + first_row,
-                    scales.of_keys(panel * kPanel), scores_ + panel * kPanel);
+                    scores_ + panel * kPanel);
       };
       const auto mix_values = [&](int64_t first, int64_t end) { mix_packed(0, first, end, count); };
       attend_strip(unit.span, strip, score_panel, scales, mix_values, partials);
@@ -222,6 +221,9 @@ class TileRows {
         seen[i] = seen_by(first_row + i);
         seen[i].begin_panels = first * kPanel;
         seen[i].end_panels = end * kPanel;
+        if constexpr (kIsInt<C>) {
+          scale_products(scores_ + i * kSpan, seen[i], factors_[first_row + i], scales.keys);
+        }
         if (changes_scores_) change_scores(scores_ + i * kSpan, seen[i], change_of(first_row + i, begin));
         softmax[i].maximum = largest_score(scores_ + i * kSpan, seen[i]);
       }

@@ -51,7 +51,6 @@ inline Pages<float> scales_of(const PagedAttention& args, const Tile& tile, int6
 template <typename T>
 struct SpanScales {
   SpanScales(const PagedAttention&, const Tile&, int64_t, int64_t, int64_t, int64_t) {}
-  const float* of_keys(int64_t) const { return nullptr; }
 };
 
 template <>
@@ -81,7 +80,6 @@ struct SpanScales<int8_t> {
     });
     fill(end, (end + kPanel - 1) / kPanel * kPanel);
   }
-  const float* of_keys(int64_t first) const { return keys + first; }
 };
 
 }  // namespace triptych::attention
