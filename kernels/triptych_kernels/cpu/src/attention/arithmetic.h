@@ -104,8 +104,8 @@ void score(const float* queries, const KeyPanel& keys, int64_t words, int64_t ro
       vec units[2][kUnitsPerWord<C, T>];
       load_units<C, T>(first, units[0]);
       load_units<C, T>(second, units[1]);
-      prefetch_line(first_ahead);
-      prefetch_line(second_ahead);
+      prefetch_ahead(first_ahead);
+      prefetch_ahead(second_ahead);
       unroll<kUnitsPerWord<C, T>>([&](auto unit) {
         unroll<kRows>([&](auto row) {
           const vec own = splat(query[unit * kRows + row]);

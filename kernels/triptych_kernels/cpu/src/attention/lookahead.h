@@ -7,13 +7,21 @@
 
 namespace triptych::attention {
 
-constexpr int64_t kAhead = kPanel;  // rows; a head of 64 in 8 bits is then 2 KiB ahead, one in float32 8 KiB
+constexpr int64_t kBytesAhead = 8 << 10;  // 128 lines: a thread then waits for all that the second level can ask for
+constexpr int64_t kMostAhead = 128;       // rows
 
-// Ask for what will be read kAhead rows after these, `bytes` from byte `first` of each on.
+// The rows that a thread asks for ahead of those that it reads: whole panels.
+template <typename T>
+int64_t rows_ahead(int64_t head_dim) {
+  const int64_t panel_bytes = kPanel * head_dim * static_cast<int64_t>(sizeof(T));
+  return std::clamp<int64_t>(kBytesAhead / panel_bytes, 1, kMostAhead / kPanel) * kPanel;
+}
+
+// Ask for what will be read `ahead` rows after these, from byte `first` of each on.
 template <int Count, typename T>
-[[gnu::always_inline]] inline void prefetch_rows_ahead(const T* const* rows, int64_t first) {
-  if (first % 64 != 0) return;  // a line that was asked for
-  unroll<Count>([&](auto i) { prefetch_line(reinterpret_cast<const char*>(rows[i + kAhead]) + first); });
+[[gnu::always_inline]] inline void prefetch_rows_ahead(const T* const* rows, int64_t ahead, int64_t first) {
+  if (first % kLineBytes != 0) return;  // a line that was asked for
+  unroll<Count>([&](auto i) { prefetch_ahead(reinterpret_cast<const char*>(rows[i + ahead]) + first); });
 }
 
 // One span of one key head: what a thread attends to at a time.
@@ -47,7 +55,7 @@ class SpanMemory {
   SpanMemory(const PagedAttention& args, const Plan& plan, Unit unit, const T* zeros)
       : pages_(pages_of<T>(args, plan.tile(*unit.piece), unit.kv_head)), seen_(args, plan.tile(*unit.piece), unit.span),
         span_begin_(unit.span * kSpan), first_panel_(seen_.first_panel()),
-        num_rows_((seen_.end_panel() - first_panel_) * kPanel) {
+        num_rows_((seen_.end_panel() - first_panel_) * kPanel), ahead_(rows_ahead<T>(args.head_dim)) {
     const int64_t first = first_panel_ * kPanel;
     std::fill(values_, values_ + seen_.first - first, zeros);
     std::fill(values_ + seen_.end - first, values_ + num_rows_, zeros);
@@ -66,11 +74,13 @@ class SpanMemory {
 
   KeyPanel keys(int64_t panel) const {
     const float* const* own = keys_ + (panel - first_panel_) * 2;
-    const bool is_last = panel + 1 == seen_.end_panel();
-    const int64_t stride = pages_.block_size;
-    return {{own[0], own[1]}, stride,
-            {reinterpret_cast<const char*>(own[2]), reinterpret_cast<const char*>(own[3])},
-            static_cast<int64_t>((is_last ? kLanes : stride) * sizeof(float))};
+    const int64_t stride = pages_.block_size, next = (panel - first_panel_) * kPanel + ahead_;
+    if (next < num_rows_) {
+      const float* const* read = keys_ + next / kLanes;
+      return {{own[0], own[1]}, stride, {bytes(read[0]), bytes(read[1])}, stride * 4};
+    }
+    const T* const* read = values_ + (next - num_rows_);
+    return {{own[0], own[1]}, stride, {bytes(read[0]), bytes(read[kLanes])}, kLineBytes};
   }
 
   // A panel of keys from anywhere: to[word][kPanel].
@@ -94,7 +104,12 @@ class SpanMemory {
 
   const T* const* values(int64_t panel) const { return values_ + (panel - first_panel_) * kPanel; }
 
+  // Rows from a value to what is read so much later.
+  int64_t ahead() const { return ahead_; }
+
  private:
+  static const char* bytes(const void* address) { return static_cast<const char*>(address); }
+
   void add_keys() {
     const int64_t first = first_panel_ * 2, num_vectors = num_rows_ / kLanes;
     const int64_t begin = seen_.first / kLanes, end = (seen_.end + kLanes - 1) / kLanes;
@@ -106,26 +121,29 @@ class SpanMemory {
                      });
     std::fill(keys_, keys_ + begin - first, keys_[begin - first]);
     std::fill(keys_ + end - first, keys_ + num_vectors, keys_[end - first - 1]);
-    keys_[num_vectors] = reinterpret_cast<const float*>(values_[0]);
-    keys_[num_vectors + 1] = reinterpret_cast<const float*>(values_[kLanes]);
   }
 
   void add_next(const PagedAttention& args, const Plan& plan, Unit unit, const T* zeros) {
     const T** to = values_ + num_rows_;
-    std::fill(to, to + kAhead, zeros);
+    std::fill(to, to + ahead_, zeros);
     if (!unit.advance(plan)) return;
     const Tile& tile = plan.tile(*unit.piece);
     const Seen seen(args, tile, unit.span);
     const int64_t first = unit.span * kSpan + seen.first, end = unit.span * kSpan + seen.end;
     const Pages<T> pages = pages_of<T>(args, tile, unit.kv_head);
-    // a block of kLanes keys as if its bytes were rows
-    pages.for_pages(first, std::min(first + kAhead, end), [&](int64_t, int64_t count, const T* page, int64_t) {
+    // a block of keys as if its bytes were rows
+    pages.for_pages(first, std::min(first + ahead_, end), [&](int64_t, int64_t count, const T* page, int64_t) {
       for (; count > 0; --count, page += pages.head_dim) *to++ = page;
+    });
+    const int64_t left = values_ + num_rows_ + ahead_ - to;
+    pages.for_pages(first, std::min(first + left, end), [&](int64_t, int64_t count, const T* page, int64_t offset) {
+      const T* from = page + pages.values + offset * pages.head_dim;
+      for (; count > 0; --count, from += pages.head_dim) *to++ = from;
     });
     if constexpr (std::is_same_v<T, int8_t>) {  // scales are read all at once where a span begins
       const Pages<float> scales = scales_of(args, tile, unit.kv_head);
       scales.for_pages(first, end, [&](int64_t, int64_t count, const float* page, int64_t offset) {
-        for (int64_t i = 0; i < count; i += 64 / sizeof(float)) {
+        for (int64_t i = 0; i < count; i += kLineBytes / sizeof(float)) {
           prefetch_line(page + offset + i);
           prefetch_line(page + scales.values + offset + i);
         }
@@ -135,9 +153,9 @@ class SpanMemory {
 
   const Pages<T> pages_;
   const Seen seen_;
-  const int64_t span_begin_, first_panel_, num_rows_;
-  const float* keys_[kSpan / kLanes + 2];
-  const T* values_[kSpan + kAhead];
+  const int64_t span_begin_, first_panel_, num_rows_, ahead_;
+  const float* keys_[kSpan / kLanes];
+  const T* values_[kSpan + kMostAhead];
 };
 
 }  // namespace triptych::attention

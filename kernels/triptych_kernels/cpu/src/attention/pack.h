@@ -50,7 +50,7 @@ void unpack_keys(KeyPanel keys, int64_t words, float* to) {
       vec units[kUnitsPerWord<C, T>];
       load_units<C, T>(keys.vectors[half], units);
       unroll<kUnitsPerWord<C, T>>([&](auto unit) { store(to + unit * kPanel + half * kLanes, units[unit]); });
-      prefetch_line(keys.ahead[half]);
+      prefetch_ahead(keys.ahead[half]);
       keys.vectors[half] += keys.stride;
       keys.ahead[half] += keys.ahead_stride;
     }
@@ -93,12 +93,12 @@ template <typename C, typename T>
 // Values of the keys of one panel, their elements from `first` on: to[part of the head][unit][kPanel], where a unit is a
 // key, or two neighbours; parts are `stride` apart.
 template <typename C, typename T>
-void pack_values(const T* const* values, int64_t first, int64_t head_dim, float* to, int64_t stride) {
+void pack_values(const T* const* values, int64_t ahead, int64_t first, int64_t head_dim, float* to, int64_t stride) {
   for (int64_t key = 0; key < kPanel; key += kPerUnit<C>, to += kPanel) {
     const T *own = values[key], *next = values[key + kPerUnit<C> - 1];
     float* part = to;
     for (int64_t at = first; at < head_dim; at += kPanel, part += stride) {
-      prefetch_rows_ahead<kPerUnit<C>>(values + key, at * sizeof(T));
+      prefetch_rows_ahead<kPerUnit<C>>(values + key, ahead, at * sizeof(T));
       vec panel[2];
       if (at + kPanel <= head_dim) {
         load_values<C>(own + at, next + at, panel);
@@ -116,8 +116,8 @@ void pack_values(const T* const* values, int64_t first, int64_t head_dim, float*
 // out[row] = weights[row] . values, as `mix` does, of `count` keys with their values in place, for the whole panels
 // of head_dim: few rows use them once, so they need not be packed.
 template <typename C, typename T>
-void mix_in_place(const float* weights, const T* const* values, int64_t count, int64_t head_dim, int64_t rows,
-                  float* out, int64_t stride) {
+void mix_in_place(const float* weights, const T* const* values, int64_t ahead, int64_t count, int64_t head_dim,
+                  int64_t rows, float* out, int64_t stride) {
   with_rows(rows, [&](auto constant) __attribute__((noinline)) {
     constexpr int kRows = constant;
     const auto mix_parts = [&](auto parts, int64_t first) __attribute__((always_inline)) {
@@ -131,7 +131,7 @@ void mix_in_place(const float* weights, const T* const* values, int64_t count, i
         vec panels[kParts][2];
         unroll<kParts>([&](auto part) {
           const int64_t at = first + part * kPanel;
-          prefetch_rows_ahead<kPerUnit<C>>(values + key, at * sizeof(T));
+          prefetch_rows_ahead<kPerUnit<C>>(values + key, ahead, at * sizeof(T));
           load_values<C>(values[key] + at, values[key + kPerUnit<C> - 1] + at, panels[part]);
         });
         unroll<kRows>([&](auto row) {

@@ -135,7 +135,7 @@ class TileRows {
     const SpanMemory<T> memory(args_, plan_, unit, reinterpret_cast<const T*>(zeros_));
     const SpanScales<T> scales(args_, tile_, unit.kv_head, unit.span * kSpan, seen.first, seen.end);
     const auto pack_values_of = [&](int64_t panel, int64_t first) {
-      pack_values<C>(memory.values(panel), first, args_.head_dim, packed_values(first, panel),
+      pack_values<C>(memory.values(panel), memory.ahead(), first, args_.head_dim, packed_values(first, panel),
                      kSpan / kPerUnit<C> * kPanel);
     };
     const auto stored_keys = [&](int64_t panel) {
@@ -148,8 +148,8 @@ class TileRows {
         score<C, T>(queries_, stored_keys(panel), words_, rows_, factors_, scores_ + panel * kPanel);
       };
       const auto mix_values = [&](int64_t first, int64_t end) {
-        mix_in_place<C>(weights_ + first * kPanel / kPerUnit<C>, memory.values(first), (end - first) * kPanel,
-                        args_.head_dim, rows_, span_sums_, size_);
+        mix_in_place<C>(weights_ + first * kPanel / kPerUnit<C>, memory.values(first), memory.ahead(),
+                        (end - first) * kPanel, args_.head_dim, rows_, span_sums_, size_);
         const int64_t rest = args_.head_dim / kPanel * kPanel;
         if (rest == args_.head_dim) return;
         for (int64_t panel = first; panel < end; ++panel) pack_values_of(panel, rest);

@@ -51,6 +51,19 @@ constexpr bool kPassesCaches = true;
 
 constexpr int64_t kLineBytes = 64;
 
+// Ask for a line that is read hundreds of cycles later. The second level of AMD's processors waits for more lines than
+// their first: memory in pieces of 2 KiB comes 1.6 times as fast (Zen 4). On Intel's every line passes the first level's
+// buffers, so this asks for it there.
+inline void prefetch_ahead(const void* address) {
+#if defined(__x86_64__)
+  if (kPassesCaches) {
+    asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(address)));
+    return;
+  }
+#endif
+  prefetch_line(address);
+}
+
 // Ask for `Bytes` that a step reads once: there are more weights than the caches hold.
 template <int64_t Bytes = 1>
 inline void prefetch_once(const void* address) {
