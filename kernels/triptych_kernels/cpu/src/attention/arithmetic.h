@@ -59,7 +59,7 @@ inline vec odd_of(vec pairs) { return as_vec(bits_of(pairs) & splat_int(static_c
 // The units of a word of kLanes keys of type T. Bytes 0 and 2 make a unit, and bytes 1 and 3.
 template <typename C, typename T>
 [[gnu::always_inline]] inline void load_units(const float* words, vec (&units)[kUnitsPerWord<C, T>]) {
-  const vec word = load(words);
+  const vec word = in_register(load(words));
   if constexpr (kUnitsPerWord<C, T> == 1) {
     units[0] = word;
   } else if constexpr (kIsInt<C>) {

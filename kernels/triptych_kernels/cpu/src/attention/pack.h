@@ -82,7 +82,7 @@ template <typename C, typename T>
   } else if constexpr (kPerUnit<C> == 2) {
     pair_up(own, next, out);
   } else if constexpr (kLoadsEvenAndOdd<C, T>) {
-    const vec pairs = load(reinterpret_cast<const float*>(own));
+    const vec pairs = in_register(load(reinterpret_cast<const float*>(own)));
     out[0] = even_of(pairs);
     out[1] = odd_of(pairs);
   } else {

@@ -38,6 +38,10 @@ inline vec load(const bf16* from) {
   const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
 }
+inline vec in_register(vec a) {
+  asm("" : "+x"(a.v));
+  return a;
+}
 inline void store(float* to, vec a) { _mm256_storeu_ps(to, a.v); }
 // each lane's bfloat16 in its upper half
 inline __m256i round_to_bf16(vec a) {

@@ -33,6 +33,11 @@ inline vec load(const bf16* from) {
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
 }
+// The same, in a register from here on: for each use of what it has loaded GCC 12 may load again.
+inline vec in_register(vec a) {
+  asm("" : "+v"(a.v));
+  return a;
+}
 inline void store(float* to, vec a) { _mm512_storeu_ps(to, a.v); }
 #if defined(__AVX512BF16__)
 inline void store(bf16* to, vec a) {
@@ -215,7 +220,10 @@ inline void pair_up(const bf16* low, const bf16* high, vec (&out)[2]) {
   const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
                                          39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-  const __m512i x = _mm512_loadu_si512(low), y = _mm512_loadu_si512(high);
+  const auto load_pairs = [](const bf16* from) {
+    return _mm512_castps_si512(in_register(load(reinterpret_cast<const float*>(from))).v);
+  };
+  const __m512i x = load_pairs(low), y = load_pairs(high);
   out[0].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, first, y));
   out[1].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, second, y));
 }

@@ -56,6 +56,10 @@ inline vec load(const bf16* from) {
   return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(halves), 16)),
           vreinterpretq_f32_u32(vshll_high_n_u16(halves, 16))};
 }
+inline vec in_register(vec a) {
+  asm("" : "+w"(a.low), "+w"(a.high));
+  return a;
+}
 inline void store(float* to, vec a) {
   vst1q_f32(to, a.low);
   vst1q_f32(to + 4, a.high);
