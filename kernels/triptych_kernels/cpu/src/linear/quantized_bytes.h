@@ -15,8 +15,9 @@ namespace triptych::bytes {
 
 static_assert(kGroup * 128 * 255 < 1 << 22);
 
-// so many or fewer rows read packed weights, more read unpacked ones
-constexpr int64_t kFewRows = 16;
+// so many or fewer rows read packed weights, more read unpacked ones; one block of for_blocks
+constexpr int64_t kFewRows = kRegisters == 32 ? 48 : 16;
+static_assert(kFewRows <= kBlockRows<float>.min);
 // 24 sums, two weights and an input in 32 registers; or 10 integer ones, two weights, an input and two products in 16
 constexpr int kTileRows = kRegisters == 32 ? 6 : 5;
 constexpr int kPackedTileRows = kRegisters == 32 ? 8 : 4;  // each tile unpacks the weights, which costs more than spills
