@@ -39,7 +39,7 @@ from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 """Version of the checks; results of other versions are not used."""
 _MAY_DIE = ("amx", AMX_EMULATED)
 """Instruction sets that a system may name and not let a process use; their kernels run in a child process first."""
@@ -54,12 +54,14 @@ _INPUT_UNIT, _WEIGHT_UNIT = (
     2.0**-4,
 )  # inputs and weights are small multiples of these, exact in every form
 _FLOAT_SUMS = 2.0**-18  # error of sums in float32, as a part of the sum of sizes
-_QUANTIZED_FORMS: tuple[tuple[str, Literal[8, 16], int, float], ...] = (
-    ("", 16, NEVER, 2.0**-15),
-    (" of 8-bit inputs", 8, NEVER, 2.0**-7),
-    (" wide", 16, 1, 0.0),
+_Bits = Literal[8, 16]
+_QUANTIZED_FORMS: tuple[tuple[str, _Bits, int, _Bits, float], ...] = (
+    ("", 16, NEVER, 16, 2.0**-15),
+    (" of 8-bit inputs", 8, NEVER, 16, 2.0**-7),
+    (" wide", 16, 1, 16, 0.0),
+    (" wide in bytes", 8, 1, 8, 2.0**-7),
 )
-"""Forms of quantized products: name, `input_bits`, `wide_rows`, and the `rounding` of `_linear_check`."""
+"""Forms of quantized products: name, `input_bits`, `wide_rows`, `wide_bits`, and the `rounding` of `_linear_check`."""
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 4, 2, 64, 16
 _QUERY_LENS, _SEQ_LENS = (5, 1), (21, 37)
 _OPTIONS = AttendOptions(_HEAD_DIM**-0.5)
@@ -166,9 +168,11 @@ def _linear_checks(random: torch.Generator) -> Iterator[Check]:
         # the scale of each group is then _WEIGHT_UNIT
         rows = _random_integers(-8, 7, random) if format.bits == 4 else _random_integers(-127, 127, random)
         rows = rows * _WEIGHT_UNIT
-        for form, input_bits, wide_rows, rounding in _QUANTIZED_FORMS:
+        for form, input_bits, wide_rows, wide_bits, rounding in _QUANTIZED_FORMS:
+            if wide_bits == 8 and format.bits != 4:
+                continue  # such products are of weights of 4 bits only
             weight = QuantizedWeight(_OUT_FEATURES, _IN_FEATURES, torch.bfloat16, format)
-            weight.input_bits, weight.wide_rows = input_bits, wide_rows
+            weight.input_bits, weight.wide_rows, weight.wide_bits = input_bits, wide_rows, wide_bits
             yield _linear_check(f"{name}{form}", weight, rows, x.bfloat16(), rounding)
 
 

@@ -66,9 +66,11 @@ class QuantizedWeight(PackedWeight, BlockWeight):
         """Bits of the integers that inputs are rounded to, with a scale per row and group. 8 are multiplied faster
         than 16, and are coarser than bfloat16. Read when a product is called or recorded."""
         self.wide_rows = NEVER
-        """Fewest rows that are multiplied in bfloat16, with weights rounded to it. That is faster for very many rows;
-        their results then differ from those of fewer rows. Read when a product is called or recorded; written by
-        `allow_wide_products`."""
+        """Fewest rows that are multiplied as `wide_bits` says. That is faster for many rows; their results then differ
+        from those of fewer rows. Read when a product is called or recorded; written by `allow_wide_products`."""
+        self.wide_bits: Literal[8, 16] = 16
+        """16: many rows are multiplied in bfloat16, with weights rounded to it. 8: in bytes as wide_bytes.h describes,
+        with inputs rounded and weights kept, which must be of 4 bits."""
 
     @property
     def input_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -108,6 +110,7 @@ class QuantizedWeight(PackedWeight, BlockWeight):
             **self._format,
             input_bits=self.input_bits,
             wide_rows=self.wide_rows,
+            wide_bits=self.wide_bits,
         )
         return out
 

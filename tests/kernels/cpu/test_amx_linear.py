@@ -204,6 +204,21 @@ def test_wide_quantized_products_are_those_of_bfloat16(emulated: None) -> None:
     assert torch.equal(linear(x[30:41], packed, out_dtype=torch.float32), out[30:41])
 
 
+def test_wide_quantized_products_in_bytes_are_those_of_vectors(emulated: None) -> None:
+    weight, x = random(75, 608).float(), random(50, 608)
+
+    def product(first: int, end: int) -> Tensor:
+        packed = QuantizedWeight(75, 608, torch.bfloat16, BLOCK_FORMATS["Q4_1"])
+        packed.fill_rows(0, weight)
+        packed.wide_rows, packed.wide_bits = 1, 8
+        return linear(x[first:end], packed, out_dtype=torch.float32)
+
+    out = product(0, 50)
+    assert torch.equal(product(30, 41), out[30:41])
+    with forced_isa("avx512"):
+        assert torch.equal(product(0, 50), out)
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
     """Makes the processor one with those flags, and the system answer so; every library is built."""

@@ -12,13 +12,13 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
+from triptych_kernels.cpu.library import forced_isa, threads_in_use, usable_isas, use_threads
 from triptych_kernels.cpu.program import record
 from triptych_kernels.ops import ACTIVATIONS, GATED_ACTIVATIONS, embedding, gated_linear, linear
 from triptych_kernels.reference.linear import activate
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat, common_format
-from triptych_kernels.weights.quantized import QuantizedWeight
+from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
 FORMATS = [QuantizedFormat(bits, is_affine) for bits in (4, 8) for is_affine in (False, True)]
 LEVELS = {8: 254, 16: 65534}
@@ -26,8 +26,17 @@ LEVELS = {8: 254, 16: 65534}
 
 The range of 8 bits is from the smallest input to the largest, that of 16 bits from -m to m, m the largest magnitude.
 """
+ARITHMETICS = ("8 bits", "16 bits", "wide", "wide bytes")
+COMPUTED = [(f, a) for f in FORMATS for a in ARITHMETICS if f.bits == 4 or a != "wide bytes"]
+"""(format, arithmetic of its products)."""
 UNIT = {torch.float32: 2**-22, torch.bfloat16: 2**-8}
 """Rounding error of a result, relative to the sum of its terms' magnitudes: float32 sums, then the dtype."""
+
+
+def choose(weight: QuantizedWeight, arithmetic: str) -> None:
+    weight.input_bits = 8 if arithmetic == "8 bits" else 16
+    weight.wide_rows = 1 if arithmetic.startswith("wide") else NEVER
+    weight.wide_bits = 8 if arithmetic == "wide bytes" else 16
 
 
 @pytest.fixture(
@@ -212,19 +221,21 @@ def test_gate_and_up_are_multiplied(isa: str, format: QuantizedFormat, activatio
     for num_rows in (1, 7):
         x = torch.randn(num_rows, 64)
         expected = reference_gated_linear(x, every_row(plain), bias, activation)
-        out = gated_linear(x, packed, activation=activation)
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        for arithmetic, rtol in (("16 bits", 1e-4), ("wide bytes", 0.03)):
+            if (format, arithmetic) not in COMPUTED:
+                continue
+            choose(packed, arithmetic)
+            out = gated_linear(x, packed, activation=activation)
+            torch.testing.assert_close(out, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("arithmetic", ["8 bits", "16 bits", "wide"])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(("format", "arithmetic"), COMPUTED, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_outputs_are_activated(isa: str, format: QuantizedFormat, activation: str, arithmetic: str) -> None:
     packed = QuantizedWeight(37, 64, torch.float32, format, bias=True)
     packed.fill_rows(0, random(37, 64) / 8)
     packed.fill_bias(0, random(1, 64)[0, :37])
-    packed.wide_rows = 1 if arithmetic == "wide" else packed.wide_rows
-    packed.input_bits = 8 if arithmetic == "8 bits" else 16
+    choose(packed, arithmetic)
     for num_rows in (1, 7, 20):
         x = random(num_rows, 64, seed=1)
         expected = activate(linear(x, packed).double(), activation).float()
@@ -232,19 +243,22 @@ def test_outputs_are_activated(isa: str, format: QuantizedFormat, activation: st
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("arithmetic", ["8 bits", "16 bits", "wide"])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(("format", "arithmetic"), COMPUTED, ids=str)
 def test_a_rows_result_does_not_depend_on_its_batch(
     isa: str, format: QuantizedFormat, arithmetic: str
 ) -> None:
     packed = QuantizedWeight(50, 96, torch.float32, format)
     packed.fill_rows(0, random(50, 96))
-    packed.wide_rows = 1 if arithmetic == "wide" else packed.wide_rows
-    packed.input_bits = 8 if arithmetic == "8 bits" else 16
+    choose(packed, arithmetic)
     x = random(200, 96, seed=1)
     together = linear(x, packed)
-    for first, last in ((0, 1), (0, 3), (5, 13), (7, 23), (9, 26), (60, 107), (1, 200)):
+    before = threads_in_use()
+    for num_threads, first, last in (
+        (1, 0, 1), (2, 0, 3), (3, 5, 13), (4, 7, 23), (5, 9, 26), (7, 60, 107), (8, 1, 200)
+    ):  # fmt: skip
+        use_threads(num_threads)
         assert torch.equal(linear(x[first:last], packed), together[first:last])
+    use_threads(before)
     for size in range(1, 41):  # every height of a tile, and of few tiles
         assert torch.equal(linear(x[:size], packed), together[:size])
 
@@ -256,15 +270,13 @@ def _one_thread_afterwards(isa: str) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_thread_afterwards")
-@pytest.mark.parametrize("arithmetic", ["8 bits", "16 bits", "wide"])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(("format", "arithmetic"), COMPUTED, ids=str)
 def test_a_rows_result_does_not_depend_on_the_threads(
     isa: str, format: QuantizedFormat, arithmetic: str
 ) -> None:
     packed = QuantizedWeight(50, 96, torch.float32, format)
     packed.fill_rows(0, random(50, 96))
-    packed.wide_rows = 1 if arithmetic == "wide" else packed.wide_rows
-    packed.input_bits = 8 if arithmetic == "8 bits" else 16
+    choose(packed, arithmetic)
     x = random(230, 96, seed=1)
     use_threads(1)
     expected = linear(x, packed)
@@ -288,6 +300,79 @@ def test_wide_products_are_those_of_bfloat16(isa: str, format: QuantizedFormat) 
     assert (error <= allowed_error(x[:9], every_row(packed), torch.float32)).all()
 
 
+def hadamard() -> np.ndarray:
+    """Return the matrix of order 16 by Sylvester's construction."""
+    matrix = np.ones((1, 1))
+    for _ in range(4):
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
+def turned(values: Tensor) -> np.ndarray:
+    """Return float64 [rows, groups, 32], sixteen values at a time multiplied by the matrix."""
+    sixteens = values.double().numpy().reshape(len(values), -1, 16)
+    return (sixteens @ hadamard()).reshape(len(values), -1, 32)
+
+
+@pytest.mark.parametrize("x_dtype", UNIT, ids=str)
+@pytest.mark.parametrize("is_affine", [False, True], ids=["Q4_0", "Q4_1"])
+@pytest.mark.parametrize(("out_features", "in_features"), [(5, 32), (71, 160), (33, 576), (64, 608)])
+def test_wide_products_in_bytes_turn_inputs_and_round_them(
+    isa: str, out_features: int, in_features: int, is_affine: bool, x_dtype: torch.dtype
+) -> None:
+    type = "Q4_1" if is_affine else "Q4_0"
+    offsets = random(out_features, in_features, seed=3) if is_affine else torch.zeros(())
+    packed, meant = filled(
+        BLOCK_FORMATS[type], type, random(out_features, in_features) + offsets, bias=torch.ones(out_features)
+    )
+    choose(packed, "wide bytes")
+    # the middle of each group's weights, of which the sum of inputs is not rounded
+    scales = blocks(random(out_features, in_features) + offsets, type)[0].view(torch.float16)
+    scales = scales.view(out_features, in_features // 32, -1)
+    d = scales[..., :1].double()
+    middle = scales[..., 1:2].double() + 8 * d if is_affine else torch.zeros_like(d)
+    integers = meant.double().unflatten(1, (-1, 32)) - middle
+    for num_rows in (1, 5, 6, 7, 13, 40):
+        x = random(num_rows, in_features, seed=num_rows).to(x_dtype)
+        spread = turned(x)
+        steps = np.abs(spread).max(-1, keepdims=True) / 127
+        rounded = np.round(spread / steps) * steps
+        products = np.einsum("rgi,ogi->ro", rounded, turned(integers.flatten(1)) / 16)
+        sums = x.double().unflatten(1, (-1, 32)).sum(-1).numpy() @ middle[..., 0].T.numpy()
+        expected = torch.from_numpy(products + sums) + 1
+        # of sums in float32 of inputs in any order, and of an integer here and there that is rounded otherwise
+        allowed = 40 * UNIT[torch.float32] * (x.double().abs() @ (meant.double().abs()).T + 1)
+        allowed += 2e-5 * torch.from_numpy(np.abs(rounded).sum((1, 2))[:, None]) * float(integers.abs().max())
+        assert ((linear(x, packed, out_dtype=torch.float32) - expected).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("is_affine", [False, True])
+def test_the_largest_turned_sums_are_exact(isa: str, is_affine: bool) -> None:
+    """Each integer of a weight is the smallest, and turned inputs are the largest of each row."""
+    packed = QuantizedWeight(33, 64, torch.float32, QuantizedFormat(4, is_affine))
+    weight = torch.full((33, 64), -8.0)
+    weight[:, ::16] = -8.0
+    packed.fill_rows(0, weight)
+    choose(packed, "wide bytes")
+    held = every_row(packed).double()
+    x = torch.full((3, 64), 127.0) * torch.tensor([[1.0], [-1.0], [0.5]])
+    exact = x.double() @ held.T
+    assert ((linear(x, packed) - exact).abs() <= 1e-6 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_1"])
+def test_wide_products_in_bytes_are_finer_than_those_of_few_rows(isa: str, type: str) -> None:
+    packed, meant = filled(BLOCK_FORMATS[type], type, random(64, 576))
+    x = torch.randn(64, 576, generator=torch.Generator().manual_seed(1))
+    x[:, ::71] *= 20  # single channels that are far larger, as in real activations
+    exact = x.double() @ meant.double().T
+    errors = []
+    for arithmetic in ("wide bytes", "8 bits"):
+        choose(packed, arithmetic)
+        errors.append(float((linear(x, packed) - exact).abs().mean()))
+    assert 0 < errors[0] < errors[1]
+
+
 @pytest.mark.parametrize("type", ["Q4_0", "Q8_0"])
 def test_weights_are_quantized_as_ggml_does(isa: str, type: str) -> None:
     weight = random(40, 128)
@@ -308,29 +393,28 @@ def test_each_affine_group_takes_the_nearer_form(isa: str) -> None:
     assert torch.equal(every_row(packed).view(40, 4, 32), nearer)
 
 
-@pytest.mark.parametrize("input_bits", LEVELS)
-def test_empty_inputs_and_padded_outputs_are_harmless(isa: str, input_bits: Literal[8, 16]) -> None:
+@pytest.mark.parametrize("arithmetic", ["8 bits", "16 bits", "wide bytes"])
+def test_empty_inputs_and_padded_outputs_are_harmless(isa: str, arithmetic: str) -> None:
     packed = QuantizedWeight(5, 64, torch.float32, QuantizedFormat(4, is_affine=True))
     packed.fill_rows(0, random(5, 64))
-    packed.input_bits = input_bits
+    choose(packed, arithmetic)
     x = torch.zeros(2, 64)
     x[1] = 1e-38  # its integers would need a scale that float32 has not
-    assert torch.equal(linear(x, packed), torch.zeros(2, 5))
+    assert (linear(x, packed).abs() <= (1e-30 if arithmetic == "wide bytes" else 0.0)).all()
     strided = torch.full((3, 80), float("nan"))
     strided[:, :64] = 1.0
     out = linear(strided[:, :64], packed)
     torch.testing.assert_close(out, every_row(packed).sum(1).expand(3, 5), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("input_bits", LEVELS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(("format", "arithmetic"), [c for c in COMPUTED if c[1] != "wide"], ids=str)
 def test_what_is_no_number_stays_none_in_its_row_alone(
-    isa: str, format: QuantizedFormat, poison: float, input_bits: Literal[8, 16]
+    isa: str, format: QuantizedFormat, poison: float, arithmetic: str
 ) -> None:
     packed = QuantizedWeight(33, 96, torch.float32, format)
     packed.fill_rows(0, random(33, 96))
-    packed.input_bits = input_bits
+    choose(packed, arithmetic)
     for place in range(0, 96, 7):
         x = random(3, 96, seed=1)
         x[1, place] = poison

@@ -5,12 +5,14 @@
 // multiply exactly; then each output is one chain of float32 sums over its groups in order, for any number of
 // rows, so a row's result does not depend on its batch.
 //
-// Many rows may be multiplied in bfloat16 instead: each panel is unpacked once and used for all of them.
+// Many rows may be multiplied otherwise: each panel is unpacked once and used for all of them, in bfloat16, or in bytes
+// as wide_bytes.h does with weights of 4 bits.
 #include <bit>
 
 #include "linear/block.h"
 #include "linear/quantized.h"
 #include "linear/quantized_bytes.h"
+#include "linear/wide_bytes.h"
 
 namespace triptych {
 namespace {
@@ -20,7 +22,8 @@ struct QuantizedLinear {
   int64_t bits;
   int64_t affine;
   int64_t input_bits;  // 8 or 16
-  int64_t wide_rows;  // so many rows or more are multiplied in bfloat16
+  int64_t wide_rows;   // so many rows or more are multiplied as `wide_bits` says
+  int64_t wide_bits;   // 16: in bfloat16; 8: in bytes, weights of 4 bits only
 };
 
 // 24 sums, two weights, two words, a mask and an input in 32 registers
@@ -238,10 +241,15 @@ void multiply_wide(const Linear& args, int64_t rows) {
 TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear,
                 linear.dtype, linear.out_dtype, linear.x, linear.x_stride, linear.weight, linear.bias, linear.out,
                 linear.out_stride, linear.in_features, linear.out_features, linear.activation, linear.gated, bits, affine,
-                input_bits, wide_rows) {
+                input_bits, wide_rows, wide_bits) {
   triptych::with_format(args.bits, args.affine, [&](auto format) {
     using F = decltype(format);
-    if (rows >= args.wide_rows) return triptych::multiply_wide<F>(args.linear, rows);
+    if (rows >= args.wide_rows) {
+      if constexpr (F::kBits == 4) {
+        if (args.wide_bits == 8) return triptych::wide_bytes::multiply<F>(args.linear, rows);
+      }
+      return triptych::multiply_wide<F>(args.linear, rows);
+    }
     if (args.input_bits == 8) return triptych::multiply_bytes<F>(args.linear, rows);
     triptych::multiply_narrow<F, 16>(args.linear, rows);
   });

@@ -150,6 +150,8 @@ inline ivec shift_halves_right(ivec a) {
 inline ivec even_bytes(ivec a) { return {_mm256_srai_epi16(_mm256_slli_epi16(a.v, 8), 8)}; }
 inline ivec odd_bytes(ivec a) { return {_mm256_srai_epi16(a.v, 8)}; }
 inline ivec operator+(ivec a, ivec b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline ivec add_bytes(ivec a, ivec b) { return {_mm256_add_epi8(a.v, b.v)}; }
+inline ivec subtract_bytes(ivec a, ivec b) { return {_mm256_sub_epi8(a.v, b.v)}; }
 inline ivec max(ivec a, ivec b) { return {_mm256_max_epi32(a.v, b.v)}; }
 template <typename F>
 inline int32_t fold(ivec a, const F& f) {

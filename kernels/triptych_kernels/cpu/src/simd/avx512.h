@@ -165,6 +165,8 @@ inline ivec shift_halves_right(ivec a) {
 inline ivec even_bytes(ivec a) { return {_mm512_srai_epi16(_mm512_slli_epi16(a.v, 8), 8)}; }
 inline ivec odd_bytes(ivec a) { return {_mm512_srai_epi16(a.v, 8)}; }
 inline ivec operator+(ivec a, ivec b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline ivec add_bytes(ivec a, ivec b) { return {_mm512_add_epi8(a.v, b.v)}; }  // modulo 256, each for itself
+inline ivec subtract_bytes(ivec a, ivec b) { return {_mm512_sub_epi8(a.v, b.v)}; }
 inline ivec max(ivec a, ivec b) { return {_mm512_max_epi32(a.v, b.v)}; }
 inline int32_t sum(ivec a) { return _mm512_reduce_add_epi32(a.v); }
 inline int32_t largest(ivec a) { return _mm512_reduce_max_epi32(a.v); }

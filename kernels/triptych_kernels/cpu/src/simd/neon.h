@@ -183,6 +183,18 @@ inline ivec even_bytes(ivec a) {
   return odd_bytes({raise(a.low), raise(a.high)});
 }
 inline ivec operator+(ivec a, ivec b) { return {vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)}; }
+inline ivec add_bytes(ivec a, ivec b) {  // modulo 256, each for itself
+  const auto add = [](int32x4_t x, int32x4_t y) {
+    return vreinterpretq_s32_s8(vaddq_s8(vreinterpretq_s8_s32(x), vreinterpretq_s8_s32(y)));
+  };
+  return {add(a.low, b.low), add(a.high, b.high)};
+}
+inline ivec subtract_bytes(ivec a, ivec b) {
+  const auto subtract = [](int32x4_t x, int32x4_t y) {
+    return vreinterpretq_s32_s8(vsubq_s8(vreinterpretq_s8_s32(x), vreinterpretq_s8_s32(y)));
+  };
+  return {subtract(a.low, b.low), subtract(a.high, b.high)};
+}
 inline ivec max(ivec a, ivec b) { return {vmaxq_s32(a.low, b.low), vmaxq_s32(a.high, b.high)}; }
 inline int32_t sum(ivec a) { return vaddvq_s32(vaddq_s32(a.low, a.high)); }
 inline int32_t largest(ivec a) { return vmaxvq_s32(vmaxq_s32(a.low, a.high)); }
