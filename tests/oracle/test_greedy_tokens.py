@@ -55,6 +55,7 @@ def make_runner(
     quantization: str = "none",
     cache_dtype: str = "auto",
     activation_bits: str = "auto",
+    batch_invariant: str = "auto",
 ) -> Runner:
     config = load_config(
         env={},
@@ -62,6 +63,7 @@ def make_runner(
             "model.dtype": dtype,
             "model.quantization": quantization,
             "model.activation_bits": activation_bits,
+            "model.batch_invariant": batch_invariant,
             "cache.dtype": cache_dtype,
             "model.max_model_len": str(MAX_MODEL_LEN),
             "cache.num_blocks": "640",

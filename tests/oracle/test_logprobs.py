@@ -121,19 +121,22 @@ def test_three_prompts_live_and_bfloat16_is_as_near_as_transformers_own(
     exact = _all_logprobs(reference, prompts)
     theirs = np.abs(_all_logprobs(deepcopy(reference).to(torch.bfloat16), prompts) - exact).mean()
     assert theirs > 0, "transformers' bfloat16 equals its float32: the comparison says nothing"
-    for quantization, cache_dtype, activation_bits, limit in (
-        ("none", "auto", "auto", 1.2),
-        ("q4", "auto", "16", 1.2),
-        ("q4", "auto", "8", 1.2),
-        ("int8", "auto", "8", 1.5),  # weights and inputs of 8 bits, which only who asks for them gets
-        ("none", "int8", "auto", 1.2),
-        ("q4", "int8", "16", 1.2),
+    for quantization, cache_dtype, activation_bits, batch_invariant, limit in (
+        ("none", "auto", "auto", "true", 1.2),
+        ("q4", "auto", "16", "true", 1.2),
+        ("q4", "auto", "8", "true", 1.2),
+        ("q4", "auto", "8", "false", 1.2),  # steps of prompts are wide products
+        ("int8", "auto", "8", "true", 1.5),  # weights and inputs of 8 bits, which only who asks for them gets
+        ("none", "int8", "auto", "true", 1.2),
+        ("q4", "int8", "16", "true", 1.2),
     ):
-        runner = make_runner(directory, "bfloat16", quantization, cache_dtype, activation_bits)
+        runner = make_runner(
+            directory, "bfloat16", quantization, cache_dtype, activation_bits, batch_invariant
+        )
         ours = np.abs(_runner_logprobs(runner, prompts) - exact).mean()
         print(
-            f"mean |d logprob|, {quantization}, inputs {activation_bits}, cache {cache_dtype}: ours {ours:.5f}, "
-            f"transformers' bfloat16 {theirs:.5f}"
+            f"mean |d logprob|, {quantization}, inputs {activation_bits}, cache {cache_dtype}, batch invariance "
+            f"{batch_invariant}: ours {ours:.5f}, transformers' bfloat16 {theirs:.5f}"
         )
         assert ours <= limit * theirs
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from itertools import cycle
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,13 +19,27 @@ from triptych_kernels.weights.packed import HALVES, PackedWeight
 NEVER = 2**62
 """A number of rows that no product has."""
 
-_CROSSOVER_ROWS = (64, 128, 256, 512)
-_ROUNDS = 4  # the fastest counts, since other processes may compute at the same time
-_ENOUGH_S = 0.02  # products that take this long together are not repeated
-_WORTHWHILE = 0.95  # fraction of the narrow product's time; a smaller gain may be noise
+# Shares of the rate of 8-bit products that one core of Zen 4 has, 256 rows of 576 -> 3,072: wide bytes 60%, narrow
+# inputs of 8 bits 58%, bfloat16 45%, narrow inputs of 16 bits 39%. Tiles of AMX multiply bfloat16 at four times the
+# rate at which vectors multiply bytes there; tiles of bytes would have a sum to finish per 32 inputs, which costs what
+# they gain.
+_WITH_WIDE_BYTES = ("avx512_bf16", "avx512_vnni")
+_WITH_WIDE_BFLOAT16 = ("avx512_bf16",)
+_WITH_TILES = ("amx",)
 
-Kind = tuple[int, int, bool, QuantizedFormat]
-"""Weights that multiply at the same speed: (out_features, in_features, gated, format)."""
+Kind = tuple[int, int, QuantizedFormat]
+"""Shape and format of a weight: (out_features, in_features, format)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """An arithmetic of many rows."""
+
+    num_rows: int
+    """Fewest rows that are multiplied so."""
+    bits: Literal[8, 16]
+    """As `QuantizedWeight.wide_bits`."""
+
 
 _BLOCK_TYPES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2}  # BlockType in quantized_weight.cpp
 
@@ -148,49 +161,38 @@ def can_quantize(in_features: int, dtype: torch.dtype) -> bool:
     return bool(isa()) and dtype in DTYPES and in_features % GROUP_SIZE == 0
 
 
-def allow_wide_products(weights: Sequence[QuantizedWeight]) -> dict[Kind, int]:
-    """Let these weights multiply many rows in bfloat16 where that is faster, as measured within a tenth of a second.
+def allow_wide_products(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> dict[Kind, Wide]:
+    """Let these weights multiply many rows in another arithmetic where that is faster with the instruction set in use.
 
-    A recording of products keeps the choice, so call this first.
+    A recording of products keeps the choice, so call this when `input_bits` of the weights are set, and first.
+
+    Args:
+        dtype: Dtype of the inputs.
 
     Returns:
-        Kind of weight -> the smallest number of rows that is faster in bfloat16, for the kinds that have one.
+        Kind of weight -> the other arithmetic, for the kinds that have one.
     """
-    kinds: dict[Kind, list[QuantizedWeight]] = {}
+    chosen: dict[Kind, Wide] = {}
     for weight in weights:
-        kinds.setdefault(_kind(weight), []).append(weight)
-    crossovers = {kind: _find_crossover(alike) for kind, alike in kinds.items()}
-    for weight in weights:
-        weight.wide_rows = crossovers[_kind(weight)]
-    return {kind: rows for kind, rows in crossovers.items() if rows != NEVER}
+        wide = choose_wide(isa(), weight.format.bits, weight.input_bits, dtype)
+        if wide is not None:
+            weight.wide_rows, weight.wide_bits = wide.num_rows, wide.bits
+            chosen[_kind(weight)] = wide
+    return chosen
+
+
+def choose_wide(isa: str, weight_bits: int, input_bits: int, dtype: torch.dtype) -> Wide | None:
+    """Return the arithmetic of many rows, or None where that of few rows is the fastest.
+
+    It is a choice by instruction set and no measurement, so that equal machines choose alike.
+    """
+    if isa in _WITH_WIDE_BYTES and weight_bits == 4 and input_bits == 8:
+        return Wide(num_rows=128, bits=8)
+    # of inputs in float32 bfloat16 would lose what the config asks for
+    if dtype == torch.bfloat16 and (isa in _WITH_TILES or (isa in _WITH_WIDE_BFLOAT16 and input_bits == 16)):
+        return Wide(num_rows=64, bits=16)
+    return None
 
 
 def _kind(weight: QuantizedWeight) -> Kind:
-    return weight.out_features, weight.in_features, weight.gated, weight.format
-
-
-def _find_crossover(alike: Sequence[QuantizedWeight]) -> int:
-    """Return the fewest rows of `_CROSSOVER_ROWS` from which on the wide product is faster, or `NEVER`."""
-    crossover = NEVER
-    for num_rows in reversed(_CROSSOVER_ROWS):
-        if measure_s(alike, num_rows, wide=True) > _WORTHWHILE * measure_s(alike, num_rows, wide=False):
-            break
-        crossover = num_rows
-    return crossover
-
-
-def measure_s(alike: Sequence[QuantizedWeight], num_rows: int, *, wide: bool) -> float:
-    """Return the seconds of the fastest of some products.
-
-    Each product takes another weight if there are several, since the caches hold no weight when a step needs it.
-    """
-    x = torch.ones(num_rows, alike[0].in_features, dtype=torch.bfloat16)
-    seconds: list[float] = []
-    for weight in cycle(alike):
-        weight.wide_rows = 1 if wide else NEVER
-        started = time.perf_counter()
-        weight.multiply(x, torch.bfloat16, "silu" if weight.gated else None)
-        seconds.append(time.perf_counter() - started)
-        if len(seconds) == _ROUNDS or sum(seconds) > _ENOUGH_S:
-            break
-    return min(seconds)
+    return weight.out_features, weight.in_features, weight.format

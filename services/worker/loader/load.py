@@ -95,20 +95,21 @@ def load_model(
         names = [name for name in names if not model.is_elsewhere(name)]
     with during(model), _one_thread():
         model.load_weights(_stream(checkpoint, names, config, progress))
-    if config.dtype == "bfloat16" and not config.batch_invariant:
-        _allow_wide_products(model)
+    if not config.batch_invariant:
+        _allow_wide_products(model, TORCH_DTYPES[config.dtype])
     return model
 
 
-def _allow_wide_products(model: CausalLM) -> None:
+def _allow_wide_products(model: CausalLM, dtype: torch.dtype) -> None:
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     quantized = [weight for weight in linear_weights(model) if isinstance(weight, QuantizedWeight)]
-    for (out_features, in_features, _, _), num_rows in allow_wide_products(quantized).items():
+    for (out_features, in_features, _), wide in allow_wide_products(quantized, dtype).items():
         log.info(
-            "quantized products [%d, %d] of %d rows and more are computed in bfloat16, faster",
+            "quantized products [%d, %d] of %d rows and more are computed in %s, faster",
             out_features,
             in_features,
-            num_rows,
+            wide.num_rows,
+            "bytes" if wide.bits == 8 else "bfloat16",
         )
 
 

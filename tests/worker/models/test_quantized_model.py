@@ -20,8 +20,8 @@ from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from triptych.hub import resolve_model
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.weights import quantized
-from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat
-from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
+from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat
+from triptych_kernels.weights.quantized import NEVER, QuantizedWeight, Wide, choose_wide
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.resolved_config import ResolvedConfig
@@ -201,49 +201,39 @@ def test_a_requests_tokens_do_not_depend_on_its_batch(
     assert [engine.generate([prompt], sampling)[0] for prompt in prompts] == together
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(("dtype", "is_measured"), [("bfloat16", True), ("float32", False)])
-def test_wide_products_need_batch_invariance_off(
-    write, monkeypatch: pytest.MonkeyPatch, dtype: str, is_measured: bool
-) -> None:
-    monkeypatch.setattr(quantized, "measure_s", lambda alike, num_rows, *, wide: 0.5 if wide else 1.0)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_wide_products_need_batch_invariance_off(write, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    monkeypatch.setattr(quantized, "choose_wide", lambda *_: Wide(100, 8))
     directory = write("Q4_0")
     for quantization, batch_invariant, is_wide in (
-        ("auto", "auto", is_measured),
-        ("q4", "false", is_measured),
+        ("auto", "auto", True),
+        ("q4", "false", True),
         ("q4", "auto", False),
         ("auto", "true", False),
     ):
         config = config_for(directory, quantization, dtype, batch_invariant=batch_invariant)
         model = load_model(config, open_checkpoint(directory))
-        assert {weight.wide_rows for weight in linear_weights(model)} == {64 if is_wide else NEVER}
+        assert {(weight.wide_rows, weight.wide_bits) for weight in linear_weights(model)} == {
+            (100, 8) if is_wide else (NEVER, 16)
+        }
 
 
 @pytest.mark.parametrize(
-    ("faster_from", "found"),
-    [(1, 64), (128, 128), (129, 256), (10_000, None)],
-    ids=["all", "128", "129", "none"],
+    ("isa_name", "weight_bits", "input_bits", "dtype", "bits"),
+    [
+        ("avx512_vnni", 4, 8, torch.float32, 8),
+        ("avx512_bf16", 4, 8, torch.bfloat16, 8),
+        ("avx512_bf16", 8, 8, torch.bfloat16, None),
+        ("avx512_bf16", 4, 16, torch.bfloat16, 16),
+        ("avx512_bf16", 4, 16, torch.float32, None),
+        ("avx512_vnni", 4, 16, torch.float32, None),
+        ("amx", 4, 8, torch.bfloat16, 16),
+        ("amx", 8, 8, torch.bfloat16, 16),
+        ("avx2", 4, 8, torch.float32, None),
+    ],
 )
-def test_the_crossover_is_where_wide_products_begin_to_be_faster(
-    monkeypatch: pytest.MonkeyPatch, faster_from: int, found: int | None
+def test_wide_arithmetic_is_chosen_by_instruction_set(
+    isa_name: str, weight_bits: int, input_bits: int, dtype: torch.dtype, bits: int | None
 ) -> None:
-    def best_s(alike: Sequence[QuantizedWeight], num_rows: int, *, wide: bool) -> float:
-        is_small = alike[0].out_features == 32
-        return float(wide == (num_rows < faster_from or not is_small))
-
-    monkeypatch.setattr(quantized, "measure_s", best_s)
-    small, large = (
-        [QuantizedWeight(size, 32, torch.bfloat16, QuantizedFormat(4, is_affine=False)) for _ in range(3)]
-        for size in (32, 64)
-    )
-    crossovers = quantized.allow_wide_products([*small, *large])
-    assert list(crossovers.values()) == ([found] if found else [])
-    assert {weight.wide_rows for weight in small} == {found or NEVER}
-    assert {weight.wide_rows for weight in large} == {NEVER}
-
-
-def test_the_crossover_is_measured() -> None:
-    weight = QuantizedWeight(64, 64, torch.bfloat16, QuantizedFormat(8, is_affine=False), gated=True)
-    (found,) = quantized.allow_wide_products([weight]).values() or [NEVER]
-    assert found in (64, 128, 256, 512, NEVER)
-    assert weight.wide_rows == found
+    wide = choose_wide(isa_name, weight_bits, input_bits, dtype)
+    assert (wide and wide.bits) == bits
