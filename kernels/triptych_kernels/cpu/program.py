@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from triptych_kernels.cpu.launch import find_kernel, recorders
+from triptych_kernels.cpu.launch import Operand, find_kernel, recorders
 from triptych_kernels.cpu.library import isa, load, raise_failure
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.cpu.pointwise import chain_calls
 from triptych_kernels.cpu.recording import Buffer, NotRecordable, Recording, check_same, check_same_outputs
 from triptych_kernels.cpu.torch_ops import ALLOCATIONS, KeepConstants, RecordTorch, base_name, storages
-from triptych_kernels.weights.packed import PackedWeight
+from triptych_kernels.weights.packed import PackedWeight, panel_size
 
 _ALIGNMENT = 64  # bytes: a cache line, and a vector
 
@@ -39,6 +39,9 @@ class _CallStruct(ctypes.Structure):
         ("kernel", ctypes.c_void_p),
         ("arguments", ctypes.c_void_p),
         ("count_index", ctypes.c_int64),
+        ("ahead", ctypes.c_void_p),
+        ("num_panels", ctypes.c_int64),
+        ("panel_bytes", ctypes.c_int64),
     )
 
 
@@ -97,6 +100,7 @@ class Program:
             struct.kernel = ctypes.cast(kernel.function, ctypes.c_void_p)
             struct.arguments = ctypes.addressof(packed)
             struct.count_index = self._count_names.index(call.count)
+        _look_ahead(self._structs, operands)
         self._counts = (ctypes.c_int64 * len(self._count_names))()
         self._run = load(isa()).triptych_run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
@@ -233,6 +237,27 @@ class _NoticeTorch(TorchDispatchMode):
                 return result
         self.has_met_torch = True
         raise _MeetsTorch
+
+
+def _look_ahead(structs: ctypes.Array[_CallStruct], operands: Sequence[Mapping[str, Operand]]) -> None:
+    """Tell each product, and the first call, which weight is read next."""
+    ahead: tuple[int, int, int] | None = None
+    for number in reversed(range(len(structs))):
+        weight = _panels(operands[number])
+        if ahead is not None and (weight is not None or number == 0):
+            structs[number].ahead, structs[number].num_panels, structs[number].panel_bytes = ahead
+        ahead = weight or ahead
+
+
+def _panels(fields: Mapping[str, Operand]) -> tuple[int, int, int] | None:
+    """Return address, number and bytes of the panels that a product reads; None for other kernels."""
+    weight, out_features = (
+        fields.get(name, fields.get(f"linear_{name}")) for name in ("weight", "out_features")
+    )
+    if not isinstance(weight, Tensor) or not isinstance(out_features, int):
+        return None
+    num_panels = -(-out_features // panel_size())
+    return weight.data_ptr(), num_panels, weight.nbytes // num_panels
 
 
 def _lifetimes(

@@ -39,6 +39,20 @@ def test_thousands_of_short_loops_compute_every_index() -> None:
             assert torch.equal(linear(x, weight), expected)
 
 
+def test_threads_take_from_the_parts_of_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for num_outputs in (32, 33, 65, 97, 1000):  # fewer panels than threads, and parts of different sizes
+        weight = PackedWeight(num_outputs, 8, torch.float32)
+        weight.fill_rows(0, torch.randn(num_outputs, 8, generator=generator))
+        x = torch.randn(1, 8, generator=generator)
+        use_threads(1)
+        expected = linear(x, weight)
+        for num_threads in (2, 3, 7):  # more than there are cores: some threads come late
+            use_threads(num_threads)
+            for _ in range(100):
+                assert torch.equal(linear(x, weight), expected)
+
+
 def test_more_indices_than_a_ticket_counts_are_all_computed() -> None:
     use_threads(2)
     table = torch.arange(7, dtype=torch.float32)[:, None].repeat(1, 2)

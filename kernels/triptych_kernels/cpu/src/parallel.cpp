@@ -11,12 +11,14 @@
 #include <atomic>
 #include <cassert>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "kernel.h"
+#include "simd/scalar.h"
 
 namespace triptych {
 namespace {
@@ -44,11 +46,14 @@ class Signal {
     wake();
   }
 
-  // Returns when the value is another than `seen`.
-  void wait_while(uint32_t seen) {
-    for (int spin = 0; spin < kSpins; ++spin) {
+  // Returns when the value is another than `seen`. Meanwhile calls `work_on` until that returns false.
+  template <typename F>
+  void wait_while(uint32_t seen, const F& work_on) {
+    for (int spin = 0; spin < kSpins;) {
       if (value() != seen) return;
+      if (work_on()) continue;
       pause();
+      ++spin;
     }
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     while (word_.load(std::memory_order_seq_cst) == seen) sleep_while(seen);
@@ -80,6 +85,39 @@ class Signal {
 
 // Whether this thread is in the body of a loop.
 thread_local bool is_in_loop = false;
+// Which of the pool's threads this is; 0 is the caller of a loop.
+thread_local int64_t thread_number = 0;
+
+// The part of a loop that a thread begins with, and the memory that it will read in one to come.
+struct alignas(64) Part {
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+  std::atomic<const char*> expected{nullptr};
+  std::atomic<int64_t> expected_bytes{0};
+};
+
+// Asks for a thread's expected memory, a few lines at a time.
+class Lookahead {
+ public:
+  // Returns whether there is more to ask for. `part` may change meanwhile: then some lines are for nothing.
+  bool fetch(const Part& part) {
+    const char* const from = part.expected.load(std::memory_order_relaxed);
+    if (from != from_) {
+      from_ = from;
+      done_ = 0;
+    }
+    if (done_ >= std::min(part.expected_bytes.load(std::memory_order_relaxed), kMaxBytes)) return false;
+    for (int line = 0; line < kLines; ++line, done_ += kLineBytes) prefetch_line(from + done_);
+    return true;
+  }
+
+ private:
+  static constexpr int kLines = 4;  // so few that the next loop need not wait
+  static constexpr int64_t kMaxBytes = 128 << 10;  // that stay in the second-level cache beside all else
+
+  const char* from_ = nullptr;
+  int64_t done_ = 0;
+};
 
 // Marks the calling thread as in a loop while it exists.
 class InLoop {
@@ -105,6 +143,17 @@ class Pool {
     size_ = std::max<int64_t>(size, 1);
   }
 
+  void expect(const char* memory, int64_t count, int64_t bytes) {
+    if (size() == 1) return;
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (parts_ == nullptr) return;
+    for (int64_t thread = 0; thread < size(); ++thread) {
+      const int64_t first = count * thread / size(), end = count * (thread + 1) / size();
+      parts_[thread].expected.store(memory + first * bytes, std::memory_order_relaxed);
+      parts_[thread].expected_bytes.store((end - first) * bytes, std::memory_order_relaxed);
+    }
+  }
+
   int64_t size() const { return size_.load(std::memory_order_relaxed); }
 
   // Throws what a body throws, or std::system_error, see `start`.
@@ -123,6 +172,27 @@ class Pool {
     }
   }
 
+  // As `run`.
+  void run_parts(int64_t count, Body body, const void* context) {
+    if (count <= 1 || size() == 1) return run(count, body, context);
+    const InLoop in_loop;
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (threads_.empty()) start(size());
+    for (int64_t thread = 0; thread < size(); ++thread) {
+      parts_[thread].next.store(count * thread / size(), std::memory_order_relaxed);
+      parts_[thread].end = count * (thread + 1) / size();
+    }
+    begin_ = 0;
+    const auto work_on_parts = [&] {
+      for (int64_t i = 0; i < size(); ++i) {
+        Part& part = parts_[(thread_number + i) % size()];
+        for (int64_t index; (index = part.next.fetch_add(1, std::memory_order_relaxed)) < part.end;) body(context, index);
+      }
+    };
+    using Work = decltype(work_on_parts);
+    run_claimed(size(), [](const void* work, int64_t) { (*static_cast<const Work*>(work))(); }, &work_on_parts);
+  }
+
  private:
   // A ticket is (epoch | count | next), so that one atomic step both claims an index and shows whether it is one
   // of the current loop: a thread that comes late reads nothing of the next loop by mistake.
@@ -138,7 +208,9 @@ class Pool {
     ticket_.store((epoch_ << (2 * kBits)) | (static_cast<uint64_t>(count) << kBits), std::memory_order_release);
     begun_.change_by(1);
     work();
-    while (const uint32_t left = unfinished_.value()) unfinished_.wait_while(left);
+    while (const uint32_t left = unfinished_.value()) {
+      unfinished_.wait_while(left, [&] { return lookahead_.fetch(parts_[0]); });
+    }
     if (exception_) std::rethrow_exception(std::exchange(exception_, nullptr));
   }
 
@@ -158,10 +230,12 @@ class Pool {
     }
   }
 
-  void serve(uint32_t seen) {
+  void serve(int64_t thread, uint32_t seen) {
     is_in_loop = true;  // this thread runs only bodies of loops
+    thread_number = thread;
+    Lookahead lookahead;
     while (true) {
-      begun_.wait_while(seen);
+      begun_.wait_while(seen, [&] { return lookahead.fetch(parts_[thread]); });
       seen = begun_.value();
       if (is_stopping_.load()) return;
       work();
@@ -172,8 +246,11 @@ class Pool {
   void start(int64_t size) {
     is_stopping_ = false;
     const uint32_t seen = begun_.value();
+    parts_ = std::make_unique<Part[]>(std::max<int64_t>(size, 1));
     try {
-      for (int64_t thread = 1; thread < size; ++thread) threads_.emplace_back([this, seen] { serve(seen); });
+      for (int64_t thread = 1; thread < size; ++thread) {
+        threads_.emplace_back([this, thread, seen] { serve(thread, seen); });
+      }
     } catch (...) {
       stop();
       throw;
@@ -189,6 +266,8 @@ class Pool {
 
   std::mutex mutex_;
   std::vector<std::thread> threads_;
+  std::unique_ptr<Part[]> parts_;  // by the number of the thread
+  Lookahead lookahead_;            // of the caller
   std::atomic<int64_t> size_;
   std::exception_ptr exception_;
   std::mutex exception_mutex_;
@@ -220,6 +299,12 @@ Pool& pool() {
 int num_threads() { return static_cast<int>(pool().size()); }
 
 void parallel_for(int64_t count, Body body, const void* context) { pool().run(count, body, context); }
+
+void parallel_for_parts(int64_t count, Body body, const void* context) { pool().run_parts(count, body, context); }
+
+void expect(const void* memory, int64_t count, int64_t bytes) {
+  pool().expect(static_cast<const char*>(memory), count, bytes);
+}
 
 }  // namespace triptych
 

@@ -1,6 +1,7 @@
 // A pool of threads for loops that last microseconds: its threads spin for a moment before they sleep.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace triptych {
@@ -21,6 +22,29 @@ template <typename F>
 void parallel_for(int64_t count, const F& f) {
   parallel_for(count, [](const void* context, int64_t index) { (*static_cast<const F*>(context))(index); }, &f);
 }
+
+// f(first row, last row + 1) for all rows, `rows_per_index` at a time.
+template <typename F>
+void for_rows(int64_t rows, int64_t rows_per_index, const F& f) {
+  parallel_for((rows + rows_per_index - 1) / rows_per_index, [&](int64_t index) {
+    f(index * rows_per_index, std::min((index + 1) * rows_per_index, rows));
+  });
+}
+
+// The same as `parallel_for` for loops that read memory in the order of their indices: each thread begins with a part of its own, of
+// neighbours, so that it reads on where it was, and takes from the parts of others when it is done. If a body throws,
+// some indices may be left out.
+void parallel_for_parts(int64_t count, Body body, const void* context);
+
+template <typename F>
+void parallel_for_parts(int64_t count, const F& f) {
+  parallel_for_parts(count, [](const void* context, int64_t index) { (*static_cast<const F*>(context))(index); }, &f);
+}
+
+// Memory that a loop of `parallel_for_parts` to come will read: `count` pieces of `bytes`, one by each index. Threads
+// that have nothing to do ask for the beginning of their parts until the next call. There may be no such memory any
+// more: nothing is read.
+void expect(const void* memory, int64_t count, int64_t bytes);
 
 }  // namespace triptych
 

@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include "kernel.h"
+#include "parallel.h"
 
 namespace {
 
+constexpr int64_t kFewRows = 16;  // that wait for memory; more compute
 constexpr int64_t kNoChild = -1, kHangs = -2;
 constexpr int kPollUs = 500, kPolls = 20'000;  // 10 s
 
@@ -15,6 +17,9 @@ struct Call {
   int64_t (*kernel)(const void* args, int64_t rows);
   const void* args;
   int64_t count_index;  // which of the step's counts is this call's number of rows
+  const void* ahead;    // the panels that the next product after this one reads; null: as before this call
+  int64_t num_panels;
+  int64_t panel_bytes;
 };
 
 }  // namespace
@@ -22,7 +27,9 @@ struct Call {
 // Returns the `Failure` of the first call that has one; those after it are not run.
 extern "C" int64_t triptych_run(const Call* calls, int64_t num_calls, const int64_t* counts) {
   for (int64_t i = 0; i < num_calls; ++i) {
-    const int64_t failure = calls[i].kernel(calls[i].args, counts[calls[i].count_index]);
+    const int64_t rows = counts[calls[i].count_index];
+    if (calls[i].ahead && rows <= kFewRows) triptych::expect(calls[i].ahead, calls[i].num_panels, calls[i].panel_bytes);
+    const int64_t failure = calls[i].kernel(calls[i].args, rows);
     if (failure != triptych::kNone) return failure;
   }
   return triptych::kNone;

@@ -263,7 +263,7 @@ void multiply_floats(const Linear& args, int64_t rows) {
   }
   using Element = typename Line::Element;
   const int64_t panel_size = args.in_features * kPanel;
-  for_blocks(rows, 1, args.num_panels(), panel_size * sizeof(Element), {Rows, Rows, 1}, [&](const Block& block) {
+  for_blocks(rows, 1, args.num_panels(), {Rows, Rows, 1}, [&](const Block& block) {
     for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
       multiply_few<Line, Rows>(args, static_cast<const Element*>(args.weight) + panel * panel_size, panel);
     }

@@ -9,10 +9,9 @@ void multiply_bfloat16(const Linear& args, int64_t rows) {
   const bf16* const x = static_cast<const bf16*>(args.x);
   const bf16* const weights = static_cast<const bf16*>(args.weight);
   const int64_t panel_size = args.in_features * kPanel;
-  for_blocks(rows, args.in_features * sizeof(bf16), args.num_panels(), panel_size * sizeof(bf16), kBlockRows<bf16>,
-             [&](const Block& block) {
-               multiply_block(args, x, args.x_stride, weights + block.first_panel * panel_size, block);
-             });
+  for_blocks(rows, args.in_features * sizeof(bf16), args.num_panels(), kBlockRows<bf16>, [&](const Block& block) {
+    multiply_block(args, x, args.x_stride, weights + block.first_panel * panel_size, block);
+  });
 }
 
 // Copies of rows into the panels of a weight.

@@ -50,27 +50,24 @@ struct BlockRows {
   int64_t tile, min, multiple;
 };
 
-// Rows are walked in blocks that stay in the second-level cache, panels in runs that one thread takes at a time:
-// f(block). Few rows wait for memory, which gives most to long runs; many compute, and share their work out best in
-// single panels.
+// So few rows wait for memory.
+constexpr int64_t kFewRows = 16;
+
+// Rows are walked in blocks that stay in the second-level cache, panels one by one: f(block). Of few rows each thread
+// reads a part of the weight from its beginning to its end.
 template <typename F>
-void for_blocks(int64_t rows, int64_t row_bytes, int64_t num_panels, int64_t panel_bytes, const BlockRows& block_rows,
-                const F& f) {
-  constexpr int64_t kBlockBytes = 256 << 10, kRunBytes = 96 << 10, kFewRows = 16, kRunsPerThread = 4;
+void for_blocks(int64_t rows, int64_t row_bytes, int64_t num_panels, const BlockRows& block_rows, const F& f) {
+  constexpr int64_t kBlockBytes = 256 << 10;
   const int64_t max_block = std::max(kBlockBytes / row_bytes / block_rows.tile * block_rows.tile, block_rows.min);
   const int64_t num_blocks = (rows + max_block - 1) / max_block;
-  int64_t run = 1;
-  if (rows <= kFewRows) {
-    run = std::clamp<int64_t>(kRunBytes / panel_bytes, 1, std::max<int64_t>(num_panels / (kRunsPerThread * num_threads()), 1));
-  }
-  const int64_t num_runs = (num_panels + run - 1) / run;
   const auto first_row = [&](int64_t block) {
     return block == num_blocks ? rows : rows * block / num_blocks / block_rows.multiple * block_rows.multiple;
   };
-  parallel_for(num_blocks * num_runs, [&](int64_t index) {
-    const int64_t block = index / num_runs, first = index % num_runs * run;
-    f(Block{first_row(block), first_row(block + 1), first, std::min(first + run, num_panels)});
-  });
+  const auto walk = [&](int64_t index) {
+    const int64_t block = index / num_panels, panel = index % num_panels;
+    f(Block{first_row(block), first_row(block + 1), panel, panel + 1});
+  };
+  rows <= kFewRows ? parallel_for_parts(num_blocks * num_panels, walk) : parallel_for(num_blocks * num_panels, walk);
 }
 
 // Row tiles of nearly equal height, none above `max_rows`: f(first row, number of rows).

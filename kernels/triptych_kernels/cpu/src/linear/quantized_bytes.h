@@ -137,7 +137,7 @@ void multiply(const Linear& args, int64_t rows) {
   };
   if (rows <= kFewRows) {
     const int64_t row_bytes = row_units * sizeof(int32_t);
-    return for_blocks(rows, row_bytes, panels, panel_bytes, kBlockRows<float>, [&](const Block& block) {
+    return for_blocks(rows, row_bytes, panels, kBlockRows<float>, [&](const Block& block) {
       for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
         for (int64_t tile = 0; tile < tiles; ++tile) {
           multiply_tile(std::integral_constant<int, kPackedTileRows>(), tile, packed(panel), panel);

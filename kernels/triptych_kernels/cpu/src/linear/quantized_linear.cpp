@@ -88,9 +88,8 @@ void round_group(const X* x, bf16* out) {
 template <typename X, typename F>
 void for_groups(const Linear& args, int64_t rows, const F& f) {
   const int64_t groups = args.in_features / kGroup;
-  parallel_for((rows + kRowsPerIndex - 1) / kRowsPerIndex, [&](int64_t index) {
-    const int64_t end = std::min((index + 1) * kRowsPerIndex, rows);
-    for (int64_t row = index * kRowsPerIndex; row < end; ++row) {
+  for_rows(rows, kRowsPerIndex, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; ++row) {
       const X* x = static_cast<const X*>(args.x) + row * args.x_stride;
       for (int64_t group = 0; group < groups; ++group) f(x + group * kGroup, row * groups + group);
     }
@@ -174,14 +173,13 @@ void multiply_narrow(const Linear& args, int64_t rows) {
     for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { quantize_group<F, InputBits>(from, x[group]); });
   }
   const int64_t tile_rows = rows <= kLoneTileRows ? kLoneTileRows : kTileRows;
-  for_blocks(rows, row_bytes, args.num_panels(), args.in_features / kGroup * F::kGroupBytes, kBlockRows<float>,
-             [&](const Block& block) {
-               for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
-                 for_row_tiles(block.first_row, block.end_row, tile_rows, [&](int64_t row, int64_t count) {
-                   multiply_rows<F>(args, x, row, count, panel);
-                 });
-               }
-             });
+  for_blocks(rows, row_bytes, args.num_panels(), kBlockRows<float>, [&](const Block& block) {
+    for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
+      for_row_tiles(block.first_row, block.end_row, tile_rows, [&](int64_t row, int64_t count) {
+        multiply_rows<F>(args, x, row, count, panel);
+      });
+    }
+  });
 }
 
 // Inputs in 8 bits. Without an instruction that sums products of bytes, those with weights of 8 bits are made of pairs of
