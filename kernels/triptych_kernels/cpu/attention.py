@@ -83,7 +83,7 @@ def paged_attention(
         query_starts=query_starts, seq_lens=seq_lens, out=out,
         num_heads=query.shape[1], num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
         scale=options.scale, window=options.window, chunk=options.chunk, soft_cap=options.soft_cap,
-        sinks=options.sinks, alibi=options.alibi,
+        sinks=options.sinks, alibi=options.alibi, stages=None,
     )  # fmt: skip
     return out
 

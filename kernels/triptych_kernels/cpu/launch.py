@@ -37,6 +37,9 @@ class Kernel:
     layout: struct.Struct
     writable: frozenset[str]
     """The fields with addresses of what the function may write. It only reads what is at the others."""
+    rows_function: Any
+    """Takes the address of the struct, the first of some rows and the end of them, as a `Stage` in stages.h; None if a
+    row may depend on others."""
 
     def pack(
         self, operands: Mapping[str, Operand], address_of: Callable[[Tensor], int] = Tensor.data_ptr
@@ -123,4 +126,5 @@ def find_kernel(isa: str, name: str) -> Kernel:
         kinds += chr(field.kind)
         if chr(field.kind) == "P":
             writable.add(fields[-1])
-    return Kernel(name, function, tuple(fields), struct.Struct(kinds), frozenset(writable))
+    rows_function = getattr(library, f"triptych_{name}_rows", None)
+    return Kernel(name, function, tuple(fields), struct.Struct(kinds), frozenset(writable), rows_function)

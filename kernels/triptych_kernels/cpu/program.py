@@ -21,11 +21,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from triptych_kernels.cpu.fusion import fuse_calls
 from triptych_kernels.cpu.launch import Operand, find_kernel, recorders
 from triptych_kernels.cpu.library import isa, load, raise_failure
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.cpu.pointwise import chain_calls
-from triptych_kernels.cpu.recording import Buffer, NotRecordable, Recording, check_same, check_same_outputs
+from triptych_kernels.cpu.recording import (
+    Buffer,
+    Call,
+    NotRecordable,
+    Recording,
+    check_same,
+    check_same_outputs,
+)
 from triptych_kernels.cpu.torch_ops import ALLOCATIONS, KeepConstants, RecordTorch, base_name, storages
 from triptych_kernels.weights.packed import PackedWeight, panel_size
 
@@ -72,7 +80,8 @@ class Program:
             inputs = [identity for identity, buffer in buffers.items() if buffer.memory is not None]
             kept = {*inputs, *(output.untyped_storage()._cdata for output in outputs)}
             calls = chain_calls(calls, kept)
-        operands = [call.operands() for call in calls]
+        fused = fuse_calls(calls, buffers)
+        operands = [list(call.operands()) for call in fused]
         for output in outputs:
             if output.untyped_storage()._cdata not in buffers:
                 raise NotRecordable(f"no recorded call has filled the output of {tuple(output.shape)}")
@@ -80,10 +89,12 @@ class Program:
         self._memory = zeros_in_huge_pages((size + _ALIGNMENT,), torch.uint8)
         # the system backs a page when a step is first that large, so address space for the longest step costs nothing
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        self._kept = ([o for each in operands for o in each.values() if isinstance(o, Tensor)], dict(buffers))
+        tensors = (value for each in operands for fields in each for value in fields.values())
+        self._kept = ([tensor for tensor in tensors if isinstance(tensor, Tensor)], dict(buffers))
         self._count_names = tuple(dict.fromkeys(call.count for call in calls))
-        self._structs = (_CallStruct * len(calls))()
-        self._packed: list[ctypes.Array[ctypes.c_char]] = []
+        self._counts = (ctypes.c_int64 * len(self._count_names))()
+        self._structs = (_CallStruct * len(fused))()
+        self._packed: list[Any] = []
 
         def address(tensor: Tensor) -> int:
             if tensor.device.type != "meta":
@@ -93,15 +104,14 @@ class Program:
             start = base + offsets[storage] if memory is None else memory.data_ptr()
             return start + int(tensor.storage_offset()) * tensor.itemsize
 
-        for struct, call, fields in zip(self._structs, calls, operands, strict=True):
-            kernel = find_kernel(isa(), call.kernel)
-            packed = ctypes.create_string_buffer(kernel.pack(fields, address))
-            self._packed.append(packed)
-            struct.kernel = ctypes.cast(kernel.function, ctypes.c_void_p)
-            struct.arguments = ctypes.addressof(packed)
-            struct.count_index = self._count_names.index(call.count)
-        _look_ahead(self._structs, operands)
-        self._counts = (ctypes.c_int64 * len(self._count_names))()
+        for struct, call, fields in zip(self._structs, fused, operands, strict=True):
+            own: dict[str, Operand] = dict(fields[-1])
+            if call.stages:
+                own[call.stages_field] = self._pack_stages(call.stages, fields, address)
+            struct.kernel = _address_of(find_kernel(isa(), call.call.kernel).function)
+            struct.arguments = self._pack(call.call, own, address)
+            struct.count_index = self._count_names.index(call.call.count)
+        _look_ahead(self._structs, [fields[-1] for fields in operands])
         self._run = load(isa()).triptych_run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._run.restype = ctypes.c_int64
@@ -119,6 +129,29 @@ class Program:
 
         self.outputs = tuple(view(output) for output in outputs)
         """[most rows, …] each; a run fills the first rows."""
+
+    def _pack(self, call: Call, fields: Mapping[str, Operand], address: Callable[[Tensor], int]) -> int:
+        """Return the address of the struct that a kernel reads, which is kept."""
+        packed = ctypes.create_string_buffer(find_kernel(isa(), call.kernel).pack(fields, address))
+        self._packed.append(packed)
+        return ctypes.addressof(packed)
+
+    def _pack_stages(
+        self,
+        stages: Sequence[Call],
+        fields: Sequence[Mapping[str, Operand]],
+        address: Callable[[Tensor], int],
+    ) -> int:
+        """Return the address of a `Stages` in stages.h, which is kept."""
+        size = ctypes.sizeof(ctypes.c_int64)
+        packed = (ctypes.c_int64 * (3 + 2 * len(stages)))()
+        rows = ctypes.addressof(self._counts) + size * self._count_names.index(stages[0].count)
+        packed[:3] = [rows, len(stages), ctypes.addressof(packed) + 3 * size]
+        for number, call in enumerate(stages):
+            packed[3 + 2 * number] = _address_of(find_kernel(isa(), call.kernel).rows_function)
+            packed[4 + 2 * number] = self._pack(call, fields[number], address)
+        self._packed.append(packed)
+        return ctypes.addressof(packed)
 
     def __len__(self) -> int:
         """Return the number of kernel calls."""
@@ -239,6 +272,10 @@ class _NoticeTorch(TorchDispatchMode):
         raise _MeetsTorch
 
 
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 def _look_ahead(structs: ctypes.Array[_CallStruct], operands: Sequence[Mapping[str, Operand]]) -> None:
     """Tell each product, and the first call, which weight is read next."""
     ahead: tuple[int, int, int] | None = None
@@ -261,12 +298,15 @@ def _panels(fields: Mapping[str, Operand]) -> tuple[int, int, int] | None:
 
 
 def _lifetimes(
-    buffers: Mapping[int, Buffer], operands: Sequence[Mapping[str, object]], outputs: Sequence[Tensor]
+    buffers: Mapping[int, Buffer],
+    operands: Sequence[Sequence[Mapping[str, Operand]]],
+    outputs: Sequence[Tensor],
 ) -> list[_Lifetime]:
     """Return when the program's own buffers are in use."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for number, tensors in enumerate([*(fields.values() for fields in operands), outputs]):
+    used = [[value for fields in each for value in fields.values()] for each in operands]
+    for number, tensors in enumerate([*used, outputs]):
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
                 identity = tensor.untyped_storage()._cdata

@@ -123,6 +123,7 @@ class PackedWeight(LinearWeight):
             "out_features": self.out_features,
             "activation": _ACTIVATIONS[activation],
             "gated": self.gated,
+            "stages": None,
         }
 
 

@@ -27,9 +27,11 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.checkpoint.families.registry import own_architectures
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.program import Program, record
 from triptych_services.worker.attention.base import KvCache
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models import registry
+from triptych_services.worker.runner import cpu_backend
 
 COMPOSITE = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
 NOT_RECORDED = {"GPT-OSS", "Mixtral", "OLMoE", "Qwen 3 MoE"}
@@ -89,6 +91,22 @@ def test_recorded_steps_generate_the_tokens_of_transformers(name: str, saved: An
     assert engine.generate(prompts, greedy) == expected
     # again, from prefixes that are cached now
     assert engine.generate(prompts, greedy, first_number=len(prompts)) == expected
+
+
+@pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+@pytest.mark.parametrize("name", ["Llama", "Qwen 3", "GPT-2"])
+def test_a_layer_is_five_native_calls(name: str, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm and qkv; rotation, cache and attention; o; norm and up; down."""
+    directory, _ = saved(name)
+    programs: list[Program] = []
+    monkeypatch.setattr(
+        cpu_backend, "record", lambda forward: programs.append(record(forward)) or programs[-1]
+    )
+    make_runner(directory)
+    (program,) = programs
+    # token embedding, the last norm, chosen rows, head, sampling; GPT-2 has an embedding of positions, too
+    beside_layers = 6 if name == "GPT-2" else 5
+    assert len(program) == 5 * read_architecture(directory).num_layers + beside_layers
 
 
 @pytest.mark.thorough

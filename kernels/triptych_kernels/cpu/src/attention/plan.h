@@ -11,6 +11,7 @@
 #include "attention/arithmetic.h"
 #include "kernel.h"
 #include "parallel.h"
+#include "stages.h"
 
 namespace triptych::attention {
 
@@ -38,6 +39,7 @@ struct PagedAttention {
   double soft_cap;              // scores become soft_cap * tanh(score / soft_cap); 0: they stay
   const float* sinks;           // [num_heads], a score without a key and a value; null: none
   const float* alibi;           // [num_heads], score per position that the key is after the query; null: none
+  const Stages* stages;         // what makes the queries, keys and values of this step's tokens, or null
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_head_dim() const { return (head_dim + kPanel - 1) / kPanel * kPanel; }

@@ -4,6 +4,7 @@
 #include "kernel.h"
 #include "parallel.h"
 #include "simd/vec.h"
+#include "stages.h"
 
 namespace triptych {
 namespace {
@@ -78,27 +79,29 @@ void rotate_heads(const RotaryEmbedding& args, const T* x, int64_t head_stride, 
 }
 
 template <typename T>
-void rotate_rows(const RotaryEmbedding& args, int64_t rows) {
+void rotate_rows(const RotaryEmbedding& args, int64_t first, int64_t end) {
   const int64_t query_size = args.num_heads * args.head_dim, key_size = args.num_kv_heads * args.head_dim;
-  const int64_t rows_per_index = std::max<int64_t>(kElementsPerIndex / (query_size + key_size), 1);
-  parallel_for((rows + rows_per_index - 1) / rows_per_index, [&](int64_t index) {
-    const int64_t end = std::min((index + 1) * rows_per_index, rows);
-    for (int64_t row = index * rows_per_index; row < end; ++row) {
-      const float* cos = args.cos_sin + args.positions[row] * args.rotary_dim;
-      rotate_heads(args, static_cast<const T*>(args.query) + row * args.query_stride, args.query_head_stride,
-                   args.num_heads, cos, static_cast<T*>(args.query_out) + row * query_size);
-      rotate_heads(args, static_cast<const T*>(args.key) + row * args.key_stride, args.key_head_stride,
-                   args.num_kv_heads, cos, static_cast<T*>(args.key_out) + row * key_size);
-    }
-  });
+  for (int64_t row = first; row < end; ++row) {
+    const float* cos = args.cos_sin + args.positions[row] * args.rotary_dim;
+    rotate_heads(args, static_cast<const T*>(args.query) + row * args.query_stride, args.query_head_stride,
+                 args.num_heads, cos, static_cast<T*>(args.query_out) + row * query_size);
+    rotate_heads(args, static_cast<const T*>(args.key) + row * args.key_stride, args.key_head_stride,
+                 args.num_kv_heads, cos, static_cast<T*>(args.key_out) + row * key_size);
+  }
 }
 
 }  // namespace
 }  // namespace triptych
 
+TRIPTYCH_STAGE(rotary_embedding, triptych::RotaryEmbedding) {
+  if (args.dtype == triptych::kFloat32) return triptych::rotate_rows<float>(args, first, end);
+  triptych::rotate_rows<triptych::bf16>(args, first, end);
+}
+
 TRIPTYCH_KERNEL(rotary_embedding, triptych::RotaryEmbedding,
                 dtype, query, query_stride, query_head_stride, key, key_stride, key_head_stride, positions, cos_sin,
                 query_out, key_out, num_heads, num_kv_heads, head_dim, rotary_dim, interleaved) {
-  if (args.dtype == triptych::kFloat32) return triptych::rotate_rows<float>(args, rows);
-  triptych::rotate_rows<triptych::bf16>(args, rows);
+  const int64_t row_size = (args.num_heads + args.num_kv_heads) * args.head_dim;
+  triptych::for_rows(rows, std::max<int64_t>(triptych::kElementsPerIndex / row_size, 1),
+                     [&](int64_t first, int64_t end) { triptych_rotary_embedding_rows(args, first, end); });
 }

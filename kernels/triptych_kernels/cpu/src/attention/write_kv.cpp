@@ -8,6 +8,7 @@
 #include "simd/vec.h"
 #include "kernel.h"
 #include "parallel.h"
+#include "stages.h"
 
 namespace triptych {
 namespace {
@@ -94,45 +95,46 @@ void scatter(const T* key, int64_t num_words, int64_t block_size, T* block, int6
 }
 
 template <typename X, typename T>
-void write_rows(const WriteKv& args, int64_t rows) {
+void write_rows(const WriteKv& args, int64_t first, int64_t end) {
+  static thread_local Scratch scratch;
+  T* const converted = static_cast<T*>(scratch.get(args.head_dim * sizeof(T)));
   T* const cache = static_cast<T*>(args.kv_cache);
-  const int64_t row_size = 2 * args.num_kv_heads * args.head_dim;
   const int64_t num_words = args.head_dim * sizeof(T) / kWordBytes;
-  const int64_t rows_per_index = std::max<int64_t>(kElementsPerIndex / row_size, 1);
-  parallel_for((rows + rows_per_index - 1) / rows_per_index, [&](int64_t index) {
-    static thread_local Scratch scratch;
-    T* const converted = static_cast<T*>(scratch.get(args.head_dim * sizeof(T)));
-    const int64_t end = std::min((index + 1) * rows_per_index, rows);
-    for (int64_t row = index * rows_per_index; row < end; ++row) {
-      const int64_t slot = args.slots[row];
-      if (slot < 0) continue;
-      const X* key = static_cast<const X*>(args.key) + row * args.key_stride;
-      const X* value = static_cast<const X*>(args.value) + row * args.value_stride;
-      const int64_t block = slot / args.block_size, offset = slot - block * args.block_size;
-      for (int64_t head = 0; head < args.num_kv_heads; ++head) {
-        const int64_t keys = (block * 2 * args.num_kv_heads + head) * args.block_size;  // vectors before the block's
-        const int64_t values = keys + args.num_kv_heads * args.block_size;
-        convert(args, key + head * args.key_head_stride, converted, keys + offset);
-        scatter(converted, num_words, args.block_size, cache + keys * args.head_dim, offset);
-        convert(args, value + head * args.value_head_stride, cache + (values + offset) * args.head_dim, values + offset);
-      }
+  for (int64_t row = first; row < end; ++row) {
+    const int64_t slot = args.slots[row];
+    if (slot < 0) continue;
+    const X* key = static_cast<const X*>(args.key) + row * args.key_stride;
+    const X* value = static_cast<const X*>(args.value) + row * args.value_stride;
+    const int64_t block = slot / args.block_size, offset = slot - block * args.block_size;
+    for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+      const int64_t keys = (block * 2 * args.num_kv_heads + head) * args.block_size;  // vectors before the block's
+      const int64_t values = keys + args.num_kv_heads * args.block_size;
+      convert(args, key + head * args.key_head_stride, converted, keys + offset);
+      scatter(converted, num_words, args.block_size, cache + keys * args.head_dim, offset);
+      convert(args, value + head * args.value_head_stride, cache + (values + offset) * args.head_dim, values + offset);
     }
-  });
+  }
 }
 
 template <typename X>
-void write_rows(const WriteKv& args, int64_t rows) {
-  if (args.cache_dtype == kFloat32) return write_rows<X, float>(args, rows);
-  if (args.cache_dtype == kInt8) return write_rows<X, int8_t>(args, rows);
-  write_rows<X, bf16>(args, rows);
+void write_rows(const WriteKv& args, int64_t first, int64_t end) {
+  if (args.cache_dtype == kFloat32) return write_rows<X, float>(args, first, end);
+  if (args.cache_dtype == kInt8) return write_rows<X, int8_t>(args, first, end);
+  write_rows<X, bf16>(args, first, end);
 }
 
 }  // namespace
 }  // namespace triptych
 
+TRIPTYCH_STAGE(write_kv, triptych::WriteKv) {
+  if (args.dtype == triptych::kFloat32) return triptych::write_rows<float>(args, first, end);
+  triptych::write_rows<triptych::bf16>(args, first, end);
+}
+
 TRIPTYCH_KERNEL(write_kv, triptych::WriteKv,
                 dtype, cache_dtype, key, key_stride, key_head_stride, value, value_stride, value_head_stride,
                 kv_cache, kv_scales, slots, num_kv_heads, block_size, head_dim) {
-  if (args.dtype == triptych::kFloat32) return triptych::write_rows<float>(args, rows);
-  triptych::write_rows<triptych::bf16>(args, rows);
+  const int64_t row_size = 2 * args.num_kv_heads * args.head_dim;
+  triptych::for_rows(rows, std::max<int64_t>(triptych::kElementsPerIndex / row_size, 1),
+                     [&](int64_t first, int64_t end) { triptych_write_kv_rows(args, first, end); });
 }

@@ -6,6 +6,7 @@
 #include "kernel.h"
 #include "parallel.h"
 #include "simd/functions.h"
+#include "stages.h"
 
 // Operations; Python learns names and order from `triptych_last_axis_operations`.
 #define TRIPTYCH_OPERATIONS(f)                                                                      \
@@ -115,7 +116,36 @@ void transform(const Code& code, float* x, int64_t size, const float* weight, co
   }
 }
 
-thread_local Scratch line_scratch;
+int64_t lines_of(const Code& code, int64_t rows) { return rows * (code.sizes[0] * code.sizes[1] * code.sizes[2]); }
+
+// Lines first … end - 1 of all rows.
+void compute(const LastAxis& args, int64_t first, int64_t end) {
+  static thread_local Scratch scratch;
+  const Code& code = *reinterpret_cast<const Code*>(args.code);
+  const int64_t size = code.sizes[kAxes - 1], room = (size + kLanes - 1) / kLanes * kLanes;  // floats
+  float* const x = static_cast<float*>(scratch.get(3 * room * sizeof(float)));
+  float* const weight = args.weight ? x + room : nullptr;
+  float* const bias = args.bias ? x + 2 * room : nullptr;
+  std::fill(x, x + 3 * room, 0.0f);
+  if (weight) read(code.weight_dtype, args.weight, 1, size, weight);
+  if (bias) read(code.bias_dtype, args.bias, 1, size, bias);
+  for (int64_t line = first; line < end; ++line) {
+    int64_t row = line, at[kAxes] = {};
+    for (int axis = kAxes - 2; axis >= 0; --axis) {
+      at[axis] = row % code.sizes[axis];
+      row /= code.sizes[axis];
+    }
+    read(code.x.dtype, code.x.at(args.x, row, at, 0), code.x.strides[kAxes - 1], size, x);
+    void* const out = code.out.at(args.out, row, at, 0);
+    if (gives_lines(code.operation)) {
+      transform(code, x, size, weight, bias);
+      write(code.out.dtype, out, code.out.strides[kAxes - 1], size, x);
+    } else {
+      const float result = reduce(code, x, size);
+      write(code.out.dtype, out, 1, 1, &result);
+    }
+  }
+}
 
 }  // namespace
 }  // namespace triptych
@@ -127,34 +157,15 @@ extern "C" const char* triptych_last_axis_operations() {
 #undef TRIPTYCH_NAME
 }
 
+TRIPTYCH_STAGE(last_axis, triptych::LastAxis) {
+  using namespace triptych;
+  const Code& code = *reinterpret_cast<const Code*>(args.code);
+  compute(args, lines_of(code, first), lines_of(code, end));
+}
+
 TRIPTYCH_KERNEL(last_axis, triptych::LastAxis, code, x, weight, bias, out) {
   using namespace triptych;
   const Code& code = *reinterpret_cast<const Code*>(args.code);
-  const int64_t size = code.sizes[kAxes - 1], lines = rows * (code.sizes[0] * code.sizes[1] * code.sizes[2]);
-  const int64_t per_index = std::max<int64_t>(kElementsPerIndex / (size + 1), 1);
-  const int64_t room = (size + kLanes - 1) / kLanes * kLanes;  // floats
-  parallel_for((lines + per_index - 1) / per_index, [&](int64_t index) {
-    float* const x = static_cast<float*>(line_scratch.get(3 * room * sizeof(float)));
-    float* const weight = args.weight ? x + room : nullptr;
-    float* const bias = args.bias ? x + 2 * room : nullptr;
-    std::fill(x, x + 3 * room, 0.0f);
-    if (weight) read(code.weight_dtype, args.weight, 1, size, weight);
-    if (bias) read(code.bias_dtype, args.bias, 1, size, bias);
-    for (int64_t line = index * per_index; line < std::min((index + 1) * per_index, lines); ++line) {
-      int64_t row = line, at[kAxes] = {};
-      for (int axis = kAxes - 2; axis >= 0; --axis) {
-        at[axis] = row % code.sizes[axis];
-        row /= code.sizes[axis];
-      }
-      read(code.x.dtype, code.x.at(args.x, row, at, 0), code.x.strides[kAxes - 1], size, x);
-      void* const out = code.out.at(args.out, row, at, 0);
-      if (gives_lines(code.operation)) {
-        transform(code, x, size, weight, bias);
-        write(code.out.dtype, out, code.out.strides[kAxes - 1], size, x);
-      } else {
-        const float result = reduce(code, x, size);
-        write(code.out.dtype, out, 1, 1, &result);
-      }
-    }
-  });
+  for_rows(lines_of(code, rows), std::max<int64_t>(kElementsPerIndex / (code.sizes[kAxes - 1] + 1), 1),
+           [&](int64_t first, int64_t end) { compute(args, first, end); });
 }

@@ -5,6 +5,7 @@
 #include "kernel.h"
 #include "parallel.h"
 #include "simd/vec.h"
+#include "stages.h"
 
 namespace triptych {
 namespace {
@@ -126,22 +127,19 @@ void layer_norm(const Vector<X, W, O>& v, const W* bias) {
   }
 }
 
-// f(vector) for every vector of all rows.
+// f(vector) for every vector of rows first … end - 1.
 template <typename X, typename W, typename O, typename F>
-void for_vectors(const Norm& args, int64_t rows, const F& f) {
+void for_vectors(const Norm& args, int64_t first, int64_t end, const F& f) {
   const int64_t size = args.size, vectors = args.vectors;
-  parallel_for((rows + kRowsPerIndex - 1) / kRowsPerIndex, [&](int64_t index) {
-    const int64_t end = std::min((index + 1) * kRowsPerIndex, rows);
-    for (int64_t row = index * kRowsPerIndex; row < end; ++row) {
-      for (int64_t vector = 0; vector < vectors; ++vector) {
-        const int64_t at = (row * vectors + vector) * size;
-        f(Vector<X, W, O>{static_cast<const X*>(args.x) + row * args.x_stride + vector * size,
-                          static_cast<const W*>(args.weight), args.residual ? args.residual + at : nullptr,
-                          args.sum ? args.sum + at : nullptr, static_cast<O*>(args.out) + at, size,
-                          static_cast<float>(args.eps)});
-      }
+  for (int64_t row = first; row < end; ++row) {
+    for (int64_t vector = 0; vector < vectors; ++vector) {
+      const int64_t at = (row * vectors + vector) * size;
+      f(Vector<X, W, O>{static_cast<const X*>(args.x) + row * args.x_stride + vector * size,
+                        static_cast<const W*>(args.weight), args.residual ? args.residual + at : nullptr,
+                        args.sum ? args.sum + at : nullptr, static_cast<O*>(args.out) + at, size,
+                        static_cast<float>(args.eps)});
     }
-  });
+  }
 }
 
 // f(element) of the type that the arguments name.
@@ -164,20 +162,30 @@ void with_types(const Norm& args, const F& f) {
 }  // namespace
 }  // namespace triptych
 
-TRIPTYCH_KERNEL(rms_norm, triptych::Norm,
-                x_dtype, weight_dtype, out_dtype, x, x_stride, weight, residual, sum, out, vectors, size, eps) {
+TRIPTYCH_STAGE(rms_norm, triptych::Norm) {
   using namespace triptych;
   with_types(args, [&]<typename X, typename W, typename O>(X, W, O) {
-    for_vectors<X, W, O>(args, rows, [](const Vector<X, W, O>& vector) { rms_norm(vector); });
+    for_vectors<X, W, O>(args, first, end, [](const Vector<X, W, O>& vector) { rms_norm(vector); });
   });
+}
+
+TRIPTYCH_STAGE(layer_norm, triptych::LayerNorm) {
+  using namespace triptych;
+  with_types(args.norm, [&]<typename X, typename W, typename O>(X, W, O) {
+    const W* const bias = static_cast<const W*>(args.bias);
+    for_vectors<X, W, O>(args.norm, first, end, [&](const Vector<X, W, O>& vector) { layer_norm(vector, bias); });
+  });
+}
+
+TRIPTYCH_KERNEL(rms_norm, triptych::Norm,
+                x_dtype, weight_dtype, out_dtype, x, x_stride, weight, residual, sum, out, vectors, size, eps) {
+  triptych::for_rows(rows, triptych::kRowsPerIndex,
+                     [&](int64_t first, int64_t end) { triptych_rms_norm_rows(args, first, end); });
 }
 
 TRIPTYCH_KERNEL(layer_norm, triptych::LayerNorm,
                 norm.x_dtype, norm.weight_dtype, norm.out_dtype, norm.x, norm.x_stride, norm.weight, norm.residual,
                 norm.sum, norm.out, norm.vectors, norm.size, norm.eps, bias) {
-  using namespace triptych;
-  with_types(args.norm, [&]<typename X, typename W, typename O>(X, W, O) {
-    const W* const bias = static_cast<const W*>(args.bias);
-    for_vectors<X, W, O>(args.norm, rows, [&](const Vector<X, W, O>& vector) { layer_norm(vector, bias); });
-  });
+  triptych::for_rows(rows, triptych::kRowsPerIndex,
+                     [&](int64_t first, int64_t end) { triptych_layer_norm_rows(args, first, end); });
 }

@@ -12,6 +12,7 @@
 #include "kernel.h"
 #include "parallel.h"
 #include "simd/functions.h"
+#include "stages.h"
 
 // Operations; Python learns names and order from `triptych_pointwise_operations`.
 #define TRIPTYCH_OPERATIONS(f)                                                                              \
@@ -226,27 +227,51 @@ class Lines {
   alignas(64) Real constants_[kConstants][kBlock];
 };
 
+// What is passed through: lines of a row each, or one line of all rows; cut into segments.
+struct Walk {
+  const Code& code;
+  int64_t length, lines_per_row, segments;
+
+  Walk(const Code& code, int64_t rows)
+      : code(code), length(code.sizes[kAxes - 1] * (code.is_flat ? rows : 1)),
+        lines_per_row(code.sizes[0] * code.sizes[1] * code.sizes[2]), segments((length + kSegment - 1) / kSegment) {}
+  int64_t units(int64_t rows) const { return (code.is_flat ? 1 : rows * lines_per_row) * segments; }
+};
+
+// Units first … end - 1, after `row` rows.
+template <typename Real>
+void run_units(const Pointwise& args, const Walk& walk, int64_t row, int64_t first, int64_t end) {
+  const Code& code = walk.code;
+  Lines<Real> steps(args, walk.length);
+  const int64_t start = code.is_flat ? row * code.sizes[kAxes - 1] : 0;
+  for (int64_t unit = first; unit < end; ++unit) {
+    int64_t line = unit / walk.segments, at[kAxes] = {};
+    const int64_t begin = unit % walk.segments * kSegment;
+    if (!code.is_flat) {
+      for (int axis = kAxes - 2; axis >= 0; --axis) {
+        at[axis] = line % code.sizes[axis];
+        line /= code.sizes[axis];
+      }
+      line += row;
+    }
+    steps.run(line, at, start + begin, start + std::min(begin + kSegment, walk.length));
+  }
+}
+
+const Code& code_of(const Pointwise& args) { return *reinterpret_cast<const Code*>(args.code); }
+
+template <typename Real>
+void run_rows(const Pointwise& args, int64_t first, int64_t end) {
+  const Walk walk(code_of(args), end - first);
+  run_units<Real>(args, walk, first, 0, walk.units(end - first));
+}
+
 template <typename Real>
 void run_steps(const Pointwise& args, int64_t rows) {
-  const Code& code = *reinterpret_cast<const Code*>(args.code);
-  const int64_t last = code.sizes[kAxes - 1], length = code.is_flat ? rows * last : last;
-  const int64_t lines = code.is_flat ? 1 : rows * (code.sizes[0] * code.sizes[1] * code.sizes[2]);
-  const int64_t segments = (length + kSegment - 1) / kSegment, units = lines * segments;
-  const int64_t per_index = std::max<int64_t>(kStepsPerIndex / (std::min(length, kSegment) * code.num_steps + 1), 1);
-  parallel_for((units + per_index - 1) / per_index, [&](int64_t index) {
-    Lines<Real> steps(args, length);
-    for (int64_t unit = index * per_index; unit < std::min((index + 1) * per_index, units); ++unit) {
-      int64_t line = unit / segments, at[kAxes] = {};
-      const int64_t begin = unit % segments * kSegment;
-      if (!code.is_flat) {
-        for (int axis = kAxes - 2; axis >= 0; --axis) {
-          at[axis] = line % code.sizes[axis];
-          line /= code.sizes[axis];
-        }
-      }
-      steps.run(line, at, begin, std::min(begin + kSegment, length));
-    }
-  });
+  const Walk walk(code_of(args), rows);
+  const int64_t work = std::min(walk.length, kSegment) * walk.code.num_steps + 1;
+  for_rows(walk.units(rows), std::max<int64_t>(kStepsPerIndex / work, 1),
+           [&](int64_t first, int64_t end) { run_units<Real>(args, walk, 0, first, end); });
 }
 
 }  // namespace
@@ -259,9 +284,13 @@ extern "C" const char* triptych_pointwise_operations() {
 #undef TRIPTYCH_NAME
 }
 
+TRIPTYCH_STAGE(pointwise, triptych::Pointwise) {
+  if (triptych::code_of(args).is_exact) return triptych::run_rows<double>(args, first, end);
+  triptych::run_rows<float>(args, first, end);
+}
+
 TRIPTYCH_KERNEL(pointwise, triptych::Pointwise,
                 code, in0, in1, in2, in3, in4, in5, in6, in7, in8, in9, in10, in11, out0, out1, out2, out3) {
-  using namespace triptych;
-  if (reinterpret_cast<const Code*>(args.code)->is_exact) return run_steps<double>(args, rows);
-  run_steps<float>(args, rows);
+  if (triptych::code_of(args).is_exact) return triptych::run_steps<double>(args, rows);
+  triptych::run_steps<float>(args, rows);
 }

@@ -102,6 +102,7 @@ class RowTiles {
 
   void lay_out(const Linear& args, int64_t tile) const {
     const int64_t rows = num_rows(tile);
+    make_rows(args.stages, first_row(tile), first_row(tile) + rows);
     const float* from = static_cast<const float*>(args.x) + first_row(tile) * args.x_stride;
     float* to = inputs_ + tile * tile_size();
     int64_t k = 0;
@@ -263,6 +264,7 @@ void multiply_floats(const Linear& args, int64_t rows) {
   }
   using Element = typename Line::Element;
   const int64_t panel_size = args.in_features * kPanel;
+  make_all_rows(args.stages);
   for_blocks(rows, 1, args.num_panels(), {Rows, Rows, 1}, [&](const Block& block) {
     for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
       multiply_few<Line, Rows>(args, static_cast<const Element*>(args.weight) + panel * panel_size, panel);

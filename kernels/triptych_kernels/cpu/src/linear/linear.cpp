@@ -9,6 +9,7 @@ void multiply_bfloat16(const Linear& args, int64_t rows) {
   const bf16* const x = static_cast<const bf16*>(args.x);
   const bf16* const weights = static_cast<const bf16*>(args.weight);
   const int64_t panel_size = args.in_features * kPanel;
+  make_all_rows(args.stages);
   for_blocks(rows, args.in_features * sizeof(bf16), args.num_panels(), kBlockRows<bf16>, [&](const Block& block) {
     multiply_block(args, x, args.x_stride, weights + block.first_panel * panel_size, block);
   });
@@ -90,7 +91,7 @@ struct GatherRows {
 
 TRIPTYCH_KERNEL(linear, triptych::Linear,
                 dtype, out_dtype, x, x_stride, weight, bias, out, out_stride, in_features, out_features, activation,
-                gated) {
+                gated, stages) {
   if (args.dtype == triptych::kFloat32) return triptych::multiply_floats<triptych::Float32Line>(args, rows);
   triptych::multiply_bfloat16(args, rows);
 }

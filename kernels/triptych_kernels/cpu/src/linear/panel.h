@@ -17,6 +17,7 @@
 #include "linear/activation.h"
 #include "parallel.h"
 #include "simd/vec.h"
+#include "stages.h"
 
 namespace triptych {
 
@@ -35,6 +36,7 @@ struct Linear {
   int64_t out_features;
   int64_t activation;
   int64_t gated;            // whether panels hold gates and ups, which are multiplied; with an activation
+  const Stages* stages;     // what makes the rows of x, or null
 
   int64_t num_panels() const { return (out_features + kPanel - 1) / kPanel; }
 };

@@ -99,6 +99,7 @@ void quantize(const Linear& args, int64_t rows, int32_t* to) {
   const int64_t groups = args.in_features / kGroup;
   parallel_for(num_tiles(rows), [&](int64_t tile) {
     const int64_t begin = first_row(tile, rows), height = first_row(tile + 1, rows) - begin, count = height * groups;
+    make_rows(args.stages, begin, begin + height);
     for (int64_t first = 0; first < count; first += kLanes) {
       const X* x[kLanes];
       int64_t row_of[kLanes];

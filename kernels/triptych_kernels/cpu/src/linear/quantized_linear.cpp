@@ -89,6 +89,7 @@ template <typename X, typename F>
 void for_groups(const Linear& args, int64_t rows, const F& f) {
   const int64_t groups = args.in_features / kGroup;
   for_rows(rows, kRowsPerIndex, [&](int64_t first, int64_t end) {
+    make_rows(args.stages, first, end);
     for (int64_t row = first; row < end; ++row) {
       const X* x = static_cast<const X*>(args.x) + row * args.x_stride;
       for (int64_t group = 0; group < groups; ++group) f(x + group * kGroup, row * groups + group);
@@ -238,8 +239,8 @@ void multiply_wide(const Linear& args, int64_t rows) {
 
 TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear,
                 linear.dtype, linear.out_dtype, linear.x, linear.x_stride, linear.weight, linear.bias, linear.out,
-                linear.out_stride, linear.in_features, linear.out_features, linear.activation, linear.gated, bits, affine,
-                input_bits, wide_rows, wide_bits) {
+                linear.out_stride, linear.in_features, linear.out_features, linear.activation, linear.gated,
+                linear.stages, bits, affine, input_bits, wide_rows, wide_bits) {
   triptych::with_format(args.bits, args.affine, [&](auto format) {
     using F = decltype(format);
     if (rows >= args.wide_rows) {

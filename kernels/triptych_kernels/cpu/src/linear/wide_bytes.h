@@ -102,6 +102,7 @@ void quantize(const Linear& args, int64_t rows, int32_t* to) {
   const int64_t spans = num_spans(args.in_features);
   parallel_for(num_tiles(rows), [&](int64_t tile) {
     const int64_t begin = first_row(tile, rows), height = first_row(tile + 1, rows) - begin;
+    make_rows(args.stages, begin, begin + height);
     for (int64_t row = 0; row < height; ++row) {
       const X* x = static_cast<const X*>(args.x) + (begin + row) * args.x_stride;
       for (int64_t span = 0; span < spans; ++span) {
