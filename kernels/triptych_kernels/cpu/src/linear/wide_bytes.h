@@ -157,7 +157,7 @@ void unpack_panel(const char* from, int64_t groups, float* to) {
         ivec words[4];
         turn_nibbles<4 * nibble>(from + F::kWordsAt + half * kLanes * sizeof(uint32_t), words);
         unroll<4>([&](auto i) {
-          total = add_byte_dot<8>(total, splat_int(0x80808080), words[i]);
+          total = add_byte_dot(total, splat_int(0x80808080), words[i]);
           put(2 * (4 * nibble + i), as_vec(words[i]));
         });
       });
@@ -194,8 +194,8 @@ void multiply(const int32_t* x, int64_t groups, const float* panel, vec (&out)[R
         const ivec weights[2] = {load_ints(panel + 2 * word * kLanes), load_ints(panel + (2 * word + 1) * kLanes)};
         unroll<Rows>([&](auto row) {
           const ivec value = splat_int(inputs[row * kRowUnits + word % 4 * kLanes + word / 4]);
-          dots[row][0] = add_byte_dot<8>(dots[row][0], value, weights[0]);
-          dots[row][1] = add_byte_dot<8>(dots[row][1], value, weights[1]);
+          dots[row][0] = add_byte_dot(dots[row][0], value, weights[0]);
+          dots[row][1] = add_byte_dot(dots[row][1], value, weights[1]);
         });
       });
       if constexpr (Affine) {

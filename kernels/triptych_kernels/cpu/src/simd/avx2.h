@@ -230,7 +230,6 @@ inline ivec add_dot(ivec sum, ivec a, ivec b) {
   return sum;
 }
 
-inline ivec add_bytes(ivec a, ivec b) { return {_mm256_add_epi8(a.v, b.v)}; }
 constexpr int32_t kLowestByte = 0;
 inline void store_input_bytes(void* to, ivec a) {
   const __m128i shorts = _mm_packus_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));

@@ -290,7 +290,6 @@ inline ivec add_dot(ivec sum, ivec a, ivec b) {
   return sum;
 }
 
-inline ivec add_bytes(ivec a, ivec b) { return {_mm512_add_epi8(a.v, b.v)}; }
 constexpr int32_t kLowestByte = 0;
 inline void store_input_bytes(void* to, ivec a) {
   const __m128i bytes = _mm512_cvtusepi32_epi8(a.v);

@@ -233,12 +233,6 @@ inline ivec add_dot(ivec sum, ivec a, ivec b) {
   return {vaddq_s32(sum.low, dot(a.low, b.low)), vaddq_s32(sum.high, dot(a.high, b.high))};
 }
 
-inline ivec add_bytes(ivec a, ivec b) {
-  const auto add = [](int32x4_t x, int32x4_t y) {
-    return vreinterpretq_s32_s8(vaddq_s8(vreinterpretq_s8_s32(x), vreinterpretq_s8_s32(y)));
-  };
-  return {add(a.low, b.low), add(a.high, b.high)};
-}
 constexpr int32_t kLowestByte = -128;
 constexpr int32_t kUnsignedStart = 0;
 inline void store_input_bytes(void* to, ivec a) { store_bytes(static_cast<int8_t*>(to), a); }

@@ -82,4 +82,11 @@ inline vec tanh(vec x) {
   return select_negative(x, zero() - size, size);
 }
 
+// sum[i] + the sum of a[4i + j] b[4i + j] of unsigned and signed bytes, 0 <= j < 4, exactly.
+inline ivec add_byte_dot(ivec sum, ivec a, ivec b) {
+  if constexpr (kHasByteProducts && kLowestByte == 0) return next_products(sum, a, b);
+  const ivec even = a & splat_int(0x00ff00ff), odd = shift_halves_right<8>(a);
+  return add_dot(add_dot(sum, even, even_bytes(b)), odd, odd_bytes(b));
+}
+
 }  // namespace triptych
