@@ -163,7 +163,9 @@ def assert_same_bits(layer: Layer, *, cache_dtype: torch.dtype) -> Program:
     step = Step(layer.dtype, cache_dtype)
 
     def forward(recording: Recording) -> tuple[Tensor, ...]:
-        inputs = step.view(lambda memory, count: recording.input(memory, count=count.replace("starts", "rows")))
+        inputs = step.view(
+            lambda memory, count: recording.input(memory, count=count.replace("starts", "rows"))
+        )
         return layer(inputs, inputs.hidden, inputs.residual)
 
     program = record(forward)
