@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.attend_options import AttendOptions
+from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import paged_attention
 
@@ -119,16 +120,22 @@ def build_step(
 def random_cache(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Return normal keys and values, and scales if they have 8 bits.
+    """Return normal keys and values, and scales if they have 8 bits; on a CPU in huge pages, as a worker's.
 
     Args:
         shape: [num_blocks, 2, num_kv_heads, block_size, head_dim]; scales have all but the last.
     """
-    cache = torch.empty(shape, dtype=dtype, device=device)
+    cache = _empty(shape, dtype, device)
     if dtype not in LARGEST_ELEMENT:
         return cache.normal_(), None
     largest = LARGEST_ELEMENT[dtype]
     blocks_at_once = max(_FILL_ELEMENTS // cache[0].numel(), 1)
     for part in cache.split(blocks_at_once):
         part.copy_((torch.randn(part.shape, device=device) * (largest / 4)).clamp_(-largest, largest))
-    return cache, torch.full(shape[:4], 4 / largest, device=device)
+    return cache, _empty(shape[:4], torch.float32, device).fill_(4 / largest)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return zeros_in_huge_pages(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
