@@ -241,11 +241,13 @@ void multiply(const Linear& args, int64_t rows) {
   auto* x = static_cast<int32_t*>(scratch.get(rows * row_units * sizeof(int32_t)));
   args.dtype == kFloat32 ? quantize<float>(args, rows, x) : quantize<bf16>(args, rows, x);
 
-  // blocks of tiles that stay in the second-level cache
-  constexpr int64_t kBlockBytes = 512 << 10, kMinTiles = 32;
+  // Each block unpacks the panels, which costs as much as 15 of its rows. So there are few: they stay in the third-level
+  // cache, from which a tile takes 3 bytes in a cycle, and share out evenly among the threads.
+  constexpr int64_t kBlockBytes = 2 << 20, kMinTiles = 32, kRunsPerThread = 4;
   const int64_t tiles = num_tiles(rows), panels = args.num_panels();
-  const int64_t max_block = std::max<int64_t>(kBlockBytes / (kTileRows * row_units * sizeof(int32_t)), kMinTiles);
-  const int64_t blocks = (tiles + max_block - 1) / max_block;
+  const int64_t max_tiles = std::max(kBlockBytes / (kTileRows * row_units * int64_t{sizeof(int32_t)}), kMinTiles);
+  const int64_t wanted = std::max((tiles + max_tiles - 1) / max_tiles, kRunsPerThread * num_threads() / panels);
+  const int64_t blocks = std::clamp<int64_t>(wanted, 1, (tiles + kMinTiles - 1) / kMinTiles);
   const int64_t groups = args.in_features / kGroup;
   parallel_for(blocks * panels, [&](int64_t index) {
     static thread_local Scratch memory;
