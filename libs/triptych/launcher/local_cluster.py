@@ -16,6 +16,7 @@ from triptych.config import EngineConfig
 from triptych.config.loader import CONFIG_FILE_ENV, iter_options, to_flags
 from triptych.config.orchestrator import LWS_VARIABLES
 from triptych.errors import ConfigError, EngineUnavailable
+from triptych.launcher.bytecode import with_bytecode_cache
 from triptych.launcher.process import USAGE_EXIT_CODE, Exit, ServiceProcess
 from triptych.launcher.readiness import Progress, ReadinessProbe
 from triptych.observe.logging import message_of
@@ -389,4 +390,4 @@ def _child_environment() -> dict[str, str]:
     dropped = {option.env for option in iter_options()} | {CONFIG_FILE_ENV, *LWS_VARIABLES}
     kept = {name: text for name, text in os.environ.items() if name not in dropped}
     # A crash in native code then leaves a stack among the last lines, and nothing is held back in a buffer.
-    return {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **kept}
+    return with_bytecode_cache({"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **kept})
