@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.attend_options import AttendOptions
+from triptych_kernels.cpu.dtypes import DTYPES, KV_DTYPES
 from triptych_kernels.cpu.launch import launch
-from triptych_kernels.cpu.library import DTYPES, KV_DTYPES
 from triptych_kernels.cpu.recording import NotRecordable
 from triptych_kernels.torch.attention import paged_attention as torch_paged_attention
 from triptych_kernels.torch.attention import rotary_and_write_kv as rotate_and_write

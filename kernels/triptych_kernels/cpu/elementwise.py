@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from triptych_kernels.cpu.dtypes import DTYPES
 from triptych_kernels.cpu.launch import Operand, launch
-from triptych_kernels.cpu.library import DTYPES
 from triptych_kernels.weights.packed import PackedWeight
 
 

@@ -1,4 +1,4 @@
-"""The native library for this processor, loaded once."""
+"""The native library for this processor, loaded once. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-
-import torch
 
 from triptych_kernels.cpu.compile import DIGEST, FLAGS_OF_MACHINE, library_path
 
@@ -43,10 +41,6 @@ _FLAG_OF_FEATURE = {
     "FEAT_BF16": "bf16",
 }
 """Feature of a Mac with an ARM processor as sysctl names it -> Linux's flag. All have Advanced SIMD."""
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Dtypes that the kernels compute with -> `DType` in kernel.h."""
-KV_DTYPES = DTYPES | {torch.int8: 2}
-"""Dtypes of KV caches that the kernels read and write -> `DType`."""
 
 _SYS_ARCH_PRCTL = 158  # on x86-64; the C library has no function for it
 _ARCH_REQ_XCOMP_PERM = 0x1023

@@ -7,33 +7,22 @@ system is asked for pages of 2 MB. If it grants none, memory has ordinary pages.
 from __future__ import annotations
 
 import math
-import mmap
-import platform
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from triptych_kernels.cpu.huge_pages import map_zeros
+
 _SLAB_BYTES = 64 << 20  # weights smaller than a huge page share some
 _ALIGNMENT = 64  # bytes: a cache line, and a vector
-# A KV cache is mapped whole and backed when it is first written, so Linux shall not count it as if it were in use;
-# other systems do not count, or have no such flag. The number is Linux's on x86-64 and aarch64 (Python knows it from
-# 3.13 on).
-_HAS_NORESERVE = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
-_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if _HAS_NORESERVE else 0)
 
 
 class _Slab:
     """A piece of zeros that is given out from the beginning. Its memory is freed with the last tensor in it."""
 
     def __init__(self, num_bytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._memory = mmap.mmap(-1, num_bytes, flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel built without them
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = map_zeros(num_bytes)
         self._used = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from triptych_kernels.cpu.dtypes import DTYPES
 from triptych_kernels.cpu.launch import launch
-from triptych_kernels.cpu.library import DTYPES, isa, load
+from triptych_kernels.cpu.library import isa, load
 
 MAX_RANKS = 64
 """As `kMaxRanks` in shared_memory.cpp."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from triptych_kernels.cpu.dtypes import DTYPES
 from triptych_kernels.cpu.expressions import Expression
 from triptych_kernels.cpu.launch import Operand
-from triptych_kernels.cpu.library import DTYPES
 from triptych_kernels.cpu.pointwise import (
     Pointwise,
     Result,

@@ -1,16 +1,13 @@
 """The check of native kernels before they are used: their products against plain torch, on small operands.
 
-A library that computes wrongly here, or dies, is refused, and the next narrower instruction set is checked. The result
-is kept in a file, so only the first start on a kind of machine takes the time, and the first with other libraries.
+`checked_isas` keeps the result in a file, so only the first start on a kind of machine takes the time.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -19,15 +16,7 @@ from torch import Tensor
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import keys_in_words
 from triptych_kernels.cpu.compile import AMX_EMULATED
-from triptych_kernels.cpu.library import (
-    candidate_isas,
-    forced_isa,
-    refuse,
-    refused_isas,
-    threads_in_use,
-    use_threads,
-)
-from triptych_kernels.cpu.machine_files import Json, machine_key, read_or_make
+from triptych_kernels.cpu.library import forced_isa, threads_in_use, use_threads
 from triptych_kernels.cpu.program import record
 from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
@@ -37,10 +26,6 @@ from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE
 from triptych_kernels.weights.packed import WIDENED_DTYPES, PackedWeight, WidenedWeight
 from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
-log = logging.getLogger(__name__)
-
-_VERSION = 2
-"""Version of the checks; results of other versions are not used."""
 _MAY_DIE = ("amx", AMX_EMULATED)
 """Instruction sets that a system may name and not let a process use; their kernels run in a child process first."""
 
@@ -79,37 +64,6 @@ class Check:
     """[rows, …]"""
     tolerance: Tensor | float
     """Largest difference that rounding explains, for each element or for all."""
-
-
-def check_isas(directory: Path) -> None:
-    """Refuse instruction sets with wrong kernels, from the widest that may be used on until one is right.
-
-    Each of them is a warning. Call this before weights are packed.
-
-    Args:
-        directory: Directory of the files that keep the results.
-    """
-    for isa in candidate_isas():
-        if isa in refused_isas():
-            continue
-        try:
-            key: Json = {**machine_key(isa), "checks": _VERSION}
-            problem = read_or_make(directory, "check", key, partial(_found, isa), _problem_in)
-        except (OSError, MemoryError) as error:
-            log.warning("native kernels: %s cannot be checked (%s), and is used unchecked", isa, error)
-            return
-        if not problem:
-            return
-        refuse(isa, problem)
-        log.warning("native kernels: %s is not used: %s", isa, problem)
-
-
-def _found(isa: str) -> Json:
-    return {"problem": find_problem(isa)}
-
-
-def _problem_in(found: Json) -> str:
-    return str(found["problem"])
 
 
 def find_problem(isa: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from triptych_kernels.cpu.dtypes import DTYPES
 from triptych_kernels.cpu.launch import Operand, launch
-from triptych_kernels.cpu.library import DTYPES, isa, load
+from triptych_kernels.cpu.library import isa, load
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import Half, LinearWeight
 

@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from triptych_kernels.cpu.dtypes import DTYPES
 from triptych_kernels.cpu.launch import Operand, launch
-from triptych_kernels.cpu.library import DTYPES, isa
+from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import BlockWeight, Half
 from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE, QuantizedFormat

@@ -17,10 +17,10 @@ from pathlib import Path
 from triptych.errors import ConfigError
 from triptych.hub.cache import cache_home
 from triptych_kernels.cpu.arithmetic import Arithmetic, arithmetic_of
+from triptych_kernels.cpu.checked_isas import check_isas
 from triptych_kernels.cpu.library import isa, refused_isas, unused_isas, usable_isas, want_isa
 from triptych_kernels.cpu.machine import MachineRates, Rates, contradictions, keep_rates, load_rates
 from triptych_kernels.cpu.rate_measurement import measure_rates
-from triptych_kernels.cpu.self_check import check_isas
 from triptych_services.worker.context import host
 
 log = logging.getLogger(__name__)

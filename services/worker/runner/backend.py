@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from triptych_services.worker.runner.base import PendingStep
-from triptych_services.worker.runner.input_batch import StepSizes
 from triptych_services.worker.runner.request_rows import StepRows
+from triptych_services.worker.runner.step_inputs import StepSizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,10 +18,11 @@ from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.runner.backend import ForwardBackend, StepOutput
 from triptych_services.worker.runner.base import CompletedStep
-from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers, StepSizes
+from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
 from triptych_services.worker.runner.publish import publish
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
+from triptych_services.worker.runner.step_inputs import StepSizes
 from triptych_services.worker.sampling.sampler import Sampler
 
 

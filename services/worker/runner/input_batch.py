@@ -11,6 +11,7 @@ from torch import Tensor
 
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
+from triptych_services.worker.runner.step_inputs import StepInputs, StepSizes
 from triptych_services.worker.sampling.batch import SamplingBatch, SamplingBuffers
 
 I64 = NDArray[np.int64]
@@ -28,29 +29,6 @@ class InputBatch:
     sampling_tokens: Tensor
     """[num_sampling] int64, the last token of each sampling row: the hidden states that become logits."""
     sampling: SamplingBatch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepSizes:
-    """The lengths that a step fills in the buffers, as the host knows them."""
-
-    num_tokens: int
-    num_rows: int
-    num_sampling: int
-    query_lens: I64
-    """[num_rows]"""
-    seq_lens: I64
-    """[num_rows]"""
-    max_blocks: int
-    """Columns of the block table that hold the longest row."""
-
-    @staticmethod
-    def of_nothing() -> StepSizes:
-        """Return the sizes of a step without rows, to be padded."""
-        none = np.zeros(0, np.int64)
-        return StepSizes(
-            num_tokens=0, num_rows=0, num_sampling=0, query_lens=none, seq_lens=none, max_blocks=1
-        )
 
 
 class FeedbackBuffers:
@@ -114,57 +92,32 @@ class InputBuffers:
         """
         self.attention = attention
         self.feedback = feedback
-        self.token_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
-        self.positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
-        self.slot_mapping = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
-        self.block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
-        self.query_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32)
-        self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
-        self.sampling_tokens = torch.zeros(max_num_seqs, dtype=torch.int64)
-        self.sampling = SamplingBuffers(max_num_seqs)
+        self._arrays = arrays = StepInputs(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_blocks=max_blocks
+        )
+        self.token_ids = torch.from_numpy(arrays.token_ids)
+        self.positions = torch.from_numpy(arrays.positions)
+        self.slot_mapping = torch.from_numpy(arrays.slot_mapping)
+        self.block_tables = torch.from_numpy(arrays.block_tables)
+        self.query_starts = torch.from_numpy(arrays.query_starts)
+        self.seq_lens = torch.from_numpy(arrays.seq_lens)
+        self.sampling_tokens = torch.from_numpy(arrays.sampling_tokens)
+        self.sampling = SamplingBuffers(arrays.sampling)
         # the same memory without the overhead of tensors
-        self._token_ids = self.token_ids.numpy()
-        self._positions = self.positions.numpy()
-        self._slot_mapping = self.slot_mapping.numpy()
-        self._block_tables = self.block_tables.numpy()
-        self._query_starts = self.query_starts.numpy()
-        self._seq_lens = self.seq_lens.numpy()
-        self._sampling_tokens = self.sampling_tokens.numpy()
+        self._token_ids = arrays.token_ids
+        self._positions = arrays.positions
+        self._slot_mapping = arrays.slot_mapping
+        self._block_tables = arrays.block_tables
+        self._query_starts = arrays.query_starts
+        self._seq_lens = arrays.seq_lens
+        self._sampling_tokens = arrays.sampling_tokens
 
     def gather(self, rows: RequestRows, step: StepRows) -> StepSizes:
-        """Fill in a step with at least one row; a loop-free pass over columns.
-
-        The only reader of token ids. The device replaces those that `feedback` marks as awaited by its own.
-        """
-        slots, query_lens, starts = step.slots, step.query_lens, step.starts
-        num_rows = slots.size
-        seq_lens = starts + query_lens  # [num_rows] = length of keys and values
-        query_starts = self._query_starts[: num_rows + 1]
-        np.cumsum(query_lens, out=query_starts[1:])
-        num_tokens, max_blocks = int(query_starts[-1]), -(-int(seq_lens.max()) // rows.block_size)
-        positions = self._positions[:num_tokens]
-        if num_tokens == num_rows:  # one token each
-            slot_of_token, positions[:] = slots, starts
-        else:
-            row_of_token = np.repeat(np.arange(num_rows), query_lens)  # [num_tokens]
-            positions[:] = np.arange(num_tokens) + (starts - query_starts[:-1])[row_of_token]
-            slot_of_token = slots[row_of_token]
-        self._token_ids[:num_tokens] = rows.token_ids[slot_of_token, positions]
-        blocks, offsets = np.divmod(positions, rows.block_size)
-        slot_mapping = self._slot_mapping[:num_tokens]
-        slot_mapping[:] = rows.block_table[slot_of_token, blocks]
-        slot_mapping *= rows.block_size
-        slot_mapping += offsets
-        slot_mapping[positions < rows.write_start[slot_of_token]] = -1
-        self._block_tables[:num_rows, :max_blocks] = rows.block_table[slots, :max_blocks]
-        self._seq_lens[:num_rows] = seq_lens
-        sampling_slots = step.sampling_slots
-        num_sampling = sampling_slots.size
-        self._sampling_tokens[:num_sampling] = query_starts[1:][step.samples] - 1
-        self.sampling.gather(rows.sampling, rows.history, sampling_slots)
+        """Fill in a step with at least one row. The device replaces those ids that `feedback` marks as awaited."""
+        sizes = self._arrays.gather(rows, step)
         if self.feedback is not None:
-            self.feedback.gather(rows, step, query_starts)
-        return StepSizes(num_tokens, num_rows, num_sampling, query_lens, seq_lens, max_blocks)
+            self.feedback.gather(rows, step, self._query_starts[: sizes.num_rows + 1])
+        return sizes
 
     def pad_tokens(self, sizes: StepSizes, num_tokens: int) -> None:
         """Append to a gathered step tokens of no row, up to `num_tokens`, which are not written to the cache."""
@@ -185,7 +138,7 @@ class InputBuffers:
         self._query_starts[used : num_rows + 1] = np.arange(used, num_rows + 1)
         self._seq_lens[used:num_rows] = 1
         self._sampling_tokens[used:num_rows] = np.arange(used, num_rows)
-        self.sampling.pad(used, num_rows)
+        self._arrays.sampling.pad(used, num_rows)
         if self.feedback is not None:
             self.feedback.pad_rows(sizes, num_rows)
 

@@ -27,8 +27,8 @@ from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.parallel.shares import stage_layers
 from triptych_services.worker.runner.backend import StepLauncher
 from triptych_services.worker.runner.base import CompletedStep, PendingStep
-from triptych_services.worker.runner.input_batch import StepSizes
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
+from triptych_services.worker.runner.step_inputs import StepSizes
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,23 +12,14 @@ from torch import Tensor
 from triptych.types.step import PromptLogprobs, RowError, RowKey
 from triptych_kernels import ops
 from triptych_services.worker.runner.backend import StepOutput
-from triptych_services.worker.runner.prompt_targets import PromptTargets, take_prompt_targets
+from triptych_services.worker.runner.prompt_targets import PromptTargets, ScoredPrompts, take_prompt_targets
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 from triptych_services.worker.sampling.batch import to_device
-from triptych_services.worker.sampling.sampler import NOT_FINITE
+from triptych_services.worker.sampling.sampled import NOT_FINITE
 
 MAX_SCORED_AT_ONCE = 256
 """Number of prompt tokens with logits in memory at one time: 256 x 128k in float32 take 131 MB. A larger number would
 not make the product with the head faster."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredPrompts:
-    """The results of a step's targets."""
-
-    reported: Mapping[RowKey, PromptLogprobs]
-    failures: Mapping[RowKey, RowError]
-    """Errors of rows with NaN or infinity among their logits; these report nothing."""
 
 
 class PromptScorer:

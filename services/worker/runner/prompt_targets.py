@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.types.step import RowKey
+from triptych.types.step import PromptLogprobs, RowError, RowKey
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 
 I64 = NDArray[np.int64]
@@ -37,6 +38,15 @@ class PromptTargets:
     def num_top(self) -> int:
         """The largest number of alternatives that a row asks for."""
         return max(row.num_top for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompts:
+    """The results of a step's targets."""
+
+    reported: Mapping[RowKey, PromptLogprobs]
+    failures: Mapping[RowKey, RowError]
+    """Errors of rows with NaN or infinity among their logits; these report nothing."""
 
 
 def take_prompt_targets(rows: RequestRows, step: StepRows) -> PromptTargets | None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from triptych.types.step import U32, RowKey, StepResult, StepTimings, empty_u32
-from triptych_services.worker.runner.prompt_logprobs import ScoredPrompts
+from triptych_services.worker.runner.prompt_targets import ScoredPrompts
 from triptych_services.worker.runner.request_rows import StepRows
-from triptych_services.worker.sampling.sampler import SampledTokens
+from triptych_services.worker.sampling.sampled import SampledTokens
 
 
 def publish(

@@ -11,12 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.types.sampling import SamplingParams
 from triptych_kernels import ops
-from triptych_services.worker.sampling.params import COLUMN_TO_DTYPE, SamplingColumns, TokenHistory
+from triptych_services.worker.sampling.params import SamplingArrays, SamplingColumns, TokenHistory
 
 I64 = NDArray[np.int64]
-_NEUTRAL = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,35 +35,13 @@ class SamplingBatch:
 
 
 class SamplingBuffers:
-    """Memory of the host for the columns of each step, allocated once."""
+    """The columns of each step as tensors on the host, in the memory of their arrays."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, arrays: SamplingArrays) -> None:
         self.columns = SamplingBatch(
-            {
-                name: torch.from_numpy(np.full(max_num_seqs, getattr(_NEUTRAL, name, 0), dtype))
-                for name, dtype in COLUMN_TO_DTYPE.items()
-            }
+            {name: torch.from_numpy(column) for name, column in arrays.columns.items()}
         )
         """Each [max_num_seqs]; the first rows belong to the step."""
-        buffers = {name: column.numpy() for name, column in self.columns.columns.items()}
-        self._temperature = buffers.pop("temperature")
-        self._positions = buffers.pop("positions")
-        self._others = tuple(buffers.items())
-
-    def gather(self, columns: SamplingColumns, history: TokenHistory, slots: I64) -> None:
-        """Fill in the parameters of these slots, in the order of the logits. Greedy rows need no others."""
-        count = slots.size
-        temperature = columns.first_temperature[slots]
-        self._temperature[:count] = temperature
-        if not temperature.any():
-            return
-        for name, buffer in self._others:
-            buffer[:count] = columns.columns[name][slots]
-        self._positions[:count] = history.num_known[slots]
-
-    def pad(self, count: int, padded: int) -> None:
-        """Make the rows `count .. padded` greedy ones, for which nothing else matters."""
-        self._temperature[count:padded] = 0.0
 
     def batch(self, count: int, device: torch.device) -> SamplingBatch:
         """Return the first `count` rows. On a CPU they are views, which hold until the next `gather`."""

@@ -133,6 +133,37 @@ class SamplingColumns:
         return None
 
 
+class SamplingArrays:
+    """Memory of the host for the columns of each step, allocated once."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.columns: Mapping[str, NDArray[Any]] = {
+            name: np.full(max_num_seqs, getattr(_NEUTRAL, name, 0), dtype)
+            for name, dtype in COLUMN_TO_DTYPE.items()
+        }
+        """Each [max_num_seqs], in the order of `COLUMN_TO_DTYPE`; the first rows belong to the step."""
+        others = dict(self.columns)
+        self._temperature = others.pop("temperature")
+        self._positions = others.pop("positions")
+        self._others = tuple(others.items())
+
+    def gather(self, columns: SamplingColumns, history: TokenHistory, slots: I64) -> None:
+        """Fill in the parameters of these slots, in the order of the logits. Greedy rows need no others."""
+        count = slots.size
+        temperature = columns.first_temperature[slots]
+        self._temperature[:count] = temperature
+        if not temperature.any():
+            return
+        for name, buffer in self._others:
+            buffer[:count] = columns.columns[name][slots]
+        self._positions[:count] = history.num_known[slots]
+
+    def pad(self, count: int, padded: int) -> None:
+        """Make the rows `count .. padded` greedy ones, for which nothing else matters."""
+        self._temperature[count:padded] = 0.0
+
+
+_NEUTRAL = SamplingParams(temperature=0.0)
 _FIELDS_OF_IDS = fields_of(FieldKind.TOKEN_IDS, FieldKind.WORDS, FieldKind.BIASES, FieldKind.THINKING)
 
 

@@ -31,24 +31,11 @@ from triptych_services.worker.sampling.params import (
     SamplingColumns,
     TokenHistory,
 )
+from triptych_services.worker.sampling.sampled import NOT_FINITE, SampledTokens
 
 I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 P = TypeVar("P", bound=LogitsProcessor)
-
-NOT_FINITE = RowError("the model's logits hold NaN or infinity")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledTokens:
-    """One token per sampling row, in the order of the slots given."""
-
-    token_ids: I64
-    """[num_rows]; 0 where the row failed."""
-    logprobs: LogprobColumns | None
-    """Log-probabilities of the rows that asked and did not fail; None if there are none."""
-    failures: tuple[tuple[int, RowError], ...]
-    """(row, why), ascending."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

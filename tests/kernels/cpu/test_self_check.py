@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from triptych_kernels.cpu import library, program, self_check
+from triptych_kernels.cpu import checked_isas, library, program, self_check
+from triptych_kernels.cpu.checked_isas import check_isas
 from triptych_kernels.cpu.compile import AMX_EMULATED, build_emulated
 from triptych_kernels.cpu.launch import Kernel, find_kernel
 from triptych_kernels.cpu.library import isa, refused_isas, threads_in_use, usable_isas, use_threads
-from triptych_kernels.cpu.self_check import check_isas, find_problem
+from triptych_kernels.cpu.self_check import find_problem
 
 pytestmark = pytest.mark.skipif(not isa(), reason="there are no native kernels")
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)

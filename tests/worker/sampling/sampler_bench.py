@@ -11,8 +11,9 @@ from triptych.types.sampling import SamplingParams
 from triptych_services.worker.sampling.batch import SamplingBuffers
 from triptych_services.worker.sampling.logits_processors.create import create_logits_processors
 from triptych_services.worker.sampling.logits_processors.structured_outputs import StructuredForms
-from triptych_services.worker.sampling.params import SamplingColumns, TokenHistory
-from triptych_services.worker.sampling.sampler import SampledTokens, Sampler
+from triptych_services.worker.sampling.params import SamplingArrays, SamplingColumns, TokenHistory
+from triptych_services.worker.sampling.sampled import SampledTokens
+from triptych_services.worker.sampling.sampler import Sampler
 
 VOCAB_SIZE, EOS = 53, 2
 _NUM_SLOTS = 8
@@ -46,7 +47,8 @@ class SamplerBench:
             max_num_seqs=_NUM_SLOTS, eos_token_ids=(eos,), history=self.history, forms=self.forms
         )
         self.sampler = Sampler(self.columns, self.history, [*processors, *create_more(self.history)])
-        self.buffers = SamplingBuffers(_NUM_SLOTS)
+        self.arrays = SamplingArrays(_NUM_SLOTS)
+        self.buffers = SamplingBuffers(self.arrays)
 
     def enter(self, slot, params, prompt=(5, 6, 7), output=(), seed=1) -> None:
         self.columns.leave(slot)
@@ -62,7 +64,7 @@ class SamplerBench:
 
     def sample(self, logits, slots) -> SampledTokens:
         before, slots = logits.clone(), np.array(slots, np.int64)
-        self.buffers.gather(self.columns, self.history, slots)
+        self.arrays.gather(self.columns, self.history, slots)
         chosen = self.buffers.batch(slots.size, logits.device).choose(logits)
         sampled = self.sampler.finish(logits, chosen, slots)
         assert torch.equal(logits.nan_to_num(0.5), before.nan_to_num(0.5))

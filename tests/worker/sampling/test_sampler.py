@@ -14,7 +14,7 @@ from triptych_kernels import ops
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_services.worker.sampling.logits_processors.penalties import PENALTY_OVERFLOWS
 from triptych_services.worker.sampling.params import NOTHING_ALLOWED
-from triptych_services.worker.sampling.sampler import NOT_FINITE
+from triptych_services.worker.sampling.sampled import NOT_FINITE
 
 GREEDY = SamplingParams(temperature=0.0)
 

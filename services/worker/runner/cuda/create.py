@@ -16,7 +16,8 @@ from triptych_services.worker.runner.cuda.graph_recorder import CudaGraphRecorde
 from triptych_services.worker.runner.cuda.inputs import DeviceInputs
 from triptych_services.worker.runner.cuda.piecewise_graph import PiecewiseGraphPath
 from triptych_services.worker.runner.cuda.streams import DeviceStream
-from triptych_services.worker.runner.input_batch import InputBuffers, StepSizes
+from triptych_services.worker.runner.input_batch import InputBuffers
+from triptych_services.worker.runner.step_inputs import StepSizes
 
 
 class StepPath(Protocol):

@@ -13,7 +13,7 @@ from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.runner.backend import StepOutput
 from triptych_services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
-from triptych_services.worker.runner.input_batch import StepSizes
+from triptych_services.worker.runner.step_inputs import StepSizes
 
 
 class LastTokens:

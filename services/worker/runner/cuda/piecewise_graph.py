@@ -25,7 +25,7 @@ from triptych_services.worker.runner.cuda.forward import DeviceForward
 from triptych_services.worker.runner.cuda.graph_recorder import Cut, GraphRecorder, Replay, record_if_it_fits
 from triptych_services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
 from triptych_services.worker.runner.graph_sizes import token_buckets
-from triptych_services.worker.runner.input_batch import StepSizes
+from triptych_services.worker.runner.step_inputs import StepSizes
 
 
 class PiecewiseGraphPath:

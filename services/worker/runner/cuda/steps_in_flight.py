@@ -18,11 +18,11 @@ from triptych_services.worker.runner.backend import ForwardBackend
 from triptych_services.worker.runner.base import CompletedStep, PendingStep
 from triptych_services.worker.runner.cuda.forward import LastTokens
 from triptych_services.worker.runner.cuda.streams import DeviceStream, ReadBack
-from triptych_services.worker.runner.input_batch import StepSizes
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
 from triptych_services.worker.runner.prompt_targets import PromptTargets
 from triptych_services.worker.runner.publish import publish
 from triptych_services.worker.runner.request_rows import Flags, RequestRows, StepRows
+from triptych_services.worker.runner.step_inputs import StepSizes
 from triptych_services.worker.sampling.sampler import ChosenTokens, Sampler
 
 log = logging.getLogger(__name__)

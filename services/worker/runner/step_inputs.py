@@ -1,0 +1,92 @@
+"""The input of one step in arrays of the host, gathered from the rows, which are its only source. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych_services.worker.runner.request_rows import RequestRows, StepRows
+from triptych_services.worker.sampling.params import SamplingArrays
+
+I64 = NDArray[np.int64]
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSizes:
+    """The lengths that a step fills in the buffers, as the host knows them."""
+
+    num_tokens: int
+    num_rows: int
+    num_sampling: int
+    query_lens: I64
+    """[num_rows]"""
+    seq_lens: I64
+    """[num_rows]"""
+    max_blocks: int
+    """Columns of the block table that hold the longest row."""
+
+    @staticmethod
+    def of_nothing() -> StepSizes:
+        """Return the sizes of a step without rows, to be padded."""
+        none = np.zeros(0, np.int64)
+        return StepSizes(
+            num_tokens=0, num_rows=0, num_sampling=0, query_lens=none, seq_lens=none, max_blocks=1
+        )
+
+
+class StepInputs:
+    """The inputs of the current step, allocated once, as long as the longest step."""
+
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> None:
+        self.token_ids: I64 = np.zeros(max_num_batched_tokens, np.int64)
+        self.positions: I64 = np.zeros(max_num_batched_tokens, np.int64)
+        self.slot_mapping: I64 = np.zeros(max_num_batched_tokens, np.int64)
+        self.block_tables: I32 = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.query_starts: I32 = np.zeros(max_num_seqs + 1, np.int32)
+        self.seq_lens: I32 = np.zeros(max_num_seqs, np.int32)
+        self.sampling_tokens: I64 = np.zeros(max_num_seqs, np.int64)
+        self.sampling = SamplingArrays(max_num_seqs)
+
+    @property
+    def arrays(self) -> Mapping[str, NDArray[Any]]:
+        """Name of each array -> itself."""
+        own = {name: array for name, array in vars(self).items() if isinstance(array, np.ndarray)}
+        return {**own, **{f"sampling.{name}": array for name, array in self.sampling.columns.items()}}
+
+    def gather(self, rows: RequestRows, step: StepRows) -> StepSizes:
+        """Fill in a step with at least one row; a loop-free pass over columns.
+
+        The only reader of token ids.
+        """
+        slots, query_lens, starts = step.slots, step.query_lens, step.starts
+        num_rows = slots.size
+        seq_lens = starts + query_lens  # [num_rows] = length of keys and values
+        query_starts = self.query_starts[: num_rows + 1]
+        np.cumsum(query_lens, out=query_starts[1:])
+        num_tokens, max_blocks = int(query_starts[-1]), -(-int(seq_lens.max()) // rows.block_size)
+        positions = self.positions[:num_tokens]
+        if num_tokens == num_rows:  # one token each
+            slot_of_token, positions[:] = slots, starts
+        else:
+            row_of_token = np.repeat(np.arange(num_rows), query_lens)  # [num_tokens]
+            positions[:] = np.arange(num_tokens) + (starts - query_starts[:-1])[row_of_token]
+            slot_of_token = slots[row_of_token]
+        self.token_ids[:num_tokens] = rows.token_ids[slot_of_token, positions]
+        blocks, offsets = np.divmod(positions, rows.block_size)
+        slot_mapping = self.slot_mapping[:num_tokens]
+        slot_mapping[:] = rows.block_table[slot_of_token, blocks]
+        slot_mapping *= rows.block_size
+        slot_mapping += offsets
+        slot_mapping[positions < rows.write_start[slot_of_token]] = -1
+        self.block_tables[:num_rows, :max_blocks] = rows.block_table[slots, :max_blocks]
+        self.seq_lens[:num_rows] = seq_lens
+        sampling_slots = step.sampling_slots
+        num_sampling = sampling_slots.size
+        self.sampling_tokens[:num_sampling] = query_starts[1:][step.samples] - 1
+        self.sampling.gather(rows.sampling, rows.history, sampling_slots)
+        return StepSizes(num_tokens, num_rows, num_sampling, query_lens, seq_lens, max_blocks)
