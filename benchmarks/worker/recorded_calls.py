@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 
 from triptych_kernels.cpu import program
 from triptych_kernels.cpu.launch import find_kernel
-from triptych_kernels.cpu.library import isa, raise_failure
+from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.machine import Rates
 
 PRODUCTS, HEAD, ATTENTION, SMALL, SAMPLING, OTHER = (
@@ -31,17 +29,6 @@ _WORD_TO_GROUP: tuple[tuple[str, str], ...] = (
 joined to it."""
 _DTYPE_BYTES = {0: 4, 1: 2, 2: 1}  # `DType` in kernel.h
 _GROUP_SIZE = 32  # weights that share a scale
-
-
-class _DlInfo(ctypes.Structure):
-    """`Dl_info` of dladdr(3)."""
-
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +133,12 @@ def call_by_call(times: CallTimes) -> Iterator[None]:
     programs: dict[int, list[Call]] = {}
 
     def run(self: program.Program, counts: Mapping[str, int]) -> None:
-        names = self._count_names
-        for place, name in enumerate(names):
-            self._counts[place] = counts[name]
         began_s = time.perf_counter()
         calls = programs.get(id(self)) or programs.setdefault(id(self), list(_calls_of(self)))
-        base, size = ctypes.addressof(self._structs), ctypes.sizeof(program._CallStruct)
         for number, call in enumerate(calls):
             started_s = time.perf_counter()
-            failure = self._run(base + number * size, 1, self._counts)
-            seconds = time.perf_counter() - started_s
-            raise_failure(failure, call.kernel)
-            rows = counts[names[self._structs[number].count_index]]
-            times.calls.append((call, rows, seconds))
+            self.run_call(number, counts)
+            times.calls.append((call, counts[self.calls[number].count], time.perf_counter() - started_s))
         times.total_s += time.perf_counter() - began_s
 
     program.Program.run = run  # type: ignore[method-assign]
@@ -169,19 +149,6 @@ def call_by_call(times: CallTimes) -> Iterator[None]:
 
 
 def _calls_of(recorded: program.Program) -> Iterator[Call]:
-    for struct in recorded._structs:
-        name = _kernel_at(struct.kernel)
-        kernel = find_kernel(isa(), name)
-        values = kernel.layout.unpack(ctypes.string_at(struct.arguments, kernel.layout.size))
-        yield Call(name, dict(zip(kernel.fields, values, strict=True)))
-
-
-@cache
-def _kernel_at(address: int) -> str:
-    """Return the name of the kernel at an address of a loaded library."""
-    look_up = ctypes.CDLL(None).dladdr
-    look_up.argtypes = [ctypes.c_void_p, ctypes.POINTER(_DlInfo)]
-    found = _DlInfo()
-    if not look_up(address, ctypes.byref(found)) or not found.symbol:
-        raise RuntimeError(f"no library has a function at {address:#x}")
-    return str(found.symbol.decode()).removeprefix("triptych_")
+    for call in recorded.calls:
+        kernel = find_kernel(isa(), call.kernel)
+        yield Call(call.kernel, dict(zip(kernel.fields, kernel.layout.unpack(call.struct), strict=True)))

@@ -10,8 +10,6 @@ From step to step only the numbers of rows and the content of the inputs change.
 
 from __future__ import annotations
 
-import ctypes
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from triptych_kernels.cpu.fusion import fuse_calls
+from triptych_kernels.cpu.call_list import ADDRESS_BYTES, Ahead, CallList, PackedCall, PackedStage
+from triptych_kernels.cpu.fusion import StagedCall, fuse_calls
 from triptych_kernels.cpu.launch import Operand, find_kernel, recorders
-from triptych_kernels.cpu.library import isa, load, raise_failure
+from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.cpu.pointwise import chain_calls
 from triptych_kernels.cpu.recording import (
     Buffer,
-    Call,
     NotRecordable,
     Recording,
     check_same,
@@ -38,19 +36,6 @@ from triptych_kernels.cpu.torch_ops import ALLOCATIONS, KeepConstants, RecordTor
 from triptych_kernels.weights.packed import PackedWeight, panel_size
 
 _ALIGNMENT = 64  # bytes: a cache line, and a vector
-
-
-class _CallStruct(ctypes.Structure):
-    """`Call` in run.cpp."""
-
-    _fields_ = (
-        ("kernel", ctypes.c_void_p),
-        ("arguments", ctypes.c_void_p),
-        ("count_index", ctypes.c_int64),
-        ("ahead", ctypes.c_void_p),
-        ("num_panels", ctypes.c_int64),
-        ("panel_bytes", ctypes.c_int64),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +76,6 @@ class Program:
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         tensors = (value for each in operands for fields in each for value in fields.values())
         self._kept = ([tensor for tensor in tensors if isinstance(tensor, Tensor)], dict(buffers))
-        self._count_names = tuple(dict.fromkeys(call.count for call in calls))
-        self._counts = (ctypes.c_int64 * len(self._count_names))()
-        self._structs = (_CallStruct * len(fused))()
-        self._packed: list[Any] = []
 
         def address(tensor: Tensor) -> int:
             if tensor.device.type != "meta":
@@ -104,17 +85,13 @@ class Program:
             start = base + offsets[storage] if memory is None else memory.data_ptr()
             return start + int(tensor.storage_offset()) * tensor.itemsize
 
-        for struct, call, fields in zip(self._structs, fused, operands, strict=True):
-            own: dict[str, Operand] = dict(fields[-1])
-            if call.stages:
-                own[call.stages_field] = self._pack_stages(call.stages, fields, address)
-            struct.kernel = _address_of(find_kernel(isa(), call.call.kernel).function)
-            struct.arguments = self._pack(call.call, own, address)
-            struct.count_index = self._count_names.index(call.call.count)
-        _look_ahead(self._structs, [fields[-1] for fields in operands])
-        self._run = load(isa()).triptych_run
-        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        self._run.restype = ctypes.c_int64
+        ahead = _look_ahead([fields[-1] for fields in operands])
+        self.calls: Sequence[PackedCall] = [
+            _pack(call, fields, address, weight)
+            for call, fields, weight in zip(fused, operands, ahead, strict=True)
+        ]
+        """Calls in their order, with addresses of this process."""
+        self._list = CallList(self.calls)
 
         def view(output: Tensor) -> Tensor:
             shape = list(output.shape)
@@ -130,37 +107,24 @@ class Program:
         self.outputs = tuple(view(output) for output in outputs)
         """[most rows, …] each; a run fills the first rows."""
 
-    def _pack(self, call: Call, fields: Mapping[str, Operand], address: Callable[[Tensor], int]) -> int:
-        """Return the address of the struct that a kernel reads, which is kept."""
-        packed = ctypes.create_string_buffer(find_kernel(isa(), call.kernel).pack(fields, address))
-        self._packed.append(packed)
-        return ctypes.addressof(packed)
-
-    def _pack_stages(
-        self,
-        stages: Sequence[Call],
-        fields: Sequence[Mapping[str, Operand]],
-        address: Callable[[Tensor], int],
-    ) -> int:
-        """Return the address of a `Stages` in stages.h, which is kept."""
-        size = ctypes.sizeof(ctypes.c_int64)
-        packed = (ctypes.c_int64 * (3 + 2 * len(stages)))()
-        rows = ctypes.addressof(self._counts) + size * self._count_names.index(stages[0].count)
-        packed[:3] = [rows, len(stages), ctypes.addressof(packed) + 3 * size]
-        for number, call in enumerate(stages):
-            packed[3 + 2 * number] = _address_of(find_kernel(isa(), call.kernel).rows_function)
-            packed[4 + 2 * number] = self._pack(call, fields[number], address)
-        self._packed.append(packed)
-        return ctypes.addressof(packed)
-
     def __len__(self) -> int:
         """Return the number of kernel calls."""
-        return len(self._structs)
+        return len(self.calls)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of address space of the buffers; the system backs those that steps write."""
         return self._memory.nbytes
+
+    @property
+    def memory(self) -> Tensor:
+        """Memory of the buffers."""
+        return self._memory
+
+    @property
+    def operands(self) -> Sequence[Tensor]:
+        """Tensors with memory of their own that the calls read or write: weights, tables, caches."""
+        return self._kept[0]
 
     def run(self, counts: Mapping[str, int]) -> None:
         """Compute from the content of the inputs.
@@ -170,23 +134,15 @@ class Program:
         Raises:
             MemoryError: The system has no memory for what a kernel needs while it runs; the outputs are undefined.
         """
-        for i, name in enumerate(self._count_names):
-            self._counts[i] = counts[name]
-        raise_failure(self._run(self._structs, len(self._structs), self._counts), "a recorded step")
+        self._list.run(counts)
 
     def run_in_child(self, counts: Mapping[str, int]) -> str:
-        """Compute in a child process, lose its outputs, and return how it ended; empty if it ended well.
+        """Compute in a child process, lose its outputs, and return how it ended, as `CallList.run_in_child`."""
+        return self._list.run_in_child(counts)
 
-        The native kernels must have one thread.
-        """
-        for i, name in enumerate(self._count_names):
-            self._counts[i] = counts[name]
-        run = load(isa()).triptych_run_in_child
-        run.argtypes, run.restype = self._run.argtypes, self._run.restype
-        ending = int(run(self._structs, len(self._structs), self._counts))
-        if ending > 0:
-            return f"dies by {signal.Signals(ending).name}"
-        return {0: "", -1: "has no child process to run in"}.get(ending, "does not end")
+    def run_call(self, number: int, counts: Mapping[str, int]) -> None:
+        """Run one of `calls`, after those before it."""
+        self._list.run(counts, number, number + 1)
 
 
 def record(forward: Callable[[Recording], Sequence[Tensor]]) -> Program:
@@ -272,29 +228,53 @@ class _NoticeTorch(TorchDispatchMode):
         raise _MeetsTorch
 
 
-def _address_of(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+def _pack(
+    staged: StagedCall,
+    fields: Sequence[Mapping[str, Operand]],
+    address: Callable[[Tensor], int],
+    ahead: Ahead | None,
+) -> PackedCall:
+    """Return a call with its addresses.
+
+    Args:
+        fields: Operands of each stage, then those of the call itself.
+    """
+    kernel = find_kernel(isa(), staged.call.kernel)
+    stages = tuple(
+        PackedStage(stage.kernel, find_kernel(isa(), stage.kernel).pack(operands, address))
+        for stage, operands in zip(staged.stages, fields, strict=False)
+    )
+    return PackedCall(
+        kernel.name,
+        kernel.pack(fields[-1], address),
+        staged.call.count,
+        stages,
+        kernel.fields.index(staged.stages_field) * ADDRESS_BYTES if stages else 0,
+        ahead,
+    )
 
 
-def _look_ahead(structs: ctypes.Array[_CallStruct], operands: Sequence[Mapping[str, Operand]]) -> None:
-    """Tell each product, and the first call, which weight is read next."""
-    ahead: tuple[int, int, int] | None = None
-    for number in reversed(range(len(structs))):
+def _look_ahead(operands: Sequence[Mapping[str, Operand]]) -> list[Ahead | None]:
+    """Return, for each product and for the first call, the weight that is read next."""
+    found: list[Ahead | None] = [None] * len(operands)
+    ahead: Ahead | None = None
+    for number in reversed(range(len(operands))):
         weight = _panels(operands[number])
-        if ahead is not None and (weight is not None or number == 0):
-            structs[number].ahead, structs[number].num_panels, structs[number].panel_bytes = ahead
+        if weight is not None or number == 0:
+            found[number] = ahead
         ahead = weight or ahead
+    return found
 
 
-def _panels(fields: Mapping[str, Operand]) -> tuple[int, int, int] | None:
-    """Return address, number and bytes of the panels that a product reads; None for other kernels."""
+def _panels(fields: Mapping[str, Operand]) -> Ahead | None:
+    """Return the panels that a product reads; None for other kernels."""
     weight, out_features = (
         fields.get(name, fields.get(f"linear_{name}")) for name in ("weight", "out_features")
     )
     if not isinstance(weight, Tensor) or not isinstance(out_features, int):
         return None
     num_panels = -(-out_features // panel_size())
-    return weight.data_ptr(), num_panels, weight.nbytes // num_panels
+    return Ahead(weight.data_ptr(), num_panels, weight.nbytes // num_panels)
 
 
 def _lifetimes(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych_kernels.cpu import checked_isas, library, program, self_check
+from triptych_kernels.cpu import library, program, self_check
 from triptych_kernels.cpu.checked_isas import check_isas
 from triptych_kernels.cpu.compile import AMX_EMULATED, build_emulated
 from triptych_kernels.cpu.launch import Kernel, find_kernel
