@@ -52,6 +52,9 @@ class IdleRunner:
     def __init__(self) -> None:
         self._num_rows = 0
 
+    def prepare(self, plan: StepPlan) -> None:
+        pass
+
     def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
         on_prepared()
         return CompletedStep(self.execute(plan))

@@ -92,6 +92,9 @@ class NaiveRunner:
             max_samples_per_row=max_samples_per_row,
         )
 
+    def prepare(self, plan: StepPlan) -> None:
+        pass
+
     def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
         on_prepared()
         return CompletedStep(self.execute(plan))

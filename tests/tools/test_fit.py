@@ -44,6 +44,9 @@ class RecordingRunner:
         self._record(ResultTaken(result))
         return result
 
+    def prepare(self, plan: StepPlan) -> None:
+        pass
+
     def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
         on_prepared()
         return CompletedStep(self.execute(plan))

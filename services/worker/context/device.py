@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -14,11 +13,15 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError
 from triptych_kernels.cpu.compile import FLAGS_OF_MACHINE
-from triptych_kernels.cpu.library import isa, missing_flags, processor_flags, refused_isas
+from triptych_kernels.cpu.library import isa, missing_flags, refused_isas
 from triptych_kernels.cpu.library import use_threads as use_native_threads
 from triptych_services.worker.context import host
-from triptych_services.worker.context.attention_choice import installed_packages
-from triptych_services.worker.context.machine import arithmetic_in_use, examine_machine
+from triptych_services.worker.context.machine import (
+    cpu_flags_of,
+    cpu_prefers_bfloat16,
+    cpu_traits,
+    examine_machine,
+)
 from triptych_services.worker.context.resolve import resolve_for_device
 from triptych_services.worker.context.resolved_config import DeviceTraits, ResolvedConfig
 
@@ -30,10 +33,6 @@ STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
-_FAST_BFLOAT16 = frozenset({"amx_bf16", "bf16"})
-"""CPU extensions that multiply bfloat16 faster than float32 wherever they are: one of x86, and one of ARM."""
-_NATIVE_BFLOAT16 = _FAST_BFLOAT16 | {"avx512_bf16"}
-_INTEL = "GenuineIntel"
 
 
 def resolve_config(
@@ -48,22 +47,19 @@ def resolve_config(
     device = choose_device(engine.worker.device, engine.worker.local_rank)
     if device.type == "cpu" and root == host.ROOT:
         examine_machine(engine.worker.instruction_set)  # first, since it decides about kernels and precision
-    return resolve_for_device(
-        engine,
-        architecture,
-        DeviceTraits(
+    traits = cpu_traits(root)
+    if device.type != "cpu":
+        traits = DeviceTraits(
             device=str(device),
             prefers_bfloat16=prefers_bfloat16(device, root),
-            native_kernels=bool(isa()),
-            byte_input_forms=arithmetic_in_use().byte_input_forms,
+            native_kernels=traits.native_kernels,
+            byte_input_forms=traits.byte_input_forms,
             native_float8=has_native_float8(device),
-            compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
-            attention_packages=installed_packages(),
-            device_bytes=torch.cuda.get_device_properties(device).total_memory
-            if device.type == "cuda"
-            else 0,
-        ),
-    )
+            compute_capability=torch.cuda.get_device_capability(device),
+            attention_packages=traits.attention_packages,
+            device_bytes=torch.cuda.get_device_properties(device).total_memory,
+        )
+    return resolve_for_device(engine, architecture, traits)
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
@@ -95,17 +91,7 @@ def prefers_bfloat16(device: torch.device, root: Path = host.ROOT) -> bool:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere; older ones emulate
-    if root == host.ROOT and isa():
-        return arithmetic_in_use().prefers_bfloat16
-    flags = _cpu_flags(root)
-    # Intel's processors without AMX carry out its instruction at half the rate of float32's
-    is_slow = _FAST_BFLOAT16.isdisjoint(flags) and host.cpu_vendor(root) == _INTEL
-    return not is_slow and not _NATIVE_BFLOAT16.isdisjoint(flags)
-
-
-def _cpu_flags(root: Path) -> Collection[str]:
-    """Return the instruction sets of the CPU in Linux's spelling; macOS has no /proc."""
-    return processor_flags() if platform.system() == "Darwin" else host.cpu_flags(root)
+    return cpu_prefers_bfloat16(root)
 
 
 def has_native_float8(device: torch.device) -> bool:
@@ -121,7 +107,7 @@ def missing_kernels(root: Path = host.ROOT) -> str:
         return f"there are none for {platform.system()} on {platform.machine()}"
     if refused_isas():
         return "; ".join(f"{name} is not used: {problem}" for name, problem in refused_isas().items())
-    if missing := missing_flags(_cpu_flags(root)):
+    if missing := missing_flags(cpu_flags_of(root)):
         return f"this processor has no {', '.join(missing)}, which they need"
     return (
         "they are not built; `python -m triptych_kernels.cpu.build` builds them where there is g++ or clang++"

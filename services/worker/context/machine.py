@@ -10,7 +10,8 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Mapping
+import platform
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,10 +19,24 @@ from triptych.errors import ConfigError
 from triptych.hub.cache import cache_home
 from triptych_kernels.cpu.arithmetic import Arithmetic, arithmetic_of
 from triptych_kernels.cpu.checked_isas import check_isas
-from triptych_kernels.cpu.library import isa, refused_isas, unused_isas, usable_isas, want_isa
+from triptych_kernels.cpu.library import (
+    isa,
+    processor_flags,
+    refused_isas,
+    unused_isas,
+    usable_isas,
+    want_isa,
+)
 from triptych_kernels.cpu.machine import MachineRates, Rates, contradictions, keep_rates, load_rates
 from triptych_kernels.cpu.rate_measurement import measure_rates
 from triptych_services.worker.context import host
+from triptych_services.worker.context.attention_choice import installed_packages
+from triptych_services.worker.context.resolved_config import DeviceTraits
+
+_FAST_BFLOAT16 = frozenset({"amx_bf16", "bf16"})
+"""CPU extensions that multiply bfloat16 faster than float32 wherever they are: one of x86, and one of ARM."""
+_NATIVE_BFLOAT16 = _FAST_BFLOAT16 | {"avx512_bf16"}
+_INTEL = "GenuineIntel"
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +92,36 @@ def examine_machine(instruction_set: str = AUTO) -> MachineRates:
 def arithmetic_in_use() -> Arithmetic:
     """Return the arithmetic that the table has for the instruction set in use."""
     return arithmetic_of(isa(), host.cpu_vendor())
+
+
+def cpu_traits(root: Path = host.ROOT) -> DeviceTraits:
+    """Return the facts of this machine's CPU that decide what `auto` means; call `examine_machine` first."""
+    return DeviceTraits(
+        device="cpu",
+        prefers_bfloat16=cpu_prefers_bfloat16(root),
+        native_kernels=bool(isa()),
+        byte_input_forms=arithmetic_in_use().byte_input_forms,
+        attention_packages=installed_packages(),
+    )
+
+
+def cpu_prefers_bfloat16(root: Path = host.ROOT) -> bool:
+    """Return whether the CPU multiplies bfloat16 faster than float32, rather than converting at every product.
+
+    The table of instruction sets decides. Without native kernels, or if `root` is that of another machine, the CPU's
+    flags do.
+    """
+    if root == host.ROOT and isa():
+        return arithmetic_in_use().prefers_bfloat16
+    flags = cpu_flags_of(root)
+    # Intel's processors without AMX carry out its instruction at half the rate of float32's
+    is_slow = _FAST_BFLOAT16.isdisjoint(flags) and host.cpu_vendor(root) == _INTEL
+    return not is_slow and not _NATIVE_BFLOAT16.isdisjoint(flags)
+
+
+def cpu_flags_of(root: Path) -> Collection[str]:
+    """Return the instruction sets of the CPU in Linux's spelling; macOS has no /proc."""
+    return processor_flags() if platform.system() == "Darwin" else host.cpu_flags(root)
 
 
 def describe_arithmetic(found: MachineRates, chosen: Arithmetic) -> dict[str, str]:

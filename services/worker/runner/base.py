@@ -86,8 +86,13 @@ class StepRunner(Protocol):
         """
         ...
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Set up what a plan is the first to need, which may take longer than a step may. Called before `launch`."""
+        return
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """Launch one step and wait for it."""
+        """Prepare and launch one step, and wait for it."""
+        self.prepare(plan)
         return self.launch(plan).wait()
 
     def reset(self) -> None:

@@ -49,17 +49,17 @@ class RecordedBackend:
             NotRecordable: the model computes something that no native kernel does; names it.
         """
         entry = inputs.token_ids if received is None else received
-        self._program = _record(model, kv_caches, inputs, entry, samples=samples)
+        self.program = _record(model, kv_caches, inputs, entry, samples=samples)
         self.description = f"{isa()} recorded"
 
     def compute_states(self, sizes: StepSizes) -> Tensor:
-        self._program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows})
-        (states,) = self._program.outputs
+        self.program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows})
+        (states,) = self.program.outputs
         return states[: sizes.num_tokens]
 
     def forward(self, sizes: StepSizes) -> StepOutput:
-        self._program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
-        logits, token_ids, hidden = self._program.outputs
+        self.program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
+        logits, token_ids, hidden = self.program.outputs
         return StepOutput(
             logits[: sizes.num_sampling], token_ids[: sizes.num_sampling], hidden=hidden[: sizes.num_tokens]
         )

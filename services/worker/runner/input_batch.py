@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,6 +112,10 @@ class InputBuffers:
         self._query_starts = arrays.query_starts
         self._seq_lens = arrays.seq_lens
         self._sampling_tokens = arrays.sampling_tokens
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the name of each array of `StepInputs` -> its memory."""
+        return {name: torch.from_numpy(array) for name, array in self._arrays.arrays.items()}
 
     def gather(self, rows: RequestRows, step: StepRows) -> StepSizes:
         """Fill in a step with at least one row. The device replaces those ids that `feedback` marks as awaited."""

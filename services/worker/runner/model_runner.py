@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
+from triptych_kernels.cpu.program import Program
 from triptych_services.worker.attention.base import AttentionBackend, KvCache
 from triptych_services.worker.attention.create import describe_kernels
 from triptych_services.worker.attention.paged import PagedAttention
@@ -25,7 +27,7 @@ from triptych_services.worker.kv_transfer.cpu_store import CpuBlockStore
 from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.runner.backend import ForwardBackend, StepLauncher
 from triptych_services.worker.runner.base import CompletedStep, PendingStep, StepRunner, do_nothing
-from triptych_services.worker.runner.cpu_backend import ImmediateSteps, create_cpu_backend
+from triptych_services.worker.runner.cpu_backend import ImmediateSteps, RecordedBackend, create_cpu_backend
 from triptych_services.worker.runner.cuda.create import create_cuda_backend, create_graph_recorder
 from triptych_services.worker.runner.cuda.forward import LastTokens
 from triptych_services.worker.runner.cuda.steps_in_flight import DeviceSteps
@@ -34,7 +36,8 @@ from triptych_services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
 from triptych_services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from triptych_services.worker.runner.pipeline_stage import PipelineStage, create_stage_steps
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
-from triptych_services.worker.runner.request_rows import RequestRows
+from triptych_services.worker.runner.request_rows import RequestRows, create_rows
+from triptych_services.worker.runner.stored.runner import INPUT, KV_CACHE, HeldState
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 from triptych_services.worker.sampling.logits_processors.create import create_logits_processors
 from triptych_services.worker.sampling.logits_processors.structured_outputs import StructuredForms
@@ -61,8 +64,9 @@ class ModelRunner(StepRunner):
         stage: PipelineStage | None = None,
         max_graph_tokens: int = LEAST_GRAPH_TOKENS,
         grammars: GrammarCompiler | None = None,
+        held: HeldState | None = None,
     ) -> None:
-        """Prepare for step 1.
+        """Prepare for step 1, or for the next step of another runner.
 
         Args:
             kv_caches: One per layer, in the shape of `facts.kv`; see `allocate_kv_cache`.
@@ -74,10 +78,11 @@ class ModelRunner(StepRunner):
             stage: The part of the layers that `model` is, computed without a `stream`; None: all of them.
             max_graph_tokens: Number of tokens of the longest step with prompts that an asynchronous device records.
             grammars: Compiler of structured outputs, which may outlive the runner; None: they are refused.
+            held: State of the runner to go on for, whose cache `kv_caches` are; None: there is none.
         """
         self._group = group or OneRank()
         self._kv_caches = kv_caches
-        self._rows = _create_rows(facts)
+        self._rows = create_rows(facts) if held is None else held.rows
         self._inputs = _create_inputs(
             self._rows, facts, attention or PagedAttention(), reads_last_tokens=stream is not None
         )
@@ -104,7 +109,7 @@ class ModelRunner(StepRunner):
         )
         kernels = describe_kernels(self._backend.description, self._inputs.attention)
         self._facts = replace(facts, kernels=kernels)
-        self._last_step_id = 0
+        self._last_step_id = 0 if held is None else held.last_step_id
 
     def _steps_on_host(
         self,
@@ -173,6 +178,22 @@ class ModelRunner(StepRunner):
         """See `ForwardBackend`."""
         return self._backend.computes_with_torch
 
+    def recorded(self) -> tuple[Program, Mapping[str, Tensor]] | None:
+        """Return the recorded program of whole steps, and its inputs and caches by the names of their regions.
+
+        None where no program is recorded, or where it is a stage's.
+        """
+        if not isinstance(self._backend, RecordedBackend) or not isinstance(self._steps, ImmediateSteps):
+            return None
+        caches = {
+            f"{KV_CACHE}{layer}.{name}": tensor
+            for layer, cache in enumerate(self._kv_caches)
+            for name, tensor in (("blocks", cache.blocks), ("scales", cache.scales))
+            if tensor is not None
+        }
+        inputs = {f"{INPUT}{name}": tensor for name, tensor in self._inputs.tensors().items()}
+        return self._backend.program, {**inputs, **caches}
+
     def block_store(self) -> BlockStore:
         """Return the KV blocks as bytes; see `Runner.block_store`."""
         device = self._kv_caches[0].device
@@ -228,17 +249,6 @@ class ModelRunner(StepRunner):
             sizes = self._inputs.gather(self._rows, step)
             on_prepared()
             return self._steps.launch(plan.step_id, step, sizes, started)
-
-
-def _create_rows(facts: WorkerFacts) -> RequestRows:
-    return RequestRows(
-        max_num_seqs=facts.max_num_seqs,
-        max_model_len=facts.model.max_model_len,
-        max_num_batched_tokens=facts.max_num_batched_tokens,
-        num_blocks=facts.kv.num_blocks,
-        block_size=facts.kv.block_size,
-        vocab_size=facts.model.vocab_size,
-    )
 
 
 def _create_inputs(

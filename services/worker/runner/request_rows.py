@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
+from triptych.types.facts import WorkerFacts
 from triptych.types.step import U32, NewRow, RowError, RowKey, StepPlan
 from triptych_services.worker.sampling.params import SamplingColumns, TokenHistory
 
@@ -366,3 +367,15 @@ class RequestRows:
                 f"{name}: block ids {block_ids.min()}..{block_ids.max()} are not within "
                 f"1..{self._num_blocks - 1}"
             )
+
+
+def create_rows(facts: WorkerFacts) -> RequestRows:
+    """Return rows for a worker with these facts."""
+    return RequestRows(
+        max_num_seqs=facts.max_num_seqs,
+        max_model_len=facts.model.max_model_len,
+        max_num_batched_tokens=facts.max_num_batched_tokens,
+        num_blocks=facts.kv.num_blocks,
+        block_size=facts.kv.block_size,
+        vocab_size=facts.model.vocab_size,
+    )

@@ -90,6 +90,11 @@ class SleepableRunner(Runner):
         assert self._model is not None, "asleep at level 2"
         return self._model
 
+    @property
+    def runner(self) -> ModelRunner:
+        assert self._runner is not None, "asleep"
+        return self._runner
+
     def block_store(self) -> BlockStore:
         assert self._runner is not None, "a sleeping worker grants no session"
         return self._runner.block_store()

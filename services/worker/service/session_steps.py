@@ -72,9 +72,10 @@ class SessionSteps:
         """Begin a step and deliver what was done before; a failure is delivered behind the results before it."""
         if self._deliver is None:
             return  # rows are undefined until the next session resets them
-        if not self._launched:
-            self._clock.start(plan.step_id, plan.num_tokens)
         try:
+            self._runner.prepare(plan)
+            if not self._launched:
+                self._clock.start(plan.step_id, plan.num_tokens)
             pending = self._runner.launch(plan, lambda: self._deliver_done(plan))
         except Exception as error:
             self.finish()

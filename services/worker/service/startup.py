@@ -37,22 +37,29 @@ def load_runner(
         boot_id = str(uuid.uuid4()) if place is None else place.result().generation
         return create_simulated_runner(config, directory, boot_id=boot_id, on_phase=on_phase)
     from triptych_kernels.cpu.compile import DIGEST
+    from triptych_services.worker.runner.stored.start import start_stored
 
     if DIGEST.is_file():
         # Read when torch is imported: its threads must not spin on the cores that native kernels' threads work on.
         # Where there are no native kernels spinning pays: a quarter of the throughput on a quiet machine.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    boot_id = str(uuid.uuid4())
+    if DIGEST.is_file() and (stored := start_stored(config, directory, boot_id=boot_id, on_phase=on_phase)):
+        return stored
     gc.disable()  # a tenth of this import's time would be looking for garbage among what it makes
     try:
         from triptych_services.worker.context.device import resolve_config
         from triptych_services.worker.models.choose import choose_architecture
         from triptych_services.worker.runner.startup.create import create_runner
+        from triptych_services.worker.runner.stored.store import store_later
     finally:
         gc.freeze()  # and it lives as long as the process: no collection need look at it again
         gc.enable()
     met = None if place is None else place.result()
-    boot_id = str(uuid.uuid4()) if met is None else met.generation
     resolved = resolve_config(config, choose_architecture(directory, config.model.backend))
     if met is not None:
+        boot_id = met.generation
         resolved = replace(resolved, rank=replace(resolved.rank, ranks_on_host=met.ranks_on_host))
-    return create_runner(resolved, directory, boot_id=boot_id, on_phase=on_phase, place=met)
+    runner = create_runner(resolved, directory, boot_id=boot_id, on_phase=on_phase, place=met)
+    store_later(runner, resolved, directory)
+    return runner

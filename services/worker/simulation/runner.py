@@ -124,6 +124,9 @@ class SimulatedRunner:
         """Launch one step and wait for it."""
         return self.launch(plan).wait()
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Do nothing: every plan can be launched."""
+
     def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:
         """Carry out one step; see `Runner.launch`. On one device it is done then, and `forward_ns` is the wait."""
         on_prepared()

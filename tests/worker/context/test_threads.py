@@ -20,6 +20,7 @@ from triptych_services.worker.context.device import resolve_config, use_threads
 from triptych_services.worker.models import choose
 from triptych_services.worker.runner.startup import create
 from triptych_services.worker.runner.startup.create import create_runner
+from triptych_services.worker.runner.stored import store
 from triptych_services.worker.service import startup
 
 NUM_THREADS = 3
@@ -115,6 +116,7 @@ def test_waiting_torch_threads_do_not_spin_beside_native_ones(
         monkeypatch.setenv("OMP_WAIT_POLICY", own)
     monkeypatch.setattr(startup, "resolve_model", lambda model, **_: Path())
     monkeypatch.setattr(choose, "choose_architecture", lambda directory, backend: tiny_architecture())
+    monkeypatch.setattr(store, "store_later", lambda runner, config, directory: None)
     monkeypatch.setattr(create, "create_runner", lambda *_, **__: None)
     startup.load_runner(EngineConfig(worker=WorkerConfig(device="cpu")), lambda phase, progress: None)
     assert os.environ.get("OMP_WAIT_POLICY") == policy

@@ -56,6 +56,9 @@ class HeldRunner:
         self.refused_step = 0
         self.failure: Exception | None = None
 
+    def prepare(self, plan: StepPlan) -> None:
+        pass
+
     def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> HeldStep:
         on_prepared()
         if self.failure is not None:

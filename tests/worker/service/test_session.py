@@ -58,6 +58,9 @@ class StepCounter:
             max_steps_in_flight=4,
         )
 
+    def prepare(self, plan: StepPlan) -> None:
+        pass
+
     def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
         on_prepared()
         return CompletedStep(self.execute(plan))

@@ -44,9 +44,11 @@ from triptych_services.worker.runner.model_runner import ModelRunner
 from triptych_services.worker.runner.pipeline_stage import create_stage
 from triptych_services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
 from triptych_services.worker.runner.startup.facts import worker_facts
-from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, view_kv_cache
 from triptych_services.worker.runner.startup.memory_plan import plan_memory
 from triptych_services.worker.runner.startup.warm_up import warm_up
+from triptych_services.worker.runner.stored.runner import HeldState
+from triptych_services.worker.runner.stored.start import check_identity
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 
 log = logging.getLogger(__name__)
@@ -111,6 +113,27 @@ def create_runner(
     return factory.sleepable(model, activation_bytes=kv.activation_bytes)
 
 
+def resume_runner(
+    config: ResolvedConfig, directory: Path, facts: WorkerFacts, held: HeldState, on_phase: PhaseChange
+) -> SleepableRunner:
+    """Load the model and go on for a runner of its stored program, in the rows and the KV cache of that one.
+
+    Args:
+        facts: Those of that runner.
+        on_phase: Called whenever the new one wakes.
+
+    Raises:
+        ModelError: The checkpoint's files hold another model.
+    """
+    group = create_rank_group(config, None)
+    use_threads(config.engine.worker.num_threads)
+    checkpoint, identity = _open(config, directory)
+    check_identity(facts, identity.fingerprint, identity.weights)
+    model = _load(config, checkpoint, group, lambda phase, progress: None)
+    factory = RunnerFactory(config, directory, facts, group, on_phase, held)
+    return factory.sleepable(model, activation_bytes=0)
+
+
 class RunnerFactory:
     """Loads a model again and creates its runner, as often as a worker wakes. The `SleepableRunner` owns it."""
 
@@ -121,16 +144,19 @@ class RunnerFactory:
         facts: WorkerFacts,
         group: RankGroup,
         on_phase: PhaseChange,
+        held: HeldState | None = None,
     ) -> None:
         """
         Args:
             facts: Those of the worker with the weights that are loaded first.
+            held: State of a runner that the first one goes on for; None: there is none.
         """
         self._config = config
         self._directory = directory
         self._facts = facts
         self._group = group
         self._on_phase = on_phase
+        self._held = held
         self._device = torch.device(config.rank.device)
         self._grammars = GrammarCompiler(
             directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
@@ -158,9 +184,12 @@ class RunnerFactory:
         """Create the runner of a loaded model, with all its memory."""
         config, stages = self._config, self._group.stages
         stage = None if stages is None else create_stage(config, stages)
+        held, shape = self._held, self._facts.kv
         runner = ModelRunner(
             model=model,
-            kv_caches=allocate_kv_cache(self._facts.kv, self._device),
+            kv_caches=allocate_kv_cache(shape, self._device)
+            if held is None
+            else view_kv_cache(shape, held.kv_memory),
             facts=self._facts,
             attention=create_attention(config),
             enforce_eager=config.engine.worker.enforce_eager,
@@ -169,6 +198,7 @@ class RunnerFactory:
             stage=stage,
             max_graph_tokens=graph_token_limit(config.architecture),
             grammars=self._grammars,
+            held=held,
         )
         if not runner.computes_with_torch:
             leave_cores_to_kernels()
@@ -193,7 +223,13 @@ class RunnerFactory:
         )
 
     def warm_up(self, runner: ModelRunner) -> None:
-        """Prepare a runner for step 1, which all ranks do together."""
+        """Prepare a runner for step 1, which all ranks do together.
+
+        One that goes on with rows computes their next step.
+        """
+        if self._held is not None:
+            self._held = None
+            return
         self._on_phase(Phase.WARMING, 0.0)
         started = time.perf_counter()
         if self._config.engine.worker.graph_capture == "startup":

@@ -9,6 +9,8 @@ request holds which block.
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_services.worker.attention.base import KvCache
 from triptych_services.worker.context.device import TORCH_DTYPES
+from triptych_services.worker.runner.startup.kv_plan import kv_parts
 
 _KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
@@ -35,6 +38,22 @@ def allocate_kv_cache(shape: KvShape, device: torch.device) -> tuple[KvCache, ..
             _allocate(scales_shape, torch.float32, device) if dtype in LARGEST_ELEMENT else None,
         )
         for _ in range(shape.num_layers)
+    )
+
+
+def view_kv_cache(shape: KvShape, memory: mmap.mmap) -> tuple[KvCache, ...]:
+    """Return the caches of all layers in memory that `kv_parts` divides, on the CPU."""
+    scales_shape = (shape.num_blocks, 2, shape.num_kv_heads, shape.block_size)
+    tensors: dict[str, Tensor] = {}
+    for name, start, num_bytes in kv_parts(shape):
+        part = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)
+        if name.endswith("blocks"):
+            tensors[name] = part.view(_KV_DTYPES[shape.dtype]).view(*scales_shape, shape.head_dim)
+        else:
+            tensors[name] = part.view(torch.float32).view(scales_shape)
+    return tuple(
+        KvCache(tensors[f"{layer}.blocks"], tensors.get(f"{layer}.scales"))
+        for layer in range(shape.num_layers)
     )
 
 

@@ -11,6 +11,8 @@ from triptych_services.worker.parallel.shares import share_kv_heads, stage_layer
 
 _MIN_BLOCKS = 2  # the null block and one that a request can hold
 _MIB = 1 << 20
+_SCALED_DTYPES, _SCALE_BYTES = ("int8", "float8_e4m3fn"), 4
+_PART_ALIGNMENT = 1 << 21  # a huge page
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +97,17 @@ def _check_num_blocks(num_blocks: int, block_bytes: int, free_bytes: int) -> int
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / _MIB:.1f} MiB"
+
+
+def kv_parts(shape: KvShape) -> list[tuple[str, int, int]]:
+    """Return the name, the start and the bytes of each layer's blocks and scales in one piece of memory."""
+    vectors = shape.num_blocks * 2 * shape.num_kv_heads * shape.block_size
+    bytes_of_all = shape.block_bytes * shape.num_blocks // shape.num_layers
+    scale_bytes = vectors * _SCALE_BYTES if shape.dtype in _SCALED_DTYPES else 0
+    parts, end = [], 0
+    for layer in range(shape.num_layers):
+        for name, num_bytes in (("blocks", bytes_of_all - scale_bytes), ("scales", scale_bytes)):
+            if num_bytes:
+                parts.append((f"{layer}.{name}", end, num_bytes))
+                end += -(-num_bytes // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    return parts

@@ -42,6 +42,19 @@ def warm_up(runner: StepRunner) -> None:
     runner.reset()
 
 
+def warm_up_plainly(runner: StepRunner) -> None:
+    """Run a small prefill and a decode without options, in which the system backs the memory that they touch."""
+    facts = runner.facts
+    num_prompt = min(_NUM_TOKENS, facts.max_num_batched_tokens, facts.model.max_model_len - 2)
+    if num_prompt < 1:
+        return
+    block_ids = np.arange(1, num_prompt // facts.kv.block_size + 2, dtype=np.uint32)
+    runner.reset()
+    runner.execute(_first_step(1, num_prompt, block_ids, SamplingParams(temperature=0.0)))
+    runner.execute(StepPlan(step_id=2, last_result_seen=1))
+    runner.reset()
+
+
 def _first_step(step_id: int, num_tokens: int, block_ids: U32, sampling: SamplingParams) -> StepPlan:
     """Return the plan of a step in which a request enters with its whole prompt, and the request before it leaves."""
     row = NewRow(

@@ -1,0 +1,210 @@
+"""A runner of a stored program, which imports torch when a request or an operator needs more. Needs no torch.
+
+    stored      rows, inputs, KV cache | program and constants          greedy and sampled tokens
+    resumed     the same rows and cache | a `SleepableRunner`             everything
+
+It changes once, between two steps, and the requests that it serves do not notice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.errors import ProtocolViolation
+from triptych.types.facts import SleepLevel, WorkerFacts
+from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
+from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
+from triptych_kernels.cpu.huge_pages import map_zeros
+from triptych_kernels.cpu.stored_program import BoundProgram, StoredProgram
+from triptych_services.worker.kv_transfer.base import BlockStore
+from triptych_services.worker.runner.base import CompletedStep, PendingStep, Runner, do_nothing
+from triptych_services.worker.runner.publish import publish
+from triptych_services.worker.runner.request_rows import RequestRows, StepRows, create_rows
+from triptych_services.worker.runner.startup.kv_plan import kv_parts
+from triptych_services.worker.runner.step_inputs import StepInputs, StepSizes
+from triptych_services.worker.runner.stored.image import Image
+from triptych_services.worker.sampling.params import PARAM_COLUMNS
+from triptych_services.worker.sampling.sampled import NOT_FINITE, SampledTokens
+
+log = logging.getLogger(__name__)
+
+INPUT, KV_CACHE, BUFFERS, CONSTANTS = "input.", "kv.", "buffers", "constants"
+"""Names of regions, or how they begin."""
+TOKEN_IDS = 1
+"""Number of the output with the chosen tokens; the others are logits and hidden states."""
+
+_OF_OTHERS = frozenset(
+    (
+        *PARAM_COLUMNS, "n", "max_tokens", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+        "repetition_detection", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+        "output_kind",
+    )
+)  # fmt: skip
+"""Fields that a program takes as columns, or that other tiers act on."""
+_DEMANDING = tuple((name, spec.default) for name, spec in SAMPLING_FIELDS.items() if name not in _OF_OTHERS)
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Return whether a program alone serves these parameters."""
+    return all(getattr(params, name) == default for name, default in _DEMANDING)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldState:
+    """What a runner goes on with where another has stopped."""
+
+    rows: RequestRows
+    kv_memory: mmap.mmap
+    """Memory of the KV cache, as `kv_parts` divides it."""
+    last_step_id: int
+
+
+class StoredRunner(Runner):
+    """Owned by the worker's runner thread."""
+
+    def __init__(self, image: Image, facts: WorkerFacts, *, resume: Callable[[HeldState], Runner]) -> None:
+        """
+        Args:
+            resume: Creates the runner that serves everything, and goes on with this one's state.
+
+        Raises:
+            AttributeError, KeyError, ValueError: The program does not fit to this process.
+        """
+        self._facts = facts
+        self._resume = resume
+        self._rows = create_rows(facts)
+        self._inputs = StepInputs(
+            max_num_seqs=facts.max_num_seqs,
+            max_num_batched_tokens=facts.max_num_batched_tokens,
+            max_blocks=self._rows.block_table.shape[1],
+        )
+        _, last_start, last_bytes = kv_parts(facts.kv)[-1]
+        self._kv_memory = map_zeros(last_start + last_bytes)
+        self._program: _LoadedProgram | None = _LoadedProgram(image, facts, self._inputs, self._kv_memory)
+        self._last_step_id = 0
+        self._full: Runner | None = None
+        """The runner that serves everything; None until something needs it."""
+
+    @property
+    def facts(self) -> WorkerFacts:
+        return self._facts if self._full is None else self._full.facts
+
+    @property
+    def has_resumed(self) -> bool:
+        """Whether torch computes what a program does not."""
+        return self._full is not None
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Let another runner take over before a row enters that a program does not serve."""
+        if self._full is None and not all(is_plain(row.sampling) for row in plan.new_rows):
+            self._resumed("a request needs more than a stored program")
+
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:
+        """Launch one step; see `Runner.launch`."""
+        if self._full is not None:
+            return self._full.launch(plan, on_prepared)
+        return self._compute(plan, on_prepared)
+
+    def _compute(self, plan: StepPlan, on_prepared: Callable[[], None]) -> PendingStep:
+        assert self._program is not None, "dropped when another runner has taken over"
+        if plan.step_id != self._last_step_id + 1:
+            raise ProtocolViolation(
+                f"step_id: {plan.step_id} came after {self._last_step_id}; expected {self._last_step_id + 1}"
+            )
+        started = time.perf_counter_ns()
+        step = self._rows.apply(plan)
+        self._last_step_id = plan.step_id
+        if not step.slots.size:
+            timings = StepTimings(prepare_ns=time.perf_counter_ns() - started)
+            return CompletedStep(
+                StepResult(plan.step_id, empty_u32(), row_errors=step.row_errors, timings=timings)
+            )
+        sizes = self._inputs.gather(self._rows, step)
+        on_prepared()
+        prepared = time.perf_counter_ns()
+        sampled = _sampled(self._program.run(sizes))
+        forwarded = time.perf_counter_ns()
+        self._advance(step, sampled)
+        timings = StepTimings(
+            prepare_ns=prepared - started,
+            forward_ns=forwarded - prepared,
+            sample_ns=time.perf_counter_ns() - forwarded,
+        )
+        return CompletedStep(publish(plan.step_id, step, self._rows.slot_version, sampled, timings))
+
+    def _advance(self, step: StepRows, sampled: SampledTokens) -> None:
+        self._rows.advance(step)
+        self._rows.record(step, sampled.token_ids)
+
+    def reset(self) -> None:
+        """Forget every row and expect step 1; see `Runner.reset`."""
+        if self._full is not None:
+            self._full.reset()
+            return
+        self._rows.clear()
+        self._last_step_id = 0
+
+    def block_store(self) -> BlockStore:
+        return self._resumed("blocks are transferred").block_store()
+
+    def sleep(self, level: SleepLevel) -> int:
+        return self._resumed("it is put to sleep").sleep(level)
+
+    def wake(self) -> None:
+        self._resumed("it wakes").wake()
+
+    def _resumed(self, why: str) -> Runner:
+        """Return the runner that serves everything, created at the first call."""
+        if self._full is None:
+            started = time.perf_counter()
+            self._full = self._resume(HeldState(self._rows, self._kv_memory, self._last_step_id))
+            self._program = None  # its memory is freed
+            log.info("torch serves from now on, after %.1f s: %s", time.perf_counter() - started, why)
+        return self._full
+
+
+class _LoadedProgram:
+    """A program with its memory."""
+
+    def __init__(self, image: Image, facts: WorkerFacts, inputs: StepInputs, kv_memory: mmap.mmap) -> None:
+        sizes = {region.name: region.num_bytes for region in image.program.regions}
+        buffers = map_zeros(max(sizes[BUFFERS], 1))
+        arrays = {f"{INPUT}{name}": array for name, array in inputs.arrays.items()}
+        for name, array in arrays.items():
+            if sizes.get(name, array.nbytes) != array.nbytes:
+                raise ValueError(f"{name} has {array.nbytes} bytes, and {sizes[name]} in the program")
+        own = {BUFFERS: buffers, CONSTANTS: image.constants, KV_CACHE: kv_memory}
+        self._kept = {name: np.frombuffer(memory, np.uint8) for name, memory in own.items()}
+        addresses = {name: int(array.ctypes.data) for name, array in {**arrays, **self._kept}.items()}
+        for name, start, _ in kv_parts(facts.kv):
+            addresses[f"{KV_CACHE}{name}"] = addresses[KV_CACHE] + start
+        self._program = BoundProgram(image.program, addresses)
+        self._token_ids = self._output(image.program, TOKEN_IDS)
+
+    def _output(self, program: StoredProgram, number: int) -> NDArray[np.int64]:
+        """Return an output that is a column of int64."""
+        output = program.outputs[number]
+        if output.dtype != "int64" or len(output.shape) != 1:
+            raise ValueError(f"output {number} is {output.dtype} {list(output.shape)}, not token ids")
+        memory = (ctypes.c_int64 * output.shape[0]).from_address(self._program.address(output))
+        return np.ctypeslib.as_array(memory)
+
+    def run(self, sizes: StepSizes) -> NDArray[np.int64]:
+        """Compute the step in the inputs, and return a copy of the chosen tokens, [num_sampling]."""
+        self._program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
+        return self._token_ids[: sizes.num_sampling].copy()
+
+
+def _sampled(token_ids: NDArray[np.int64]) -> SampledTokens:
+    """Return the tokens; a row without a choice fails, since its logits are not finite."""
+    failed = np.flatnonzero(token_ids < 0)
+    token_ids[failed] = 0
+    return SampledTokens(token_ids, None, tuple((int(row), NOT_FINITE) for row in failed))

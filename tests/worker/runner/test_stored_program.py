@@ -1,0 +1,291 @@
+"""A start from a stored program: the same tokens without torch, everything else with it, and files that are refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.worker.models.checkpoints import SIZES, greedy_tokens, random_prompts, save_checkpoint
+from tests.worker.runner.stored_start import config_of, decode, enter, start
+from triptych.checkpoint.config_json import read_architecture
+from triptych.config import EngineConfig
+from triptych.types.facts import SleepLevel
+from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
+from triptych.types.step import StepPlan
+from triptych_kernels.cpu.library import isa
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.context.machine import machine_directory
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup.create import create_runner
+from triptych_services.worker.runner.stored import image
+from triptych_services.worker.runner.stored.image import make_room
+from triptych_services.worker.runner.stored.runner import StoredRunner, is_plain
+from triptych_services.worker.runner.stored.start import programs_directory
+from triptych_services.worker.runner.stored.store import store, store_later
+
+pytestmark = pytest.mark.skipif(not isa(), reason="programs are recorded for the native kernels")
+
+NUM_NEW = 8
+PROMPTS = random_prompts(5, 3, 9)
+FLAGS: dict[str, Any] = {
+    "model.model": "somewhere/tiny",
+    "model.dtype": "float32",
+    "model.quantization": "none",
+    "cache.block_size": 8,
+    "cache.num_blocks": 33,
+    "scheduler.max_num_seqs": 5,
+    "scheduler.max_num_batched_tokens": 32,
+    "worker.device": "cpu",
+    "worker.num_threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Return a checkpoint and transformers' model of it."""
+    directory = tmp_path_factory.mktemp("tiny")
+    return directory, save_checkpoint(LlamaForCausalLM(LlamaConfig(**SIZES)), directory)
+
+
+@pytest.fixture
+def directory(tiny: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the checkpoint; programs are stored in a directory of the test's own."""
+    own, known = tmp_path / "machine", machine_directory()
+    own.mkdir()
+    for file in known.glob("*.json"):  # else each test measures the machine
+        shutil.copy(file, own)
+    monkeypatch.setenv("TRIPTYCH_MACHINE_DIR", str(own))
+    return tiny[0]
+
+
+def ordinary(config: EngineConfig, directory: Path) -> SleepableRunner:
+    resolved = resolve_config(config, read_architecture(directory))
+    return create_runner(resolved, directory, boot_id="b", on_phase=lambda phase, progress: None)
+
+
+def leave_program(config: EngineConfig, directory: Path) -> Path:
+    """Store the program of an ordinary start, and return its file."""
+    resolved = resolve_config(config, read_architecture(directory))
+    path = store(ordinary(config, directory), resolved, directory)
+    assert path is not None
+    return path
+
+
+def in_process_without_torch(flags: dict[str, Any], directory: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.worker.runner.stored_start"]
+    arguments = [json.dumps(flags), str(directory), str(NUM_NEW), json.dumps(PROMPTS)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_float32_without_torch_gives_the_tokens_of_transformers(
+    tiny: tuple[Path, Any], directory: Path
+) -> None:
+    leave_program(config_of(FLAGS), directory)
+    found = in_process_without_torch(FLAGS, directory)
+    assert found["tokens"] == [greedy_tokens(tiny[1], prompt, NUM_NEW) for prompt in PROMPTS]
+    assert not found["has_torch"]
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+def test_q4_without_torch_gives_the_tokens_of_a_fresh_recording(directory: Path, cache_dtype: str) -> None:
+    flags = FLAGS | {"model.quantization": "q4", "cache.dtype": cache_dtype}
+    expected = decode(ordinary(config_of(flags), directory), PROMPTS, NUM_NEW)
+    leave_program(config_of(flags), directory)
+    found = in_process_without_torch(flags, directory)
+    assert found == {"tokens": expected, "has_torch": False}
+
+
+def test_sampled_tokens_and_facts_are_those_of_an_ordinary_start(directory: Path) -> None:
+    config = config_of(FLAGS)
+    leave_program(config, directory)
+    fresh, stored = ordinary(config, directory), started(config, directory)
+    sampling = SamplingParams(temperature=0.9, top_p=0.8, top_k=20, min_p=0.01, ignore_eos=True)
+    assert decode(stored, PROMPTS, NUM_NEW, sampling) == decode(fresh, PROMPTS, NUM_NEW, sampling)
+    assert not stored.has_resumed
+    for name in ("model", "kv", "max_num_seqs", "kernels", "weight_bytes", "device_name", "num_stages"):
+        mine, theirs = getattr(stored.facts, name), getattr(fresh.facts, name)
+        if name == "kv":  # what is free changes
+            mine, theirs = mine.num_blocks, theirs.num_blocks
+        assert mine == theirs, name
+
+
+def started(config: EngineConfig, directory: Path) -> StoredRunner:
+    runner = start(config, directory)
+    assert isinstance(runner, StoredRunner)
+    return runner
+
+
+def test_a_request_that_needs_more_does_not_disturb_the_others(
+    tiny: tuple[Path, Any], directory: Path
+) -> None:
+    config = config_of(FLAGS)
+    leave_program(config, directory)
+    runner = started(config, directory)
+    decode(runner, PROMPTS[:2], 3)
+    asks = SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.0)
+    plan = StepPlan(
+        step_id=4,
+        last_result_seen=3,
+        new_rows=(enter(2, PROMPTS[2], 4, asks),),
+        chunk_slots=np.array([2], np.uint32),
+        chunk_lengths=np.array([len(PROMPTS[2])], np.uint32),
+    )
+    results = [runner.execute(plan)]
+    assert runner.has_resumed
+    results += [
+        runner.execute(StepPlan(step_id=step, last_result_seen=step - 1)) for step in range(5, NUM_NEW + 1)
+    ]
+    tokens = np.stack([result.token_ids for result in results], axis=1).tolist()
+    expected = [greedy_tokens(tiny[1], prompt, NUM_NEW) for prompt in PROMPTS]
+    assert tokens == [expected[0][3:], expected[1][3:], expected[2][: NUM_NEW - 3]]
+    assert results[0].logprobs is not None
+    assert results[0].logprobs.rows.tolist() == [2]
+
+
+def test_it_sleeps_and_wakes(tiny: tuple[Path, Any], directory: Path) -> None:
+    config = config_of(FLAGS)
+    leave_program(config, directory)
+    runner = started(config, directory)
+    runner.sleep(SleepLevel.WEIGHTS_DROPPED)
+    runner.wake()
+    assert decode(runner, PROMPTS[:1], NUM_NEW) == [greedy_tokens(tiny[1], PROMPTS[0], NUM_NEW)]
+
+
+def cut(content: bytearray) -> bytearray:
+    return content[:-100]
+
+
+def cut_in_header(content: bytearray) -> bytearray:
+    return content[:200]
+
+
+def longer(content: bytearray) -> bytearray:
+    return content + b"more"
+
+
+def damaged(content: bytearray) -> bytearray:
+    content[300] ^= 1
+    return content
+
+
+def foreign(content: bytearray) -> bytearray:
+    return bytearray(b"something else" * 1000)
+
+
+@pytest.mark.parametrize("change", [cut, cut_in_header, longer, damaged, foreign])
+def test_a_file_that_is_not_whole_is_refused_and_written_anew(
+    directory: Path, change: Callable[[bytearray], bytearray], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(FLAGS)
+    path = leave_program(config, directory)
+    path.write_bytes(change(bytearray(path.read_bytes())))
+    assert start(config, directory) is None
+    assert "is not used, and is written anew" in caplog.text
+    assert leave_program(config, directory) == path
+    assert start(config, directory) is not None
+
+
+def test_the_program_of_another_key_is_refused(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One file is copied to the name of the other, as by hand."""
+    one, other = config_of(FLAGS), config_of(FLAGS | {"scheduler.max_num_seqs": 4})
+    paths = [leave_program(config, directory) for config in (one, other)]
+    assert paths[0] != paths[1]
+    shutil.copy(paths[0], paths[1])
+    assert start(other, directory) is None
+    assert "it is of another key" in caplog.text
+
+
+@pytest.fixture
+def changed(tiny: tuple[Path, Any], tmp_path: Path) -> Iterator[Path]:
+    """A copy of the checkpoint, to be changed."""
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny[0], copy)
+    return copy
+
+
+def test_a_checkpoint_with_other_weights_is_recorded_anew(directory: Path, changed: Path) -> None:
+    config = config_of(FLAGS)
+    leave_program(config, changed)
+    assert start(config, changed) is not None
+    weights = changed / "model.safetensors"
+    stat, content = weights.stat(), bytearray(weights.read_bytes())
+    content[-8:] = bytes(8)
+    weights.write_bytes(content)
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # only its bytes differ
+    assert start(config, changed) is None
+
+
+def test_nothing_is_stored_where_that_is_off(directory: Path) -> None:
+    config = config_of(FLAGS | {"worker.stored_programs_gib": 0})
+    resolved = resolve_config(config, read_architecture(directory))
+    assert store_later(ordinary(config, directory), resolved, directory) is None
+    assert not programs_directory().exists()
+
+
+def test_a_program_above_the_limit_is_not_stored(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = config_of(FLAGS | {"worker.stored_programs_gib": 1e-6})
+    resolved = resolve_config(config, read_architecture(directory))
+    assert store(ordinary(config, directory), resolved, directory) is None
+    assert "worker.stored_programs_gib = 1e-06" in caplog.text
+
+
+def test_a_full_disk_leaves_nothing_and_is_no_failure(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(image.os, "fsync", fail)
+    config = config_of(FLAGS)
+    resolved = resolve_config(config, read_architecture(directory))
+    thread = store_later(ordinary(config, directory), resolved, directory)
+    assert thread is not None
+    thread.join(60)
+    assert "cannot be stored" in caplog.text
+    assert "No space left" in caplog.text
+    assert list(programs_directory().iterdir()) == []
+
+
+def test_files_that_were_not_used_for_longest_make_room(tmp_path: Path) -> None:
+    for age, name in enumerate(("new", "middle", "old")):
+        file = tmp_path / f"{name}.program"
+        file.write_bytes(bytes(100))
+        os.utime(file, (1000.0 - age, 1000.0 - age))
+    assert make_room(tmp_path, 150, 300, now_s=2000.0)
+    assert [file.name for file in tmp_path.iterdir()] == ["new.program"]
+    assert not make_room(tmp_path, 301, 300, now_s=2000.0)
+    assert (tmp_path / "new.program").exists()
+
+
+OF_THE_WORKER = {
+    **{
+        name: spec.trial
+        for name, spec in SAMPLING_FIELDS.items()
+        if spec.trial is not None and not spec.column
+    },
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logprob_token_ids": (3,),
+    "thinking_token_budget": 5,
+}
+
+
+@pytest.mark.parametrize("name", sorted(OF_THE_WORKER))
+def test_what_takes_torch_is_not_plain(name: str) -> None:
+    assert is_plain(SamplingParams(temperature=0.7, top_k=5, stop=["x"], max_tokens=9, seed=1))
+    assert not is_plain(SamplingParams(**{name: OF_THE_WORKER[name]}))
