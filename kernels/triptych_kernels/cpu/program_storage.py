@@ -27,7 +27,7 @@ _ADDRESS_KINDS = "PQ"  # of fields, see kernel.h
 
 
 class NotStorable(Exception):
-    """A program reads memory that nobody has named; says which kernel."""
+    """A program reads memory without a name; says which kernel."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -78,7 +78,7 @@ class ModelRunner(StepRunner):
             stage: The part of the layers that `model` is, computed without a `stream`; None: all of them.
             max_graph_tokens: Number of tokens of the longest step with prompts that an asynchronous device records.
             grammars: Compiler of structured outputs, which may outlive the runner; None: they are refused.
-            held: State of the runner to go on for, whose cache `kv_caches` are; None: there is none.
+            held: State of the runner to go on for; `kv_caches` are its cache then. None: there is none.
         """
         self._group = group or OneRank()
         self._kv_caches = kv_caches

@@ -36,7 +36,7 @@ _ABANDONED_S = 3600.0  # a file that is still written changes more often
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """What a start would learn from the checkpoint."""
+    """The facts that a start would learn from the checkpoint."""
 
     fingerprint: str
     weights: str

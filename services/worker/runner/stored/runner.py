@@ -59,7 +59,7 @@ def is_plain(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldState:
-    """What a runner goes on with where another has stopped."""
+    """The state with which a runner goes on where another has stopped."""
 
     rows: RequestRows
     kv_memory: mmap.mmap
