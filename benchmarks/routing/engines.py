@@ -65,7 +65,8 @@ def start_frontend(stack: ExitStack, ports: Sequence[int], **options: object) ->
     flags = {**own, "engine_addresses": addresses, **options}
     texts = [f"--frontend.{name.replace('_', '-')}={value}" for name, value in flags.items()]
     texts += ["--simulation.enabled=true", "--log.level=warning"]
-    frontend = ServiceProcess("triptych_services.frontend", texts, os.environ, lambda line: None)
+    frontend = ServiceProcess("triptych_services.frontend", os.environ, lambda line: None)
+    frontend.begin(texts)
     stack.callback(frontend.kill)
     return frontend
 

@@ -19,6 +19,7 @@ from triptych.errors import ConfigError, EngineUnavailable
 from triptych.launcher import child
 from triptych.launcher.local_cluster import MAX_RESTARTS, LocalCluster, dial_address
 from triptych.launcher.ports import with_free_ports
+from triptych.launcher.process import ServiceProcess
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("worker", "enginecore", "frontend")
@@ -182,6 +183,50 @@ def test_a_child_whose_parent_is_gone_does_not_start():
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode != 0
     assert "is gone" in ended.stderr
+
+
+def test_a_child_without_arguments_does_not_start():
+    command = [sys.executable, "-m", "triptych.launcher.child", str(os.getpid()), FAKES["worker"]]
+    ended = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert ended.returncode != 0
+    assert "has given no arguments" in ended.stderr
+
+
+def test_a_service_waits_for_its_flags(monkeypatch):
+    lines = []
+    process = ServiceProcess(FAKES["worker"], os.environ, lines.append)
+    try:
+        time.sleep(0.3)
+        assert (process.has_begun, process.poll(), process.read_ports()) == (False, None, None)
+        process.begin(["--worker.port=0"])
+        deadline = time.monotonic() + TIMEOUT_S
+        while (ports := process.read_ports()) is None:
+            assert process.poll() is None, lines
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert process.has_begun
+        assert ports["port"] > 0
+    finally:
+        process.kill()
+        while process.poll() is None:
+            time.sleep(0.02)
+
+
+def test_all_services_start_before_the_first_has_bound():
+    """Their modules are imported at the same time."""
+    cluster = Cluster()
+    cluster.start()
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(cluster.pids) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert cluster.config.worker.port == 0  # not known yet
+        cluster.wait_bound(TIMEOUT_S)
+    finally:
+        cluster.stop()
 
 
 def test_addresses_to_dial():

@@ -43,7 +43,8 @@ def recorded_worker(path: Path) -> Iterator[RecordedWorker]:
         raise ConfigError(f"journal {path}: no worker was ever ready, and no step planned")
     options = {option.env for option in iter_options()} | {CONFIG_FILE_ENV}
     env = {name: text for name, text in os.environ.items() if name not in options}
-    process = ServiceProcess("triptych_services.worker", _flags(config, ready.facts), env, lambda line: None)
+    process = ServiceProcess("triptych_services.worker", env, lambda line: None)
+    process.begin(_flags(config, ready.facts))
     try:
         yield RecordedWorker(f"127.0.0.1:{_wait_for_port(process)}", lambda: process.poll() is None)
     except EngineUnavailable as error:

@@ -1,4 +1,7 @@
-"""`python -m triptych.launcher.child PARENT_PID MODULE …`: run a module that dies with its parent.
+"""`python -m triptych.launcher.child PARENT_PID MODULE`: run a module that dies with its parent.
+
+Its arguments come on stdin, as a list in JSON, when the parent knows them. Until then it imports what the module needs,
+so that the services of a stack, each of which needs an address of another one, start at the same time.
 
 A program of its own instead of a preexec_fn: code between fork and exec of a process with threads may
 deadlock, and only the child can set its own parent-death signal.
@@ -6,7 +9,11 @@ deadlock, and only the child can set its own parent-death signal.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
+import importlib.util
+import json
 import os
 import runpy
 import signal
@@ -28,8 +35,28 @@ def main() -> None:
         raise OSError("prctl(PR_SET_PDEATHSIG) was refused; the process would outlive its parent")
     if os.getppid() != parent_pid:  # it died before the call took effect
         raise SystemExit(f"{module}: process {parent_pid}, which started this one, is gone")
-    sys.argv[:] = sys.argv[2:]
+    import_ahead(module)
+    try:
+        arguments = json.load(sys.stdin)
+    except ValueError:
+        raise SystemExit(f"{module}: process {parent_pid} has given no arguments") from None
+    sys.argv[:] = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def import_ahead(service: str) -> None:
+    """Import the app of a service that is a package, without looking for garbage in what is made to stay: a tenth of
+    the time."""
+    spec = importlib.util.find_spec(service)
+    if spec is None or spec.submodule_search_locations is None:
+        return
+    gc.disable()
+    try:
+        with contextlib.suppress(ImportError):  # the run that follows says what is missing
+            importlib.import_module(f"{service}.app")
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def end_with_parent(parent_pid: int) -> None:

@@ -80,8 +80,9 @@ class _Service:
 class LocalCluster:
     """Worker, engine core and frontend, in this order, each with the address of the one before it.
 
-    A supervisor thread starts them, watches them and starts again the one that died, on the ports that it
-    had. All of them get SIGTERM from the kernel should this process die. Fixed or free (0) ports alike.
+    A supervisor thread starts them, watches them and starts again the one that died, on the ports that it had. They
+    import their modules at the same time; each runs when the address that it needs is known. All of them get
+    SIGTERM from the kernel should this process die. Fixed or free (0) ports alike.
 
     Every method may be called from any thread.
     """
@@ -271,26 +272,31 @@ class LocalCluster:
         processes, rank = service.processes, service.num_bound
         if any(process.poll() is not None for process in processes):
             self._handle_death(service, self._end_rest(processes))
-        elif rank < len(processes):
-            if (ports := processes[rank].read_ports()) is not None:
-                service.num_bound += 1
-                if rank == 0:
-                    service.ports = ports
-        elif (
-            rank < service.num_processes
-            and time.monotonic() >= service.start_at
-            and (upstream is None or upstream.ports)
-        ):
-            # the ranks behind the first, which they dial, are started when it has bound
-            ranks = range(1) if rank == 0 else range(rank, service.num_processes)
-            processes += [self._start(service, rank) for rank in ranks]
+            return
+        if not processes and time.monotonic() >= service.start_at:
+            processes.append(self._create(service))  # it imports while it waits for its flags
+        if rank == service.num_processes or not processes or (upstream is not None and not upstream.ports):
+            return
+        if rank == len(
+            processes
+        ):  # the ranks behind the first, which they dial, are started when it has bound
+            processes += [self._create(service) for _ in range(rank, service.num_processes)]
+        for number, process in enumerate(processes):
+            if not process.has_begun:
+                process.begin(self._flags(service, number))
+        if (ports := processes[rank].read_ports()) is not None:
+            service.num_bound += 1
+            if rank == 0:
+                service.ports = ports
 
-    def _start(self, service: _Service, rank: int) -> ServiceProcess:
+    def _create(self, service: _Service) -> ServiceProcess:
+        return ServiceProcess(service.module, self._env, self._on_log_line)
+
+    def _flags(self, service: _Service, rank: int) -> list[str]:
         config = self.config
-        flags = to_flags(config)
-        if service.num_processes > 1:
-            flags = [*to_flags(rank_config_of(config, rank)), f"--worker.rank={rank}"]
-        return ServiceProcess(service.module, flags, self._env, self._on_log_line)
+        if service.num_processes == 1:
+            return to_flags(config)
+        return [*to_flags(rank_config_of(config, rank)), f"--worker.rank={rank}"]
 
     def _end_rest(self, processes: Sequence[ServiceProcess]) -> tuple[int, ServiceProcess, Exit]:
         """End a service of which a process has died, and return the rank, process and exit that say why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -42,9 +43,8 @@ class ServiceProcess:
     Owned by the thread that created it; the child dies with that thread. `tail` may be read by others.
     """
 
-    def __init__(
-        self, module: str, flags: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None]
-    ) -> None:
+    def __init__(self, module: str, env: Mapping[str, str], on_line: Callable[[str], None]) -> None:
+        """Start to import the module, which runs once `begin` is called."""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         """Its last lines on stdout and stderr, for saying why it died."""
         self._on_line = on_line
@@ -53,14 +53,27 @@ class ServiceProcess:
         self._ready_file: Path | None = ready_file
         self._popen = subprocess.Popen(
             # -P: a directory called `triptych_services` in the user's working directory is not ours
-            [sys.executable, "-P", "-m", "triptych.launcher.child", str(os.getpid()), module,
-             *flags, f"--ready-file={ready_file}"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, "-P", "-m", "triptych.launcher.child", str(os.getpid()), module],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env=env, start_new_session=True,
         )  # fmt: skip
         self.pid = self._popen.pid
         self._reader = threading.Thread(target=self._read_lines, name=f"log-{module}", daemon=True)
         self._reader.start()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has its flags."""
+        assert self._popen.stdin is not None
+        return self._popen.stdin.closed
+
+    def begin(self, flags: Sequence[str]) -> None:
+        """Let the module run with these flags. Called once."""
+        stdin = self._popen.stdin
+        assert stdin is not None
+        # a pipe holds more than the flags, so a child that imports does not keep us; one that has died is polled
+        with contextlib.suppress(BrokenPipeError), stdin:
+            stdin.write(json.dumps([*flags, f"--ready-file={self._ready_file}"]).encode())
 
     def read_ports(self) -> dict[str, int] | None:
         """Return the ports from its ready file (port, metrics_port, …), or None if it has not bound yet.
