@@ -5,10 +5,10 @@
 //   w = scale * byte + minimum
 //
 // `Unpacked` holds that for many rows: 8 steps of 4 bytes, beside the scales, the sums of scale * byte, and minima. It
-// is all that the tile of many rows knows of a format. A stored format is a type like `Packed`, which says what group it
-// is at (StoredPanel); `unpack` does the rest. Weights that are read from a table (nf4, MXFP4, IQ4_NL) or put together
-// from planes of bits (Q5_K, Q6_K) differ in `weights` only, those with scales of larger or smaller groups in `scales`
-// and `minima`.
+// is all that the tile of many rows knows of a format. A stored format is a type like `Packed`, which gives these parts of
+// the group at hand (StoredPanel); `unpack` does the rest. Weights that are read from a table (nf4, MXFP4, IQ4_NL: a byte
+// shuffle) or put together from planes of bits (Q5_K, Q6_K) differ in `signed_weights` only, those with scales of other
+// groups in `scales` and `minima`.
 #pragma once
 
 #include <concepts>
