@@ -113,6 +113,7 @@ BY_NAME = {
     "kernels/triptych_kernels/registry.py": "an implementation of an op, from its own package",
     "services/worker/attention/flash_attn.py": "a package that need not be installed",
     "services/worker/attention/flashinfer.py": "likewise",
+    "libs/triptych/launcher/child.py": "the app of the service that it runs",
     "libs/triptych/checkpoint/families/registry.py": "a family's keys, from its own package or an installed one",
     "services/worker/models/registry.py": "a model family, from its own package",
 }
