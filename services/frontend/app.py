@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import logging
@@ -12,7 +13,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ from triptych_services.frontend.grpc.generation_servicer import SERVICE, Generat
 from triptych_services.frontend.grpc.interceptors import AuditInterceptor, KeyInterceptor
 from triptych_services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
 from triptych_services.frontend.grpc.vllm.servicer import VLLM_SERVICE, VllmServicer
+from triptych_services.frontend.http.listener import listen
 from triptych_services.frontend.offload.limited_process import child_totals
 from triptych_services.frontend.routing.discovery import EngineDiscovery
 from triptych_services.frontend.routing.policy import create_policy
@@ -67,6 +69,7 @@ log = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.0005
 _ADDRESSES = 8  # that take all connections at the default of frontend.max_connections_per_address
 _MAX_ADMIN_CONNECTIONS = 128  # on each of the two ports
+_HTTP_AFTER_S = 0.5  # without an engine HTTP says so
 
 
 class FrontendApp(ServiceApp):
@@ -115,6 +118,7 @@ class FrontendApp(ServiceApp):
             self._router, self._generator.alive, self._keys, self.server_tls
         )
         self._http_servers: list[HttpServer] = []
+        self._has_been_ready = asyncio.Event()
         self.start_background("load-tokenizer", self._load_text_model())
 
     async def start(self) -> Mapping[str, int]:
@@ -129,17 +133,27 @@ class FrontendApp(ServiceApp):
         await self._admin_server.set_ready(True)
         ports = {"admin_port": admin_port}
         if config.serve_http:
-            ports["http_port"] = await self._start_http()
+            listener = listen(config.host, config.http_port, "frontend.http_port")
+            ports["http_port"] = listener.getsockname()[1]
+            self.start_background("http", self._serve_http(listener))
         if config.serve_admin_http:
             ports["admin_http_port"] = await self._start_admin_http()
         log.info("dialing engines %s", config.engine_addresses)
-        readiness = follow_readiness(self.server, self._generator, self._router, self._started_at)
+        readiness = follow_readiness(
+            self.server, self._generator, self._router, self._started_at, self._has_been_ready.set
+        )
         self.start_background("follow-readiness", readiness)
         return ports
 
-    async def _start_http(self) -> int:
-        """Start the HTTP server and return its port."""
-        # Slow to import; the engines are dialed in the meantime.
+    async def _serve_http(self, listener: socket.socket) -> None:
+        """Serve HTTP as soon as the frontend is ready, or a little later; until then connections wait.
+
+        Its modules take 0.5 s of CPU time to import, which a worker and an engine core that start beside it need.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HTTP_AFTER_S):
+                await self._has_been_ready.wait()
+        await asyncio.to_thread(_import_http)
         from triptych_services.frontend.http.app import create_app
         from triptych_services.frontend.http.connections import ConnectionLimits
         from triptych_services.frontend.http.server import HttpServer
@@ -164,7 +178,9 @@ class FrontendApp(ServiceApp):
             ),
             tls=self.server_tls,
         )
-        return await self._serve("http", server)
+        self._http_servers.append(server)
+        await server.start(listener)
+        await server.wait_stopped()
 
     async def _start_admin_http(self) -> int:
         """Start the HTTP server of the operators' calls and return its port."""
@@ -182,17 +198,13 @@ class FrontendApp(ServiceApp):
             limits=ConnectionLimits(config.client_timeout_s, _MAX_ADMIN_CONNECTIONS),
             tls=self.server_tls,
         )
-        return await self._serve("admin-http", server)
+        self._http_servers.append(server)
+        port = await server.start()
+        self.start_background("admin-http", server.wait_stopped())
+        return port
 
     def _note_response(self, route: str, status: int) -> None:
         self._metrics.http_responses.labels(route, status).inc()
-
-    async def _serve(self, name: str, server: HttpServer) -> int:
-        """Start a server and return its port."""
-        self._http_servers.append(server)
-        port = await server.start()
-        self.start_background(name, server.wait_stopped())
-        return port
 
     async def drain(self) -> None:
         log.info("stopping: draining %d requests", self._generator.num_active)
@@ -230,14 +242,31 @@ def _load(config: EngineConfig) -> TextModel:
     )
 
 
-async def follow_readiness(server: RpcServer, generator: Generator, router: Router, started: float) -> None:
-    """Health says ready while an engine is and the tokenizer is loaded. Warn of engines that share a name."""
+def _import_http() -> None:
+    """Import what serves HTTP."""
+    import triptych_services.frontend.http.app
+    import triptych_services.frontend.http.server  # noqa: F401
+
+
+async def follow_readiness(
+    server: RpcServer,
+    generator: Generator,
+    router: Router,
+    started: float,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Health says ready while an engine is and the tokenizer is loaded. Warn of engines that share a name.
+
+    Args:
+        on_ready: Called whenever it has become ready.
+    """
     told: set[str] = set()
     while True:
         router.changed.clear()
         if generator.is_ready != server.is_ready:
             await server.set_ready(generator.is_ready)
             if generator.is_ready:
+                on_ready()
                 models = ",".join(model.name for model in generator.models())
                 log.info("ready", extra=with_fields(models=models, after_s=time.monotonic() - started))
             else:

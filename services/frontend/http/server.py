@@ -13,7 +13,6 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 
-from triptych.errors import ConfigError
 from triptych.rpc.tls import ServerTls
 from triptych_services.frontend.http.connections import (
     GOODBYE_S,
@@ -21,13 +20,11 @@ from triptych_services.frontend.http.connections import (
     ConnectionLimits,
     Connections,
 )
+from triptych_services.frontend.http.listener import BACKLOG, listen
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep an idle connection, so that they close it, not we
-# A host that vanished without a word is noticed after 30 + 3 * 10 s, for its request holds KV blocks.
-_TCP_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
 
 class HttpServer:
@@ -67,7 +64,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
         config.load()
@@ -75,13 +72,16 @@ class HttpServer:
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> int:
+    async def start(self, listener: socket.socket | None = None) -> int:
         """Bind, serve, and return the port.
+
+        Args:
+            listener: As of `listen`; None: the address is bound now.
 
         Raises:
             ConfigError: the port is taken or the address is not ours; names it.
         """
-        listener = _listen(self._host, self._port, self._option)
+        listener = listener or listen(self._host, self._port, self._option)
         port: int = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
         started = asyncio.create_task(self._server.has_started.wait())
@@ -141,28 +141,3 @@ class _Server(uvicorn.Server):
     def drop_connections(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-
-
-def _listen(host: str, port: int, option: str) -> socket.socket:
-    """A listening socket. Without SO_REUSEPORT: a second server on a port must fail, not share it."""
-    listener: socket.socket | None = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past TIME_WAIT, not past a listener
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit these
-        for keepalive, value in _TCP_KEEPALIVE:
-            listener.setsockopt(socket.IPPROTO_TCP, keepalive, value)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        raise ConfigError(
-            f"{option}: cannot bind {host}:{port} ({error.strerror}); another process has it, or the address "
-            "is not ours"
-        ) from None
-    return listener
