@@ -2,7 +2,7 @@
 
 Weights are read from memory: as many of them are multiplied in turn as no cache holds. Quantized ones are shown beside
 the limit of bfloat16. Their inputs are rounded to 16 bits; `8-bit` ones to 8 bits; `wide` ones are multiplied in
-bfloat16 themselves. Inputs of `widened` ones are float32.
+bfloat16 themselves, `wide bytes` ones in bytes. Inputs of `widened` ones are float32.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FORMS: dict[str, Form] = {
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 1024)
 WIDE_FROM = 32
 
-Arithmetic = Literal["", "8-bit", "wide"]
-"""The inputs' integers of quantized weights, 16 bits unless it says otherwise, or bfloat16."""
+Arithmetic = Literal["", "8-bit", "wide", "wide bytes"]
+"""The inputs' integers of quantized weights, 16 bits unless it says otherwise, or the arithmetic of many rows."""
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
@@ -71,7 +71,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
 def arithmetics(form: Form, num_rows: int) -> tuple[Arithmetic, ...]:
     if not isinstance(form, QuantizedFormat):
         return ("",)
-    return ("", "8-bit", "wide") if num_rows >= WIDE_FROM else ("", "8-bit")
+    if num_rows < WIDE_FROM:
+        return ("", "8-bit")
+    return ("", "8-bit", "wide", "wide bytes") if form.bits == 4 else ("", "8-bit", "wide")
 
 
 def create_weight(form: Form, out_features: int, in_features: int) -> PackedWeight:
@@ -89,7 +91,8 @@ def product_s(
     weights = weights[: max(1, 512 // num_rows)]  # many rows read little and take long
     for weight in weights:
         if isinstance(weight, QuantizedWeight):
-            weight.wide_rows = 1 if arithmetic == "wide" else NEVER
+            weight.wide_rows = 1 if arithmetic.startswith("wide") else NEVER
+            weight.wide_bits = 8 if arithmetic == "wide bytes" else 16
             weight.input_bits = 8 if arithmetic == "8-bit" else 16
     x = torch.randn(num_rows, weights[0].in_features).to(weights[0].dtype)
 
