@@ -1,4 +1,6 @@
-"""Joins calls to the call after them, which then makes their rows itself as it comes to them; see stages.h.
+"""Joins recorded calls: those that compute the same elements, and those that make rows with the call that reads them.
+
+The second kind makes the rows itself as it comes to them; see stages.h.
 
     rms_norm, quantized_linear                       ->  quantized_linear with one stage
     rotary_embedding, write_kv, paged_attention      ->  paged_attention with two
@@ -9,14 +11,17 @@ too. What falls away is a wait for all threads after each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from triptych_kernels.cpu.call_list import Ahead
 from triptych_kernels.cpu.launch import Operand, find_kernel
 from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.pointwise import Pointwise
 from triptych_kernels.cpu.recording import Buffer, Call
+from triptych_kernels.weights.packed import panel_size
 
 _MAKERS = {
     "linear": ("x", "stages"),
@@ -79,3 +84,77 @@ def _makes(call: Call, count: str, buffers: Mapping[int, Buffer]) -> bool:
     rows = call.operands()[_MAKERS[call.kernel][0]]
     assert isinstance(rows, Tensor)
     return buffers[rows.untyped_storage()._cdata].count == count
+
+
+def panels_of(fields: Mapping[str, Operand]) -> Ahead | None:
+    """Return the panels that a product reads; None for other kernels."""
+    weight, out_features = (
+        fields.get(name, fields.get(f"linear_{name}")) for name in ("weight", "out_features")
+    )
+    if not isinstance(weight, Tensor) or not isinstance(out_features, int):
+        return None
+    num_panels = -(-out_features // panel_size())
+    return Ahead(weight.data_ptr(), num_panels, weight.nbytes // num_panels)
+
+
+_LOOK_BACK = 4
+"""Calls before the last one that a call may be chained to."""
+
+
+def chain_calls(calls: Sequence[Call], kept: Collection[int]) -> list[Call]:
+    """Return the calls with those that compute the same elements one after the other made one.
+
+    A call moves before or behind others that have nothing to do with it.
+
+    Args:
+        kept: Storages that are read after the calls.
+    """
+    touched = [_storages(call) for call in calls]
+    users: dict[int, set[int]] = {}
+    for number, (read, written) in enumerate(touched):
+        for storage in read | written:
+            users.setdefault(storage, set()).add(number)
+
+    def needed_beyond(own: set[int]) -> Callable[[int], bool]:
+        return lambda storage: storage in kept or bool(users[storage] - own)
+
+    def conflict(one: set[int], other: set[int]) -> bool:
+        """Return whether calls must stay in their order."""
+        return any(
+            touched[a][1] & (touched[b][0] | touched[b][1]) or touched[a][0] & touched[b][1]
+            for a in one
+            for b in other
+        )
+
+    chains: list[tuple[Call, set[int]]] = []
+    for number, call in enumerate(calls):
+        for index in range(len(chains) - 1, max(len(chains) - 2 - _LOOK_BACK, -1), -1):
+            chain, own = chains[index]
+            if not isinstance(chain, Pointwise) or not isinstance(call, Pointwise):
+                continue
+            joined, members = chain.followed_by(call), own | {number}
+            if joined is None or not joined.storing(needed_beyond(members)).fits():
+                continue
+            between = set().union(*(others for _, others in chains[index + 1 :]))
+            if not conflict({number}, between):
+                chains[index] = joined, members
+                break
+            if not conflict(own, between):
+                del chains[index]
+                chains.append((joined, members))
+                break
+        else:
+            chains.append((call, {number}))
+    return [call.storing(needed_beyond(own)) if isinstance(call, Pointwise) else call for call, own in chains]
+
+
+def _storages(call: Call) -> tuple[set[int], set[int]]:
+    """Return the storages that a call reads, and those that it may write."""
+    if isinstance(call, Pointwise):
+        return call.storages
+    writable = find_kernel(isa(), call.kernel).writable
+    read, written = set[int](), set[int]()
+    for name, operand in call.operands().items():
+        if isinstance(operand, Tensor):
+            (written if name in writable else read).add(operand.untyped_storage()._cdata)
+    return read, written

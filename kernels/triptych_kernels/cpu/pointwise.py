@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -12,9 +12,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.launch import Operand, find_kernel
+from triptych_kernels.cpu.launch import Operand
 from triptych_kernels.cpu.library import isa, load
-from triptych_kernels.cpu.recording import Call, NotRecordable, Place
+from triptych_kernels.cpu.recording import NotRecordable, Place
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 3, torch.bool: 4}
 """Dtypes that are read and written -> `DType` in kernel.h."""
@@ -317,66 +317,3 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """
     if dtype not in ELEMENTS:
         raise NotRecordable(f"{name}: no native kernel computes with {dtype}")
-
-
-_LOOK_BACK = 4
-"""Calls before the last one that a call may be chained to."""
-
-
-def chain_calls(calls: Sequence[Call], kept: Collection[int]) -> list[Call]:
-    """Return the calls with those that compute the same elements one after the other made one.
-
-    A call moves before or behind others that have nothing to do with it.
-
-    Args:
-        kept: Storages that are read after the calls.
-    """
-    touched = [_storages(call) for call in calls]
-    users: dict[int, set[int]] = {}
-    for number, (read, written) in enumerate(touched):
-        for storage in read | written:
-            users.setdefault(storage, set()).add(number)
-
-    def needed_beyond(own: set[int]) -> Callable[[int], bool]:
-        return lambda storage: storage in kept or bool(users[storage] - own)
-
-    def conflict(one: set[int], other: set[int]) -> bool:
-        """Return whether calls must stay in their order."""
-        return any(
-            touched[a][1] & (touched[b][0] | touched[b][1]) or touched[a][0] & touched[b][1]
-            for a in one
-            for b in other
-        )
-
-    chains: list[tuple[Call, set[int]]] = []
-    for number, call in enumerate(calls):
-        for index in range(len(chains) - 1, max(len(chains) - 2 - _LOOK_BACK, -1), -1):
-            chain, own = chains[index]
-            if not isinstance(chain, Pointwise) or not isinstance(call, Pointwise):
-                continue
-            joined, members = chain.followed_by(call), own | {number}
-            if joined is None or not joined.storing(needed_beyond(members)).fits():
-                continue
-            between = set().union(*(others for _, others in chains[index + 1 :]))
-            if not conflict({number}, between):
-                chains[index] = joined, members
-                break
-            if not conflict(own, between):
-                del chains[index]
-                chains.append((joined, members))
-                break
-        else:
-            chains.append((call, {number}))
-    return [call.storing(needed_beyond(own)) if isinstance(call, Pointwise) else call for call, own in chains]
-
-
-def _storages(call: Call) -> tuple[set[int], set[int]]:
-    """Return the storages that a call reads, and those that it may write."""
-    if isinstance(call, Pointwise):
-        return call.storages
-    writable = find_kernel(isa(), call.kernel).writable
-    read, written = set[int](), set[int]()
-    for name, operand in call.operands().items():
-        if isinstance(operand, Tensor):
-            (written if name in writable else read).add(operand.untyped_storage()._cdata)
-    return read, written

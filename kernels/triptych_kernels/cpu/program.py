@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triptych_kernels.cpu.call_list import ADDRESS_BYTES, Ahead, CallList, PackedCall, PackedStage
-from triptych_kernels.cpu.fusion import StagedCall, fuse_calls
+from triptych_kernels.cpu.fusion import StagedCall, chain_calls, fuse_calls, panels_of
 from triptych_kernels.cpu.launch import Operand, find_kernel, recorders
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
-from triptych_kernels.cpu.pointwise import chain_calls
 from triptych_kernels.cpu.recording import (
     Buffer,
     NotRecordable,
@@ -33,7 +32,7 @@ from triptych_kernels.cpu.recording import (
     check_same_outputs,
 )
 from triptych_kernels.cpu.torch_ops import ALLOCATIONS, KeepConstants, RecordTorch, base_name, storages
-from triptych_kernels.weights.packed import PackedWeight, panel_size
+from triptych_kernels.weights.packed import PackedWeight
 
 _ALIGNMENT = 64  # bytes: a cache line, and a vector
 
@@ -259,22 +258,11 @@ def _look_ahead(operands: Sequence[Mapping[str, Operand]]) -> list[Ahead | None]
     found: list[Ahead | None] = [None] * len(operands)
     ahead: Ahead | None = None
     for number in reversed(range(len(operands))):
-        weight = _panels(operands[number])
+        weight = panels_of(operands[number])
         if weight is not None or number == 0:
             found[number] = ahead
         ahead = weight or ahead
     return found
-
-
-def _panels(fields: Mapping[str, Operand]) -> Ahead | None:
-    """Return the panels that a product reads; None for other kernels."""
-    weight, out_features = (
-        fields.get(name, fields.get(f"linear_{name}")) for name in ("weight", "out_features")
-    )
-    if not isinstance(weight, Tensor) or not isinstance(out_features, int):
-        return None
-    num_panels = -(-out_features // panel_size())
-    return Ahead(weight.data_ptr(), num_panels, weight.nbytes // num_panels)
 
 
 def _lifetimes(
