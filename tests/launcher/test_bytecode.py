@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych.launcher.bytecode import with_bytecode_cache
+from triptych.launcher.process import with_bytecode_cache
 
 FORBIDDEN = {"PYTHONDONTWRITEBYTECODE": "1"}
 PREFIX = "PYTHONPYCACHEPREFIX"

@@ -16,8 +16,7 @@ from triptych.config import EngineConfig
 from triptych.config.loader import CONFIG_FILE_ENV, iter_options, to_flags
 from triptych.config.orchestrator import LWS_VARIABLES
 from triptych.errors import ConfigError, EngineUnavailable
-from triptych.launcher.bytecode import with_bytecode_cache
-from triptych.launcher.process import USAGE_EXIT_CODE, Exit, ServiceProcess
+from triptych.launcher.process import USAGE_EXIT_CODE, Exit, ServiceProcess, with_bytecode_cache
 from triptych.launcher.readiness import Progress, ReadinessProbe
 from triptych.observe.logging import message_of
 from triptych.rpc.tls import create_client_tls

@@ -64,9 +64,8 @@ class ModelRunner(StepRunner):
         stage: PipelineStage | None = None,
         max_graph_tokens: int = LEAST_GRAPH_TOKENS,
         grammars: GrammarCompiler | None = None,
-        held: HeldState | None = None,
     ) -> None:
-        """Prepare for step 1, or for the next step of another runner.
+        """Prepare for step 1.
 
         Args:
             kv_caches: One per layer, in the shape of `facts.kv`; see `allocate_kv_cache`.
@@ -78,11 +77,10 @@ class ModelRunner(StepRunner):
             stage: The part of the layers that `model` is, computed without a `stream`; None: all of them.
             max_graph_tokens: Number of tokens of the longest step with prompts that an asynchronous device records.
             grammars: Compiler of structured outputs, which may outlive the runner; None: they are refused.
-            held: State of the runner to go on for; `kv_caches` are its cache then. None: there is none.
         """
         self._group = group or OneRank()
         self._kv_caches = kv_caches
-        self._rows = create_rows(facts) if held is None else held.rows
+        self._rows = create_rows(facts)
         self._inputs = _create_inputs(
             self._rows, facts, attention or PagedAttention(), reads_last_tokens=stream is not None
         )
@@ -109,7 +107,7 @@ class ModelRunner(StepRunner):
         )
         kernels = describe_kernels(self._backend.description, self._inputs.attention)
         self._facts = replace(facts, kernels=kernels)
-        self._last_step_id = 0 if held is None else held.last_step_id
+        self._last_step_id = 0
 
     def _steps_on_host(
         self,
@@ -168,6 +166,11 @@ class ModelRunner(StepRunner):
             retries=self._group.size == 1,
         )
         return backend, steps
+
+    def go_on_for(self, held: HeldState) -> None:
+        """Take over the rows of another runner, which has used the same cache, and expect its next step."""
+        self._rows.take_over(held.rows)
+        self._last_step_id = held.last_step_id
 
     @property
     def facts(self) -> WorkerFacts:

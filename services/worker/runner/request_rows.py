@@ -201,6 +201,14 @@ class RequestRows:
                     leaving.append(other)
         return stays if 0 < stays.sum() < stays.size else None
 
+    def take_over(self, other: RequestRows) -> None:
+        """Become a copy of other rows, of the same sizes and without log-probabilities or changed logits."""
+        for name, array in vars(self).items():
+            if isinstance(array, np.ndarray):
+                array[...] = getattr(other, name)
+        self._last_recorded = other._last_recorded
+        self.sampling.take_over(other.sampling)
+
     def clear(self) -> None:
         """Forget every row."""
         self._remove(np.flatnonzero(self.live))

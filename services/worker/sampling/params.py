@@ -113,6 +113,13 @@ class SamplingColumns:
             self.demanding.add(slot)
         return refusal
 
+    def take_over(self, other: SamplingColumns) -> None:
+        """Copy the columns of requests that ask for one choice among the logits as they are."""
+        for name, column in self.columns.items():
+            column[:] = other.columns[name]
+        self.first_temperature[:] = other.first_temperature
+        self.num_logprobs[:] = other.num_logprobs
+
     def leave(self, slot: int) -> None:
         """Drop what a slot keeps outside the columns."""
         self.demanding.discard(slot)

@@ -48,7 +48,6 @@ from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, 
 from triptych_services.worker.runner.startup.memory_plan import plan_memory
 from triptych_services.worker.runner.startup.warm_up import warm_up
 from triptych_services.worker.runner.stored.runner import HeldState
-from triptych_services.worker.runner.stored.start import check_identity
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 
 log = logging.getLogger(__name__)
@@ -128,7 +127,9 @@ def resume_runner(
     group = create_rank_group(config, None)
     use_threads(config.engine.worker.num_threads)
     checkpoint, identity = _open(config, directory)
-    check_identity(facts, identity.fingerprint, identity.weights)
+    known = facts.model.identity
+    if (known.fingerprint, known.weights) != (identity.fingerprint, identity.weights):
+        raise ModelError(f"{directory} holds another model than the stored program; start the worker again")
     model = _load(config, checkpoint, group, lambda phase, progress: None)
     factory = RunnerFactory(config, directory, facts, group, on_phase, held)
     return factory.sleepable(model, activation_bytes=0)
@@ -198,8 +199,9 @@ class RunnerFactory:
             stage=stage,
             max_graph_tokens=graph_token_limit(config.architecture),
             grammars=self._grammars,
-            held=held,
         )
+        if held is not None:
+            runner.go_on_for(held)
         if not runner.computes_with_torch:
             leave_cores_to_kernels()
         return runner

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
-from triptych.errors import ModelError, TriptychError
+from triptych.errors import TriptychError
 from triptych.types.facts import Phase, WorkerFacts
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.library import use_threads as use_native_threads
@@ -124,16 +124,3 @@ def _start(
 def _import_torch() -> None:
     """Import what `resume` needs, so that the first request that needs more waits for less."""
     import triptych_services.worker.runner.startup.create  # noqa: F401
-
-
-def check_identity(facts: WorkerFacts, fingerprint: str, weights: str) -> None:
-    """Check that a checkpoint is the one that a program was recorded from.
-
-    Raises:
-        ModelError: It is another one.
-    """
-    identity = facts.model.identity
-    if (identity.fingerprint, identity.weights) != (fingerprint, weights):
-        raise ModelError(
-            "the checkpoint's files hold another model than the stored program; start the worker again"
-        )
