@@ -32,6 +32,8 @@ class PackedStage:
 
     kernel: str
     struct: bytes
+    count: str
+    """Name of its number of rows, the same for all stages of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,15 @@ class CallList:
             AttributeError: The native library has no such kernel.
         """
         self._library = load(isa())
-        self._count_names = tuple(dict.fromkeys(call.count for call in calls))
+        counts = (count for call in calls for count in (call.count, *(stage.count for stage in call.stages)))
+        self._count_names = tuple(dict.fromkeys(counts))
         self._counts = (ctypes.c_int64 * len(self._count_names))()
         self._structs = (_CallStruct * len(calls))()
         self._kept: list[Any] = []
         for struct, call in zip(self._structs, calls, strict=True):
             content = bytearray(call.struct)
             if call.stages:
-                stages = self._pack_stages(call.stages, self._count_names.index(call.count))
+                stages = self._pack_stages(call.stages)
                 content[call.stages_place : call.stages_place + ADDRESS_BYTES] = stages.to_bytes(8, "little")
             struct.kernel = self._function(call.kernel)
             struct.arguments = self._keep(ctypes.create_string_buffer(bytes(content)))
@@ -92,12 +95,12 @@ class CallList:
         """Return the number of calls."""
         return len(self._structs)
 
-    def _pack_stages(self, stages: Sequence[PackedStage], count_index: int) -> int:
+    def _pack_stages(self, stages: Sequence[PackedStage]) -> int:
         """Return the address of a `Stages` in stages.h, which is kept."""
         size = ctypes.sizeof(ctypes.c_int64)
         packed = (ctypes.c_int64 * (3 + 2 * len(stages)))()
         packed[:3] = [
-            ctypes.addressof(self._counts) + size * count_index,
+            ctypes.addressof(self._counts) + size * self._count_names.index(stages[0].count),
             len(stages),
             ctypes.addressof(packed) + 3 * size,
         ]

@@ -240,7 +240,7 @@ def _pack(
     """
     kernel = find_kernel(isa(), staged.call.kernel)
     stages = tuple(
-        PackedStage(stage.kernel, find_kernel(isa(), stage.kernel).pack(operands, address))
+        PackedStage(stage.kernel, find_kernel(isa(), stage.kernel).pack(operands, address), stage.count)
         for stage, operands in zip(staged.stages, fields, strict=False)
     )
     return PackedCall(

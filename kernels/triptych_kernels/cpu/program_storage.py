@@ -101,6 +101,7 @@ def extract(program: Program, named: Mapping[str, Tensor]) -> Extracted:
             store(call.kernel, call.struct),
             call.count,
             [store(stage.kernel, stage.struct) for stage in call.stages],
+            call.stages[0].count if call.stages else "",
             call.stages_place,
             _store_ahead(call, place),
         )

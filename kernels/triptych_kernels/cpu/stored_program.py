@@ -54,6 +54,8 @@ class StoredCall:
     count: str
     """Name of its number of rows."""
     stages: Sequence[StoredStruct]
+    stages_count: str
+    """Name of their number of rows."""
     stages_place: int
     """As of `PackedCall`."""
     ahead: Sequence[int]
@@ -65,7 +67,9 @@ class StoredCall:
         if self.ahead:
             region, offset, num_panels, panel_bytes = self.ahead
             ahead = Ahead(starts[region] + offset, num_panels, panel_bytes)
-        stages = tuple(PackedStage(stage.kernel, stage.fill(starts)) for stage in self.stages)
+        stages = tuple(
+            PackedStage(stage.kernel, stage.fill(starts), self.stages_count) for stage in self.stages
+        )
         return PackedCall(
             self.own.kernel, self.own.fill(starts), self.count, stages, self.stages_place, ahead
         )
