@@ -1,4 +1,7 @@
-"""Files of what was found out about this kind of machine, so that only its first process finds it out."""
+"""Files of what was found out about this kind of machine, so that only its first process finds it out.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +28,8 @@ Json = dict[str, object]
 
 _VERSION = 1
 """Version of the files and of how their content is found out; files of other versions are replaced."""
+_CHECKS_VERSION = 2
+"""Version of the checks of `self_check`; results of other versions are not used."""
 _IDENTITY = (
     "model name", "cpu family", "model", "stepping", "flags",
     "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features",
@@ -143,3 +148,36 @@ def processor() -> dict[str, str]:
 @cache
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def check_isas(directory: Path) -> None:
+    """Refuse instruction sets with wrong kernels, from the widest that may be used on until one is right.
+
+    Each of them is a warning. Call this before weights are packed.
+
+    Args:
+        directory: Directory of the files that keep the results.
+    """
+    for isa in library.candidate_isas():
+        if isa in library.refused_isas():
+            continue
+        try:
+            key: Json = {**machine_key(isa), "checks": _CHECKS_VERSION}
+            problem = read_or_make(directory, "check", key, partial(_found, isa), _problem_in)
+        except (OSError, MemoryError) as error:
+            log.warning("native kernels: %s cannot be checked (%s), and is used unchecked", isa, error)
+            return
+        if not problem:
+            return
+        library.refuse(isa, problem)
+        log.warning("native kernels: %s is not used: %s", isa, problem)
+
+
+def _found(isa: str) -> Json:
+    from triptych_kernels.cpu import self_check  # imports torch
+
+    return {"problem": self_check.find_problem(isa)}
+
+
+def _problem_in(found: Json) -> str:
+    return str(found["problem"])

@@ -1,6 +1,6 @@
 """The check of native kernels before they are used: their products against plain torch, on small operands.
 
-`checked_isas` keeps the result in a file, so only the first start on a kind of machine takes the time.
+`machine_files.check_isas` keeps the result in a file, so only the first start on a kind of machine takes the time.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from pathlib import Path
 from triptych.errors import ConfigError
 from triptych.hub.cache import cache_home
 from triptych_kernels.cpu.arithmetic import Arithmetic, arithmetic_of
-from triptych_kernels.cpu.checked_isas import check_isas
 from triptych_kernels.cpu.library import (
     isa,
     processor_flags,
@@ -28,6 +27,7 @@ from triptych_kernels.cpu.library import (
     want_isa,
 )
 from triptych_kernels.cpu.machine import MachineRates, Rates, contradictions, keep_rates, load_rates
+from triptych_kernels.cpu.machine_files import check_isas
 from triptych_kernels.cpu.rate_measurement import measure_rates
 from triptych_services.worker.context import host
 from triptych_services.worker.context.attention_choice import installed_packages

@@ -6,16 +6,16 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from triptych_kernels.cpu import library, program, self_check
-from triptych_kernels.cpu.checked_isas import check_isas
+from triptych_kernels.cpu.call_list import CallList
 from triptych_kernels.cpu.compile import AMX_EMULATED, build_emulated
 from triptych_kernels.cpu.launch import Kernel, find_kernel
 from triptych_kernels.cpu.library import isa, refused_isas, threads_in_use, usable_isas, use_threads
+from triptych_kernels.cpu.machine_files import check_isas
 from triptych_kernels.cpu.self_check import find_problem
 
 pytestmark = pytest.mark.skipif(not isa(), reason="there are no native kernels")
@@ -37,12 +37,17 @@ def _nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def replace_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[Kernel], object], str], None]:
     """Return a function that puts another function in the place of one library's kernel."""
 
-    def change(name: str, create: Callable[[Kernel], object], bad_isa: str) -> None:
-        def find(isa: str, kernel: str) -> Kernel:
-            found = find_kernel(isa, kernel)
-            return replace(found, function=create(found)) if (isa, kernel) == (bad_isa, name) else found
+    look_up = CallList._function
+    kept: list[object] = []
 
-        monkeypatch.setattr(program, "find_kernel", find)
+    def change(name: str, create: Callable[[Kernel], object], bad_isa: str) -> None:
+        def find(self: CallList, kernel: str) -> int:
+            if (isa(), kernel) != (bad_isa, name):
+                return look_up(self, kernel)
+            kept.append(create(find_kernel(bad_isa, name)))
+            return ctypes.cast(kept[-1], ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+        monkeypatch.setattr(CallList, "_function", find)
 
     return change
 
