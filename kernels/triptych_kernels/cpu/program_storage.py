@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,70 +60,88 @@ def extract(program: Program, named: Mapping[str, Tensor]) -> Extracted:
     Raises:
         NotStorable: A call holds an address that lies in none of them.
     """
-    spans = [
-        _Span(program.memory.data_ptr(), program.memory.nbytes, BUFFERS, 0),
-        *(_Span(tensor.data_ptr(), tensor.nbytes, name, 0) for name, tensor in named.items()),
+    memory = _Memory(program, named)
+    outputs = [
+        StoredOutput(
+            *memory.place(output.data_ptr(), "an output"),
+            tuple(output.shape),
+            str(output.dtype).removeprefix("torch."),
+        )
+        for output in program.outputs
     ]
-    known = {span.start: span for span in spans}
-    constants: list[tuple[int, Tensor]] = []
-    end = 0
-    for operand in program.operands:
-        if operand.device.type != "cpu":
-            continue  # a stand-in for a buffer or an input
-        storage = operand.untyped_storage()
-        if not storage.nbytes() or _find(known, storage.data_ptr()) is not None:
-            continue
-        known[storage.data_ptr()] = _Span(storage.data_ptr(), storage.nbytes(), CONSTANTS, end)
-        constants.append((end, _as_bytes(operand)))
-        end = -(-(end + storage.nbytes()) // _ALIGNMENT) * _ALIGNMENT
-    sizes = {BUFFERS: program.memory.nbytes, CONSTANTS: end, **{n: t.nbytes for n, t in named.items()}}
-    numbers = {name: number for number, name in enumerate(sizes)}
+    calls = [memory.store_call(call) for call in program.calls]
+    return Extracted(
+        StoredProgram(memory.regions, calls, outputs), tuple(memory.constants), memory.constant_bytes
+    )
 
-    def place(address: int, what: str) -> tuple[int, int]:
-        span = _find(known, address)
+
+class _Memory:
+    """All memory that a program uses, by region."""
+
+    def __init__(self, program: Program, named: Mapping[str, Tensor]) -> None:
+        """
+        Args:
+            named: As of `extract`.
+        """
+        spans = [
+            _Span(program.memory.data_ptr(), program.memory.nbytes, BUFFERS, 0),
+            *(_Span(tensor.data_ptr(), tensor.nbytes, name, 0) for name, tensor in named.items()),
+        ]
+        self._known = {span.start: span for span in spans}
+        self.constants: list[tuple[int, Tensor]] = []
+        self.constant_bytes = 0
+        for operand in program.operands:
+            if operand.device.type == "cpu":  # else it is a stand-in for a buffer or an input
+                self._add_constant(operand)
+        sizes = {
+            BUFFERS: program.memory.nbytes,
+            CONSTANTS: self.constant_bytes,
+            **{name: tensor.nbytes for name, tensor in named.items()},
+        }
+        self.regions = [Region(name, size) for name, size in sizes.items()]
+        self._numbers = {name: number for number, name in enumerate(sizes)}
+
+    def _add_constant(self, operand: Tensor) -> None:
+        storage = operand.untyped_storage()
+        if not storage.nbytes() or _find(self._known, storage.data_ptr()) is not None:
+            return
+        start, end = storage.data_ptr(), self.constant_bytes
+        self._known[start] = _Span(start, storage.nbytes(), CONSTANTS, end)
+        self.constants.append((end, _as_bytes(operand)))
+        self.constant_bytes = -(-(end + storage.nbytes()) // _ALIGNMENT) * _ALIGNMENT
+
+    def place(self, address: int, what: str) -> tuple[int, int]:
+        """Return the number of the region that an address lies in, and its offset there."""
+        span = _find(self._known, address)
         if span is None:
             raise NotStorable(f"{what} reads memory that is neither input, cache, weight nor buffer")
-        return numbers[span.region], span.offset + address - span.start
+        return self._numbers[span.region], span.offset + address - span.start
 
-    def store(name: str, content: bytes) -> StoredStruct:
+    def store_call(self, call: PackedCall) -> StoredCall:
+        """Return a call without its addresses."""
+        ahead: tuple[int, ...] = ()
+        if call.ahead is not None:
+            where = self.place(call.ahead.address, f"the weight after {call.kernel}")
+            ahead = (*where, call.ahead.num_panels, call.ahead.panel_bytes)
+        return StoredCall(
+            self._store_struct(call.kernel, call.struct),
+            call.count,
+            [self._store_struct(stage.kernel, stage.struct) for stage in call.stages],
+            call.stages[0].count if call.stages else "",
+            call.stages_place,
+            ahead,
+        )
+
+    def _store_struct(self, name: str, content: bytes) -> StoredStruct:
         layout = find_kernel(isa(), name).layout
         struct, addresses = bytearray(content), []
         values = layout.unpack(content)
         width = layout.size // len(values)
         for number, (kind, value) in enumerate(zip(layout.format, values, strict=True)):
             if kind in _ADDRESS_KINDS and value:
-                addresses.append((number * width, *place(value, name)))
+                addresses.append((number * width, *self.place(value, name)))
                 struct[number * width : (number + 1) * width] = bytes(width)
         return StoredStruct(name, struct.hex(), addresses)
-
-    calls = [
-        StoredCall(
-            store(call.kernel, call.struct),
-            call.count,
-            [store(stage.kernel, stage.struct) for stage in call.stages],
-            call.stages[0].count if call.stages else "",
-            call.stages_place,
-            _store_ahead(call, place),
-        )
-        for call in program.calls
-    ]
-    outputs = [
-        StoredOutput(
-            *place(output.data_ptr(), "an output"),
-            tuple(output.shape),
-            str(output.dtype).removeprefix("torch."),
-        )
-        for output in program.outputs
-    ]
-    regions = [Region(name, size) for name, size in sizes.items()]
-    return Extracted(StoredProgram(regions, calls, outputs), tuple(constants), end)
-
-
-def _store_ahead(call: PackedCall, place: Callable[[int, str], tuple[int, int]]) -> Sequence[int]:
-    if call.ahead is None:
-        return ()
-    where = place(call.ahead.address, "the weight after " + call.kernel)
-    return (*where, call.ahead.num_panels, call.ahead.panel_bytes)
 
 
 def _find(known: Mapping[int, _Span], address: int) -> _Span | None:

@@ -29,9 +29,8 @@ from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models.choose import choose_architecture
 from triptych_services.worker.models.fallback.describe import describe
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
-from triptych_services.worker.runner.startup import numerics
 from triptych_services.worker.runner.startup.create import create_runner
-from triptych_services.worker.runner.startup.numerics import numerics_of
+from triptych_services.worker.runner.startup.facts import numerics_of
 
 RECORDED = (
     "gpt2",

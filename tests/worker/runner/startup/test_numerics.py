@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.worker.tiny import tiny_config
 from triptych.types.identity import Likeness, ModelIdentity, compare
 from triptych_services.worker.context.resolved_config import ResolvedConfig
-from triptych_services.worker.runner.startup.numerics import numerics_of
+from triptych_services.worker.runner.startup.facts import numerics_of
 
 
 def identity(config: ResolvedConfig, processor: str = "avx2") -> ModelIdentity:
