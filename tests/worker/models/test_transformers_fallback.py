@@ -29,6 +29,7 @@ from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models.choose import choose_architecture
 from triptych_services.worker.models.fallback.describe import describe
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup import facts
 from triptych_services.worker.runner.startup.create import create_runner
 from triptych_services.worker.runner.startup.facts import numerics_of
 
@@ -138,11 +139,11 @@ def test_no_bits_are_promised_of_modules_of_another_package(
     with pytest.raises(FeatureDisabled, match="transformers' modules compute this model"):
         resolve_config(asked, config.architecture)
     digest = partial(numerics_of, processor="avx2", block_size=16)
-    version = numerics._version
+    version = facts._version
     before, native = digest(config), replace(config, architecture=tiny_architecture())
     native_before = digest(native)
     monkeypatch.setattr(
-        numerics, "_version", lambda package: "0" if package == "transformers" else version(package)
+        facts, "_version", lambda package: "0" if package == "transformers" else version(package)
     )
     assert digest(config) != before
     assert digest(native) == native_before
