@@ -15,7 +15,6 @@ from triptych_services.frontend.http import status_routes
 from triptych_services.frontend.http.anthropic import objects as anthropic_objects
 from triptych_services.frontend.http.anthropic import routes as anthropic_routes
 from triptych_services.frontend.http.body import BodyReader
-from triptych_services.frontend.http.direct import DirectRoutes
 from triptych_services.frontend.http.document import build_document
 from triptych_services.frontend.http.errors import install_handlers
 from triptych_services.frontend.http.guards import (
@@ -23,6 +22,7 @@ from triptych_services.frontend.http.guards import (
     DOCUMENT_PATH,
     REQUEST_ID_HEADER,
     STATIC_PATH,
+    DirectRoutes,
     KeyGuard,
     OnResponse,
     RequestGuard,
