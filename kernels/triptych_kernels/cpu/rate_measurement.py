@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
+from triptych_kernels.cpu.huge_pages import map_zeros
 from triptych_kernels.cpu.library import (
     isa,
     load,
@@ -110,7 +108,7 @@ def _disturbance(quiet: Sequence[Mapping[str, float]], best: Mapping[str, float]
     return ""
 
 
-def _pieces(num_threads: int, memory: np.ndarray) -> Pieces:
+def _pieces(num_threads: int, memory: ctypes.Array[ctypes.c_char]) -> Pieces:
     return {**_product_pieces(), **_read_pieces(num_threads, memory)}
 
 
@@ -129,7 +127,7 @@ def _product_pieces() -> Pieces:
     return {kind: partial(piece, PRODUCTS.index(kind)) for kind in kinds}
 
 
-def _read_pieces(num_threads: int, memory: np.ndarray) -> Pieces:
+def _read_pieces(num_threads: int, memory: ctypes.Array[ctypes.c_char]) -> Pieces:
     """Return a function for each place to read from that measures it once and returns bytes per second."""
     function = load(isa()).triptych_read_rate
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
@@ -143,7 +141,7 @@ def _read_pieces(num_threads: int, memory: np.ndarray) -> Pieces:
         def piece() -> float:
             rate = ctypes.c_double()
             failure = function(
-                memory.ctypes.data, part_bytes, step_bytes, next_offsets, ctypes.addressof(rate)
+                ctypes.addressof(memory), part_bytes, step_bytes, next_offsets, ctypes.addressof(rate)
             )
             raise_failure(failure, "reading memory")
             return rate.value
@@ -151,8 +149,7 @@ def _read_pieces(num_threads: int, memory: np.ndarray) -> Pieces:
         return piece
 
     return {
-        name: create_piece(size)
-        for name, size in part_sizes(cache_sizes(), num_threads, memory.nbytes).items()
+        name: create_piece(size) for name, size in part_sizes(cache_sizes(), num_threads, len(memory)).items()
     }
 
 
@@ -184,7 +181,7 @@ def cache_sizes(caches: Path = CACHES) -> dict[int, int]:
     return sizes
 
 
-def _filled_memory(num_threads: int) -> np.ndarray:
+def _filled_memory(num_threads: int) -> ctypes.Array[ctypes.c_char]:
     """Return memory of four times the last cache, within bounds that a machine can spare, each page of it written.
 
     Pages are huge where the system grants them, as those of weights are.
@@ -193,10 +190,6 @@ def _filled_memory(num_threads: int) -> np.ndarray:
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
         wanted = min(wanted, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
     num_bytes = math.ceil(max(wanted, num_threads * _MIB) / _MIB) * _MIB
-    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel built without them
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(mapped, np.uint8)
-    memory.fill(1)
+    memory = (ctypes.c_char * num_bytes).from_buffer(map_zeros(num_bytes))
+    ctypes.memset(memory, 1, num_bytes)
     return memory
