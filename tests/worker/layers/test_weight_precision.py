@@ -84,9 +84,7 @@ def test_blocks_are_dequantized_to_the_precision_that_is_asked_for(
         tmp_path / "m.gguf", hidden_size=256, intermediate_size=256, quantization=GGMLQuantizationType[kind]
     )
     directory = resolve_model(str(path), progress=False)
-    monkeypatch.setattr(
-        "triptych_services.worker.context.device.prefers_bfloat16", lambda device, root: False
-    )
+    monkeypatch.setattr("triptych_services.worker.context.machine.cpu_prefers_bfloat16", lambda root: False)
     exact, rounded = (
         load_model(config_for(directory, dtype), open_checkpoint(directory)) for dtype in ("float32", "auto")
     )
