@@ -20,6 +20,7 @@ from tests.worker.models.checkpoints import SIZES, greedy_tokens, random_prompts
 from tests.worker.runner.stored_start import config_of, decode, enter, start
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
+from triptych.errors import ModelError
 from triptych.types.facts import SleepLevel
 from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
 from triptych.types.step import StepPlan
@@ -227,6 +228,21 @@ def test_a_checkpoint_with_other_weights_is_recorded_anew(directory: Path, chang
     weights.write_bytes(content)
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # only its bytes differ
     assert start(config, changed) is None
+
+
+def test_nothing_is_stored_of_weights_that_were_replaced_meanwhile(directory: Path, tmp_path: Path) -> None:
+    """The file would be found under the key of the new weights, and hold the old ones."""
+    own = tmp_path / "own"
+    shutil.copytree(directory, own)
+    config = config_of(FLAGS)
+    resolved, runner = resolve_config(config, read_architecture(own)), ordinary(config, own)
+    weights = own / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1000:] = bytes(1000)
+    weights.write_bytes(content)
+    with pytest.raises(ModelError, match="another model than this worker"):
+        store(runner, resolved, own)
+    assert not programs_directory().exists()
 
 
 def test_nothing_is_stored_where_that_is_off(directory: Path) -> None:

@@ -126,13 +126,23 @@ def resume_runner(
     """
     group = create_rank_group(config, None)
     use_threads(config.engine.worker.num_threads)
-    checkpoint, identity = _open(config, directory)
-    known = facts.model.identity
-    if (known.fingerprint, known.weights) != (identity.fingerprint, identity.weights):
-        raise ModelError(f"{directory} holds another model than the stored program; start the worker again")
+    checkpoint = open_same(config, directory, facts)
     model = _load(config, checkpoint, group, lambda phase, progress: None)
     factory = RunnerFactory(config, directory, facts, group, on_phase, held)
     return factory.sleepable(model, activation_bytes=0)
+
+
+def open_same(config: ResolvedConfig, directory: Path, facts: WorkerFacts) -> Checkpoint:
+    """Open the checkpoint of a worker again.
+
+    Raises:
+        ModelError: Its files hold another model by now.
+    """
+    checkpoint, found = _open(config, directory)
+    known = facts.model.identity
+    if (known.fingerprint, known.weights) != (found.fingerprint, found.weights):
+        raise ModelError(f"{directory} holds another model than this worker; start the worker again")
+    return checkpoint
 
 
 class RunnerFactory:

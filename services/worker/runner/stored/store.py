@@ -13,6 +13,7 @@ from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program_storage import NotStorable, extract
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup.create import open_same
 from triptych_services.worker.runner.stored.image import ModelRecord, image_path, make_room, write_image
 from triptych_services.worker.runner.stored.key import program_key
 from triptych_services.worker.runner.stored.start import may_store, num_threads_of, programs_directory
@@ -52,7 +53,7 @@ def store(runner: SleepableRunner, config: ResolvedConfig, directory: Path) -> P
     Raises:
         NotStorable: The program cannot be stored.
         OSError: The file cannot be written.
-        TriptychError: The checkpoint has gone.
+        TriptychError: The checkpoint has gone, or its files have been replaced since they were loaded.
     """
     recorded = runner.runner.recorded()
     if recorded is None or read_architecture(directory) != config.architecture:
@@ -68,6 +69,7 @@ def store(runner: SleepableRunner, config: ResolvedConfig, directory: Path) -> P
         )
         return None
     key = program_key(config, directory, num_threads_of(config.engine))
+    open_same(config, directory, facts)  # after the key is made, which is then that of the weights in memory
     path = image_path(folder, key)
     identity = facts.model.identity
     write_image(
