@@ -345,7 +345,7 @@ class WorkerConfig:
     stored_programs_gib: float = value(
         4.0,
         "GiB at most of recorded programs with packed weights in the cache directory, from which a worker on CPUs "
-        "starts in a third of the time; those that were not used for longest are deleted. 0: none are kept.",
+        "starts in half the time; those that were not used for longest are deleted. 0: none are kept.",
         WORKER,
         ge=0,
         per_rank=True,

@@ -276,9 +276,8 @@ class LocalCluster:
             processes.append(self._create(service))  # it imports while it waits for its flags
         if rank == service.num_processes or not processes or (upstream is not None and not upstream.ports):
             return
-        if rank == len(
-            processes
-        ):  # the ranks behind the first, which they dial, are started when it has bound
+        # the ranks behind the first, which they dial, are started when it has bound
+        if rank == len(processes):
             processes += [self._create(service) for _ in range(rank, service.num_processes)]
         for number, process in enumerate(processes):
             if not process.has_begun:

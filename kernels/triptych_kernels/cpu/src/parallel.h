@@ -31,9 +31,9 @@ void for_rows(int64_t rows, int64_t rows_per_index, const F& f) {
   });
 }
 
-// The same as `parallel_for` for loops that read memory in the order of their indices: each thread begins with a part of its own, of
-// neighbours, so that it reads on where it was, and takes from the parts of others when it is done. If a body throws,
-// some indices may be left out.
+// The same as `parallel_for` for loops that read memory in the order of their indices: each thread begins with a part of
+// its own, of neighbours, so that it reads on where it was, and takes from the parts of others when it is done. If a
+// body throws, some indices may be left out.
 void parallel_for_parts(int64_t count, Body body, const void* context);
 
 template <typename F>
