@@ -44,8 +44,10 @@ PLAIN_ROOT_HASH = root_hash(b"")
 """Root of requests without a cache salt."""
 
 
-def root_of_request(cache_salt: str) -> bytes:
+def root_of_request(cache_salt: str, adapter_digest: str = "") -> bytes:
     """Return the hash that begins the chain of a client's request."""
+    if adapter_digest:
+        return root_hash(cache_salt.encode(), adapter_digest.encode())
     return root_hash(cache_salt.encode()) if cache_salt else PLAIN_ROOT_HASH
 
 

@@ -24,7 +24,7 @@ from triptych.types.events import (
     PromptLogprobsEvent,
     ResumableEvent,
 )
-from triptych.types.facts import WorkerFacts
+from triptych.types.facts import ModelFacts, WorkerFacts
 from triptych.types.kv_transfer import KvExport, KvOrders, KvProgress, KvPull
 from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
 from triptych.types.outputs import (
@@ -37,6 +37,7 @@ from triptych.types.outputs import (
     TokenLogprobs,
     Usage,
 )
+from triptych.types.pooling import PoolingParams, Task
 from triptych.types.row_key import RowKey
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField, SamplingParams
 from triptych.types.step import (
@@ -296,6 +297,26 @@ def plans(draw: Any) -> StepPlan:
 row_keys = st.builds(RowKey, u32, u32)
 
 
+def pooling_params() -> st.SearchStrategy:
+    return build(
+        PoolingParams,
+        step_pb2.PoolingParams,
+        task=st.sampled_from([task for task in Task if task is not Task.GENERATE]),
+    )
+
+
+@st.composite
+def vectors(draw: Any) -> np.ndarray:
+    num_vectors, num_columns = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    values = draw(st.lists(f32, min_size=num_vectors * num_columns, max_size=num_vectors * num_columns))
+    return np.array(values, np.float32).reshape(num_vectors, num_columns)
+
+
+def model_facts() -> st.SearchStrategy:
+    tasks = st.lists(words.filter(bool), min_size=1, max_size=3).map(tuple)
+    return build(ModelFacts, worker_pb2.ModelFacts, tasks=tasks)
+
+
 @st.composite
 def results(draw: Any) -> StepResult:
     counts = draw(st.lists(st.integers(0, 3), max_size=4))
@@ -307,6 +328,7 @@ def results(draw: Any) -> StepResult:
             token_counts=st.just(np.array(counts, dtype=np.uint32)),
             prompt_logprobs=st.dictionaries(row_keys, prompt_logprobs(), max_size=2),
             row_errors=st.dictionaries(row_keys, build(RowError, step_pb2.RowError), max_size=2),
+            vectors=st.dictionaries(row_keys, vectors(), max_size=2),
         )
     )
 
@@ -392,6 +414,7 @@ def output_batches(draw: Any) -> OutputBatch:
             first_cached_tokens=u32_column(num_first),
             cache=st.none() | cache_news,
             finished=st.lists(finished, max_size=3).map(tuple),
+            vectors=st.dictionaries(u32, vectors(), max_size=2),
         )
     )
 
@@ -408,6 +431,8 @@ CONSTRAINED |= {
     StepResult: results,
     KvExport: lambda: blocks_of(KvExport, kv_transfer_pb2.KvExport),
     KvPull: lambda: blocks_of(KvPull, kv_transfer_pb2.KvPull),
+    PoolingParams: pooling_params,
+    ModelFacts: model_facts,
     WorkerFacts: worker_facts,
     SubmitRequest: submits,
     AttachRequest: attach_requests,

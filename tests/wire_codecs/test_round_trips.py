@@ -155,6 +155,7 @@ def test_every_codec_is_tested():
         admin.pause_mode_from_proto,
         admin.sleep_level_from_proto,
         admin.status_from_proto,  # it leaves fields out
+        result.vectors_from_proto,  # of results and batches, which are tested
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from triptych.types.identity import ModelIdentity
 from triptych.types.kv_transfer import KvEndpoint, TransferCounts
+from triptych.types.pooling import GENERATION
 
 _KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 _KV_SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # of each key and each value, where elements have one
@@ -62,6 +63,14 @@ class ModelFacts:
     dtype: str
     kv_dtype: str
     quantization: str
+    tasks: tuple[str, ...] = (GENERATION,)
+    """Names of the tasks that its rows may have: `Task.label`."""
+    embedding_size: int = 0
+    """Numbers of a vector of the whole length; 0: it makes none."""
+    num_labels: int = 0
+    """Labels of its classifier; 0: it has none."""
+    is_encoder: bool = False
+    """Each text is computed whole in one step, and leaves no keys and values behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,10 @@ class WorkerFacts:
     load_s: float = 0.0
     kv_endpoint: KvEndpoint | None = None
     """The place at which other workers pull its KV blocks. None: the worker takes no part in that."""
+    max_adapters: int = 0
+    """Different adapters that the rows of a step may have; 0: it serves none."""
+    max_adapter_rank: int = 0
+    """The largest rank of an adapter that it takes."""
 
 
 class Phase:

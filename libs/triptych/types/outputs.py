@@ -8,7 +8,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from triptych.types.step import U32, LogprobColumns, PromptLogprobs, empty_u32
+from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, empty_u32
 from triptych.types.submit import SubmitRequest
 
 _BATCH_BYTES = 1024  # of an output batch without content, with its objects
@@ -141,6 +141,8 @@ class OutputBatch:
     """[f] requests with their first tokens of this engine."""
     first_cached_tokens: U32 = field(default_factory=empty_u32)
     """[f] prompt tokens of each that the first engine with output of it found in its cache."""
+    vectors: Mapping[int, F32] = field(default_factory=dict)
+    """Number -> [num_vectors, num_columns] of each pooled request that ends in this batch."""
     cache: CacheNews | None = None
     load: LoadReport | None = None
     """As it is with everything that came before this; None: no news."""
@@ -154,6 +156,8 @@ class OutputBatch:
             num_bytes += self.logprobs.nbytes
         for part in self.prompt_logprobs:
             num_bytes += part.logprobs.nbytes
+        for vectors in self.vectors.values():
+            num_bytes += vectors.nbytes
         num_bytes += sum(request.num_bytes for request in self.attached)
         if self.cache is not None:
             num_bytes += self.cache.num_bytes

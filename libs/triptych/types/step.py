@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.types.kv_transfer import KvOrders
+from triptych.types.pooling import PoolingParams
 from triptych.types.row_key import RowKey as RowKey
 from triptych.types.sampling import SamplingParams
 
@@ -46,6 +47,7 @@ _EMPTY_U32: U32 = np.empty(0, dtype=np.uint32)
 _EMPTY_U32.flags.writeable = False
 _EMPTY_F32: F32 = np.empty(0, dtype=np.float32)
 _EMPTY_F32.flags.writeable = False
+_CONTENT_BYTES = 128  # of the adapter and the pooling of a content
 _ROW_BYTES = 64  # of a new row's scalar fields, with their tags
 
 
@@ -56,11 +58,15 @@ class RowContent:
     prompt_token_ids: U32
     """[num_prompt_tokens] read-only."""
     sampling: SamplingParams
+    pooling: PoolingParams | None = None
+    """How its row becomes vectors; None: it generates tokens. A pooled row samples nothing."""
+    adapter: str = ""
+    """Digest of the adapter that is applied to the weights, as `AdapterFacts` has it. Empty: none is."""
     num_bytes: int = field(init=False)
     """An upper bound of its size in a message, in bytes."""
 
     def __post_init__(self) -> None:
-        num_bytes = self.prompt_token_ids.nbytes + self.sampling.num_bytes
+        num_bytes = self.prompt_token_ids.nbytes + self.sampling.num_bytes + _CONTENT_BYTES
         object.__setattr__(self, "num_bytes", num_bytes)  # asked for many times
 
 
@@ -274,3 +280,5 @@ class StepResult:
     timings: StepTimings = StepTimings()
     prompt_logprobs: Mapping[RowKey, PromptLogprobs] = field(default_factory=dict)
     """Only rows that asked and computed tokens of their prompt, and did not fail."""
+    vectors: Mapping[RowKey, F32] = field(default_factory=dict)
+    """[num_vectors, num_columns] of each pooled row that computed the last token of its prompt, and did not fail."""

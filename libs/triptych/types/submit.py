@@ -8,8 +8,10 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import ModelFacts
 from triptych.types.kv_transfer import LEASE_BYTES, EngineRole, KvEndpoint, KvSource, Width
+from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import MAX_CHOICES, SamplingParams
 from triptych.types.step import U32, U64
 
@@ -53,7 +55,12 @@ class SubmitRequest:
     sampling: SamplingParams
     """`max_tokens` is never None here; it counts from the end of the prompt."""
     deadline_remaining_ms: int | None = None
+    pooling: PoolingParams | None = None
+    """How its row becomes vectors; None: it generates tokens. A pooled request has one choice."""
     adapter: str = ""
+    """Name of the adapter that is applied to the weights. Empty: none is."""
+    adapter_digest: str = ""
+    """Digest of the adapter that the frontend knows by this name. An engine that has another refuses the request."""
     whole_output: bool = False
     """The tokens before the last one are not looked at: those of several steps may come together."""
     num_engine_deaths: int = 0
@@ -89,7 +96,7 @@ class SubmitRequest:
         columns = self.numbers.nbytes + self.seeds.nbytes + self.prompt_token_ids.nbytes
         emitted = sum(8 + token_ids.nbytes for token_ids in self.emitted)
         kept = len(self.resume_secret) + len(self.frontend_state) + 4 * len(self.cached_tokens)
-        kept += len(self.model_digest)
+        kept += len(self.model_digest) + len(self.adapter_digest)
         return columns + emitted + kept + 4 * num_chars + self.sampling.num_bytes + _SCALAR_BYTES
 
 
@@ -232,3 +239,5 @@ class EngineWelcome:
     """Frontends beside the one that reads this that are connected and take up streams."""
     takes_streams: bool = False
     """Whether the frontend that reads this takes up streams, as it has said itself."""
+    adapters: tuple[AdapterFacts, ...] = ()
+    """Adapters that requests may name."""

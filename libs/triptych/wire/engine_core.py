@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
-from triptych.internal.v1 import engine_core_pb2, step_pb2
+from triptych.internal.v1 import engine_core_pb2
 from triptych.prefix_hash import HASH_BYTES
 from triptych.types.outputs import CacheNews, FinishedRequest, FinishReason, OutputBatch, StageTimings
 from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
 from triptych.wire import result as result  # its codecs are part of a batch's
+from triptych.wire import worker as worker  # and its of a welcome's
 from triptych.wire.codec import codec
 from triptych.wire.columns import (
     check_equal_lengths,
@@ -22,7 +23,8 @@ from triptych.wire.columns import (
     u64_from_bytes,
     u64_to_bytes,
 )
-from triptych.wire.step import check_task
+from triptych.wire.result import vectors_from_proto, vectors_to_proto
+from triptych.wire.step import check_task, task_number
 
 
 def _check_batch(batch: OutputBatch, message: object) -> OutputBatch:
@@ -58,15 +60,15 @@ _SUBMIT = codec(
     SubmitRequest,
     engine_core_pb2.Submit,
     names={"emitted": "emitted_token_ids", "cached_tokens": "num_cached_tokens_plus_one"},
-    fixed={"task": step_pb2.TASK_GENERATE},
-    start=lambda message: check_task(message.task),
+    fixed={"task": lambda request: task_number(request.pooling)},
+    start=check_task,
     finish=_check_choices,
 )
 _WELCOME = codec(EngineWelcome, engine_core_pb2.ConnectWelcome, left_out=("session",))
 _BATCH = codec(
     OutputBatch,
     engine_core_pb2.OutputBatch,
-    apart=("finished", "messages_received", "cache"),
+    apart=("finished", "messages_received", "cache", "vectors"),
     left_out=("stored_hashes", "evicted_hashes", "is_cache_cleared"),
     finish=_check_batch,
 )
@@ -119,6 +121,10 @@ def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_c
         batch,
         finished=_finished_to_proto(batch.finished) if batch.finished else None,
         messages_received=messages_received,
+        vectors=[
+            engine_core_pb2.RequestVectors(number=number, vectors=vectors_to_proto(vectors))
+            for number, vectors in batch.vectors.items()
+        ],
     )
     if batch.cache is not None:
         message.stored_hashes = batch.cache.stored
@@ -133,6 +139,7 @@ def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
         message,
         finished=_finished_from_proto(message.finished) if message.HasField("finished") else (),
         cache=_cache_from_proto(message),
+        vectors={entry.number: vectors_from_proto(entry.vectors) for entry in message.vectors},
     )
 
 

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
+
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import step_pb2
 from triptych.types.step import (
+    F32,
     LogprobColumns,
     PromptLogprobs,
     RowError,
@@ -16,9 +19,9 @@ from triptych.types.step import (
     StepResult,
 )
 from triptych.wire.codec import codec
-from triptych.wire.columns import check_equal_lengths, check_offsets
+from triptych.wire.columns import check_equal_lengths, check_offsets, column_from_bytes
 
-_Entry = TypeVar("_Entry", step_pb2.RowError, step_pb2.RowPromptLogprobs)
+_Entry = TypeVar("_Entry", step_pb2.RowError, step_pb2.RowPromptLogprobs, step_pb2.RowVectors)
 _T = TypeVar("_T")
 
 
@@ -58,10 +61,25 @@ _PROMPT_LOGPROBS = codec(
     finish=_to_matrix,
 )
 _ROW_ERROR = codec(RowError, step_pb2.RowError, apart=("row",))
-_RESULT = codec(StepResult, step_pb2.Result, apart=("row_errors", "prompt_logprobs"), finish=_check_tokens)
+_RESULT = codec(
+    StepResult, step_pb2.Result, apart=("row_errors", "prompt_logprobs", "vectors"), finish=_check_tokens
+)
 
 logprobs_to_proto, logprobs_from_proto = _LOGPROBS.encode, _LOGPROBS.decode
 prompt_logprobs_to_proto, prompt_logprobs_from_proto = _PROMPT_LOGPROBS.encode, _PROMPT_LOGPROBS.decode
+
+
+def vectors_to_proto(vectors: F32) -> step_pb2.Vectors:
+    """Return [num_vectors, num_columns] as a message."""
+    return step_pb2.Vectors(num_columns=vectors.shape[1], values=vectors.astype("<f4", copy=False).tobytes())
+
+
+def vectors_from_proto(message: step_pb2.Vectors) -> F32:
+    """Return [num_vectors, num_columns]. Raises ProtocolViolation for values that do not fill whole vectors."""
+    values, num_columns = column_from_bytes(message.values, np.dtype("<f4")), message.num_columns
+    if not num_columns or not len(values) or len(values) % num_columns:
+        raise ProtocolViolation(f"vectors: {len(values)} values are not vectors of {num_columns} each")
+    return values.reshape(-1, num_columns)
 
 
 def result_to_proto(result: StepResult) -> step_pb2.Result:
@@ -73,6 +91,10 @@ def result_to_proto(result: StepResult) -> step_pb2.Result:
         prompt_logprobs=[
             step_pb2.RowPromptLogprobs(row=_key_to_proto(key), logprobs=prompt_logprobs_to_proto(entries))
             for key, entries in result.prompt_logprobs.items()
+        ],
+        vectors=[
+            step_pb2.RowVectors(row=_key_to_proto(key), vectors=vectors_to_proto(vectors))
+            for key, vectors in result.vectors.items()
         ],
     )
 
@@ -86,6 +108,9 @@ def result_from_proto(message: step_pb2.Result) -> StepResult:
             "prompt_logprobs",
             message.prompt_logprobs,
             lambda entry: prompt_logprobs_from_proto(entry.logprobs),
+        ),
+        vectors=_table_from_proto(
+            "vectors", message.vectors, lambda entry: vectors_from_proto(entry.vectors)
         ),
     )
 

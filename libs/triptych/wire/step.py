@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from triptych.errors import FeatureDisabled, InvalidRequest, ProtocolViolation
 from triptych.internal.v1 import step_pb2
+from triptych.types.pooling import PoolingParams
 from triptych.types.step import U32, NewRow, RowContent, StepPlan
 from triptych.wire import kv_transfer as kv_transfer  # its codecs are part of a plan's
 from triptych.wire.codec import codec
@@ -21,7 +24,12 @@ def _check_tables(plan: StepPlan, message: object) -> StepPlan:
     return plan
 
 
-_CONTENT = codec(RowContent, step_pb2.RowContent, apart=("id", "sampling", "task"))
+_CONTENT = codec(
+    RowContent,
+    step_pb2.RowContent,
+    fixed={"task": lambda content: task_number(content.pooling)},
+    apart=("id", "sampling"),
+)
 _ROW = codec(NewRow, step_pb2.NewRow, apart=("content", "content_id"))
 _PLAN = codec(StepPlan, step_pb2.Step, apart=("new_contents", "new_rows"), finish=_check_tables)
 
@@ -52,7 +60,6 @@ class StepEncoder:
                         content,
                         id=content_id,
                         sampling=sampling_to_proto(content.sampling),
-                        task=step_pb2.TASK_GENERATE,
                     )
                 )
             self._held.enter(row.slot, content_id, content)
@@ -142,14 +149,40 @@ def plan_from_proto(message: step_pb2.Step) -> StepPlan:
     return StepDecoder().decode(message)
 
 
-def check_task(task: int) -> None:
-    """Raise FeatureDisabled for a purpose of rows that is not served."""
-    if task != step_pb2.TASK_GENERATE:
-        raise FeatureDisabled("task", f"{task} is not served; TASK_GENERATE is {step_pb2.TASK_GENERATE}")
+class _WithTask(Protocol):
+    """A message about one request: `Submit` or `RowContent`."""
+
+    task: Any
+    pooling: step_pb2.PoolingParams
+
+    def HasField(self, field_name: Any) -> bool: ...
+
+
+def task_number(pooling: PoolingParams | None) -> step_pb2.Task:
+    """Return the number of a row's task in a message."""
+    return step_pb2.TASK_GENERATE if pooling is None else step_pb2.Task.Value(f"TASK_{pooling.task.name}")
+
+
+def check_task(message: _WithTask) -> None:
+    """Check the purpose of a request's rows.
+
+    Raises:
+        FeatureDisabled: This version does not know it.
+        ProtocolViolation: How its rows are pooled is missing, or not of this task.
+    """
+    task = message.task
+    if task not in _TASKS:
+        raise FeatureDisabled("task", f"{task} is not served; {_TASKS} are")
+    pooled_as = message.pooling.task if message.HasField("pooling") else None
+    if pooled_as != (None if task == step_pb2.TASK_GENERATE else task):
+        raise ProtocolViolation(f"task {task} comes with the pooling of task {pooled_as}")
+
+
+_TASKS = tuple(number for number in step_pb2.Task.values() if number)
 
 
 def _content_from_proto(message: step_pb2.RowContent) -> RowContent:
-    check_task(message.task)
+    check_task(message)
     try:
         sampling = sampling_from_proto(message.sampling)
     except InvalidRequest as error:  # the engine has let it pass

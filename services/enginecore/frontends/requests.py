@@ -100,6 +100,8 @@ class FrontendRequests:
         try:
             if submit.adapter:
                 raise FeatureDisabled("adapter", f"{submit.adapter!r}: adapters are not served yet")
+            if submit.pooling is not None:
+                raise FeatureDisabled("task", f"{submit.pooling.task.label} is not served yet")
             if self._scheduler is None or self._facts is None:
                 raise EngineUnavailable("the engine has no worker yet")
             if submit.model_digest and submit.model_digest != self._facts.model.identity.digest:

@@ -76,7 +76,7 @@ class ConnectHello(_message.Message):
     def __init__(self, session: _Optional[_Union[_session_pb2.SessionHello, _Mapping]] = ..., frontend_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., abandoned_session: _Optional[str] = ...) -> None: ...
 
 class ConnectWelcome(_message.Message):
-    __slots__ = ("session", "engine_id", "ready", "why_not_ready", "model", "limits", "prefix_hash", "boot_id", "role", "kv_endpoint", "num_other_frontends", "takes_streams")
+    __slots__ = ("session", "engine_id", "ready", "why_not_ready", "model", "limits", "prefix_hash", "boot_id", "role", "kv_endpoint", "num_other_frontends", "takes_streams", "adapters")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class ConnectWelcome(_message.Message):
     KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     NUM_OTHER_FRONTENDS_FIELD_NUMBER: _ClassVar[int]
     TAKES_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     session: _session_pb2.SessionWelcome
     engine_id: str
     ready: bool
@@ -101,7 +102,8 @@ class ConnectWelcome(_message.Message):
     kv_endpoint: _kv_transfer_pb2.KvEndpoint
     num_other_frontends: int
     takes_streams: bool
-    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., prefix_hash: _Optional[_Union[PrefixHash, _Mapping]] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[EngineRole, str]] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ..., num_other_frontends: _Optional[int] = ..., takes_streams: bool = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[_worker_pb2.AdapterFacts]
+    def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., engine_id: _Optional[str] = ..., ready: bool = ..., why_not_ready: _Optional[str] = ..., model: _Optional[_Union[_worker_pb2.ModelFacts, _Mapping]] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., prefix_hash: _Optional[_Union[PrefixHash, _Mapping]] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[EngineRole, str]] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ..., num_other_frontends: _Optional[int] = ..., takes_streams: bool = ..., adapters: _Optional[_Iterable[_Union[_worker_pb2.AdapterFacts, _Mapping]]] = ...) -> None: ...
 
 class PrefixHash(_message.Message):
     __slots__ = ("name", "block_size", "test_vector")
@@ -148,7 +150,7 @@ class SubmitBatch(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output", "task", "num_engine_deaths", "is_moved", "keep_ms", "resume_secret", "frontend_state", "kv_lease", "kv_source", "num_cached_tokens_plus_one", "model_digest")
+    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output", "task", "num_engine_deaths", "is_moved", "keep_ms", "resume_secret", "frontend_state", "kv_lease", "kv_source", "num_cached_tokens_plus_one", "model_digest", "pooling", "adapter_digest")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +173,8 @@ class Submit(_message.Message):
     KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_PLUS_ONE_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     numbers: bytes
     request_id: str
     prompt_token_ids: bytes
@@ -193,10 +197,12 @@ class Submit(_message.Message):
     kv_source: _kv_transfer_pb2.KvSource
     num_cached_tokens_plus_one: bytes
     model_digest: str
-    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ..., task: _Optional[_Union[_step_pb2.Task, str]] = ..., num_engine_deaths: _Optional[int] = ..., is_moved: bool = ..., keep_ms: _Optional[int] = ..., resume_secret: _Optional[bytes] = ..., frontend_state: _Optional[bytes] = ..., kv_lease: _Optional[bytes] = ..., kv_source: _Optional[_Union[_kv_transfer_pb2.KvSource, _Mapping]] = ..., num_cached_tokens_plus_one: _Optional[bytes] = ..., model_digest: _Optional[str] = ...) -> None: ...
+    pooling: _step_pb2.PoolingParams
+    adapter_digest: str
+    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ..., task: _Optional[_Union[_step_pb2.Task, str]] = ..., num_engine_deaths: _Optional[int] = ..., is_moved: bool = ..., keep_ms: _Optional[int] = ..., resume_secret: _Optional[bytes] = ..., frontend_state: _Optional[bytes] = ..., kv_lease: _Optional[bytes] = ..., kv_source: _Optional[_Union[_kv_transfer_pb2.KvSource, _Mapping]] = ..., num_cached_tokens_plus_one: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., pooling: _Optional[_Union[_step_pb2.PoolingParams, _Mapping]] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class OutputBatch(_message.Message):
-    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places", "released", "attached", "stored_hashes", "evicted_hashes", "load", "is_cache_cleared", "first_numbers", "first_cached_tokens")
+    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places", "released", "attached", "stored_hashes", "evicted_hashes", "load", "is_cache_cleared", "first_numbers", "first_cached_tokens", "vectors")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +222,7 @@ class OutputBatch(_message.Message):
     IS_CACHE_CLEARED_FIELD_NUMBER: _ClassVar[int]
     FIRST_NUMBERS_FIELD_NUMBER: _ClassVar[int]
     FIRST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     admitted: bytes
     numbers: bytes
@@ -235,7 +242,8 @@ class OutputBatch(_message.Message):
     is_cache_cleared: bool
     first_numbers: bytes
     first_cached_tokens: bytes
-    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_step_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ..., released: _Optional[bytes] = ..., attached: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stored_hashes: _Optional[bytes] = ..., evicted_hashes: _Optional[bytes] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., is_cache_cleared: bool = ..., first_numbers: _Optional[bytes] = ..., first_cached_tokens: _Optional[bytes] = ...) -> None: ...
+    vectors: _containers.RepeatedCompositeFieldContainer[RequestVectors]
+    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_step_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ..., released: _Optional[bytes] = ..., attached: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stored_hashes: _Optional[bytes] = ..., evicted_hashes: _Optional[bytes] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., is_cache_cleared: bool = ..., first_numbers: _Optional[bytes] = ..., first_cached_tokens: _Optional[bytes] = ..., vectors: _Optional[_Iterable[_Union[RequestVectors, _Mapping]]] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
     __slots__ = ("num_prefill_tokens", "num_running", "num_waiting", "num_free_blocks", "num_free_rows", "prefill_token_s", "decode_step_s", "row_interval_s")
@@ -256,6 +264,14 @@ class EngineLoad(_message.Message):
     decode_step_s: float
     row_interval_s: float
     def __init__(self, num_prefill_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_free_rows: _Optional[int] = ..., prefill_token_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., row_interval_s: _Optional[float] = ...) -> None: ...
+
+class RequestVectors(_message.Message):
+    __slots__ = ("number", "vectors")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    vectors: _step_pb2.Vectors
+    def __init__(self, number: _Optional[int] = ..., vectors: _Optional[_Union[_step_pb2.Vectors, _Mapping]] = ...) -> None: ...
 
 class RequestPromptLogprobs(_message.Message):
     __slots__ = ("number", "logprobs")

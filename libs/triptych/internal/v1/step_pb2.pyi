@@ -13,6 +13,16 @@ class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TASK_UNSPECIFIED: _ClassVar[Task]
     TASK_GENERATE: _ClassVar[Task]
+    TASK_EMBED: _ClassVar[Task]
+    TASK_TOKEN_EMBED: _ClassVar[Task]
+    TASK_CLASSIFY: _ClassVar[Task]
+
+class PoolingKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_KIND_UNSPECIFIED: _ClassVar[PoolingKind]
+    POOLING_KIND_FIRST: _ClassVar[PoolingKind]
+    POOLING_KIND_LAST: _ClassVar[PoolingKind]
+    POOLING_KIND_MEAN: _ClassVar[PoolingKind]
 
 class RowErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -22,6 +32,13 @@ class RowErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_ERROR_CODE_NOT_READY: _ClassVar[RowErrorCode]
 TASK_UNSPECIFIED: Task
 TASK_GENERATE: Task
+TASK_EMBED: Task
+TASK_TOKEN_EMBED: Task
+TASK_CLASSIFY: Task
+POOLING_KIND_UNSPECIFIED: PoolingKind
+POOLING_KIND_FIRST: PoolingKind
+POOLING_KIND_LAST: PoolingKind
+POOLING_KIND_MEAN: PoolingKind
 ROW_ERROR_CODE_UNSPECIFIED: RowErrorCode
 ROW_ERROR_CODE_ENGINE_FAILURE: RowErrorCode
 ROW_ERROR_CODE_INVALID_REQUEST: RowErrorCode
@@ -61,17 +78,35 @@ class Step(_message.Message):
     kv_orders: _kv_transfer_pb2.KvOrders
     def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ..., sample_slots: _Optional[bytes] = ..., sample_limits: _Optional[bytes] = ..., may_defer_rows: bool = ..., kv_orders: _Optional[_Union[_kv_transfer_pb2.KvOrders, _Mapping]] = ...) -> None: ...
 
+class PoolingParams(_message.Message):
+    __slots__ = ("task", "kind", "normalize", "dimensions", "activation")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    task: Task
+    kind: PoolingKind
+    normalize: bool
+    dimensions: int
+    activation: bool
+    def __init__(self, task: _Optional[_Union[Task, str]] = ..., kind: _Optional[_Union[PoolingKind, str]] = ..., normalize: bool = ..., dimensions: _Optional[int] = ..., activation: bool = ...) -> None: ...
+
 class RowContent(_message.Message):
-    __slots__ = ("id", "prompt_token_ids", "sampling", "task")
+    __slots__ = ("id", "prompt_token_ids", "sampling", "task", "pooling", "adapter")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt_token_ids: bytes
     sampling: _sampling_pb2.SamplingParams
     task: Task
-    def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., task: _Optional[_Union[Task, str]] = ...) -> None: ...
+    pooling: PoolingParams
+    adapter: str
+    def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., task: _Optional[_Union[Task, str]] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class NewRow(_message.Message):
     __slots__ = ("slot", "slot_version", "emitted_token_ids", "content_id", "num_computed_tokens", "num_cached_tokens", "block_ids", "seed", "prompt_logprobs_start")
@@ -96,7 +131,7 @@ class NewRow(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., emitted_token_ids: _Optional[bytes] = ..., content_id: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs", "mask_ns")
+    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs", "mask_ns", "vectors")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +144,7 @@ class Result(_message.Message):
     GAP_NS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MASK_NS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     token_ids: bytes
     token_counts: bytes
@@ -121,7 +157,24 @@ class Result(_message.Message):
     gap_ns: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowPromptLogprobs]
     mask_ns: int
-    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ..., mask_ns: _Optional[int] = ...) -> None: ...
+    vectors: _containers.RepeatedCompositeFieldContainer[RowVectors]
+    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ..., mask_ns: _Optional[int] = ..., vectors: _Optional[_Iterable[_Union[RowVectors, _Mapping]]] = ...) -> None: ...
+
+class RowVectors(_message.Message):
+    __slots__ = ("row", "vectors")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    row: RowKey
+    vectors: Vectors
+    def __init__(self, row: _Optional[_Union[RowKey, _Mapping]] = ..., vectors: _Optional[_Union[Vectors, _Mapping]] = ...) -> None: ...
+
+class Vectors(_message.Message):
+    __slots__ = ("num_columns", "values")
+    NUM_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    num_columns: int
+    values: bytes
+    def __init__(self, num_columns: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class RowKey(_message.Message):
     __slots__ = ("slot", "slot_version")

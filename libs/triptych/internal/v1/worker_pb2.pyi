@@ -74,7 +74,7 @@ class Welcome(_message.Message):
     def __init__(self, session: _Optional[_Union[_session_pb2.SessionWelcome, _Mapping]] = ..., max_steps_in_flight: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ...) -> None: ...
 
 class WorkerFacts(_message.Message):
-    __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight", "device_name", "weight_bytes", "load_s", "kernels", "max_samples_per_row", "num_stages", "kv_endpoint")
+    __slots__ = ("boot_id", "model", "kv", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight", "device_name", "weight_bytes", "load_s", "kernels", "max_samples_per_row", "num_stages", "kv_endpoint", "max_adapters", "max_adapter_rank")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,8 @@ class WorkerFacts(_message.Message):
     MAX_SAMPLES_PER_ROW_FIELD_NUMBER: _ClassVar[int]
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     model: ModelFacts
     kv: KvShape
@@ -101,10 +103,24 @@ class WorkerFacts(_message.Message):
     max_samples_per_row: int
     num_stages: int
     kv_endpoint: _kv_transfer_pb2.KvEndpoint
-    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ..., num_stages: _Optional[int] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ...) -> None: ...
+    max_adapters: int
+    max_adapter_rank: int
+    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ..., num_stages: _Optional[int] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ...) -> None: ...
+
+class AdapterFacts(_message.Message):
+    __slots__ = ("name", "digest", "rank", "source")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    rank: int
+    source: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "kv_dtype", "quantization", "numerics", "is_batch_invariant", "weights", "adapter")
+    __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "kv_dtype", "quantization", "numerics", "is_batch_invariant", "weights", "adapter", "tasks", "embedding_size", "num_labels", "is_encoder")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +133,10 @@ class ModelFacts(_message.Message):
     IS_BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LABELS_FIELD_NUMBER: _ClassVar[int]
+    IS_ENCODER_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     vocab_size: int
@@ -129,7 +149,11 @@ class ModelFacts(_message.Message):
     is_batch_invariant: bool
     weights: str
     adapter: str
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., numerics: _Optional[str] = ..., is_batch_invariant: bool = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    tasks: _containers.RepeatedScalarFieldContainer[str]
+    embedding_size: int
+    num_labels: int
+    is_encoder: bool
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., numerics: _Optional[str] = ..., is_batch_invariant: bool = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ..., embedding_size: _Optional[int] = ..., num_labels: _Optional[int] = ..., is_encoder: bool = ...) -> None: ...
 
 class KvShape(_message.Message):
     __slots__ = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype", "soft_num_blocks")
