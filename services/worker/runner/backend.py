@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from triptych_services.worker.runner.base import PendingStep
@@ -26,6 +27,13 @@ class StepOutput:
     hidden: Tensor | None = None
     """[num_tokens or more, hidden_size] of all the step's tokens. None if all rows compute one token and sample, since
     such a step scores no prompt."""
+
+
+def without_samples(hidden: Tensor) -> StepOutput:
+    """Return the output of a step of a model without a head, of which no row samples."""
+    nothing = hidden.new_zeros((0, 1), dtype=torch.float32)
+    token_ids = hidden.new_zeros(0, dtype=torch.int64)
+    return StepOutput(nothing, token_ids, slots=token_ids, hidden=hidden)
 
 
 class ForwardBackend(Protocol):

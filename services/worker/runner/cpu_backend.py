@@ -16,9 +16,10 @@ from triptych_kernels.ops import gather_rows
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.models.base import CausalLM
-from triptych_services.worker.runner.backend import ForwardBackend, StepOutput
+from triptych_services.worker.runner.backend import ForwardBackend, StepOutput, without_samples
 from triptych_services.worker.runner.base import CompletedStep
 from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers
+from triptych_services.worker.runner.pooled_rows import RowPooler
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
 from triptych_services.worker.runner.publish import publish
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
@@ -49,15 +50,19 @@ class RecordedBackend:
             NotRecordable: the model computes something that no native kernel does; names it.
         """
         entry = inputs.token_ids if received is None else received
+        self._samples = samples
         self.program = _record(model, kv_caches, inputs, entry, samples=samples)
         self.description = f"{isa()} recorded"
 
     def compute_states(self, sizes: StepSizes) -> Tensor:
+        """Compute a stage's states, or those of a model that only pools."""
         self.program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows})
         (states,) = self.program.outputs
         return states[: sizes.num_tokens]
 
     def forward(self, sizes: StepSizes) -> StepOutput:
+        if not self._samples:
+            return without_samples(self.compute_states(sizes))
         self.program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
         logits, token_ids, hidden = self.program.outputs
         return StepOutput(
@@ -109,11 +114,13 @@ class EagerBackend:
         inputs: InputBuffers,
         *,
         received: Tensor | None = None,
+        samples: bool = True,
     ) -> None:
         """
         Args:
-            received: As of `create_cpu_backend`.
+            received, samples: As of `create_cpu_backend`.
         """
+        self._samples = samples
         self._model = model
         self._kv_caches = kv_caches
         self._inputs = inputs
@@ -128,6 +135,8 @@ class EagerBackend:
     def forward(self, sizes: StepSizes) -> StepOutput:
         batch = self._inputs.batch(sizes, self._device)
         hidden = self._run(batch)
+        if not self._samples:
+            return without_samples(hidden)
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for rows that sample
         logits = self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
         return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)
@@ -144,11 +153,18 @@ class ImmediateSteps:
     """A `StepLauncher`. Owned by the `ModelRunner`; uses its rows and its sampler."""
 
     def __init__(
-        self, *, backend: ForwardBackend, sampler: Sampler, scorer: PromptScorer, rows: RequestRows
+        self,
+        *,
+        backend: ForwardBackend,
+        sampler: Sampler,
+        scorer: PromptScorer,
+        pooler: RowPooler,
+        rows: RequestRows,
     ) -> None:
         self._backend = backend
         self._sampler = sampler
         self._scorer = scorer
+        self._pooler = pooler
         self._rows = rows
 
     def await_inputs(self, step: StepRows) -> None:
@@ -163,6 +179,8 @@ class ImmediateSteps:
         sampled = self._sampler.finish(output.logits, output.token_ids, step.sampling_slots)
         targets = self._scorer.take_targets(step)
         scored = None if targets is None else self._scorer.finish(output, targets)
+        parts = self._pooler.take_parts(step)
+        pooled = self._pooler.finish(output, parts) if parts else None
         self._rows.advance(step)
         self._rows.record(step, sampled.token_ids)
         timings = StepTimings(
@@ -171,7 +189,9 @@ class ImmediateSteps:
             sample_ns=time.perf_counter_ns() - forwarded,
             mask_ns=self._sampler.take_mask_ns(),
         )
-        return CompletedStep(publish(step_id, step, self._rows.slot_version, sampled, timings, scored))
+        return CompletedStep(
+            publish(step_id, step, self._rows.slot_version, sampled, timings, scored, pooled)
+        )
 
     def settle(self) -> None:
         """Do nothing, since no step is in flight."""
@@ -196,7 +216,8 @@ def create_cpu_backend(
         enforce_eager: Whether the model's operations are called one by one, even if they can be recorded.
         received: [max_num_batched_tokens, hidden_size] float32 on the device, the states of the stage before, which the
             model reads in place of token ids; None: it is the first stage.
-        samples: Whether the model has a head. If not, it is a stage of which `compute_states` is called, not `forward`.
+        samples: Whether the model has a head. If not, it is a stage of which `compute_states` is called, not `forward`,
+            or no row of it samples.
     """
     if kv_caches[0].device.type == "cpu" and isa() and not enforce_eager:
         try:
@@ -205,4 +226,4 @@ def create_cpu_backend(
             log.warning(
                 "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
             )
-    return EagerBackend(model, kv_caches, inputs, received=received)
+    return EagerBackend(model, kv_caches, inputs, received=received, samples=samples)

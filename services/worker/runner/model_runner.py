@@ -16,6 +16,7 @@ from torch import Tensor
 
 from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.types.facts import WorkerFacts
+from triptych.types.pooling import GENERATION
 from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
 from triptych_kernels.cpu.program import Program
 from triptych_services.worker.attention.base import AttentionBackend, KvCache
@@ -35,6 +36,8 @@ from triptych_services.worker.runner.cuda.streams import DeviceStream
 from triptych_services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
 from triptych_services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from triptych_services.worker.runner.pipeline_stage import PipelineStage, create_stage_steps
+from triptych_services.worker.runner.pooled_rows import RowPooler
+from triptych_services.worker.runner.pooling import Pooler
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
 from triptych_services.worker.runner.request_rows import RequestRows, create_rows
 from triptych_services.worker.runner.stored.runner import INPUT, KV_CACHE, HeldState
@@ -99,6 +102,8 @@ class ModelRunner(StepRunner):
         )
         sampler = Sampler(self._rows.sampling, self._rows.history, processors)
         scorer = PromptScorer(self._rows, model.compute_logits)
+        self._pooler = RowPooler(self._rows)
+        self._generates = GENERATION in facts.model.tasks
         parts = model, sampler, scorer
         self._backend, self._steps = (
             self._steps_on_host(*parts, stage=stage, enforce_eager=enforce_eager)
@@ -125,9 +130,11 @@ class ModelRunner(StepRunner):
             self._inputs,
             enforce_eager=enforce_eager or not self._group.is_recordable,
             received=None if stage is None else stage.received,
-            samples=stage is None or stage.is_last,
+            samples=self._generates and (stage is None or stage.is_last),
         )
-        steps: StepLauncher = ImmediateSteps(backend=backend, sampler=sampler, scorer=scorer, rows=self._rows)
+        steps: StepLauncher = ImmediateSteps(
+            backend=backend, sampler=sampler, scorer=scorer, pooler=self._pooler, rows=self._rows
+        )
         if stage is not None:
             steps = create_stage_steps(stage, steps, backend.compute_states, self._rows)
         return backend, steps
@@ -154,11 +161,13 @@ class ModelRunner(StepRunner):
             vocab_size=facts.model.vocab_size,
             recorder=create_graph_recorder(stream.device, enforce_eager=enforce_eager),
             max_graph_tokens=max_graph_tokens,
+            samples=self._generates,
         )
         steps = DeviceSteps(
             backend=backend,
             sampler=sampler,
             scorer=scorer,
+            pooler=self._pooler,
             rows=self._rows,
             stream=stream,
             last_tokens=last_tokens,
@@ -166,6 +175,10 @@ class ModelRunner(StepRunner):
             retries=self._group.size == 1,
         )
         return backend, steps
+
+    def pool_with(self, pooler: Pooler) -> None:
+        """Serve pooled rows from now on. Called before step 1."""
+        self._rows.pooler = pooler
 
     def go_on_for(self, held: HeldState) -> None:
         """Take over the rows of another runner, which has used the same cache, and expect its next step."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from triptych.types.step import U32, RowKey, StepResult, StepTimings, empty_u32
+from triptych_services.worker.runner.pooling import PooledVectors
 from triptych_services.worker.runner.prompt_targets import ScoredPrompts
 from triptych_services.worker.runner.request_rows import StepRows
 from triptych_services.worker.sampling.sampled import SampledTokens
@@ -19,15 +20,19 @@ def publish(
     sampled: SampledTokens,
     timings: StepTimings,
     scored: ScoredPrompts | None = None,
+    pooled: PooledVectors | None = None,
 ) -> StepResult:
     """Return the result of a step.
 
     Args:
         slot_version: [max_num_seqs] when the step was launched.
         scored: None if no row asked for log-probabilities of its prompt.
+        pooled: None if no row is pooled.
     """
     token_ids, token_counts, logprobs = sampled.token_ids.astype(np.uint32), empty_u32(), sampled.logprobs
     row_errors = step.row_errors
+    if pooled is not None:
+        row_errors = {**pooled.failures, **row_errors}
     if sampled.failures or scored is not None:
         slots = step.sampling_slots
         row_errors = {  # a row that fails in several ways is reported with the first of them
@@ -52,5 +57,6 @@ def publish(
         logprobs=logprobs,
         prompt_logprobs={} if scored is None else scored.reported,
         row_errors=row_errors,
+        vectors={} if pooled is None else pooled.reported,
         timings=timings,
     )

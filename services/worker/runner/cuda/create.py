@@ -78,6 +78,7 @@ def create_cuda_backend(
     vocab_size: int,
     recorder: GraphRecorder | None,
     max_graph_tokens: int,
+    samples: bool = True,
 ) -> CudaBackend:
     """Create the backend for an asynchronous device.
 
@@ -85,11 +86,12 @@ def create_cuda_backend(
         inputs: Buffers in which every step is gathered on the host.
         recorder: Recorder of CUDA graphs; None: every step runs eagerly.
         max_graph_tokens: Number of tokens of the longest step with prompts that is recorded.
+        samples: Whether the model has a head; if not, no row samples.
     """
     device_inputs = DeviceInputs(inputs, stream)
-    forward = DeviceForward(model, kv_caches, last_tokens)
+    forward = DeviceForward(model, kv_caches, last_tokens, samples=samples)
     paths: list[StepPath] = []
-    if recorder is not None and inputs.attention.in_graphs:
+    if recorder is not None and inputs.attention.in_graphs and samples:
         paths.append(
             DecodeGraphPath(
                 forward, device_inputs, recorder=recorder, max_seq_len=max_model_len, vocab_size=vocab_size

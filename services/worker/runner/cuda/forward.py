@@ -11,7 +11,7 @@ from triptych_kernels.ops import gather_rows
 from triptych_services.worker.attention.base import KvCache
 from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.models.base import CausalLM
-from triptych_services.worker.runner.backend import StepOutput
+from triptych_services.worker.runner.backend import StepOutput, without_samples
 from triptych_services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
 from triptych_services.worker.runner.step_inputs import StepSizes
 
@@ -39,7 +39,19 @@ class LastTokens:
 class DeviceForward:
     """The launches of a step, wherever its inputs are in the device's memory."""
 
-    def __init__(self, model: CausalLM, kv_caches: Sequence[KvCache], last_tokens: LastTokens) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_caches: Sequence[KvCache],
+        last_tokens: LastTokens,
+        *,
+        samples: bool = True,
+    ) -> None:
+        """
+        Args:
+            samples: Whether the model has a head; if not, no row samples.
+        """
+        self._samples = samples
         self._model = model
         self._kv_caches = kv_caches
         self._last_tokens = last_tokens
@@ -57,6 +69,8 @@ class DeviceForward:
 
     def sample(self, hidden: Tensor, batch: DeviceBatch) -> StepOutput:
         """Launch logits and the choice of tokens, which are kept."""
+        if not self._samples:
+            return without_samples(hidden)
         inputs = batch.inputs
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for rows that sample
         logits = self._model.compute_logits(gather_rows(hidden, inputs.sampling_tokens))

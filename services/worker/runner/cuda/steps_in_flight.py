@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from triptych_services.worker.runner.backend import ForwardBackend
 from triptych_services.worker.runner.base import CompletedStep, PendingStep
 from triptych_services.worker.runner.cuda.forward import LastTokens
 from triptych_services.worker.runner.cuda.streams import DeviceStream, ReadBack
+from triptych_services.worker.runner.pooled_rows import PooledPart, RowPooler
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
 from triptych_services.worker.runner.prompt_targets import PromptTargets
 from triptych_services.worker.runner.publish import publish
@@ -43,6 +44,7 @@ class DeviceSteps:
         backend: ForwardBackend,
         sampler: Sampler,
         scorer: PromptScorer,
+        pooler: RowPooler,
         rows: RequestRows,
         stream: DeviceStream,
         last_tokens: LastTokens,
@@ -59,6 +61,7 @@ class DeviceSteps:
         self._backend = backend
         self._sampler = sampler
         self._scorer = scorer
+        self._pooler = pooler
         self._rows = rows
         self._stream = stream
         self._last_tokens = last_tokens
@@ -97,13 +100,17 @@ class DeviceSteps:
         """
         slots = step.sampling_slots
         targets = self._scorer.take_targets(step)
+        parts = self._pooler.take_parts(step)
         scores: tuple[Tensor, ...] = ()
+        states: tuple[Tensor, ...] = ()
         output = self._launch(lambda: self._backend.forward(sizes))
         if self._sampler.needs_history(slots):
             self.settle()
         choice = self._launch(lambda: self._sampler.choose(output.logits, output.token_ids, slots))
         if targets is not None:
             scores = self._launch(lambda: self._scorer.launch(output, targets))
+        if parts:
+            states = self._launch(lambda: self._pooler.launch(output, parts))
         if choice.token_ids is not choice.first:
             assert output.slots is not None, "the backend of a device keeps last tokens"
             self._last_tokens.keep(output.slots, choice.token_ids)
@@ -116,7 +123,8 @@ class DeviceSteps:
             slot_version=self._rows.slot_version.copy(),
             choice=choice,
             targets=targets,
-            read_back=self._stream.read_back(choice.tensors + scores),
+            parts=parts,
+            read_back=self._stream.read_back(choice.tensors + scores + states),
             launch_ns=time.perf_counter_ns() - started_ns,
             mask_ns=self._sampler.take_mask_ns(),
         )
@@ -180,11 +188,13 @@ class DeviceSteps:
         launched = self._in_flight.popleft()
         values, times = launched.read_back.wait()
         arrived = time.perf_counter_ns()
-        num_chosen = len(launched.choice.tensors)
+        num_chosen, num_parts = len(launched.choice.tensors), len(launched.parts)
+        values, states = values[: len(values) - num_parts], values[len(values) - num_parts :]
         sampled = self._sampler.read(launched.choice, values[:num_chosen])
         scored = None
         if launched.targets is not None:
             scored = self._scorer.read(launched.targets, values[num_chosen:])
+        pooled = self._pooler.read(launched.parts, states) if launched.parts else None
         self._rows.record_late(launched.step, launched.step_id, sampled.token_ids)
         timings = StepTimings(
             prepare_ns=launched.launch_ns,
@@ -194,7 +204,7 @@ class DeviceSteps:
             mask_ns=launched.mask_ns,
         )
         launched.result = publish(
-            launched.step_id, launched.step, launched.slot_version, sampled, timings, scored
+            launched.step_id, launched.step, launched.slot_version, sampled, timings, scored, pooled
         )
 
     def _launch(self, launch: Callable[[], T]) -> T:
@@ -211,6 +221,7 @@ class _LaunchedStep:
     slot_version: U32
     choice: ChosenTokens
     targets: PromptTargets | None
+    parts: Sequence[PooledPart]
     read_back: ReadBack
     launch_ns: int
     mask_ns: int

@@ -104,7 +104,9 @@ class StoredRunner(Runner):
 
     def prepare(self, plan: StepPlan) -> None:
         """Let another runner take over before a row enters that a program does not serve."""
-        if not self.has_resumed and not all(is_plain(row.sampling) for row in plan.new_rows):
+        if not self.has_resumed and not all(
+            row.content.pooling is None and is_plain(row.sampling) for row in plan.new_rows
+        ):
             self._resumed("a request needs more than a stored program")
 
     def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:

@@ -1,0 +1,234 @@
+"""From the states of a text's tokens to vectors: pooled, through layers, cut, scaled. On the host, without torch.
+
+    states of a row   chunk 1 | chunk 2 | chunk 3     PooledRow.add, as they are computed
+                      vector                          Pooler.vectors, when the last one is there
+
+Each row is computed by itself and in one order of summation, so its vector has the same bits in any batch, however its
+text is cut, on any number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.checkpoint.pooling import PoolingSpec
+from triptych.types.pooling import PoolingKind, PoolingParams, Task
+from triptych.types.step import F32, RowError, RowKey
+
+_BLOCK = 128  # positions of which the states are added up in float32, sixteen times as fast as in float64
+_LEAST_LENGTH = 1e-12  # as of torch.nn.functional.normalize
+MAX_TOKEN_VECTOR_BYTES = 64 << 20
+"""Most bytes of the vectors of one text's tokens, which are kept until it ends, and then sent in one message."""
+
+NOT_FINITE = RowError("the model's states hold NaN or infinity")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLayer:
+    """A linear layer for one vector at a time, and an activation behind it."""
+
+    weight: F32
+    """[out_features, in_features]"""
+    bias: F32 | None = None
+    activation: str = "none"
+    """As of `apply_activation`."""
+
+    def __call__(self, vector: F32) -> F32:
+        # without BLAS, which would sum in another order on another number of threads
+        output: F32 = np.einsum("oi,i->o", self.weight, vector)
+        if self.bias is not None:
+            output = output + self.bias
+        return apply_activation(self.activation, output)
+
+
+def apply_activation(name: str, values: F32) -> F32:
+    """Apply an activation to a vector: none, softmax, sigmoid, tanh, relu, gelu or silu."""
+    wide = values.astype(np.float64)
+    match name:
+        case "none":
+            return values
+        case "softmax":
+            powers = np.exp(wide - wide.max())
+            wide = powers / powers.sum()
+        case "sigmoid":
+            wide = _sigmoid(wide)
+        case "tanh":
+            wide = np.tanh(wide)
+        case "relu":
+            wide = np.maximum(wide, 0.0)
+        case "gelu":
+            wide = 0.5 * wide * (1.0 + np.array([math.erf(value / math.sqrt(2.0)) for value in wide]))
+        case "silu":
+            wide = wide * _sigmoid(wide)
+        case _:
+            raise ValueError(f"{name} is no activation")
+    return wide.astype(np.float32)
+
+
+class PooledRow:
+    """The states of one row so far: a running sum, or those that make its vectors."""
+
+    def __init__(self, task: Task, kind: PoolingKind) -> None:
+        """
+        Args:
+            kind: Ignored where each token has a vector.
+        """
+        self._keeps_all = task is Task.TOKEN_EMBED
+        self._kind = kind
+        self._parts: list[F32] = []
+        self._total: NDArray[np.float64] | None = None
+        """Sum of all blocks before the current one."""
+        self._block: F32 | None = None
+        """Sum of the current block so far."""
+        self._num_added = 0
+
+    @property
+    def reads_last_alone(self) -> bool:
+        """Whether nothing but the state of the last token is needed, so that a text may begin with cached blocks."""
+        return not self._keeps_all and self._kind is PoolingKind.LAST
+
+    def wanted(self, start: int, length: int, *, is_last: bool) -> slice:
+        """Return which states of a chunk `add` takes; an empty range if it needs none.
+
+        Args:
+            start: Position of the chunk's first token.
+            is_last: Whether the chunk holds the last token of the text.
+        """
+        if self._keeps_all or self._kind is PoolingKind.MEAN:
+            return slice(0, length)
+        if self._kind is PoolingKind.FIRST:
+            return slice(0, 1 if start == 0 else 0)
+        return slice(length - 1 if is_last else length, length)
+
+    def add(self, states: F32) -> None:
+        """Take the wanted states of the next chunk, [num_states, hidden_size], which may be overwritten afterwards."""
+        if self._keeps_all or self._kind is not PoolingKind.MEAN:
+            self._parts.append(np.array(states, np.float32))
+            return
+        done = 0
+        while done < len(states):
+            room = _BLOCK - self._num_added % _BLOCK
+            part = states[done : done + room]
+            done, self._num_added = done + len(part), self._num_added + len(part)
+            if self._block is not None:
+                part = np.concatenate((self._block[None], part))
+            self._block = np.add.reduce(part, axis=0, dtype=np.float32)  # row by row, whatever their number
+            if self._num_added % _BLOCK == 0:
+                self._close_block()
+
+    def pooled(self) -> F32:
+        """Return the pooled state, [1, hidden_size], or the states of all tokens, [num_tokens, hidden_size]."""
+        if self._keeps_all or self._kind is not PoolingKind.MEAN:
+            return self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
+        if self._block is not None:
+            self._close_block()
+        assert self._total is not None, "a text has a token"
+        mean: F32 = (self._total / self._num_added).astype(np.float32)[None]
+        return mean
+
+    def _close_block(self) -> None:
+        assert self._block is not None, "called for a block with states"
+        wide = self._block.astype(np.float64)
+        self._total = wide if self._total is None else self._total + wide
+        self._block = None
+
+
+@dataclass(frozen=True, slots=True)
+class PooledVectors:
+    """The vectors of rows that a step has ended."""
+
+    reported: Mapping[RowKey, F32]
+    failures: Mapping[RowKey, RowError]
+
+
+class Pooler:
+    """The way of one model from states to vectors."""
+
+    def __init__(
+        self,
+        spec: PoolingSpec,
+        hidden_size: int,
+        *,
+        dense: Sequence[DenseLayer] = (),
+        classifier: Sequence[DenseLayer] = (),
+        classifier_kind: PoolingKind = PoolingKind.LAST,
+    ) -> None:
+        """
+        Args:
+            dense: Layers of `spec.dense`.
+            classifier: Layers from a pooled state to a number for each label; empty: the model has none.
+            classifier_kind: The state that they read.
+        """
+        self.spec = spec
+        self._hidden_size = hidden_size
+        self._dense = tuple(dense)
+        self._classifier = tuple(classifier)
+        self._classifier_kind = classifier_kind
+
+    def refusal(self, params: PoolingParams, num_tokens: int) -> RowError | None:
+        """Return why a text is not pooled so, None if it is."""
+        size = self._hidden_size
+        if params.task is Task.CLASSIFY:
+            if not self._classifier:
+                return RowError.of_client("task: classify needs a classifier, and the model has none")
+            return None
+        if params.task is Task.EMBED and self._dense:
+            size = len(self._dense[-1].weight)
+        if not 0 <= params.dimensions <= size:
+            return RowError.of_client(
+                f"dimensions: {params.dimensions} is not within 1..{size}, the size of the model's vectors"
+            )
+        num_bytes = 4 * self._hidden_size * num_tokens
+        if params.task is Task.TOKEN_EMBED and num_bytes > MAX_TOKEN_VECTOR_BYTES:
+            return RowError.of_client(
+                f"prompt: the vectors of {num_tokens} tokens take {num_bytes} bytes; at most "
+                f"{MAX_TOKEN_VECTOR_BYTES // (4 * self._hidden_size)} tokens can have one each"
+            )
+        return None
+
+    def row(self, params: PoolingParams) -> PooledRow:
+        """Return the empty state of a row that `refusal` lets pass."""
+        own = self._classifier_kind if params.task is Task.CLASSIFY else self.spec.kind
+        is_fixed = params.kind is None or params.task is Task.CLASSIFY
+        return PooledRow(params.task, own if is_fixed else params.kind or own)
+
+    def vectors(self, params: PoolingParams, row: PooledRow) -> F32 | RowError:
+        """Return the vectors of a row with all its states, [num_vectors, num_columns], or why it has none."""
+        vectors = row.pooled()
+        if not np.isfinite(vectors).all():
+            return NOT_FINITE
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found below
+            vectors = self._finish(params, vectors)
+        return vectors if np.isfinite(vectors).all() else NOT_FINITE
+
+    def _finish(self, params: PoolingParams, vectors: F32) -> F32:
+        if params.task is Task.CLASSIFY:
+            assert self.spec.classifier is not None, "a model with a classifier's layers has its labels"
+            (vector,) = vectors
+            for layer in self._classifier:
+                vector = layer(vector)
+            if params.activation is not False:
+                vector = apply_activation(self.spec.classifier.activation, vector)
+            return vector[None]
+        if params.task is Task.EMBED:
+            (vector,) = vectors
+            for layer in self._dense:
+                vector = layer(vector)
+            vectors = vector[None]
+        if params.dimensions:
+            vectors = np.ascontiguousarray(vectors[:, : params.dimensions])
+        if self.spec.normalize if params.normalize is None else params.normalize:
+            wide = vectors.astype(np.float64)
+            lengths = np.sqrt(np.einsum("ij,ij->i", wide, wide))[:, None]
+            vectors = (wide / np.maximum(lengths, _LEAST_LENGTH)).astype(np.float32)
+        return vectors
+
+
+def _sigmoid(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    powers = np.exp(-np.abs(values))  # never above 1
+    return np.where(values >= 0, 1.0, powers) / (1.0 + powers)
