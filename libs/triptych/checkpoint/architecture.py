@@ -167,6 +167,10 @@ class ModelArchitecture:
     names: TensorNames = field(default_factory=TensorNames)
     """Names and layout of the checkpoint's tensors."""
     is_gguf: bool = False
+    head: str = "logits"
+    """What follows the last norm: logits, for tokens. score: a classifier's weight. none."""
+    num_labels: int = 0
+    """Labels of the classifier; 0: there is none."""
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The keys of config.json where a model reads them itself: one of another package, or of transformers. Else empty,
     since keys that change no token must not tell two workers apart."""

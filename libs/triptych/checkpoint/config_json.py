@@ -7,7 +7,9 @@ from pathlib import Path, PurePath
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_file import MAX_VOCAB_SIZE, ConfigFile
-from triptych.checkpoint.families.registry import find_family
+from triptych.checkpoint.families.registry import find_family, head_of
+from triptych.checkpoint.labels import read_labels
+from triptych.checkpoint.tensor_names import bare_names, names_of_tensors
 from triptych.errors import ModelError
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind
 
@@ -15,6 +17,9 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 GGUF_INDEX_FILE = "gguf_index.json"
 """Present beside config.json if the weights are in a .gguf file. Its form: `triptych.checkpoint.gguf.index`."""
+
+MODULES_FILE = "modules.json"
+"""Present where the checkpoint is one of sentence-transformers."""
 
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
@@ -33,12 +38,33 @@ def read_architecture(directory: Path) -> ModelArchitecture:
     described = family.read(config)
     if family.knows_all_keys:
         config.refuse_unread()
+    described = _with_head(directory, config, described)
     return replace(
         described,
         eos_token_ids=read_eos_token_ids(directory),
         is_gguf=(directory / GGUF_INDEX_FILE).is_file(),
         config={} if family.knows_all_keys else config.values,
     )
+
+
+def _with_head(directory: Path, config: ConfigFile, body: ModelArchitecture) -> ModelArchitecture:
+    """Return the description of a checkpoint with what follows its last norm.
+
+    Published embedding models are stored as bodies, with names to match, whatever `architectures` says: some of those
+    with a head of their own have none in the file.
+    """
+    head = head_of(body.name)
+    is_stated = (directory / MODULES_FILE).is_file()
+    names = body.names
+    if is_stated or head == "none":
+        names = replace(names, older=(*names.older, *bare_names(names)))
+        if head == "logits" and not body.tie_word_embeddings:
+            stored = names_of_tensors(directory)
+            head = "none" if stored and f"{names.stored('lm_head')}.weight" not in stored else head
+    if head == "logits":
+        return replace(body, names=names)
+    labels = read_labels(config) if head == "score" else ()
+    return replace(body, names=names, head=head, num_labels=len(labels), tie_word_embeddings=False)
 
 
 def read_generation_defaults(directory: Path) -> dict[str, float | int]:

@@ -17,13 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from triptych.checkpoint.config_file import ConfigFile
-from triptych.checkpoint.config_json import CONFIG_FILE, check_inside
+from triptych.checkpoint.config_json import CONFIG_FILE, MODULES_FILE, check_inside
+from triptych.checkpoint.families.registry import CLASSIFIER_SUFFIX
+from triptych.checkpoint.labels import read_labels
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.pooling import PoolingKind
-
-MODULES_FILE = "modules.json"
-CLASSIFIER_SUFFIX = "ForSequenceClassification"
-"""Ending of the architectures that have a classifier."""
 
 _PROMPTS_FILE = "config_sentence_transformers.json"
 _LENGTH_FILES = (
@@ -67,9 +65,8 @@ _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 
 _MAX_MODULES = 32
 _MAX_FEATURES = 1 << 20
-_MAX_LABELS = 1 << 16
 _MAX_PROMPTS = 1 << 10
-_MAX_TEXT = 1 << 16  # characters of a prompt or a label
+_MAX_TEXT = 1 << 16  # characters of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +173,6 @@ def read_pooling(directory: Path, *, default_kind: PoolingKind = PoolingKind.LAS
         classifier=_read_classifier(config),
         is_stated=bool(modules),
     )
-
-
-def read_num_labels(config: ConfigFile) -> int:
-    """Return the number of labels of a config.json with a classifier.
-
-    Raises:
-        ModelError: The labels are odd.
-    """
-    return len(_read_labels(config))
 
 
 def _read_modules(directory: Path) -> list[tuple[str, str]]:
@@ -329,7 +317,7 @@ def _read_classifier(config: ConfigFile) -> ClassifierSpec | None:
     names = config.values.get("architectures")
     if not isinstance(names, list) or not any(str(name).endswith(CLASSIFIER_SUFFIX) for name in names):
         return None
-    labels = _read_labels(config)
+    labels = read_labels(config)
     activation = "sigmoid" if len(labels) == 1 else "softmax"
     if config.has("problem_type"):
         problem = config.text("problem_type")
@@ -342,20 +330,3 @@ def _read_classifier(config: ConfigFile) -> ClassifierSpec | None:
     if section is not None:
         activation = _read_activation(section, "activation_fn", default=activation)
     return ClassifierSpec(labels, activation)
-
-
-def _read_labels(config: ConfigFile) -> tuple[str, ...]:
-    """Return the labels in the order of the classifier's rows; transformers' defaults where there are none."""
-    section = config.section("id2label")
-    num_labels = config.integer("num_labels", default=2 if section is None else len(section.values) or 2)
-    if num_labels > _MAX_LABELS:
-        config.fail("num_labels", num_labels, f"is above the limit {_MAX_LABELS}")
-    if section is None or not section.values:
-        return tuple(f"LABEL_{index}" for index in range(num_labels))
-    if set(section.values) != {str(index) for index in range(num_labels)}:
-        config.fail("id2label", section.values, f"must name each of 0 to {num_labels - 1}")
-    labels = [str(section.values[str(index)]) for index in range(num_labels)]
-    for index, label in enumerate(labels):
-        if len(label) > _MAX_TEXT:
-            section.fail(str(index), label, f"is longer than {_MAX_TEXT} characters")
-    return tuple(labels)

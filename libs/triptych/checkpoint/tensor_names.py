@@ -6,8 +6,13 @@ they differ: words that are exchanged, tensors that hold several projections, te
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
+
+_PARTS_OF_BODY = ("embed_tokens", "embed_positions", "embed_norm", "layers", "norm")
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 _EXPERT = re.compile(r"\.experts\.(\d+)(?=\.)")
 
@@ -88,3 +93,25 @@ class TensorNames:
                         f"{self.stored(inner[: -len(part)])}{fused.name}{suffix}", fused, part, expert
                     )
         return Holder(self.stored(name))
+
+
+def bare_names(names: TensorNames) -> tuple[tuple[str, str], ...]:
+    """Return the beginnings of names in a file that holds the body of a decoder alone -> those of the whole decoder."""
+    whole = [names.stored(f"model.{part}.") for part in _PARTS_OF_BODY]
+    return tuple((name.partition(".")[2], name) for name in whole if name.count(".") > 1)
+
+
+def names_of_tensors(directory: Path) -> frozenset[str]:
+    """Return the names in a directory's safetensors files, read from the index or from the only file's header.
+
+    Empty where there is none, or what cannot be read, which is reported when the weights are.
+    """
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    try:
+        if index.is_file():
+            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        with single.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return frozenset(json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else ())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return frozenset()

@@ -15,6 +15,7 @@ from triptych_services.worker.layers.weights import (
     create_linear_weight,
     empty_parameter,
     linear_target,
+    parameter_target,
 )
 from triptych_services.worker.parallel.shares import vocab_lengths
 
@@ -150,3 +151,15 @@ class LogitsHead(WeightedLayer):
                 self.weight, self.bias, self.vocab_size, start=self.start
             )
         return targets
+
+
+class ScoreHead(WeightedLayer):
+    """The weight of a classifier, which is applied to pooled states on the host. The last stage holds it in float32."""
+
+    def __init__(self, num_labels: int, hidden_size: int, *, context: ModelContext, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.weight = empty_parameter(num_labels, hidden_size, context=context, dtype=torch.float32)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        return {f"{self.prefix}.weight": parameter_target(self.weight, tuple(self.weight.shape))}

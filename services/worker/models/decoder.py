@@ -15,7 +15,7 @@ from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.checkpoint_tensors import load_weights
-from triptych_services.worker.layers.embedding import LogitsHead, PositionEmbedding, VocabEmbedding
+from triptych_services.worker.layers.embedding import LogitsHead, PositionEmbedding, ScoreHead, VocabEmbedding
 from triptych_services.worker.layers.mlp import create_mlp
 from triptych_services.worker.layers.norm import create_norm
 from triptych_services.worker.layers.rotary import RotaryTables
@@ -26,7 +26,10 @@ from triptych_services.worker.parallel.shares import stage_layers
 
 
 class DecoderForCausalLM(nn.Module):
-    """The network, or one stage of it; a `CausalLM` and a `StagedModel`."""
+    """The network, or one stage of it; a `CausalLM` and a `StagedModel`.
+
+    Some checkpoints have a classifier in place of the head, or neither; `ModelArchitecture.head` says so.
+    """
 
     def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
         super().__init__()
@@ -34,8 +37,14 @@ class DecoderForCausalLM(nn.Module):
         check_supported(architecture)
         self.model = Decoder(context=context, prefix=f"{prefix}model")
         self.lm_head: LogitsHead | None = None
+        self.score: ScoreHead | None = None
         self._architecture, self._prefix = architecture, prefix
-        if context.rank.is_last_stage:
+        self._is_last = context.rank.is_last_stage
+        if self._is_last and architecture.head == "score":
+            self.score = ScoreHead(
+                architecture.num_labels, architecture.hidden_size, context=context, prefix=f"{prefix}score"
+            )
+        if self._is_last and architecture.head == "logits":
             # a tied head reads the embedding's tensor; far from the first stage it holds its own copy
             is_tied = architecture.tie_word_embeddings
             self.lm_head = LogitsHead(
@@ -58,18 +67,18 @@ class DecoderForCausalLM(nn.Module):
         if layer is not None:
             index = int(layer[1])
             return index < self._architecture.num_layers and index not in self.model.layer_indices
-        is_last = self.lm_head is not None
+        is_last = self._is_last
         module = name.rpartition(".")[0]
         if module == stored("model.embed_tokens"):
             return self.model.embed_tokens is None and not (is_last and is_tied)
         if module in (stored("model.embed_positions"), stored("model.embed_norm")):
             return self.model.embed_tokens is None
-        if module in (stored("model.norm"), stored("lm_head")):
+        if module in (stored("model.norm"), stored("lm_head"), "score"):
             return not is_last
         return False
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        assert self.lm_head is not None, "only the last stage has a head"
+        assert self.lm_head is not None, "asked of the last stage of a model that generates"
         logits: Tensor = self.lm_head(hidden)
         ends = self._architecture.ends
         if ends.logits_multiplier != 1.0:
@@ -81,7 +90,7 @@ class DecoderForCausalLM(nn.Module):
     def load_weights(self, tensors: Iterable[tuple[str, LoadedTensor]]) -> None:
         # older checkpoints store the rotary frequencies, and some tied ones the head a second time
         ignored = ["rotary_emb.inv_freq"]
-        if self._architecture.tie_word_embeddings:
+        if self._architecture.tie_word_embeddings or self._architecture.head != "logits":
             ignored.append(self._architecture.names.stored("lm_head.weight"))
         load_weights(self, tensors, self._architecture, ignored=ignored)
 

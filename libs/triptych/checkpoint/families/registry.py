@@ -13,6 +13,12 @@ from triptych.checkpoint.config_file import ConfigFile
 ENTRY_POINT_GROUP = "triptych.families"
 """Entry points of installed packages that read config.json: name = architecture, value = `module:function`."""
 
+CLASSIFIER_SUFFIX = "ForSequenceClassification"
+"""Ending of the architectures that have a classifier."""
+
+_HEADS = {"Model": "none", CLASSIFIER_SUFFIX: "score"}
+"""Ending of other architectures on the body of a decoder -> their head."""
+
 ReadFamily = Callable[[ConfigFile], ModelArchitecture]
 """Describes the decoder of a config.json. Raises ModelError for what is missing or odd, FeatureDisabled for what the
 family has and this project has not built."""
@@ -81,6 +87,23 @@ _name_to_reader: dict[str, str] = {
 }
 
 
+def _with_other_heads(architecture: str) -> dict[str, str]:
+    """Return name -> head of the architectures that have the body of a decoder, as transformers calls them."""
+    for ending in ("ForCausalLM", "LMHeadModel"):
+        if architecture.endswith(ending):
+            body = architecture.removesuffix(ending)
+            body = {"Gemma3": "Gemma3Text"}.get(body, body)
+            return {body + suffix: head for suffix, head in _HEADS.items()}
+    return {}
+
+
+_name_to_head: dict[str, str] = {}
+for _decoder, _reader in list(_name_to_reader.items()):
+    for _name, _head in _with_other_heads(_decoder).items():
+        _name_to_head[_name] = _head
+        _name_to_reader[_name] = _reader
+
+
 _OTHER_SPELLINGS = {
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
@@ -101,6 +124,11 @@ class Family:
 def own_architectures() -> tuple[str, ...]:
     """Return the architectures that have a family here."""
     return tuple(sorted(_name_to_reader))
+
+
+def head_of(architecture: str) -> str:
+    """Return what follows the body of an architecture, as `ModelArchitecture.head` has it."""
+    return _name_to_head.get(architecture, "logits")
 
 
 def find_family(config: ConfigFile) -> Family:

@@ -194,7 +194,11 @@ class DeviceSteps:
         scored = None
         if launched.targets is not None:
             scored = self._scorer.read(launched.targets, values[num_chosen:])
-        pooled = self._pooler.read(launched.parts, states) if launched.parts else None
+        pooled = None
+        if launched.parts:
+            pooled = self._pooler.read(
+                launched.parts, [part.astype(np.float32, copy=False) for part in states]
+            )
         self._rows.record_late(launched.step, launched.step_id, sampled.token_ids)
         timings = StepTimings(
             prepare_ns=launched.launch_ns,

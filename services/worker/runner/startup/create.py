@@ -43,9 +43,10 @@ from triptych_services.worker.runner.graph_sizes import graph_token_limit
 from triptych_services.worker.runner.model_runner import ModelRunner
 from triptych_services.worker.runner.pipeline_stage import create_stage
 from triptych_services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
-from triptych_services.worker.runner.startup.facts import worker_facts
+from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, view_kv_cache
 from triptych_services.worker.runner.startup.memory_plan import plan_memory
+from triptych_services.worker.runner.startup.pooler import create_pooler
 from triptych_services.worker.runner.startup.warm_up import warm_up
 from triptych_services.worker.runner.stored.runner import HeldState
 from triptych_services.worker.sampling.grammars import GrammarCompiler
@@ -107,6 +108,7 @@ def create_runner(
         num_threads=num_threads if device.type == "cpu" and not config.batch_invariant else 0,
         weight_bytes=weight_bytes(model),
         load_s=load_s,
+        served=served_tasks(config.architecture, directory),
     )
     factory = RunnerFactory(config, directory, facts, group, on_phase)
     return factory.sleepable(model, activation_bytes=kv.activation_bytes)
@@ -210,6 +212,9 @@ class RunnerFactory:
             max_graph_tokens=graph_token_limit(config.architecture),
             grammars=self._grammars,
         )
+        pooler = create_pooler(config.architecture, self._directory, model)
+        if pooler is not None:
+            runner.pool_with(pooler)
         if held is not None:
             runner.go_on_for(held)
         if not runner.computes_with_torch:

@@ -3,19 +3,76 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
-from triptych.checkpoint.architecture import TRANSFORMERS_MODEL
+from triptych.checkpoint.architecture import TRANSFORMERS_MODEL, ModelArchitecture
+from triptych.checkpoint.config_json import CONFIG_FILE
+from triptych.checkpoint.pooling import PoolingSpec, read_pooling
+from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.facts import ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
+from triptych.types.pooling import GENERATION, Task
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.runner.base import max_steps_in_flight
 from triptych_services.worker.runner.startup.kv_plan import KvPlan
 
+log = logging.getLogger(__name__)
+
 _PACKAGES = ("triptych", "torch", "triton", "llguidance")
 _PACKAGES_OF_ATTENTION = ("flash-attn", "flash-attn-3", "flashinfer-python")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTasks:
+    """The tasks of a model, and the sizes of what they report."""
+
+    tasks: tuple[str, ...]
+    """As of `ModelFacts`, like the others."""
+    embedding_size: int = 0
+    num_labels: int = 0
+    pooling: PoolingSpec | None = None
+    """None: it pools nothing."""
+
+
+_HEAD_TO_TASKS = {
+    "logits": (Task.GENERATE, Task.EMBED, Task.TOKEN_EMBED),
+    "score": (Task.CLASSIFY, Task.EMBED, Task.TOKEN_EMBED),
+    "none": (Task.EMBED, Task.TOKEN_EMBED),
+}
+
+
+def served_tasks(architecture: ModelArchitecture, directory: Path) -> ServedTasks:
+    """Return the tasks of a decoder, from its head and from what its directory says of vectors.
+
+    One that generates does so even if its vectors need what is not built.
+
+    Raises:
+        FeatureDisabled: Its vectors need what is not built, and it does nothing else.
+        ModelError: A file is odd.
+    """
+    try:
+        pooling = read_pooling(directory)
+    except FeatureDisabled as error:
+        if architecture.head != "logits":
+            raise
+        log.warning("no vectors are served: %s", error)
+        return ServedTasks((GENERATION,))
+    dense = pooling.dense
+    if dense and dense[0].in_features != architecture.hidden_size:
+        raise ModelError(
+            f"{directory / dense[0].directory / CONFIG_FILE}: in_features: {dense[0].in_features} must be the "
+            f"model's hidden size, {architecture.hidden_size}"
+        )
+    return ServedTasks(
+        tuple(task.label for task in _HEAD_TO_TASKS[architecture.head]),
+        pooling.vector_size(architecture.hidden_size),
+        architecture.num_labels,
+        pooling,
+    )
 
 
 def worker_facts(
@@ -34,15 +91,18 @@ def worker_facts(
     processor: str = "",
     num_threads: int = 0,
     is_batch_invariant: bool | None = None,
+    served: ServedTasks | None = None,
 ) -> WorkerFacts:
     """Return a worker's facts; arguments as the fields of `WorkerFacts`, `ModelFacts` and `ModelIdentity`.
 
     Args:
+        served: As of `served_tasks`; None: generation only.
         num_stages: 0: as many as the ranks are divided into.
         processor, num_threads: As `numerics_of`.
         is_batch_invariant: None: as the config has it.
     """
     engine, architecture = config.engine, config.architecture
+    served = served or ServedTasks((GENERATION,))
     return WorkerFacts(
         boot_id=boot_id,
         model=ModelFacts(
@@ -63,6 +123,9 @@ def worker_facts(
             dtype=config.dtype,
             kv_dtype=config.kv_dtype,
             quantization=config.quantization,
+            tasks=served.tasks,
+            embedding_size=served.embedding_size,
+            num_labels=served.num_labels,
         ),
         kv=kv.shape,
         max_num_seqs=engine.scheduler.max_num_seqs,

@@ -18,7 +18,7 @@ from triptych_services.worker.context.machine import cpu_traits, examine_machine
 from triptych_services.worker.context.resolve import resolve_for_device
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.runner.base import PhaseChange, Runner
-from triptych_services.worker.runner.startup.facts import worker_facts
+from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.runner.startup.warm_up import warm_up_plainly
 from triptych_services.worker.runner.stored.image import Image, image_path, read_image
@@ -94,6 +94,7 @@ def start_stored(
         weight_bytes=image.model.weight_bytes,
         load_s=time.perf_counter() - started,
         kernels=image.model.kernels,
+        served=served_tasks(resolved.architecture, directory),
     )
     return _start(resolved, directory, facts, image, on_phase)
 
