@@ -283,7 +283,7 @@ def test_published_embedding_models_without_a_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
 def test_a_family_with_names_of_its_own(tmp_path: Path, head: str) -> None:
-    sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256, "vocab_size": 97}
+    sizes: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256, "vocab_size": 97}
     config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0, num_labels=3)
     torch.manual_seed(0)
     model = getattr(transformers, f"GPT2{head}")(config).eval()
