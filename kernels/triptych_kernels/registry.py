@@ -58,6 +58,7 @@ OPS = {
         Op("rotary_embedding", "attention", _FLOATS),
         Op("write_kv", "attention", _FLOATS),
         Op("rotary_and_write_kv", "attention", _FLOATS),
+        Op("encode_attention", "encode_attention", _FLOATS, has_triton=False),
         Op("linear", "linear", linear_weights=True),
         Op("gated_linear", "linear", linear_weights=True),
         Op("fused_moe", "moe", linear_weights=True),
