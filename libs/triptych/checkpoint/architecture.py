@@ -1,7 +1,7 @@
-"""A decoder's description, layer by layer, as its family reads it from config.json; without torch.
+"""A model's description, layer by layer, as its family reads it from config.json; without torch.
 
 A family that can be described here needs no code of its own: the worker builds it from these objects
-(`services/worker/models/decoder.py`).
+(`services/worker/models/decoder.py` and `encoder.py`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class LayerSpec:
     attention: str = "full"
     """full, sliding, chunked, or none: the layer has no attention."""
     window: int = 0
-    """sliding: keys that a token sees at most, its own included. chunked: positions of a chunk. Else 0."""
+    """sliding: keys that a token sees at most, its own included; in an encoder so many on each side of it. chunked:
+    positions of a chunk. Else 0."""
     rope: RopeParameters | None = field(default_factory=RopeParameters)
     """How queries and keys are rotated; None: they are not."""
     value_dim: int = 0
@@ -102,7 +103,8 @@ class BlockSpec:
     norm: NormSpec = field(default_factory=NormSpec)
     """Every norm but those of queries and keys."""
     norms: str = "pre"
-    """pre: `x + f(norm(x))`. post: `x + norm(f(x))`. both: `x + norm(f(norm(x)))`."""
+    """pre: `x + f(norm(x))`. post: `x + norm(f(x))`. both: `x + norm(f(norm(x)))`. sum: `norm(x + f(x))`, which only
+    encoders have."""
     parallel: str = "no"
     """no: the MLP follows the attention. one_norm, two_norms: both read the layer's input, `x + attention + mlp`."""
     residual_multiplier: float = 1.0
@@ -115,6 +117,8 @@ class BlockSpec:
     out_bias: bool = False
     """Whether the projection of the attention's output has a bias."""
     mlp_bias: bool = False
+    down_bias: bool = False
+    """Whether the last projection of the MLP has a bias although the others have none."""
     activation: str = "silu"
     """Under Hugging Face's names: silu, gelu, gelu_pytorch_tanh, relu, relu2, quick_gelu. And that of GPT-OSS's
     experts, swiglu_oai."""
@@ -148,6 +152,33 @@ class EndsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifierSpec:
+    """The head of an encoder that classifies a text, or scores a pair: `classifier(norm(act(dense(pooled))))`."""
+
+    num_labels: int
+    activation: str = "tanh"
+    """After the dense layer: tanh, or one of `BlockSpec.activation`."""
+    dense_bias: bool = True
+    has_norm: bool = False
+    pooling: str = "first"
+    """The states that it reads: first, or mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """The parts of an encoder that decoders do not have."""
+
+    num_token_types: int = 0
+    """Rows of a table that is added to the embedding, by the text of a pair that a token is in; 0: there is none."""
+    has_first_norm: bool = True
+    """norms = pre: whether the attention of the first layer has a norm before it."""
+    has_last_norm: bool = False
+    """Whether a norm follows the last layer."""
+    classifier: ClassifierSpec | None = None
+    """None: it has no head."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelArchitecture:
     """The shape and numerics of a model, as its checkpoint states them."""
 
@@ -166,6 +197,8 @@ class ModelArchitecture:
     ends: EndsSpec = field(default_factory=EndsSpec)
     names: TensorNames = field(default_factory=TensorNames)
     """Names and layout of the checkpoint's tensors."""
+    encoder: EncoderSpec | None = None
+    """Not None: it is an encoder, in which a token also sees those after it; it generates nothing."""
     is_gguf: bool = False
     head: str = "logits"
     """What follows the last norm: logits, for tokens. score: a classifier's weight. none."""

@@ -38,7 +38,7 @@ class MLP(nn.Module):
         self.down_proj = RowLinear(
             intermediate_size,
             hidden_size,
-            bias=block.mlp_bias,
+            bias=block.mlp_bias or block.down_bias,
             context=context,
             prefix=f"{prefix}.down_proj",
         )

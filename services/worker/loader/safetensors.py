@@ -18,6 +18,8 @@ SINGLE_FILE = "model.safetensors"
 SHARD_INDEX_FILE = "model.safetensors.index.json"
 
 _TYPE_SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per element
+_COUNTERS = ("position_ids", "token_type_ids")
+"""Endings of buffers that older versions of transformers wrote beside the weights of encoders: 0, 1, 2, … or zeros."""
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -86,6 +88,8 @@ class SafetensorsCheckpoint(Checkpoint):
             view = file.get_slice(name)
             # a single number is a vector of one, so that a part of it can be read
             shape, type_ = tuple(view.get_shape()) or (1,), view.get_dtype()
+            if type_ == "I64" and name.endswith(_COUNTERS):
+                continue
             if type_ not in _TYPE_SIZES:
                 raise ModelError(
                     f"{path}: {name}: type {type_} is not supported, only {', '.join(_TYPE_SIZES)}"

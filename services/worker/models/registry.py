@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from triptych.checkpoint.architecture import TRANSFORMERS_MODEL
-from triptych.checkpoint.families.registry import own_architectures
+from triptych.checkpoint.families.registry import own_architectures, own_encoders
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.models.base import CausalLM, StagedModel
@@ -16,9 +16,11 @@ ENTRY_POINT_GROUP = "triptych.models"
 """Entry points of installed packages that contain models: name = architecture, value = `module:Class`."""
 
 _DECODER = "triptych_services.worker.models.decoder:DecoderForCausalLM"
+_ENCODER = "triptych_services.worker.models.encoder:Encoder"
 
 _name_to_model: dict[str, type[CausalLM] | str] = {
     **dict.fromkeys(own_architectures(), _DECODER),
+    **dict.fromkeys(own_encoders(), _ENCODER),
     TRANSFORMERS_MODEL: "triptych_services.worker.models.fallback.model:TransformersForCausalLM",
 }
 

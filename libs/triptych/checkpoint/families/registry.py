@@ -78,11 +78,39 @@ _GROUPS = {
         "Starcoder2ForCausalLM": "starcoder2",
     },
 }
-"""Module in this package -> architecture -> its function."""
+"""Module in this package -> architecture of a decoder -> its function."""
+
+_ENCODERS = {
+    "BertForMaskedLM": "bert",
+    "BertForSequenceClassification": "bert",
+    "BertModel": "bert",
+    "CamembertForMaskedLM": "roberta",
+    "CamembertForSequenceClassification": "roberta",
+    "CamembertModel": "roberta",
+    "DistilBertForMaskedLM": "distilbert",
+    "DistilBertForSequenceClassification": "distilbert",
+    "DistilBertModel": "distilbert",
+    "GteForMaskedLM": "gte",
+    "GteForSequenceClassification": "gte",
+    "GteModel": "gte",
+    "ModernBertForMaskedLM": "modernbert",
+    "ModernBertForSequenceClassification": "modernbert",
+    "ModernBertModel": "modernbert",
+    "NomicBertForMaskedLM": "nomic",
+    "NomicBertForSequenceClassification": "nomic",
+    "NomicBertModel": "nomic",
+    "RobertaForMaskedLM": "roberta",
+    "RobertaForSequenceClassification": "roberta",
+    "RobertaModel": "roberta",
+    "XLMRobertaForMaskedLM": "roberta",
+    "XLMRobertaForSequenceClassification": "roberta",
+    "XLMRobertaModel": "roberta",
+}
+"""Architecture of an encoder -> its function in the module `encoders`."""
 
 _name_to_reader: dict[str, str] = {
     architecture: f"triptych.checkpoint.families.{module}:{function}"
-    for module, functions in _GROUPS.items()
+    for module, functions in {**_GROUPS, "encoders": _ENCODERS}.items()
     for architecture, function in functions.items()
 }
 
@@ -122,8 +150,13 @@ class Family:
 
 
 def own_architectures() -> tuple[str, ...]:
-    """Return the architectures that have a family here."""
-    return tuple(sorted(_name_to_reader))
+    """Return the architectures of decoders that have a family here."""
+    return tuple(sorted(_name_to_reader.keys() - _ENCODERS.keys()))
+
+
+def own_encoders() -> tuple[str, ...]:
+    """Return the architectures of encoders that have a family here."""
+    return tuple(sorted(_ENCODERS))
 
 
 def head_of(architecture: str) -> str:

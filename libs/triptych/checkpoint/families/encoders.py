@@ -1,0 +1,344 @@
+"""Families of encoders: BERT, RoBERTa and its kin, DistilBERT, ModernBERT, Nomic, GTE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triptych.checkpoint.architecture import (
+    BlockSpec,
+    ClassifierSpec,
+    EncoderSpec,
+    EndsSpec,
+    ModelArchitecture,
+    NormSpec,
+)
+from triptych.checkpoint.config_file import ConfigFile
+from triptych.checkpoint.families.keys import (
+    SLIDING,
+    Sizes,
+    describe,
+    describe_layers,
+    read_activation,
+    read_layer_types,
+    read_rope,
+    read_sizes,
+)
+from triptych.checkpoint.families.registry import architecture_name
+from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_HALVES = ("mlp.gate_proj", "mlp.up_proj")
+_IGNORED = ("position_ids", "token_type_ids")
+"""Endings of buffers that older files hold."""
+_EMBEDDINGS = (
+    ("model.embed_tokens", "embeddings.word_embeddings"),
+    ("model.embed_positions", "embeddings.position_embeddings"),
+    ("model.embed_token_types", "embeddings.token_type_embeddings"),
+    ("model.embed_norm", "embeddings.LayerNorm"),
+)
+_BERT = (
+    ("model.layers.", "encoder.layer."),
+    *_EMBEDDINGS,
+    ("self_attn.q_proj", "attention.self.query"),
+    ("self_attn.k_proj", "attention.self.key"),
+    ("self_attn.v_proj", "attention.self.value"),
+    ("self_attn.o_proj", "attention.output.dense"),
+    ("post_attention_layernorm", "attention.output.LayerNorm"),
+    ("mlp.up_proj", "intermediate.dense"),
+    ("mlp.down_proj", "output.dense"),
+    ("post_feedforward_layernorm", "output.LayerNorm"),
+)
+
+
+def bert(config: ConfigFile) -> ModelArchitecture:
+    sizes, classifier = read_sizes(config), _classifier(config)
+    return _bert(
+        config,
+        sizes,
+        EndsSpec(num_learned_positions=sizes.max_positions, has_embedding_norm=True),
+        EncoderSpec(config.integer("type_vocab_size", default=2), classifier=classifier),
+        _names("bert.", (*_BERT, ("head.dense", "pooler.dense")), classifier),
+    )
+
+
+def roberta(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    # the padding token has a row of its own, and so have the ids before it
+    offset = config.integer("pad_token_id", default=1, minimum=0) + 1
+    if sizes.max_positions <= offset:
+        config.fail("max_position_embeddings", sizes.max_positions, f"leaves none after the first {offset}")
+    ends = EndsSpec(
+        num_learned_positions=sizes.max_positions, learned_position_offset=offset, has_embedding_norm=True
+    )
+    classifier = _classifier(config)
+    heads = (("classifier", "classifier.out_proj"), ("head.dense", "classifier.dense"))
+    return _bert(
+        config,
+        replace(sizes, max_positions=sizes.max_positions - offset),
+        ends,
+        EncoderSpec(config.integer("type_vocab_size", default=1), classifier=classifier),
+        _names("roberta.", (*_BERT, *heads), classifier),
+    )
+
+
+def _bert(
+    config: ConfigFile, sizes: Sizes, ends: EndsSpec, encoder: EncoderSpec, names: TensorNames
+) -> ModelArchitecture:
+    config.expect("position_embedding_type", "absolute", otherwise="scores depend on distances")
+    config.expect("is_decoder", False, otherwise="it is a decoder")
+    config.expect("embedding_size", sizes.hidden_size, otherwise="embeddings are projected")
+    layers = describe_layers(
+        sizes, intermediate_size=config.integer("intermediate_size"), rope=None, mlp="plain"
+    )
+    block = _block(config.number("layer_norm_eps", default=1e-12), read_activation(config, default="gelu"))
+    described = describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
+    return replace(described, tie_word_embeddings=False, encoder=encoder)
+
+
+def _block(eps: float, activation: str, *, bias: bool = True) -> BlockSpec:
+    return BlockSpec(
+        norm=NormSpec("layer", eps=eps, bias=True),
+        norms="sum",
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        activation=activation,
+    )
+
+
+def distilbert(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config, hidden="dim", layers="n_layers", heads="n_heads")
+    layers = describe_layers(sizes, intermediate_size=config.integer("hidden_dim"), rope=None, mlp="plain")
+    config.pass_over("qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds", "tie_weights_")
+    classifier = _classifier(config, activation="relu")
+    renamed = (
+        ("model.layers.", "transformer.layer."),
+        *_EMBEDDINGS,
+        ("self_attn.q_proj", "attention.q_lin"),
+        ("self_attn.k_proj", "attention.k_lin"),
+        ("self_attn.v_proj", "attention.v_lin"),
+        ("self_attn.o_proj", "attention.out_lin"),
+        ("post_attention_layernorm", "sa_layer_norm"),
+        ("mlp.up_proj", "ffn.lin1"),
+        ("mlp.down_proj", "ffn.lin2"),
+        ("post_feedforward_layernorm", "output_layer_norm"),
+        ("head.dense", "pre_classifier"),
+    )
+    described = describe(
+        config,
+        sizes,
+        layers=layers,
+        block=_block(1e-12, read_activation(config, "activation", default="gelu")),
+        ends=EndsSpec(num_learned_positions=sizes.max_positions, has_embedding_norm=True),
+        names=_names("distilbert.", renamed, classifier),
+    )
+    return replace(described, tie_word_embeddings=False, encoder=EncoderSpec(classifier=classifier))
+
+
+def modernbert(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    every = config.integer("global_attn_every_n_layers", default=3)
+    layer_types = read_layer_types(
+        config, sizes.num_layers, default=lambda index: SLIDING if index % every else "full_attention"
+    )
+    thetas = {
+        kind: config.positive(key, default=default, maximum=1e15)
+        for kind, key, default in (
+            ("full_attention", "global_rope_theta", 160000.0),
+            (SLIDING, "local_rope_theta", 10000.0),
+        )
+    }
+    ropes = {
+        kind: read_rope(config, sizes, layer_type=kind, theta=thetas[kind])
+        for kind in dict.fromkeys(layer_types)
+    }
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=lambda index, kind: ropes[kind],
+        layer_types=layer_types,
+        # half of it on each side, and the token's own
+        window=config.integer("local_attention", default=128) // 2 + 1,
+    )
+    norm = NormSpec(
+        "layer", config.number("norm_eps", default=1e-5), bias=config.boolean("norm_bias", default=False)
+    )
+    has_bias = config.boolean("attention_bias", default=False)
+    block = BlockSpec(
+        norm=norm,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=config.boolean("mlp_bias", default=False),
+        activation=read_activation(config, "hidden_activation", default="gelu"),
+    )
+    config.pass_over(
+        "classifier_activation", "classifier_bias", "classifier_pooling", "decoder_bias", "sparse_prediction",
+        "sparse_pred_ignore_index", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad",
+        "mlp_dropout", "layer_norm_eps", "position_embedding_type", "sliding_window", "num_key_value_heads",
+    )  # fmt: skip
+    classifier = _classifier(config, activation="")
+    if classifier is not None:
+        pooling = config.text("classifier_pooling", default="cls")
+        if pooling not in ("cls", "mean"):
+            config.fail("classifier_pooling", pooling, "must be cls or mean")
+        classifier = replace(
+            classifier,
+            activation=read_activation(config, "classifier_activation", default="gelu"),
+            dense_bias=config.boolean("classifier_bias", default=False),
+            has_norm=True,
+            pooling="first" if pooling == "cls" else pooling,
+        )
+    renamed = (
+        ("model.layers.", "layers."),
+        ("model.embed_tokens", "embeddings.tok_embeddings"),
+        ("model.embed_norm", "embeddings.norm"),
+        ("model.norm", "final_norm"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "mlp_norm"),
+        ("self_attn.o_proj", "attn.Wo"),
+        ("mlp.down_proj", "mlp.Wo"),
+    )
+    names = replace(
+        _names("model.", renamed, classifier),
+        fused=(FusedTensor("attn.Wqkv", _QKV), FusedTensor("mlp.Wi", _HALVES)),
+    )
+    ends = EndsSpec(has_embedding_norm=True)
+    described = describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
+    encoder = EncoderSpec(has_first_norm=False, has_last_norm=True, classifier=classifier)
+    return replace(described, tie_word_embeddings=False, encoder=encoder)
+
+
+def nomic(config: ConfigFile) -> ModelArchitecture:
+    if config.has("n_embd"):
+        _translate_nomic(config)
+    renamed = (
+        ("model.layers.", "encoder.layers."),
+        *(pair for pair in _EMBEDDINGS if pair[0] != "model.embed_norm"),
+        ("model.embed_norm", "emb_ln"),
+        ("self_attn.o_proj", "attn.out_proj"),
+        ("post_attention_layernorm", "norm1"),
+        ("post_feedforward_layernorm", "norm2"),
+        ("mlp.gate_proj", "mlp.fc12"),
+        ("mlp.up_proj", "mlp.fc11"),
+        ("mlp.down_proj", "mlp.fc2"),
+    )
+    return _rotary_bert(
+        config, "nomic_bert.", renamed, (FusedTensor("attn.Wqkv", _QKV),), theta=1000.0, activation="silu"
+    )
+
+
+def _translate_nomic(config: ConfigFile) -> None:
+    """Give the keys of the files that came with code of their own the names that transformers has."""
+    for key, value, otherwise in (
+        ("activation_function", "swiglu", "the MLP has another form"),
+        ("prenorm", False, "norms stand before what they normalise"),
+        ("use_rms_norm", False, "norms are of another kind"),
+        ("qkv_proj_bias", False, "projections have biases"),
+        ("mlp_fc1_bias", False, "projections have biases"),
+        ("mlp_fc2_bias", False, "projections have biases"),
+        ("rotary_emb_fraction", 1.0, "a part of each head is rotated"),
+        ("rotary_emb_interleaved", False, "neighbours are rotated"),
+        ("rotary_emb_scale_base", None, "rotations are scaled"),
+        ("rotary_scaling_factor", None, "rotations are scaled by the text's length"),
+        ("parallel_block", False, "attention and MLP read the same input"),
+        ("causal", False, "tokens see no later ones"),
+        ("num_experts", 0, "its MLPs are mixtures of experts"),
+    ):
+        config.expect(key, value, otherwise=otherwise)
+    config.pass_over(
+        "n_embd", "n_head", "n_inner", "n_layer", "n_positions", "layer_norm_epsilon", "rotary_emb_base",
+        "dense_seq_output", "expert_choice_router", "ffn_div", "fused_bias_fc", "fused_dropout_add_ln",
+        "last_layer_subset", "max_trained_positions", "moe_every_n_layers", "moe_impl", "moe_normalize_expert_weights",
+        "moe_resid_pdrop", "moe_top_k", "num_shared_experts", "pad_vocab_size_multiple", "parallel_block_tied_norm",
+        "reorder_and_upcast_attn", "router_aux_loss_coef", "scale_attn_by_inverse_layer_idx", "scale_attn_weights",
+        "use_xentropy",
+    )  # fmt: skip
+    today = {
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "rope_theta": "rotary_emb_base",
+    }
+    config.assume(
+        **{name: config.values[before] for name, before in today.items() if config.has(before)},
+    )
+
+
+def gte(config: ConfigFile) -> ModelArchitecture:
+    renamed = (
+        ("model.layers.", "encoder.layer."),
+        *_EMBEDDINGS,
+        ("self_attn.o_proj", "attention.o_proj"),
+        ("post_attention_layernorm", "attn_ln"),
+        ("post_feedforward_layernorm", "mlp_ln"),
+        ("head.dense", "pooler.dense"),
+    )
+    fused = (
+        FusedTensor("attention.qkv_proj", _QKV),
+        FusedTensor("mlp.up_gate_proj", _HALVES[::-1]),
+    )
+    described = _rotary_bert(config, "new.", renamed, fused, theta=160000.0, activation="gelu")
+    block = replace(described.block, qkv_bias=True, out_bias=True, down_bias=True)
+    return replace(described, block=block)
+
+
+def _rotary_bert(
+    config: ConfigFile,
+    prefix: str,
+    renamed: tuple[tuple[str, str], ...],
+    fused: tuple[FusedTensor, ...],
+    *,
+    theta: float,
+    activation: str,
+) -> ModelArchitecture:
+    """Read a BERT with rotary embeddings and gated MLPs."""
+    sizes, classifier = read_sizes(config), _classifier(config)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes, theta=theta),
+    )
+    block = _block(
+        config.number("layer_norm_eps", default=1e-12),
+        read_activation(config, default=activation),
+        bias=False,
+    )
+    described = describe(
+        config,
+        sizes,
+        layers=layers,
+        block=block,
+        ends=EndsSpec(has_embedding_norm=True),
+        names=replace(_names(prefix, renamed, classifier), fused=fused),
+    )
+    encoder = EncoderSpec(config.integer("type_vocab_size", default=2, minimum=0), classifier=classifier)
+    return replace(described, tie_word_embeddings=False, encoder=encoder)
+
+
+def _classifier(config: ConfigFile, *, activation: str = "tanh") -> ClassifierSpec | None:
+    """Return the head of `…ForSequenceClassification`; None for other architectures."""
+    config.pass_over("id2label", "label2id", "num_labels", "pad_token_id")
+    if not architecture_name(config).endswith("ForSequenceClassification"):
+        return None
+    labels = config.values.get("id2label")
+    if isinstance(labels, dict) and labels:
+        return ClassifierSpec(len(labels), activation)
+    return ClassifierSpec(config.integer("num_labels", default=2), activation)
+
+
+def _names(
+    prefix: str, renamed: tuple[tuple[str, str], ...], classifier: ClassifierSpec | None
+) -> TensorNames:
+    """Return the names of an encoder, in files of a bare one and of one with a head.
+
+    Args:
+        prefix: Of the encoder's tensors in files with a head.
+    """
+    heads = ("cls.", "lm_head.", "qa_outputs.", "vocab_", "head.", "decoder.", "pooler.")
+    others = () if classifier else ("classifier.", "pre_classifier.")
+    return TensorNames(
+        renamed=renamed, older=((prefix, ""),), ignored=_IGNORED, ignored_prefixes=(*heads, *others)
+    )
