@@ -23,13 +23,18 @@ def encode_attention(
     first = 0
     for length in seq_lens_list:
         tokens = slice(first, first + length)
-        own = (x[tokens].transpose(0, 1)[None] for x in (query, key, value))
+        own_query, own_key, own_value = (x[tokens].transpose(0, 1)[None] for x in (query, key, value))
         mask = None
         if options.window:
             positions = torch.arange(length, device=query.device)
             mask = (positions[:, None] - positions).abs() < options.window
         attended = scaled_dot_product_attention(
-            *own, attn_mask=mask, scale=options.scale, enable_gqa=query.shape[1] != key.shape[1]
+            own_query,
+            own_key,
+            own_value,
+            attn_mask=mask,
+            scale=options.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         out[tokens] = attended[0].transpose(0, 1)
         first += length

@@ -152,7 +152,7 @@ class EndsSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassifierSpec:
+class EncoderHead:
     """The head of an encoder that classifies a text, or scores a pair: `classifier(norm(act(dense(pooled))))`."""
 
     num_labels: int
@@ -174,8 +174,8 @@ class EncoderSpec:
     """norms = pre: whether the attention of the first layer has a norm before it."""
     has_last_norm: bool = False
     """Whether a norm follows the last layer."""
-    classifier: ClassifierSpec | None = None
-    """None: it has no head."""
+    head: EncoderHead | None = None
+    """The head that classifies; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)

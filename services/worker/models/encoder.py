@@ -89,7 +89,7 @@ class Encoder(nn.Module):
         if spec.has_last_norm:
             self.norm = create_norm(hidden_size, norm, context=context, prefix=f"{inner}.norm")
         self.classifier: Classifier | None = None
-        if spec.classifier is not None:
+        if spec.head is not None:
             self.classifier = Classifier(context=context, prefix=prefix)
 
     def forward(self, token_ids: Tensor, positions: Tensor, layout: TextLayout) -> Tensor:
@@ -261,7 +261,7 @@ class Classifier(nn.Module):
 
     def __init__(self, *, context: ModelContext, prefix: str) -> None:
         super().__init__()
-        spec = _spec_of(context).classifier
+        spec = _spec_of(context).head
         assert spec is not None, "described with a head"
         hidden_size = context.architecture.hidden_size
         self.pooling = spec.pooling

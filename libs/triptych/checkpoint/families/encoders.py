@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from triptych.checkpoint.architecture import (
     BlockSpec,
-    ClassifierSpec,
+    EncoderHead,
     EncoderSpec,
     EndsSpec,
     ModelArchitecture,
@@ -51,13 +51,13 @@ _BERT = (
 
 
 def bert(config: ConfigFile) -> ModelArchitecture:
-    sizes, classifier = read_sizes(config), _classifier(config)
+    sizes, head = read_sizes(config), _head(config)
     return _bert(
         config,
         sizes,
         EndsSpec(num_learned_positions=sizes.max_positions, has_embedding_norm=True),
-        EncoderSpec(config.integer("type_vocab_size", default=2), classifier=classifier),
-        _names("bert.", (*_BERT, ("head.dense", "pooler.dense")), classifier),
+        EncoderSpec(config.integer("type_vocab_size", default=2), head=head),
+        _names(("bert.",), (*_BERT, ("head.dense", "pooler.dense")), head),
     )
 
 
@@ -70,14 +70,14 @@ def roberta(config: ConfigFile) -> ModelArchitecture:
     ends = EndsSpec(
         num_learned_positions=sizes.max_positions, learned_position_offset=offset, has_embedding_norm=True
     )
-    classifier = _classifier(config)
+    head = _head(config)
     heads = (("classifier", "classifier.out_proj"), ("head.dense", "classifier.dense"))
     return _bert(
         config,
         replace(sizes, max_positions=sizes.max_positions - offset),
         ends,
-        EncoderSpec(config.integer("type_vocab_size", default=1), classifier=classifier),
-        _names("roberta.", (*_BERT, *heads), classifier),
+        EncoderSpec(config.integer("type_vocab_size", default=1), head=head),
+        _names(("roberta.",), (*_BERT, *heads), head),
     )
 
 
@@ -110,7 +110,7 @@ def distilbert(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config, hidden="dim", layers="n_layers", heads="n_heads")
     layers = describe_layers(sizes, intermediate_size=config.integer("hidden_dim"), rope=None, mlp="plain")
     config.pass_over("qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds", "tie_weights_")
-    classifier = _classifier(config, activation="relu")
+    head = _head(config, activation="relu")
     renamed = (
         ("model.layers.", "transformer.layer."),
         *_EMBEDDINGS,
@@ -130,9 +130,9 @@ def distilbert(config: ConfigFile) -> ModelArchitecture:
         layers=layers,
         block=_block(1e-12, read_activation(config, "activation", default="gelu")),
         ends=EndsSpec(num_learned_positions=sizes.max_positions, has_embedding_norm=True),
-        names=_names("distilbert.", renamed, classifier),
+        names=_names(("distilbert.",), renamed, head),
     )
-    return replace(described, tie_word_embeddings=False, encoder=EncoderSpec(classifier=classifier))
+    return replace(described, tie_word_embeddings=False, encoder=EncoderSpec(head=head))
 
 
 def modernbert(config: ConfigFile) -> ModelArchitecture:
@@ -176,13 +176,13 @@ def modernbert(config: ConfigFile) -> ModelArchitecture:
         "sparse_pred_ignore_index", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad",
         "mlp_dropout", "layer_norm_eps", "position_embedding_type", "sliding_window", "num_key_value_heads",
     )  # fmt: skip
-    classifier = _classifier(config, activation="")
-    if classifier is not None:
+    head = _head(config, activation="")
+    if head is not None:
         pooling = config.text("classifier_pooling", default="cls")
         if pooling not in ("cls", "mean"):
             config.fail("classifier_pooling", pooling, "must be cls or mean")
-        classifier = replace(
-            classifier,
+        head = replace(
+            head,
             activation=read_activation(config, "classifier_activation", default="gelu"),
             dense_bias=config.boolean("classifier_bias", default=False),
             has_norm=True,
@@ -199,12 +199,12 @@ def modernbert(config: ConfigFile) -> ModelArchitecture:
         ("mlp.down_proj", "mlp.Wo"),
     )
     names = replace(
-        _names("model.", renamed, classifier),
+        _names(("model.",), renamed, head),
         fused=(FusedTensor("attn.Wqkv", _QKV), FusedTensor("mlp.Wi", _HALVES)),
     )
     ends = EndsSpec(has_embedding_norm=True)
     described = describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
-    encoder = EncoderSpec(has_first_norm=False, has_last_norm=True, classifier=classifier)
+    encoder = EncoderSpec(has_first_norm=False, has_last_norm=True, head=head)
     return replace(described, tie_word_embeddings=False, encoder=encoder)
 
 
@@ -221,9 +221,10 @@ def nomic(config: ConfigFile) -> ModelArchitecture:
         ("mlp.gate_proj", "mlp.fc12"),
         ("mlp.up_proj", "mlp.fc11"),
         ("mlp.down_proj", "mlp.fc2"),
+        ("head.dense", "pooler.dense"),
     )
     return _rotary_bert(
-        config, "nomic_bert.", renamed, (FusedTensor("attn.Wqkv", _QKV),), theta=1000.0, activation="silu"
+        config, ("nomic_bert.",), renamed, (FusedTensor("attn.Wqkv", _QKV),), theta=1000.0, activation="silu"
     )
 
 
@@ -268,6 +269,12 @@ def _translate_nomic(config: ConfigFile) -> None:
 
 
 def gte(config: ConfigFile) -> ModelArchitecture:
+    # of the files that came with code of their own
+    config.pass_over("pack_qkv", "use_memory_efficient_attention", "unpad_inputs")
+    config.expect("layer_norm_type", "layer_norm", otherwise="norms are of another kind")
+    config.expect("position_embedding_type", "rope", otherwise="positions are learned")
+    config.expect("logn_attention_scale", False, otherwise="scores are scaled by the text's length")
+    config.expect("logn_attention_clip1", False, otherwise="scores are scaled by the text's length")
     renamed = (
         ("model.layers.", "encoder.layer."),
         *_EMBEDDINGS,
@@ -280,14 +287,14 @@ def gte(config: ConfigFile) -> ModelArchitecture:
         FusedTensor("attention.qkv_proj", _QKV),
         FusedTensor("mlp.up_gate_proj", _HALVES[::-1]),
     )
-    described = _rotary_bert(config, "new.", renamed, fused, theta=160000.0, activation="gelu")
+    described = _rotary_bert(config, ("new.", "gte."), renamed, fused, theta=160000.0, activation="gelu")
     block = replace(described.block, qkv_bias=True, out_bias=True, down_bias=True)
     return replace(described, block=block)
 
 
 def _rotary_bert(
     config: ConfigFile,
-    prefix: str,
+    prefixes: tuple[str, ...],
     renamed: tuple[tuple[str, str], ...],
     fused: tuple[FusedTensor, ...],
     *,
@@ -295,7 +302,7 @@ def _rotary_bert(
     activation: str,
 ) -> ModelArchitecture:
     """Read a BERT with rotary embeddings and gated MLPs."""
-    sizes, classifier = read_sizes(config), _classifier(config)
+    sizes, head = read_sizes(config), _head(config)
     layers = describe_layers(
         sizes,
         intermediate_size=config.integer("intermediate_size"),
@@ -312,33 +319,36 @@ def _rotary_bert(
         layers=layers,
         block=block,
         ends=EndsSpec(has_embedding_norm=True),
-        names=replace(_names(prefix, renamed, classifier), fused=fused),
+        names=replace(_names(prefixes, renamed, head), fused=fused),
     )
-    encoder = EncoderSpec(config.integer("type_vocab_size", default=2, minimum=0), classifier=classifier)
+    encoder = EncoderSpec(config.integer("type_vocab_size", default=2, minimum=0), head=head)
     return replace(described, tie_word_embeddings=False, encoder=encoder)
 
 
-def _classifier(config: ConfigFile, *, activation: str = "tanh") -> ClassifierSpec | None:
+def _head(config: ConfigFile, *, activation: str = "tanh") -> EncoderHead | None:
     """Return the head of `…ForSequenceClassification`; None for other architectures."""
     config.pass_over("id2label", "label2id", "num_labels", "pad_token_id")
     if not architecture_name(config).endswith("ForSequenceClassification"):
         return None
     labels = config.values.get("id2label")
     if isinstance(labels, dict) and labels:
-        return ClassifierSpec(len(labels), activation)
-    return ClassifierSpec(config.integer("num_labels", default=2), activation)
+        return EncoderHead(len(labels), activation)
+    return EncoderHead(config.integer("num_labels", default=2), activation)
 
 
 def _names(
-    prefix: str, renamed: tuple[tuple[str, str], ...], classifier: ClassifierSpec | None
+    prefixes: tuple[str, ...], renamed: tuple[tuple[str, str], ...], head: EncoderHead | None
 ) -> TensorNames:
     """Return the names of an encoder, in files of a bare one and of one with a head.
 
     Args:
-        prefix: Of the encoder's tensors in files with a head.
+        prefixes: Of the encoder's tensors in files with a head.
     """
     heads = ("cls.", "lm_head.", "qa_outputs.", "vocab_", "head.", "decoder.", "pooler.")
-    others = () if classifier else ("classifier.", "pre_classifier.")
+    others = () if head else ("classifier.", "pre_classifier.")
     return TensorNames(
-        renamed=renamed, older=((prefix, ""),), ignored=_IGNORED, ignored_prefixes=(*heads, *others)
+        renamed=renamed,
+        older=tuple((prefix, "") for prefix in prefixes),
+        ignored=_IGNORED,
+        ignored_prefixes=(*heads, *others),
     )

@@ -136,6 +136,9 @@ _OTHER_SPELLINGS = {
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "MPTForCausalLM": "MptForCausalLM",
+    "NewForMaskedLM": "GteForMaskedLM",
+    "NewForSequenceClassification": "GteForSequenceClassification",
+    "NewModel": "GteModel",
 }
 """Names of the classes that published checkpoints came with -> those that transformers gave them."""
 
