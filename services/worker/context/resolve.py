@@ -40,6 +40,7 @@ def resolve_for_device(
     device, native_kernels = traits.device, traits.native_kernels
     rank = find_rank(engine, device)
     _check_stages(engine, rank)
+    _check_encoder(architecture, rank)
     _check_length(engine, architecture)
     dtype = choose_dtype(
         engine.model.dtype, architecture, device=device, prefers_bfloat16=traits.prefers_bfloat16
@@ -93,6 +94,20 @@ def _check_stages(engine: EngineConfig, rank: RankFacts) -> None:
             f"parallel.pipeline_parallel_size = {rank.num_stages}",
             "stages are not recorded as CUDA graphs yet; set worker.enforce_eager to true",
         )
+
+
+def _check_encoder(architecture: ModelArchitecture, rank: RankFacts) -> None:
+    if architecture.encoder is None:
+        return
+    for option, size in (
+        ("tensor_parallel_size", rank.tensor_parallel_size),
+        ("pipeline_parallel_size", rank.num_stages),
+    ):
+        if size > 1:
+            raise FeatureDisabled(
+                f"parallel.{option} = {size}",
+                f"{architecture.name} is an encoder, which one rank computes; set it to 1",
+            )
 
 
 def _check_length(engine: EngineConfig, architecture: ModelArchitecture) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.architecture import EncoderSpec, LayerSpec
-from triptych.errors import FeatureDisabled
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.ops import encode_attention, rotary_embedding
 from triptych_services.worker.context.model_context import ModelContext
@@ -43,12 +42,7 @@ class Encoder(nn.Module):
     """The network of a bare encoder, and its classifier if it has one."""
 
     def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
-        """
-        Raises:
-            FeatureDisabled: Several ranks would share it.
-        """
         super().__init__()
-        check_ranks(context)
         architecture = context.architecture
         assert architecture.encoder is not None, "described as an encoder"
         spec, ends, norm = architecture.encoder, architecture.ends, architecture.block.norm
@@ -266,7 +260,7 @@ class Classifier(nn.Module):
         hidden_size = context.architecture.hidden_size
         self.pooling = spec.pooling
         self.is_tanh = spec.activation == "tanh"
-        self.dtype = context.dtype
+        self.dtype, self.device = context.dtype, context.device
         self.dense = ColumnLinear(
             hidden_size,
             hidden_size,
@@ -302,20 +296,3 @@ class Classifier(nn.Module):
 def _spec_of(context: ModelContext) -> EncoderSpec:
     assert context.architecture.encoder is not None, "described as an encoder"
     return context.architecture.encoder
-
-
-def check_ranks(context: ModelContext) -> None:
-    """Check that one rank computes the model.
-
-    Raises:
-        FeatureDisabled: Several would; names the option.
-    """
-    for option, size in (
-        ("tensor_parallel_size", context.rank.tensor_parallel_size),
-        ("pipeline_parallel_size", context.rank.num_stages),
-    ):
-        if size > 1:
-            raise FeatureDisabled(
-                f"parallel.{option} = {size}",
-                f"{context.architecture.name} is an encoder, which one rank computes; set it to 1",
-            )

@@ -61,6 +61,8 @@ class EncoderBackend(Protocol):
 
     description: str
     """Its name in facts: the instruction set and how the kernels are called, or torch."""
+    computes_with_torch: bool
+    """Whether torch computes some of the operations, so that its threads need the cores."""
 
     def forward(self, lens: tuple[int, ...]) -> Tensor:
         """Return the states [num_tokens, hidden_size] of texts of these lengths, valid until the next call."""
@@ -69,6 +71,8 @@ class EncoderBackend(Protocol):
 
 class RecordedEncoder:
     """An `EncoderBackend` that records the model at construction."""
+
+    computes_with_torch = False
 
     def __init__(self, model: Encoder, inputs: EncoderInputs) -> None:
         """
@@ -98,6 +102,8 @@ class RecordedEncoder:
 
 class EagerEncoder:
     """An `EncoderBackend` that calls the model, operation by operation, on any device."""
+
+    computes_with_torch = True
 
     def __init__(self, model: Encoder, inputs: EncoderInputs, device: torch.device) -> None:
         self._model, self._inputs, self._device = model, inputs, device

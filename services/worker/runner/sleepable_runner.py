@@ -27,6 +27,7 @@ from triptych_services.worker.context.rank_group import OneRank, RankGroup
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.runner.base import PendingStep, Runner, do_nothing
+from triptych_services.worker.runner.encoder_runner import EncoderRunner
 from triptych_services.worker.runner.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class MemoryNeeds:
 
 
 class SleepableRunner(Runner):
-    """A `ModelRunner` that can be dropped and created again. Owned by the worker's runner thread."""
+    """A `ModelRunner` or `EncoderRunner` that can be dropped and created again. Owned by the worker's runner thread."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class SleepableRunner(Runner):
         device: torch.device,
         needs: MemoryNeeds,
         load: Callable[[], CausalLM],
-        create: Callable[[CausalLM], ModelRunner],
-        warm_up: Callable[[ModelRunner], None],
+        create: Callable[[CausalLM], ModelRunner | EncoderRunner],
+        warm_up: Callable[[ModelRunner | EncoderRunner], None],
         group: RankGroup | None = None,
     ) -> None:
         """Start the runner, ready for step 1.
@@ -76,7 +77,7 @@ class SleepableRunner(Runner):
         """The model, or None while the weights are dropped."""
         self._host_copy: HostCopy | None = None
         """Weights in the host's memory; None while they are on the device or dropped."""
-        self._runner: ModelRunner | None = create(model)
+        self._runner: ModelRunner | EncoderRunner | None = create(model)
         """The runner, or None while asleep."""
         warm_up(self._runner)
         self._facts = self._runner.facts
@@ -92,7 +93,7 @@ class SleepableRunner(Runner):
 
     @property
     def runner(self) -> ModelRunner:
-        assert self._runner is not None, "asleep"
+        assert isinstance(self._runner, ModelRunner), "asleep, or an encoder's"
         return self._runner
 
     def block_store(self) -> BlockStore:

@@ -61,5 +61,6 @@ def load_runner(
         boot_id = met.generation
         resolved = replace(resolved, rank=replace(resolved.rank, ranks_on_host=met.ranks_on_host))
     runner = create_runner(resolved, directory, boot_id=boot_id, on_phase=on_phase, place=met)
-    store_later(runner, resolved, directory)
+    if resolved.architecture.encoder is None:
+        store_later(runner, resolved, directory)
     return runner

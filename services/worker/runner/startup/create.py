@@ -36,13 +36,21 @@ from triptych_services.worker.layers.weights import weight_bytes
 from triptych_services.worker.loader.base import Checkpoint, digest_weights, fingerprint
 from triptych_services.worker.loader.load import DuringLoad, load_model, open_checkpoint
 from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.models.encoder import Encoder
 from triptych_services.worker.parallel.create import check_agreement, create_rank_group
 from triptych_services.worker.runner.base import PhaseChange
 from triptych_services.worker.runner.cuda.streams import CudaStream
+from triptych_services.worker.runner.encoder_runner import EncoderRunner
 from triptych_services.worker.runner.graph_sizes import graph_token_limit
 from triptych_services.worker.runner.model_runner import ModelRunner
 from triptych_services.worker.runner.pipeline_stage import create_stage
 from triptych_services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
+from triptych_services.worker.runner.startup.encoder import (
+    create_encoder_runner,
+    describe_encoder,
+    plan_encoder,
+    warm_up_encoder,
+)
 from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, view_kv_cache
 from triptych_services.worker.runner.startup.memory_plan import plan_memory
@@ -96,7 +104,10 @@ def create_runner(
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
-    config, kv = plan_memory(config, group, model, create_attention(config), device)
+    if config.architecture.encoder is None:
+        config, kv = plan_memory(config, group, model, create_attention(config), device)
+    else:
+        config, kv = plan_encoder(config)
     facts = worker_facts(
         config,
         kv,
@@ -110,6 +121,8 @@ def create_runner(
         load_s=load_s,
         served=served_tasks(config.architecture, directory),
     )
+    if config.architecture.encoder is not None:
+        facts = replace(facts, model=describe_encoder(facts.model, config))
     factory = RunnerFactory(config, directory, facts, group, on_phase)
     return factory.sleepable(model, activation_bytes=kv.activation_bytes)
 
@@ -174,7 +187,8 @@ class RunnerFactory:
         self._grammars = GrammarCompiler(
             directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
         )
-        self._grammars.prepare_after(GRAMMARS_AFTER_S)
+        if config.architecture.encoder is None:
+            self._grammars.prepare_after(GRAMMARS_AFTER_S)
 
     def load(self) -> CausalLM:
         """Load the model again, with new weights if the files hold some.
@@ -193,8 +207,18 @@ class RunnerFactory:
         self._facts = replace(self._facts, model=replace(self._facts.model, identity=identity))
         return _load(self._config, checkpoint, self._group, self._on_phase)
 
-    def create(self, model: CausalLM) -> ModelRunner:
+    def create(self, model: CausalLM) -> ModelRunner | EncoderRunner:
         """Create the runner of a loaded model, with all its memory."""
+        runner: ModelRunner | EncoderRunner
+        if isinstance(model, Encoder):
+            runner = create_encoder_runner(self._config, self._directory, self._facts, model)
+        else:
+            runner = self._create_for_decoder(model)
+        if not runner.computes_with_torch:
+            leave_cores_to_kernels()
+        return runner
+
+    def _create_for_decoder(self, model: CausalLM) -> ModelRunner:
         config, stages = self._config, self._group.stages
         stage = None if stages is None else create_stage(config, stages)
         held, shape = self._held, self._facts.kv
@@ -217,8 +241,6 @@ class RunnerFactory:
             runner.pool_with(pooler)
         if held is not None:
             runner.go_on_for(held)
-        if not runner.computes_with_torch:
-            leave_cores_to_kernels()
         return runner
 
     def sleepable(self, model: CausalLM, *, activation_bytes: int) -> SleepableRunner:
@@ -239,7 +261,7 @@ class RunnerFactory:
             group=self._group,
         )
 
-    def warm_up(self, runner: ModelRunner) -> None:
+    def warm_up(self, runner: ModelRunner | EncoderRunner) -> None:
         """Prepare a runner for step 1, which all ranks do together.
 
         One that goes on with rows computes their next step.
@@ -249,9 +271,12 @@ class RunnerFactory:
             return
         self._on_phase(Phase.WARMING, 0.0)
         started = time.perf_counter()
-        if self._config.engine.worker.graph_capture == "startup":
-            runner.capture_graphs(lambda progress: self._on_phase(Phase.WARMING, progress))
-        warm_up(runner)
+        if isinstance(runner, EncoderRunner):
+            warm_up_encoder(runner)
+        else:
+            if self._config.engine.worker.graph_capture == "startup":
+                runner.capture_graphs(lambda progress: self._on_phase(Phase.WARMING, progress))
+            warm_up(runner)
         log.info("warmed up in %.1f s", time.perf_counter() - started)
 
 
@@ -303,7 +328,7 @@ def _checked_and_compiled(
     """
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     check_layers(model, create_attention(config))
-    if not config.rank.device.startswith("cuda"):
+    if not config.rank.device.startswith("cuda") or config.architecture.encoder is not None:
         return nullcontext()
     from triptych_services.worker.runner.startup.compile_ahead import (
         compiled_ahead,  # imports triton: not for CPUs

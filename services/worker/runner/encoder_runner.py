@@ -1,0 +1,150 @@
+"""The runner of an encoder: whole texts in one step, no keys and values, vectors in place of tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from triptych.errors import FeatureDisabled, ProtocolViolation
+from triptych.types.facts import WorkerFacts
+from triptych.types.pooling import PoolingParams, Task
+from triptych.types.step import F32, U32, RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
+from triptych_services.worker.kv_transfer.base import BlockStore
+from triptych_services.worker.models.encoder import Encoder
+from triptych_services.worker.runner.base import CompletedStep, StepRunner, do_nothing
+from triptych_services.worker.runner.encoder_backend import EncoderInputs, create_encoder_backend
+from triptych_services.worker.runner.encoder_rows import EncoderRows, Text
+
+
+class TextPooler(Protocol):
+    """Makes the vectors of a text from the states of its tokens."""
+
+    def refusal(self, params: PoolingParams, num_tokens: int) -> RowError | None:
+        """Return why a text is not pooled so, None if it is."""
+        ...
+
+    def pool(self, params: PoolingParams, states: F32) -> F32 | RowError:
+        """Return the vectors of a text, [num_vectors, num_columns], or why it has none.
+
+        Args:
+            states: [num_tokens, hidden_size]
+        """
+        ...
+
+
+class EncoderRunner(StepRunner):
+    """Computes a step when it is launched, on any device. Owned by the worker's runner thread."""
+
+    def __init__(
+        self,
+        *,
+        model: Encoder,
+        facts: WorkerFacts,
+        device: torch.device,
+        pooler: TextPooler,
+        separator: int | None = None,
+        enforce_eager: bool = False,
+    ) -> None:
+        """
+        Args:
+            separator: Token between the texts of a pair, the second of which has another token type. None: pairs have
+                one type.
+        """
+        self._pooler = pooler
+        self._separator = separator
+        self._rows = EncoderRows(facts)
+        self._inputs = EncoderInputs(
+            max_num_seqs=facts.max_num_seqs, max_num_batched_tokens=facts.max_num_batched_tokens
+        )
+        with torch.inference_mode():
+            self._backend = create_encoder_backend(model, self._inputs, device, enforce_eager=enforce_eager)
+        self._facts = replace(facts, kernels=self._backend.description)
+        self._last_step_id = 0
+
+    @property
+    def facts(self) -> WorkerFacts:
+        return self._facts
+
+    @property
+    def computes_with_torch(self) -> bool:
+        """Whether torch computes the layers, so that it needs the cores."""
+        return self._backend.computes_with_torch
+
+    def block_store(self) -> BlockStore:
+        raise FeatureDisabled("worker.kv_transfer = true", "an encoder leaves no keys and values to transfer")
+
+    def reset(self) -> None:
+        """Forget every row and expect step 1."""
+        self._rows.clear()
+        self._last_step_id = 0
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> CompletedStep:
+        """Compute one step; see `StepRunner.launch`."""
+        if plan.step_id != self._last_step_id + 1:
+            raise ProtocolViolation(
+                f"step_id: {plan.step_id} came after {self._last_step_id}; expected {self._last_step_id + 1}"
+            )
+        started = time.perf_counter_ns()
+        step = self._rows.apply(plan)
+        self._last_step_id = plan.step_id
+        errors, texts = dict(step.row_errors), list[Text]()
+        for text in step.texts:
+            refusal = self._pooler.refusal(text.pooling, len(text.token_ids))
+            if refusal is None:
+                texts.append(text)
+            else:
+                errors[text.key] = refusal
+        vectors: dict[RowKey, F32] = {}
+        prepared = forwarded = started
+        if texts:
+            lens = self._inputs.gather(
+                [text.token_ids for text in texts], [self._token_types(text) for text in texts]
+            )
+            on_prepared()
+            prepared = time.perf_counter_ns()
+            states = self._backend.forward(lens).float().numpy(force=True)
+            forwarded = time.perf_counter_ns()
+            self._pool(texts, states, vectors, errors)
+        done = time.perf_counter_ns()
+        timings = StepTimings(
+            prepare_ns=prepared - started, forward_ns=forwarded - prepared, sample_ns=done - forwarded
+        )
+        return CompletedStep(
+            StepResult(plan.step_id, empty_u32(), row_errors=errors, timings=timings, vectors=vectors)
+        )
+
+    def _token_types(self, text: Text) -> NDArray[np.int64] | None:
+        """Return the token types of a pair that is classified; None if they are all 0."""
+        if self._separator is None or text.pooling.task is not Task.CLASSIFY:
+            return None
+        return second_text(text.token_ids, self._separator)
+
+    def _pool(
+        self, texts: Sequence[Text], states: F32, vectors: dict[RowKey, F32], errors: dict[RowKey, RowError]
+    ) -> None:
+        first = 0
+        for text in texts:
+            end = first + len(text.token_ids)
+            pooled = self._pooler.pool(text.pooling, states[first:end])
+            first = end
+            if isinstance(pooled, RowError):
+                errors[text.key] = pooled
+            else:
+                vectors[text.key] = pooled
+
+
+def second_text(token_ids: U32, separator: int) -> NDArray[np.int64] | None:
+    """Return 1 for each token behind the first separator, and 0 for the others; None if there is none behind it."""
+    separators = np.flatnonzero(token_ids == separator)
+    if separators.size == 0 or separators[0] + 1 >= len(token_ids):
+        return None
+    types = np.zeros(len(token_ids), np.int64)
+    types[separators[0] + 1 :] = 1
+    return types

@@ -1,0 +1,111 @@
+"""The start of an encoder's runner: sizes without a KV cache, facts, and the runner itself."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from triptych.checkpoint.pairs import read_pair_separator
+from triptych.errors import ConfigError
+from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.pooling import PoolingKind, PoolingParams, Task
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import NewRow, RowContent, StepPlan, empty_u32
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.models.encoder import Encoder
+from triptych_services.worker.runner.encoder_pooling import EncoderPooler
+from triptych_services.worker.runner.encoder_runner import EncoderRunner
+from triptych_services.worker.runner.startup.kv_plan import KvPlan
+
+log = logging.getLogger(__name__)
+
+_NUM_WARM_TOKENS = 16
+
+
+def plan_encoder(config: ResolvedConfig) -> tuple[ResolvedConfig, KvPlan]:
+    """Return the sizes of an encoder: each row holds one block, of no memory, as long as the longest text.
+
+    A step holds the longest text; where the operator has left the tokens of a step open, they become as many.
+
+    Raises:
+        ConfigError: The operator's steps are shorter.
+    """
+    scheduler, limit = config.engine.scheduler, config.architecture.max_position_embeddings
+    max_model_len = config.engine.model.max_model_len or limit
+    budget = scheduler.max_num_batched_tokens
+    if budget < max_model_len and not config.has_step_by_device:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens: {budget} is below model.max_model_len {max_model_len}, and an encoder "
+            "computes a text whole; raise the first, or lower the second"
+        )
+    scheduler = replace(scheduler, max_num_batched_tokens=max(budget, max_model_len))
+    shape = KvShape(
+        num_blocks=scheduler.max_num_seqs + 1,
+        block_size=1 << (max_model_len - 1).bit_length(),
+        num_layers=0,
+        num_kv_heads=config.architecture.num_kv_heads,
+        head_dim=config.architecture.head_dim,
+        dtype=config.kv_dtype,
+    )
+    engine = replace(config.engine, scheduler=scheduler)
+    return replace(config, engine=engine), KvPlan(shape, max_model_len)
+
+
+def describe_encoder(facts: ModelFacts, config: ResolvedConfig) -> ModelFacts:
+    """Return the facts of a model with what it serves as an encoder."""
+    assert config.architecture.encoder is not None, "described as an encoder"
+    head = config.architecture.encoder.head
+    tasks = (Task.EMBED, Task.TOKEN_EMBED) if head is None else (Task.CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
+    return replace(
+        facts,
+        tasks=tuple(task.label for task in tasks),
+        embedding_size=config.architecture.hidden_size,
+        num_labels=0 if head is None else head.num_labels,
+        is_encoder=True,
+    )
+
+
+def create_encoder_runner(
+    config: ResolvedConfig, directory: Path, facts: WorkerFacts, model: Encoder
+) -> EncoderRunner:
+    """Create the runner of a loaded encoder."""
+    spec = config.architecture.encoder
+    assert spec is not None, "described as an encoder"
+    return EncoderRunner(
+        model=model,
+        facts=facts,
+        device=torch.device(config.rank.device),
+        pooler=EncoderPooler(PoolingKind.MEAN, config.architecture.hidden_size, model.classifier),
+        separator=read_pair_separator(directory) if spec.num_token_types > 1 else None,
+        enforce_eager=config.engine.worker.enforce_eager,
+    )
+
+
+def warm_up_encoder(runner: EncoderRunner) -> None:
+    """Compute a short text, so that the first request does not wait for what is set up on first use."""
+    num_tokens = min(_NUM_WARM_TOKENS, runner.facts.model.max_model_len)
+    row = NewRow(
+        slot=0,
+        slot_version=1,
+        content=RowContent(np.zeros(num_tokens, np.uint32), SamplingParams(), PoolingParams()),
+        emitted_token_ids=empty_u32(),
+        num_computed_tokens=0,
+        num_cached_tokens=0,
+        block_ids=np.ones(1, np.uint32),
+        seed=0,
+    )
+    runner.reset()
+    runner.execute(
+        StepPlan(
+            step_id=1,
+            last_result_seen=0,
+            new_rows=(row,),
+            chunk_slots=np.zeros(1, np.uint32),
+            chunk_lengths=np.array([num_tokens], np.uint32),
+        )
+    )
+    runner.reset()
