@@ -158,7 +158,7 @@ class _WithTask(Protocol):
     def HasField(self, field_name: Any) -> bool: ...
 
 
-def task_number(pooling: PoolingParams | None) -> step_pb2.Task:
+def task_number(pooling: PoolingParams | None) -> int:
     """Return the number of a row's task in a message."""
     return step_pb2.TASK_GENERATE if pooling is None else step_pb2.Task.Value(f"TASK_{pooling.task.name}")
 
