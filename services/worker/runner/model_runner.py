@@ -178,7 +178,7 @@ class ModelRunner(StepRunner):
 
     def pool_with(self, pooler: Pooler) -> None:
         """Serve pooled rows from now on. Called before step 1."""
-        self._rows.pooler = pooler
+        self._rows.pooled.pooler = pooler
 
     def go_on_for(self, held: HeldState) -> None:
         """Take over the rows of another runner, which has used the same cache, and expect its next step."""
@@ -197,9 +197,11 @@ class ModelRunner(StepRunner):
     def recorded(self) -> tuple[Program, Mapping[str, Tensor]] | None:
         """Return the recorded program of whole steps, and its inputs and caches by the names of their regions.
 
-        None where no program is recorded, or where it is a stage's.
+        None where no program is recorded, or where it is a stage's or that of a model that only pools.
         """
         if not isinstance(self._backend, RecordedBackend) or not isinstance(self._steps, ImmediateSteps):
+            return None
+        if not self._generates:
             return None
         caches = {
             f"{KV_CACHE}{layer}.{name}": tensor

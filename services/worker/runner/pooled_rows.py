@@ -37,7 +37,7 @@ class RowPooler:
 
     @property
     def _pooler(self) -> Pooler:
-        pooler = self._rows.pooler
+        pooler = self._rows.pooled.pooler
         assert pooler is not None, "the rows let no pooled row pass without"
         return pooler
 
@@ -46,7 +46,7 @@ class RowPooler:
 
         May be called again for the same step, or for some rows of it. Steps without such rows cost nothing.
         """
-        slot_to_pooling = self._rows.slot_to_pooling
+        slot_to_pooling = self._rows.pooled.slot_to_pooling
         if not slot_to_pooling:
             return ()
         parts: list[PooledPart] = []
@@ -56,8 +56,6 @@ class RowPooler:
                 int(column[index]) for column in (step.slots, step.starts, step.query_lens)
             )
             entered = slot_to_pooling[slot]
-            if entered.row is None:
-                entered.row = self._pooler.row(entered.params)
             is_last = start + length == int(self._rows.num_prompt[slot])
             wanted = entered.row.wanted(start, length, is_last=is_last)
             first = int(first_tokens[index])

@@ -7,7 +7,8 @@
 
 `num_computed` chases `num_known`: a step computes positions `num_computed .. num_computed + n - 1`, and a
 row that thereby reaches `num_known` samples: it gets the token of the next position, or of several. There are no
-phases. A pooled row never samples: its vectors follow from the states of its prompt.
+phases. A pooled row never samples: its vectors follow from the states of its prompt, and with all of that computed it
+computes nothing until it is removed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import WorkerFacts
-from triptych.types.pooling import GENERATION, PoolingParams, Task
+from triptych.types.pooling import GENERATION
 from triptych.types.step import U32, NewRow, RowError, RowKey, StepPlan
-from triptych_services.worker.runner.pooling import PooledRow, Pooler
+from triptych_services.worker.runner.pooled_slots import PooledSlots
 from triptych_services.worker.sampling.params import SamplingColumns, TokenHistory
 
 I64 = NDArray[np.int64]
@@ -63,15 +64,6 @@ class StepRows:
         )
 
 
-@dataclass(slots=True, eq=False)
-class EnteredPooling:
-    """One pooled row, from its entry on."""
-
-    params: PoolingParams
-    row: PooledRow | None = None
-    """Its states so far, held here by the `RowPooler`; None before its first step."""
-
-
 class RequestRows:
     """Owned by the runner's thread. Memory for tokens is reserved whole and backed when first written."""
 
@@ -87,13 +79,6 @@ class RequestRows:
         max_samples_per_row: int = 1,
         tasks: tuple[str, ...] = (GENERATION,),
     ) -> None:
-        """
-        Args:
-            tasks: As of `ModelFacts`.
-        """
-        self._tasks = tasks
-        self.pooler: Pooler | None = None
-        """Set before the first row enters; None: rows are not pooled."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_samples_per_row = max_samples_per_row
         self._num_blocks = num_blocks
@@ -122,10 +107,7 @@ class RequestRows:
         """[max_num_seqs] positions of the prompt below this have been reported; only of slots in the map below."""
         self.slot_to_prompt_top: dict[int, int] = {}
         """Slot to the number of alternatives per prompt token, of rows with a prompt to be reported yet."""
-        self._samples_not: Flags = np.zeros(max_num_seqs, np.bool_)
-        """[max_num_seqs] whether the row never samples."""
-        self.slot_to_pooling: dict[int, EnteredPooling] = {}
-        """Slot to the pooling of rows that are pooled and have not been refused."""
+        self.pooled = PooledSlots(max_num_seqs, tasks)
 
     def apply(self, plan: StepPlan) -> StepRows:
         """Carry out a plan's removals, new rows and new blocks, and return the rows that it computes.
@@ -144,7 +126,7 @@ class RequestRows:
         starts = self.num_computed[slots]
         ends = starts + query_lens
         known = self.num_known[slots]
-        samples = (ends == known) & ~self._samples_not[slots]
+        samples = (ends == known) & ~self.pooled.never_sample[slots]
         is_unknown = ends > known
         num_tokens = int(query_lens.sum())
         sample_limits = None
@@ -248,7 +230,7 @@ class RequestRows:
             self.block_table[slot, : self.num_held[slot]] = 0
             self.sampling.leave(slot)
             self.slot_to_prompt_top.pop(slot, None)
-            self.slot_to_pooling.pop(slot, None)
+            self.pooled.leave(slot)
 
     def _enter(self, row: NewRow, step_id: int) -> RowError | None:
         """Fill a slot. Returns why the row cannot be served, None if it can."""
@@ -265,24 +247,12 @@ class RequestRows:
         self.block_table[slot, :num_held] = row.block_ids
         self.num_held[slot] = num_held
         self._entered_in[slot], self._sampled_in[slot] = step_id, 0
-        pooling = row.content.pooling
-        self._samples_not[slot] = pooling is not None or GENERATION not in self._tasks
-        if self._samples_not[slot]:
-            return self._enter_pooled(slot, pooling, num_known)
+        if not self.pooled.samples(row):
+            return self.pooled.enter(row)
         refusal = self.sampling.enter(slot, row.sampling, row.seed)
         if row.sampling.prompt_logprobs is not None and refusal is None:
             self.prompt_logprobs_start[slot] = row.prompt_logprobs_start
             self.slot_to_prompt_top[slot] = row.sampling.prompt_logprobs
-        return refusal
-
-    def _enter_pooled(self, slot: int, pooling: PoolingParams | None, num_tokens: int) -> RowError | None:
-        """Note how a row is pooled. Returns why it is not, None if it is."""
-        task = Task.GENERATE if pooling is None else pooling.task
-        if pooling is None or self.pooler is None or task.label not in self._tasks:
-            return RowError.of_client(f"task: {task.label} is none of this model's: {', '.join(self._tasks)}")
-        refusal = self.pooler.refusal(pooling, num_tokens)
-        if refusal is None:
-            self.slot_to_pooling[slot] = EnteredPooling(pooling)
         return refusal
 
     def _check_new(self, row: NewRow, token_ids: U32) -> None:
@@ -305,11 +275,7 @@ class RequestRows:
                 f"{name} has num_computed_tokens {computed} and num_cached_tokens {cached} of "
                 f"{num_known} tokens; the first is below the last, the second equal or one more"
             )
-        if row.content.pooling is not None and (num_known > row.num_prompt_tokens or not self._may_skip(row)):
-            raise ProtocolViolation(
-                f"{name} is pooled, with {num_known} tokens, {row.num_prompt_tokens} of them prompt, from {computed} "
-                "on; it emits none, and needs the states of all its prompt but for the last state alone"
-            )
+        self.pooled.check(row)
         start = max(row.prompt_logprobs_start, 1)  # nothing predicts the first token
         if row.sampling.prompt_logprobs is not None and computed >= start < row.num_prompt_tokens:
             raise ProtocolViolation(
@@ -325,16 +291,6 @@ class RequestRows:
                 f"{name} holds {row.block_ids.size} blocks; a row has at most {self.block_table.shape[1]}"
             )
         self._check_block_ids(row.block_ids, "new_rows")
-
-    def _may_skip(self, row: NewRow) -> bool:
-        """Return whether a pooled row may begin where it does: at 0, unless it reads its last state alone."""
-        pooling = row.content.pooling
-        return (
-            row.num_computed_tokens == 0
-            or pooling is None
-            or self.pooler is None
-            or self.pooler.row(pooling).reads_last_alone
-        )
 
     def _append_blocks(self, slots: U32, block_ids: U32) -> None:
         """Append `block_ids[i]` to the row of `slots[i]`, keeping the order within each row."""
@@ -357,6 +313,7 @@ class RequestRows:
     def _select(self, plan: StepPlan) -> tuple[I64, I64]:
         """Return the computing slots, ascending, and how many known tokens each computes."""
         query_lens = self.live.astype(np.int64)
+        self.pooled.skip_ended(query_lens, self.num_computed, self.num_known)
         if plan.chunk_slots.size != plan.chunk_lengths.size:
             raise ProtocolViolation(
                 f"chunk_slots has {plan.chunk_slots.size} entries, chunk_lengths {plan.chunk_lengths.size}"

@@ -31,9 +31,10 @@ from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.runner.base import PendingStep, StepRunner, do_nothing
 from triptych_services.worker.runner.model_runner import ModelRunner
 from triptych_services.worker.runner.pipeline_stage import create_stage
-from triptych_services.worker.runner.startup.facts import worker_facts
+from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
+from triptych_services.worker.runner.startup.pooler import create_pooler
 
 DEADLINE_S = 30.0  # of one message
 
@@ -160,14 +161,27 @@ def _create_stage(
     place = torch.device(config.rank.device)
     group = OneRank(stage, num_stages, stages=link if num_stages > 1 else None)
     kv = plan_kv_cache(config, 1 << 30)
-    return ModelRunner(
-        model=load_model(config, open_checkpoint(directory, device=place), group=group),
+    model = load_model(config, open_checkpoint(directory, device=place), group=group)
+    runner = ModelRunner(
+        model=model,
         kv_caches=allocate_kv_cache(kv.shape, place),
         facts=worker_facts(
-            config, kv, boot_id="b", fingerprint="f", weights="w", device_name="", weight_bytes=0, load_s=0.0
+            config,
+            kv,
+            boot_id="b",
+            fingerprint="f",
+            weights="w",
+            device_name="",
+            weight_bytes=0,
+            load_s=0.0,
+            served=served_tasks(config.architecture, directory),
         ),
         attention=create_attention(config),
         enforce_eager=enforce_eager,
         group=group,
         stage=create_stage(config, link) if num_stages > 1 else None,
     )
+    pooler = create_pooler(config.architecture, directory, model)
+    assert pooler is not None
+    runner.pool_with(pooler)
+    return runner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.parallel.test_pipeline_parallel import SIZES
+from tests.worker.pooled import save_decoder
 from tests.worker.ranks import save_checkpoint
 from tests.worker.runner.stages_in_threads import StagesInThreads, create_stages
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
+from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
 from triptych_services.worker.runner.model_runner import ModelRunner
@@ -97,6 +100,32 @@ def test_all_kinds_of_sampling_go_through_stages(model: Path, enforce_eager: boo
     assert any(result.prompt_logprobs for result in expected)
     assert_same(execute(stages, 3), expected)
     stages.close()
+
+
+@pytest.mark.parametrize("head", ["ForCausalLM", "Model", "ForSequenceClassification"])
+def test_the_last_stage_pools(tmp_path: Path, head: str) -> None:
+    save_decoder(tmp_path, "Qwen3", head)
+    task = Task.CLASSIFY if head == "ForSequenceClassification" else Task.EMBED
+    params = PoolingParams(task, PoolingKind.MEAN)
+    rows = [
+        replace(row, content=replace(row.content, pooling=params))
+        for row in (new_row(slot, range(5, 17), range(1 + 4 * slot, 5 + 4 * slot)) for slot in range(2))
+    ]
+    plans = [
+        step_plan(1, new=rows[:1], chunks={0: 5}),
+        step_plan(2, new=rows[1:], chunks={0: 7, 1: 12}),
+        step_plan(3, removed=[0, 1]),
+    ]
+    stages = StagesInThreads(create_stages(tmp_path, 2))
+    (alone,) = create_stages(tmp_path, 1)
+    expected = [alone.execute(plan) for plan in plans]
+    results = [step.wait() for step in [stages.launch(plan) for plan in plans]]
+    stages.close()
+    assert [len(result.vectors) for result in expected] == [0, 2, 0]
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.vectors.keys() == wanted.vectors.keys()
+        for key, vectors in result.vectors.items():
+            np.testing.assert_array_equal(vectors, wanted.vectors[key])
 
 
 def test_a_row_that_fails_goes_on_until_it_is_removed(model: Path) -> None:

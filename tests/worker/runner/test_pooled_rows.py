@@ -207,6 +207,25 @@ def test_rows_that_generate_do_not_notice(tmp_path: Path, kind: str) -> None:
         np.testing.assert_allclose(vectors[slot], expected_vector, rtol=1e-5, atol=1e-6)
 
 
+def test_a_row_that_has_ended_computes_nothing_until_it_is_removed(tmp_path: Path, kind: str) -> None:
+    save_decoder(tmp_path, "Qwen3")
+    runner, texts = runner_of(tmp_path, kind), texts_of((20, 31))
+    alone = generating_row(0, texts[0])
+    beside = pooled_row(1, texts[1], EMBED)
+    found = []
+    for rows in ([alone], [alone, beside]):
+        runner.reset()
+        plans = [
+            step_plan(1, new=rows, chunks={row.slot: len(row.token_ids) for row in rows}),
+            step_plan(2),
+            step_plan(3),
+        ]
+        results = [runner.execute(plan) for plan in plans]
+        found.append([result.token_ids.tolist() for result in results])
+        assert [len(result.vectors) for result in results] == [len(rows) - 1, 0, 0]
+    assert found[0] == found[1]
+
+
 def test_a_row_of_the_first_block_hit_may_read_its_last_state_alone(tmp_path: Path) -> None:
     save_decoder(tmp_path, "Llama")
     runner, (text,) = pooling_runner(tmp_path), texts_of([40])

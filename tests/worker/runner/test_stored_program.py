@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.worker.models.checkpoints import SIZES, greedy_tokens, random_prompts, save_checkpoint
+from tests.worker.pooled import pool, save_decoder
 from tests.worker.runner.stored_start import config_of, decode, enter, start
+from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
 from triptych.errors import ModelError
 from triptych.types.facts import SleepLevel
+from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
 from triptych.types.step import StepPlan
 from triptych_kernels.cpu.library import isa
@@ -275,6 +279,43 @@ def test_a_full_disk_leaves_nothing_and_is_no_failure(
     assert "cannot be stored" in caplog.text
     assert "No space left" in caplog.text
     assert list(programs_directory().iterdir()) == []
+
+
+def test_a_pooled_row_makes_torch_take_over(directory: Path) -> None:
+    config = config_of(FLAGS)
+    leave_program(config, directory)
+    stored, fresh = started(config, directory), ordinary(config, directory)
+    assert stored.facts.model.tasks == fresh.facts.model.tasks == ("generate", "embed", "token_embed")
+    assert stored.facts.model.embedding_size == fresh.facts.model.embedding_size
+    generating = new_row(0, PROMPTS[0], range(1, 5))
+    pooled = new_row(1, PROMPTS[1], range(5, 9))
+    pooled = replace(pooled, content=replace(pooled.content, pooling=PoolingParams()))
+    plans = [
+        step_plan(1, new=[generating], chunks={0: len(PROMPTS[0])}),
+        step_plan(2, new=[pooled], chunks={1: len(PROMPTS[1])}),
+        step_plan(3, removed=[1]),
+    ]
+    for runner in (stored, fresh):
+        runner.reset()
+    results = [stored.execute(plans[0])]
+    assert not stored.has_resumed
+    results += [stored.execute(plan) for plan in plans[1:]]
+    assert stored.has_resumed
+    expected = [fresh.execute(plan) for plan in plans]
+    assert [result.token_ids.tolist() for result in results] == [
+        result.token_ids.tolist() for result in expected
+    ]
+    assert set(results[1].vectors) == {pooled.key}
+    np.testing.assert_array_equal(results[1].vectors[pooled.key], expected[1].vectors[pooled.key])
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+def test_a_model_that_only_pools_leaves_no_program(tmp_path: Path, head: str) -> None:
+    save_decoder(tmp_path, "Qwen3", head)
+    config = config_of(FLAGS)
+    runner = ordinary(config, tmp_path)
+    assert runner.runner.recorded() is None
+    assert pool(runner, [[5, 6, 7]], PoolingParams())[0].shape == (1, 64)
 
 
 def test_files_that_were_not_used_for_longest_make_room(tmp_path: Path) -> None:
