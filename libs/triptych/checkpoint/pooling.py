@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from triptych.checkpoint.families.registry import CLASSIFIER_SUFFIX
 from triptych.checkpoint.labels import read_labels
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.pooling import PoolingKind
+
+ENTRY_POINT_GROUP = "triptych.poolers"
+"""Entry points of installed packages that pool: name = `pooling_mode`, value = `module:function`."""
 
 _PROMPTS_FILE = "config_sentence_transformers.json"
 _LENGTH_FILES = (
@@ -113,6 +117,9 @@ class PoolingSpec:
     matryoshka_dimensions: tuple[int, ...] = ()
     """Sizes to which a vector may be cut; empty: the checkpoint names none."""
     classifier: ClassifierSpec | None = None
+    own_pooler: str = ""
+    """`module:function` of an installed package, from the states of all tokens, [num_tokens, hidden_size] float32, to
+    the pooled one, [hidden_size]. Empty: `kind` says it."""
     is_stated: bool = False
     """Whether the checkpoint has sentence-transformers' modules, rather than the defaults of a plain model."""
 
@@ -146,9 +153,9 @@ def read_pooling(directory: Path, *, default_kind: PoolingKind = PoolingKind.LAS
     """
     config = ConfigFile.read_optional(directory / CONFIG_FILE)
     modules = _read_modules(directory)
-    kind, normalize, dense = default_kind, True, list[DenseSpec]()
+    chain = PoolingSpec(default_kind)
     if modules:
-        kind, normalize, dense = _read_chain(directory, modules, default_kind)
+        chain = _read_chain(directory, modules, default_kind)
     length = _length_file(directory)
     prompts = ConfigFile.read_optional(directory / _PROMPTS_FILE)
     names = _read_prompts(prompts)
@@ -160,10 +167,8 @@ def read_pooling(directory: Path, *, default_kind: PoolingKind = PoolingKind.LAS
     similarity = prompts.text("similarity_fn_name", default="cosine")
     if similarity not in _SIMILARITIES:
         prompts.fail("similarity_fn_name", similarity, f"is none of {', '.join(_SIMILARITIES)}")
-    return PoolingSpec(
-        kind=kind,
-        normalize=normalize,
-        dense=tuple(dense),
+    return replace(
+        chain,
         max_seq_length=length.integer("max_seq_length", default=0, minimum=0),
         lower_case=length.boolean("do_lower_case", default=False),
         prompts=names,
@@ -197,12 +202,10 @@ def _read_modules(directory: Path) -> list[tuple[str, str]]:
     return modules
 
 
-def _read_chain(
-    directory: Path, modules: list[tuple[str, str]], default_kind: PoolingKind
-) -> tuple[PoolingKind, bool, list[DenseSpec]]:
+def _read_chain(directory: Path, modules: list[tuple[str, str]], default_kind: PoolingKind) -> PoolingSpec:
     """Return the kind, whether vectors are scaled, and the layers between."""
     path = directory / MODULES_FILE
-    kind, normalize, dense = default_kind, False, list[DenseSpec]()
+    chain, normalize, dense = PoolingSpec(default_kind), False, list[DenseSpec]()
     for index, (name, place) in enumerate(modules):
         if index == 0:
             if name != "Transformer":
@@ -215,7 +218,7 @@ def _read_chain(
         elif normalize:
             raise FeatureDisabled(f"module {name}", f"{path}: a module behind Normalize is not built")
         elif name == "Pooling" and index == 1:
-            kind = _read_kind(ConfigFile.read(directory / place / CONFIG_FILE))
+            chain = _read_kind(ConfigFile.read(directory / place / CONFIG_FILE))
         elif name == "Dense":
             dense.append(_read_dense(ConfigFile.read(directory / place / CONFIG_FILE), place))
         elif name == "Normalize":
@@ -228,10 +231,10 @@ def _read_chain(
                 f"{path}: {before.directory} has {before.out_features} outputs, and {after.directory} "
                 f"{after.in_features} inputs"
             )
-    return kind, normalize, dense
+    return replace(chain, normalize=normalize, dense=tuple(dense))
 
 
-def _read_kind(config: ConfigFile) -> PoolingKind:
+def _read_kind(config: ConfigFile) -> PoolingSpec:
     mode = config.values.get("pooling_mode")
     if mode is None:
         flags = [name for key, name in _FLAG_TO_MODE.items() if config.boolean(key, default=False)]
@@ -239,13 +242,17 @@ def _read_kind(config: ConfigFile) -> PoolingKind:
     modes = mode if isinstance(mode, list) else [mode]
     if not modes or not all(isinstance(name, str) for name in modes):
         config.fail("pooling_mode", mode, "must be a mode or a list of them")
-    if len(modes) > 1 or modes[0] not in _MODE_TO_KIND:
-        raise FeatureDisabled(
-            f"pooling_mode = {' + '.join(modes)[:200]}",
-            f"{config.path}: one of {', '.join(_MODE_TO_KIND)} is built",
-        )
     config.expect("include_prompt", True, otherwise="tokens of a prompt are left out of the vector")
-    return _MODE_TO_KIND[modes[0]]
+    if len(modes) == 1 and modes[0] in _MODE_TO_KIND:
+        return PoolingSpec(_MODE_TO_KIND[modes[0]])
+    # looking through all installed packages takes milliseconds
+    own = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if len(modes) == 1 and modes[0] in own:
+        return PoolingSpec(PoolingKind.MEAN, own_pooler=own[modes[0]])
+    raise FeatureDisabled(
+        f"pooling_mode = {' + '.join(modes)[:200]}",
+        f"{config.path}: one of {', '.join((*_MODE_TO_KIND, *own))} is built or installed",
+    )
 
 
 def _read_dense(config: ConfigFile, place: str) -> DenseSpec:

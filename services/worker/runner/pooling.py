@@ -9,8 +9,9 @@ text is cut, on any number of threads.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +21,12 @@ from triptych.checkpoint.pooling import PoolingSpec
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.step import F32, RowError, RowKey
 
-_BLOCK = 128  # positions of which the states are added up in float32, sixteen times as fast as in float64
+log = logging.getLogger(__name__)
+
+_BLOCK = 128  # positions with states added up in float32, which takes half the time that float64 does
 _LEAST_LENGTH = 1e-12  # as of torch.nn.functional.normalize
 MAX_TOKEN_VECTOR_BYTES = 64 << 20
-"""Most bytes of the vectors of one text's tokens, which are kept until it ends, and then sent in one message."""
+"""Most bytes of the states of one text that are kept until it ends, and may then be sent in one message."""
 
 NOT_FINITE = RowError("the model's states hold NaN or infinity")
 
@@ -73,12 +76,12 @@ def apply_activation(name: str, values: F32) -> F32:
 class PooledRow:
     """The states of one row so far: a running sum, or those that make its vectors."""
 
-    def __init__(self, task: Task, kind: PoolingKind) -> None:
+    def __init__(self, kind: PoolingKind | None) -> None:
         """
         Args:
-            kind: Ignored where each token has a vector.
+            kind: None: the states of all tokens are kept.
         """
-        self._keeps_all = task is Task.TOKEN_EMBED
+        self._keeps_all = kind is None
         self._kind = kind
         self._parts: list[F32] = []
         self._total: NDArray[np.float64] | None = None
@@ -155,26 +158,29 @@ class Pooler:
         hidden_size: int,
         *,
         dense: Sequence[DenseLayer] = (),
-        classifier: Sequence[DenseLayer] = (),
+        own: Callable[[F32], F32] | None = None,
+        classifier: Callable[[F32], F32] | None = None,
         classifier_kind: PoolingKind = PoolingKind.LAST,
     ) -> None:
         """
         Args:
             dense: Layers of `spec.dense`.
-            classifier: Layers from a pooled state to a number for each label; empty: the model has none.
-            classifier_kind: The state that they read.
+            own: Function of `spec.own_pooler`.
+            classifier: From a pooled state, [hidden_size], to a number for each label; None: the model has none.
+            classifier_kind: The state that it reads.
         """
         self.spec = spec
         self._hidden_size = hidden_size
         self._dense = tuple(dense)
-        self._classifier = tuple(classifier)
+        self._own = own
+        self._classifier = classifier
         self._classifier_kind = classifier_kind
 
     def refusal(self, params: PoolingParams, num_tokens: int) -> RowError | None:
         """Return why a text is not pooled so, None if it is."""
         size = self._hidden_size
         if params.task is Task.CLASSIFY:
-            if not self._classifier:
+            if self._classifier is None:
                 return RowError.of_client("task: classify needs a classifier, and the model has none")
             return None
         if params.task is Task.EMBED and self._dense:
@@ -184,34 +190,68 @@ class Pooler:
                 f"dimensions: {params.dimensions} is not within 1..{size}, the size of the model's vectors"
             )
         num_bytes = 4 * self._hidden_size * num_tokens
-        if params.task is Task.TOKEN_EMBED and num_bytes > MAX_TOKEN_VECTOR_BYTES:
+        if self._kind(params) is None and num_bytes > MAX_TOKEN_VECTOR_BYTES:
             return RowError.of_client(
-                f"prompt: the vectors of {num_tokens} tokens take {num_bytes} bytes; at most "
-                f"{MAX_TOKEN_VECTOR_BYTES // (4 * self._hidden_size)} tokens can have one each"
+                f"prompt: the states of {num_tokens} tokens take {num_bytes} bytes; at most those of "
+                f"{MAX_TOKEN_VECTOR_BYTES // (4 * self._hidden_size)} tokens are kept"
             )
         return None
 
     def row(self, params: PoolingParams) -> PooledRow:
         """Return the empty state of a row that `refusal` lets pass."""
-        own = self._classifier_kind if params.task is Task.CLASSIFY else self.spec.kind
-        is_fixed = params.kind is None or params.task is Task.CLASSIFY
-        return PooledRow(params.task, own if is_fixed else params.kind or own)
+        return PooledRow(self._kind(params))
+
+    def pool(self, params: PoolingParams, states: F32) -> F32 | RowError:
+        """Return the vectors of a text that was computed whole, as `vectors` does.
+
+        Args:
+            states: [num_tokens, hidden_size] of all its tokens.
+        """
+        row = self.row(params)
+        row.add(states[row.wanted(0, len(states), is_last=True)])
+        return self.vectors(params, row)
 
     def vectors(self, params: PoolingParams, row: PooledRow) -> F32 | RowError:
         """Return the vectors of a row with all its states, [num_vectors, num_columns], or why it has none."""
         vectors = row.pooled()
         if not np.isfinite(vectors).all():
             return NOT_FINITE
+        if params.task is Task.EMBED and self._kind(params) is None:
+            pooled = self._pool_by_own(vectors)
+            if isinstance(pooled, RowError):
+                return pooled
+            vectors = pooled
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found below
             vectors = self._finish(params, vectors)
         return vectors if np.isfinite(vectors).all() else NOT_FINITE
 
+    def _kind(self, params: PoolingParams) -> PoolingKind | None:
+        """Return how a text is pooled; None where the states of all its tokens are kept."""
+        if params.task is Task.CLASSIFY:
+            return self._classifier_kind
+        if params.task is Task.TOKEN_EMBED or (params.kind is None and self._own is not None):
+            return None
+        return params.kind or self.spec.kind
+
+    def _pool_by_own(self, states: F32) -> F32 | RowError:
+        """Return the state that another package's function makes, [1, hidden_size], or how it failed."""
+        assert self._own is not None, "all states are kept for it"
+        try:
+            pooled = np.asarray(self._own(states), np.float32)
+        except Exception as error:
+            log.exception("the model's pooler failed")
+            return RowError(f"the model's pooler failed: {error!r}")
+        if pooled.shape != (self._hidden_size,):
+            return RowError(
+                f"the model's pooler returned {list(pooled.shape)}, must be [{self._hidden_size}]"
+            )
+        return pooled[None]
+
     def _finish(self, params: PoolingParams, vectors: F32) -> F32:
         if params.task is Task.CLASSIFY:
             assert self.spec.classifier is not None, "a model with a classifier's layers has its labels"
-            (vector,) = vectors
-            for layer in self._classifier:
-                vector = layer(vector)
+            assert self._classifier is not None, "refused without one"
+            vector = self._classifier(vectors[0])
             if params.activation is not False:
                 vector = apply_activation(self.spec.classifier.activation, vector)
             return vector[None]

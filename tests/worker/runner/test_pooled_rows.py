@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.worker.pooled import (
     texts_of,
 )
 from tests.worker.tiny import step_plan
+from triptych.checkpoint import pooling
 from triptych.errors import FeatureDisabled, ModelError, ProtocolViolation
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.step import F32, RowErrorCode
@@ -94,14 +96,14 @@ def test_chains_of_sentence_transformers(tmp_path: Path, mode: str) -> None:
     runner, texts = pooling_runner(tmp_path), texts_of(LENGTHS)
     facts = runner.facts.model
     assert (facts.tasks, facts.embedding_size) == (("embed", "token_embed"), 40)
-    pooling = modules.Pooling(64, pooling_mode=mode)
+    theirs_pooling = modules.Pooling(64, pooling_mode=mode)
     for vectors, text in zip(pool(runner, texts, EMBED), texts, strict=True):
         features = {
             "token_embeddings": states(model, text)[None],
             "attention_mask": torch.ones(1, len(text), dtype=torch.int64),
         }
         with torch.inference_mode():
-            theirs = dense(pooling(features))["sentence_embedding"]
+            theirs = dense(theirs_pooling(features))["sentence_embedding"]
         theirs = torch.nn.functional.normalize(theirs, dim=1)
         torch.testing.assert_close(torch.from_numpy(vectors), theirs, rtol=1e-5, atol=1e-5)
     whole = pool(runner, texts[:1], PoolingParams(Task.EMBED, normalize=False))[0]
@@ -334,3 +336,22 @@ def test_what_is_not_built_is_refused_only_where_nothing_else_is_served(tmp_path
     assert pooling_runner(both).facts.model.tasks == ("generate",)
     with pytest.raises(FeatureDisabled, match="pooling_mode = max"):
         pooling_runner(bare)
+
+
+def largest(states: F32) -> F32:
+    """A pooler as another package may have it."""
+    found: F32 = states.max(axis=0)
+    return found
+
+
+def test_a_pooler_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found by the `pooling_mode` that the checkpoint names."""
+    point = EntryPoint("largest", f"{__name__}:largest", pooling.ENTRY_POINT_GROUP)
+    found = {pooling.ENTRY_POINT_GROUP: [point]}
+    monkeypatch.setattr(pooling, "entry_points", lambda group: found.get(group, []))
+    model = save_decoder(tmp_path, "Qwen3")
+    save_modules(tmp_path, pooling_mode="largest")
+    runner, texts = pooling_runner(tmp_path), texts_of(LENGTHS)
+    for vectors, text in zip(pool(runner, texts, EMBED), texts, strict=True):
+        theirs = states(model, text).amax(0)
+        torch.testing.assert_close(torch.from_numpy(vectors[0]), theirs, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -29,9 +31,24 @@ def create_pooler(architecture: ModelArchitecture, directory: Path, model: Causa
     if pooling is None:
         return None
     score = getattr(getattr(model, "score", None), "weight", None)
-    classifier = (DenseLayer(_on_host(score)),) if isinstance(score, Tensor) else ()
-    dense = [load_dense(directory, spec) for spec in pooling.dense]
-    return Pooler(pooling, architecture.hidden_size, dense=dense, classifier=classifier)
+    return Pooler(
+        pooling,
+        architecture.hidden_size,
+        dense=[load_dense(directory, spec) for spec in pooling.dense],
+        own=find_own_pooler(pooling.own_pooler) if pooling.own_pooler else None,
+        classifier=DenseLayer(_on_host(score)) if isinstance(score, Tensor) else None,
+    )
+
+
+def find_own_pooler(place: str) -> Callable[[F32], F32]:
+    """Import the function of an installed package that pools.
+
+    Args:
+        place: `module:function`.
+    """
+    module_name, function_name = place.split(":")
+    function: Callable[[F32], F32] = getattr(import_module(module_name), function_name)
+    return function
 
 
 def load_dense(directory: Path, spec: DenseSpec) -> DenseLayer:
