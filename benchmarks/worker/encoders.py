@@ -120,7 +120,7 @@ class Peer:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        raise RuntimeError(f"the peer ended with {self._process.wait()}: {self._process.args}")
+        raise RuntimeError(f"the peer ended with {self._process.wait()}: {self._process.args!r}")
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.architecture import EncoderSpec, LayerSpec
+from triptych.types.step import F32
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.ops import encode_attention, rotary_embedding
 from triptych_services.worker.context.model_context import ModelContext
@@ -258,7 +259,8 @@ class Classifier(nn.Module):
         spec = _spec_of(context).head
         assert spec is not None, "described with a head"
         hidden_size = context.architecture.hidden_size
-        self.pooling = spec.pooling
+        self.reads_mean = spec.pooling == "mean"
+        """Whether it reads the mean of all states, rather than the first one."""
         self.is_tanh = spec.activation == "tanh"
         self.dtype, self.device = context.dtype, context.device
         self.dense = ColumnLinear(
@@ -291,6 +293,12 @@ class Classifier(nn.Module):
             hidden = self.norm(hidden)
         scores: Tensor = self.out(hidden)
         return scores.float()
+
+    def of_vector(self, pooled: F32) -> F32:
+        """Return the scores [num_labels] of one text, of which the pooled states are [hidden_size]."""
+        with torch.inference_mode():
+            scores: F32 = self(torch.from_numpy(pooled)[None].to(self.device))[0].numpy(force=True)
+        return scores
 
 
 def _spec_of(context: ModelContext) -> EncoderSpec:

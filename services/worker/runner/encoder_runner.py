@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,29 +12,14 @@ from numpy.typing import NDArray
 
 from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.types.facts import WorkerFacts
-from triptych.types.pooling import PoolingParams, Task
+from triptych.types.pooling import Task
 from triptych.types.step import F32, U32, RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.models.encoder import Encoder
 from triptych_services.worker.runner.base import CompletedStep, StepRunner, do_nothing
 from triptych_services.worker.runner.encoder_backend import EncoderInputs, create_encoder_backend
 from triptych_services.worker.runner.encoder_rows import EncoderRows, Text
-
-
-class TextPooler(Protocol):
-    """Makes the vectors of a text from the states of its tokens."""
-
-    def refusal(self, params: PoolingParams, num_tokens: int) -> RowError | None:
-        """Return why a text is not pooled so, None if it is."""
-        ...
-
-    def pool(self, params: PoolingParams, states: F32) -> F32 | RowError:
-        """Return the vectors of a text, [num_vectors, num_columns], or why it has none.
-
-        Args:
-            states: [num_tokens, hidden_size]
-        """
-        ...
+from triptych_services.worker.runner.pooling import Pooler
 
 
 class EncoderRunner(StepRunner):
@@ -47,7 +31,7 @@ class EncoderRunner(StepRunner):
         model: Encoder,
         facts: WorkerFacts,
         device: torch.device,
-        pooler: TextPooler,
+        pooler: Pooler,
         separator: int | None = None,
         enforce_eager: bool = False,
     ) -> None:
@@ -109,7 +93,7 @@ class EncoderRunner(StepRunner):
             )
             on_prepared()
             prepared = time.perf_counter_ns()
-            states = self._backend.forward(lens).float().numpy(force=True)
+            states: F32 = self._backend.forward(lens).float().numpy(force=True)
             forwarded = time.perf_counter_ns()
             self._pool(texts, states, vectors, errors)
         done = time.perf_counter_ns()
@@ -132,7 +116,10 @@ class EncoderRunner(StepRunner):
         first = 0
         for text in texts:
             end = first + len(text.token_ids)
-            pooled = self._pooler.pool(text.pooling, states[first:end])
+            row = self._pooler.row(text.pooling)
+            own = states[first:end]
+            row.add(own[row.wanted(0, len(own), is_last=True)])
+            pooled = self._pooler.vectors(text.pooling, row)
             first = end
             if isinstance(pooled, RowError):
                 errors[text.key] = pooled

@@ -31,6 +31,10 @@ MAX_TOKEN_VECTOR_BYTES = 64 << 20
 NOT_FINITE = RowError("the model's states hold NaN or infinity")
 
 
+VectorLayer = Callable[[F32], F32]
+"""Maps one vector to another, with the same bits whatever other vectors there are."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseLayer:
     """A linear layer for one vector at a time, and an activation behind it."""
@@ -158,8 +162,8 @@ class Pooler:
         hidden_size: int,
         *,
         dense: Sequence[DenseLayer] = (),
-        own: Callable[[F32], F32] | None = None,
-        classifier: Callable[[F32], F32] | None = None,
+        own: VectorLayer | None = None,
+        classifier: VectorLayer | None = None,
         classifier_kind: PoolingKind = PoolingKind.LAST,
     ) -> None:
         """

@@ -24,6 +24,7 @@ from triptych.checkpoint.families.keys import (
     read_sizes,
 )
 from triptych.checkpoint.families.registry import architecture_name
+from triptych.checkpoint.labels import read_labels
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -92,7 +93,13 @@ def _bert(
     )
     block = _block(config.number("layer_norm_eps", default=1e-12), read_activation(config, default="gelu"))
     described = describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
-    return replace(described, tie_word_embeddings=False, encoder=encoder)
+    return _encoder(described, encoder)
+
+
+def _encoder(described: ModelArchitecture, spec: EncoderSpec) -> ModelArchitecture:
+    """Return a description of an encoder; one for masked words ties a head to its embedding, which is not used here."""
+    head, num_labels = ("none", 0) if spec.head is None else ("score", spec.head.num_labels)
+    return replace(described, tie_word_embeddings=False, encoder=spec, head=head, num_labels=num_labels)
 
 
 def _block(eps: float, activation: str, *, bias: bool = True) -> BlockSpec:
@@ -132,7 +139,7 @@ def distilbert(config: ConfigFile) -> ModelArchitecture:
         ends=EndsSpec(num_learned_positions=sizes.max_positions, has_embedding_norm=True),
         names=_names(("distilbert.",), renamed, head),
     )
-    return replace(described, tie_word_embeddings=False, encoder=EncoderSpec(head=head))
+    return _encoder(described, EncoderSpec(head=head))
 
 
 def modernbert(config: ConfigFile) -> ModelArchitecture:
@@ -205,7 +212,7 @@ def modernbert(config: ConfigFile) -> ModelArchitecture:
     ends = EndsSpec(has_embedding_norm=True)
     described = describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
     encoder = EncoderSpec(has_first_norm=False, has_last_norm=True, head=head)
-    return replace(described, tie_word_embeddings=False, encoder=encoder)
+    return _encoder(described, encoder)
 
 
 def nomic(config: ConfigFile) -> ModelArchitecture:
@@ -322,7 +329,7 @@ def _rotary_bert(
         names=replace(_names(prefixes, renamed, head), fused=fused),
     )
     encoder = EncoderSpec(config.integer("type_vocab_size", default=2, minimum=0), head=head)
-    return replace(described, tie_word_embeddings=False, encoder=encoder)
+    return _encoder(described, encoder)
 
 
 def _head(config: ConfigFile, *, activation: str = "tanh") -> EncoderHead | None:
@@ -330,10 +337,7 @@ def _head(config: ConfigFile, *, activation: str = "tanh") -> EncoderHead | None
     config.pass_over("id2label", "label2id", "num_labels", "pad_token_id")
     if not architecture_name(config).endswith("ForSequenceClassification"):
         return None
-    labels = config.values.get("id2label")
-    if isinstance(labels, dict) and labels:
-        return EncoderHead(len(labels), activation)
-    return EncoderHead(config.integer("num_labels", default=2), activation)
+    return EncoderHead(len(read_labels(ConfigFile(config.path, config.values))), activation)
 
 
 def _names(

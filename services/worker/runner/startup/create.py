@@ -47,7 +47,6 @@ from triptych_services.worker.runner.pipeline_stage import create_stage
 from triptych_services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
 from triptych_services.worker.runner.startup.encoder import (
     create_encoder_runner,
-    describe_encoder,
     plan_encoder,
     warm_up_encoder,
 )
@@ -122,7 +121,7 @@ def create_runner(
         served=served_tasks(config.architecture, directory),
     )
     if config.architecture.encoder is not None:
-        facts = replace(facts, model=describe_encoder(facts.model, config))
+        facts = replace(facts, model=replace(facts.model, is_encoder=True))
     factory = RunnerFactory(config, directory, facts, group, on_phase)
     return factory.sleepable(model, activation_bytes=kv.activation_bytes)
 

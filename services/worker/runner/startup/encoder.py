@@ -11,15 +11,15 @@ import torch
 
 from triptych.checkpoint.pairs import read_pair_separator
 from triptych.errors import ConfigError
-from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
-from triptych.types.pooling import PoolingKind, PoolingParams, Task
+from triptych.types.facts import KvShape, WorkerFacts
+from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, empty_u32
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.models.encoder import Encoder
-from triptych_services.worker.runner.encoder_pooling import EncoderPooler
 from triptych_services.worker.runner.encoder_runner import EncoderRunner
 from triptych_services.worker.runner.startup.kv_plan import KvPlan
+from triptych_services.worker.runner.startup.pooler import create_pooler
 
 log = logging.getLogger(__name__)
 
@@ -55,31 +55,19 @@ def plan_encoder(config: ResolvedConfig) -> tuple[ResolvedConfig, KvPlan]:
     return replace(config, engine=engine), KvPlan(shape, max_model_len)
 
 
-def describe_encoder(facts: ModelFacts, config: ResolvedConfig) -> ModelFacts:
-    """Return the facts of a model with what it serves as an encoder."""
-    assert config.architecture.encoder is not None, "described as an encoder"
-    head = config.architecture.encoder.head
-    tasks = (Task.EMBED, Task.TOKEN_EMBED) if head is None else (Task.CLASSIFY, Task.EMBED, Task.TOKEN_EMBED)
-    return replace(
-        facts,
-        tasks=tuple(task.label for task in tasks),
-        embedding_size=config.architecture.hidden_size,
-        num_labels=0 if head is None else head.num_labels,
-        is_encoder=True,
-    )
-
-
 def create_encoder_runner(
     config: ResolvedConfig, directory: Path, facts: WorkerFacts, model: Encoder
 ) -> EncoderRunner:
     """Create the runner of a loaded encoder."""
     spec = config.architecture.encoder
     assert spec is not None, "described as an encoder"
+    pooler = create_pooler(config.architecture, directory, model)
+    assert pooler is not None, "an encoder makes vectors or is refused"
     return EncoderRunner(
         model=model,
         facts=facts,
         device=torch.device(config.rank.device),
-        pooler=EncoderPooler(PoolingKind.MEAN, config.architecture.hidden_size, model.classifier),
+        pooler=pooler,
         separator=read_pair_separator(directory) if spec.num_token_types > 1 else None,
         enforce_eager=config.engine.worker.enforce_eager,
     )

@@ -15,7 +15,7 @@ from triptych.checkpoint.pooling import PoolingSpec, read_pooling
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.facts import ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
-from triptych.types.pooling import GENERATION, Task
+from triptych.types.pooling import GENERATION, PoolingKind, Task
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.runner.base import max_steps_in_flight
 from triptych_services.worker.runner.startup.kv_plan import KvPlan
@@ -46,7 +46,7 @@ _HEAD_TO_TASKS = {
 
 
 def served_tasks(architecture: ModelArchitecture, directory: Path) -> ServedTasks:
-    """Return the tasks of a decoder, from its head and from what its directory says of vectors.
+    """Return the tasks of a model, from its head and from what its directory says of vectors.
 
     One that generates does so even if its vectors need what is not built.
 
@@ -55,7 +55,9 @@ def served_tasks(architecture: ModelArchitecture, directory: Path) -> ServedTask
         ModelError: A file is odd.
     """
     try:
-        pooling = read_pooling(directory)
+        # sentence-transformers makes means of what it is told nothing of
+        kind = PoolingKind.LAST if architecture.encoder is None else PoolingKind.MEAN
+        pooling = read_pooling(directory, default_kind=kind)
     except FeatureDisabled as error:
         if architecture.head != "logits":
             raise

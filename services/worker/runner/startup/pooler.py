@@ -1,4 +1,4 @@
-"""Creation of a decoder's pooler, with the layers that follow the pooled state."""
+"""Creation of a model's pooler, with the layers that follow the pooled state."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from torch import Tensor
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.pooling import DenseSpec
 from triptych.errors import ModelError
+from triptych.types.pooling import PoolingKind
 from triptych.types.step import F32
 from triptych_services.worker.layers.weights import check_shape
 from triptych_services.worker.loader.safetensors import SafetensorsCheckpoint
 from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.models.encoder import Encoder
 from triptych_services.worker.runner.pooling import DenseLayer, Pooler
 from triptych_services.worker.runner.startup.facts import served_tasks
 
 
-def create_pooler(architecture: ModelArchitecture, directory: Path, model: CausalLM) -> Pooler | None:
+def create_pooler(
+    architecture: ModelArchitecture, directory: Path, model: CausalLM | Encoder
+) -> Pooler | None:
     """Create the pooler of a loaded model; None if its vectors are not served.
 
     Raises:
@@ -30,14 +34,21 @@ def create_pooler(architecture: ModelArchitecture, directory: Path, model: Causa
     pooling = served_tasks(architecture, directory).pooling
     if pooling is None:
         return None
+    dense = [load_dense(directory, spec) for spec in pooling.dense]
+    own = find_own_pooler(pooling.own_pooler) if pooling.own_pooler else None
+    if isinstance(model, Encoder):
+        head = model.classifier
+        return Pooler(
+            pooling,
+            architecture.hidden_size,
+            dense=dense,
+            own=own,
+            classifier=None if head is None else head.of_vector,
+            classifier_kind=PoolingKind.MEAN if head is not None and head.reads_mean else PoolingKind.FIRST,
+        )
     score = getattr(getattr(model, "score", None), "weight", None)
-    return Pooler(
-        pooling,
-        architecture.hidden_size,
-        dense=[load_dense(directory, spec) for spec in pooling.dense],
-        own=find_own_pooler(pooling.own_pooler) if pooling.own_pooler else None,
-        classifier=DenseLayer(_on_host(score)) if isinstance(score, Tensor) else None,
-    )
+    classifier = DenseLayer(_on_host(score)) if isinstance(score, Tensor) else None
+    return Pooler(pooling, architecture.hidden_size, dense=dense, own=own, classifier=classifier)
 
 
 def find_own_pooler(place: str) -> Callable[[F32], F32]:
