@@ -15,11 +15,14 @@ from triptych.rpc.interceptors import new_request_id
 from triptych.types.events import AdmittedEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
 from triptych.types.outputs import Usage
+from triptych.types.pooling import GENERATION
 from triptych.types.sampling import MAX_BIASES, OutputKind
 from triptych.types.step import U32
 from triptych_services.frontend.access.caller import Caller, current_caller, set_tenant
 from triptych_services.frontend.access.rate_limits import RateLimits
+from triptych_services.frontend.pooled_calls import PooledCalls
 from triptych_services.frontend.requests.parse import is_request_id
+from triptych_services.frontend.requests.pooled import check_task, prepare_pooled
 from triptych_services.frontend.requests.prepare import PreparedRequest, prepare
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.requests.text_model import TextModel
@@ -51,6 +54,10 @@ class ServedModel(NamedTuple):
     """Sampling fields that the checkpoint sets for requests that leave them out."""
     max_running: int = 0
     """Choices that run at a time at most, on all engines together. 0: not known."""
+    tasks: tuple[str, ...] = (GENERATION,)
+    """Names of what it computes: generate, embed, token_embed, classify."""
+    num_labels: int = 0
+    """Labels of its classifier. 0: it has none."""
 
 
 class Generator:
@@ -87,6 +94,7 @@ class Generator:
         self._pace = Pace(max_messages_per_s, self.alive.__len__)
         self._rate_limits = RateLimits(on_refused=on_rate_limited)
         self.text = TextCalls(router, self._rate_limits, lambda: self.text_model)
+        self.pooled = PooledCalls(self.generate, router)
         self._is_draining = False
         self._started_unix_s = int(time.time())
 
@@ -279,6 +287,9 @@ class Generator:
         text = self.text_model
         terms = self._router.find(raw.model, raw.path("model"))
         record.note_model(terms.model.name)
+        if raw.pooling is not None:
+            return await prepare_pooled(raw, raw.pooling, request_id, terms, text)
+        check_task(terms.model, GENERATION)
         return await prepare(raw, request_id, terms, text, self._max_biases)
 
     def _set_deadline_timer(
@@ -306,6 +317,8 @@ class Generator:
             self._router.aliases_of(facts.name),
             MappingProxyType({} if self._text_model is None else self._text_model.defaults),
             self._router.max_running(facts.name),
+            facts.tasks,
+            facts.num_labels,
         )
 
 

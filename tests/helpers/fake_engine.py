@@ -79,6 +79,8 @@ class SubmittedChoice:
 
 
 Reply = Callable[[SubmittedChoice], Iterable[int]]
+Pool = Callable[[SubmittedChoice], np.ndarray]
+"""A pooled request -> its vectors [num_vectors, num_columns]."""
 
 
 def u32(values: Iterable[int]) -> np.ndarray:
@@ -117,6 +119,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
     Args:
         reply: request -> its output tokens (as many as you like), sent one per batch until max_tokens or
             an end token. None: the test sends everything after the admission.
+        pool: pooled request -> its vectors. None: as `reply`.
         is_mute: takes requests and never says anything.
         resume_ttl_s: what the welcome says of it; above 0 a broken stream's session is kept for ever.
     """
@@ -133,8 +136,10 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         resume_ttl_s: float = 0.0,
         max_choices: int = MAX_CHOICES,
         max_running: int = 0,
+        pool: Pool | None = None,
     ) -> None:
         self.reply = reply
+        self.pool = pool
         self._is_mute = is_mute
         self._resume_ttl_s = resume_ttl_s
         self._streams: list[_Stream] = []
@@ -357,6 +362,11 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         if self._is_mute:
             return
         self.send(request, OutputBatch(0, admitted=u32([request.number])))
+        if request.request.pooling is not None and self.pool is not None:
+            finish = FinishedRequest(request.number, FinishReason.STOP, None, NUM_CACHED, TIMINGS)
+            vectors = {request.number: self.pool(request)}
+            self.send(request, OutputBatch(0, finished=(finish,), vectors=vectors))
+            return
         if self.reply is not None:
             for place, token_id in enumerate(self.reply(request), start=1):
                 ends = (*request.sampling.stop_token_ids, *self._welcome.model.eos_token_ids)  # type: ignore[union-attr]

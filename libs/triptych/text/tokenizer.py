@@ -97,6 +97,23 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> list[int]:
+        """Return the token ids of two texts, joined as the model's post-processor does.
+
+        Args:
+            max_tokens: Take the ends of the longer text off, until there are at most so many tokens. None: all stay.
+        """
+        encodings = self._backend.encode_batch_fast([first, second], add_special_tokens=False)
+        if max_tokens is not None:
+            room = max(0, max_tokens - self._backend.num_special_tokens_to_add(True))
+            lens = [len(encoding.ids) for encoding in encodings]
+            shorter, longer = sorted((0, 1), key=lens.__getitem__)  # the second where both are as long
+            num_kept = min(lens[shorter], room // 2)
+            encodings[shorter].truncate(num_kept)
+            encodings[longer].truncate(room - num_kept)
+        ids: list[int] = self._backend.post_process(encodings[0], encodings[1], True).ids
+        return ids
+
     def find_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int]]:
         """Return where in `text` each token of `encode` begins and ends, in code points; (0, 0) for an added one."""
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)

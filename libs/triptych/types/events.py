@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, ToolCallDelta, Usage
-from triptych.types.step import U32, PromptLogprobs
+from triptych.types.step import F32, U32, PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,8 @@ class DeltaEvent:
     reasoning: str = ""
     """New text of what the model thinks before it answers."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    vectors: F32 | None = field(default=None, compare=False)
+    """[num_vectors, num_columns] of a pooled request; None: it generates, or was aborted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import ModelFacts
 from triptych.types.kv_transfer import LEASE_BYTES, EngineRole, KvEndpoint, KvSource, Width
-from triptych.types.pooling import PoolingParams
+from triptych.types.pooling import GENERATION, PoolingParams
 from triptych.types.sampling import MAX_CHOICES, SamplingParams
 from triptych.types.step import U32, U64
 
@@ -205,6 +205,8 @@ class RequestNeeds(NamedTuple):
     num_choices: int = 1
     has_priority: bool = False
     """Its priority is not 0."""
+    task: str = GENERATION
+    """Name of its task, as in `ModelFacts.tasks`."""
 
 
 @dataclass(frozen=True, slots=True)

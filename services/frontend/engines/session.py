@@ -12,7 +12,7 @@ from triptych.errors import EngineUnavailable, FieldViolation, TriptychError
 from triptych.rpc.session.replay_buffer import is_repeated
 from triptych.rpc.status import error_from_code
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
-from triptych.types.step import PromptLogprobs
+from triptych.types.step import F32, PromptLogprobs
 from triptych.types.submit import AttachRequest, SubmitRequest
 from triptych_services.frontend.engines.outbox import Outbox
 from triptych_services.frontend.routing.load import EngineLoad, QueueView
@@ -53,6 +53,8 @@ class ChoiceOutput(NamedTuple):
     """Prompt tokens that the engine had in a cache. Comes before the engine's first token."""
     is_released: bool = False
     """The engine cannot end the choice in time and would give it to another one. Until then it computes it."""
+    vectors: F32 | None = None
+    """[num_vectors, num_columns] of a pooled request. They come with its end."""
 
 
 ADMITTED = ChoiceOutput()
@@ -245,7 +247,8 @@ class EngineSession:
             self._dispatch_tokens(batch, finishes)
         for number, finish in finishes.items():  # those that end without a new token
             if (sink := sinks.pop(number, None)) is not None:
-                self._deliver(number, sink, ChoiceOutput(finish=finish))
+                output = ChoiceOutput(finish=finish, vectors=batch.vectors.get(number))
+                self._deliver(number, sink, output)
         for failure in batch.failures:
             if (attachment := self._attachments.pop(failure.number, None)) is not None:
                 self._refused_numbers.append(attachment.request.numbers)

@@ -9,7 +9,7 @@ from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolati
 from triptych.types.sampling import MAX_BIASES, SamplingParams
 from triptych.types.step import U32
 from triptych.types.submit import ModelTerms
-from triptych_services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
+from triptych_services.frontend.requests.raw import RawChat, RawPair, RawRequest, why_too_many_messages
 from triptych_services.frontend.requests.sampling import (
     check_sampling,
     find_bad_token_id,
@@ -69,8 +69,8 @@ def parse(
         raw = replace(raw, truncate_prompt_tokens=_most_prompt_tokens(raw, sampling, max_model_len))
     violations = [
         *raw.violations,
-        *_check_prompt(raw, vocab_size, max_model_len),
-        *_check_envelope(raw, terms),
+        *check_prompt(raw, vocab_size, max_model_len),
+        *check_envelope(raw, terms),
         *checked.violations,
         *_check_together(raw, sampling, terms),
         *_check_emitted(raw, sampling, vocab_size),
@@ -84,9 +84,10 @@ def parse(
     if unsupported:
         raise FeatureDisabled(unsupported, "this version does not serve it yet; leave it out")
     assert raw.prompt is not None
+    assert not isinstance(raw.prompt, RawPair), "only pooled requests have pairs"
     if isinstance(raw.prompt, (str, RawChat)):
         return ValidRequest(raw, raw.prompt, sampling)
-    return ValidRequest(raw, to_array(raw.prompt[_kept(raw, raw.prompt)]), sampling)
+    return ValidRequest(raw, to_array(raw.prompt[kept_part(raw, raw.prompt)]), sampling)
 
 
 def is_request_id(text: str) -> bool:
@@ -191,7 +192,8 @@ def check_chat(chat: RawChat, path_of: Callable[[str], str]) -> list[FieldViolat
     return violations
 
 
-def _check_prompt(raw: RawRequest, vocab_size: int, max_model_len: int) -> list[FieldViolation]:
+def check_prompt(raw: RawRequest, vocab_size: int, max_model_len: int) -> list[FieldViolation]:
+    """Return what is wrong with a prompt, whatever its tokens are."""
     prompt, path = raw.prompt, raw.path("prompt")
     if prompt is None:
         return [FieldViolation(path, "no prompt is given; give text, token ids or messages")]
@@ -200,12 +202,20 @@ def _check_prompt(raw: RawRequest, vocab_size: int, max_model_len: int) -> list[
         if raw.echo:
             violations.append(FieldViolation(raw.path("echo"), "has no meaning in a chat; leave it out"))
         return violations
+    if isinstance(prompt, RawPair):
+        return [
+            FieldViolation(where, why)
+            for where, text in ((path, prompt.first), (prompt.second_path or path, prompt.second))
+            if (
+                why := why_not_text(text) or ("" if text else "the text is empty; at least 1 token is needed")
+            )
+        ]
     if len(prompt) == 0:
         return [FieldViolation(path, "the prompt is empty; at least 1 token is needed")]
     if isinstance(prompt, str):
         why = why_not_text(prompt)
         return [] if why is None else [FieldViolation(path, why)]
-    kept = _kept(raw, prompt)
+    kept = kept_part(raw, prompt)
     if kept.stop - kept.start >= max_model_len:
         return []  # refused for its length; looking at each of millions of ids would take long
     bad = find_bad_token_id(prompt[kept], vocab_size)
@@ -221,7 +231,7 @@ def _most_prompt_tokens(raw: RawRequest, sampling: SamplingParams, max_model_len
     return max(1, max_model_len - num_output)
 
 
-def _kept(raw: RawRequest, token_ids: Sequence[int]) -> slice[int, int, None]:
+def kept_part(raw: RawRequest, token_ids: Sequence[int]) -> slice[int, int, None]:
     """Return the ids of a prompt that are left after truncation."""
     limit, length = raw.truncate_prompt_tokens, len(token_ids)
     num_kept = length if not isinstance(limit, int) or limit < 1 else min(limit, length)
@@ -230,15 +240,15 @@ def _kept(raw: RawRequest, token_ids: Sequence[int]) -> slice[int, int, None]:
 
 def _overflow_of_token_ids(raw: RawRequest, max_model_len: int) -> ContextLengthExceeded | None:
     """Return the refusal of a prompt of token ids that leaves no room for output, or None if it leaves some."""
-    if raw.prompt is None or isinstance(raw.prompt, (str, RawChat)):
+    if raw.prompt is None or isinstance(raw.prompt, (str, RawChat, RawPair)):
         return None
-    kept = _kept(raw, raw.prompt)
+    kept = kept_part(raw, raw.prompt)
     num_kept = kept.stop - kept.start
     return _prompt_too_long(raw, num_kept, max_model_len) if num_kept >= max_model_len else None
 
 
-def _check_envelope(raw: RawRequest, terms: ModelTerms) -> list[FieldViolation]:
-    """Check everything besides prompt and sampling."""
+def check_envelope(raw: RawRequest, terms: ModelTerms) -> list[FieldViolation]:
+    """Return what is wrong with everything besides prompt and sampling."""
     found: list[tuple[str, ...]] = []  # what `FieldViolation` takes
     if raw.head.request_id and (why := why_not_request_id(raw.head.request_id)) is not None:
         found.append(("request_id", why))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triptych.errors import FieldViolation
+from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import OutputKind
 from triptych.types.structured import StructuredOutputs
 from triptych.types.submit import RequestHead
@@ -65,13 +66,28 @@ class RawChat:
         return self.tools if self.tools and self.tool_choice != "none" else None
 
 
+@dataclass(frozen=True, slots=True)
+class RawPair:
+    """Two texts that a classifier compares, as the client wrote them."""
+
+    first: str
+    """The query."""
+    second: str
+    """The document."""
+    second_path: str = ""
+    """Path of the second text in the client's words; that of the first is the prompt's."""
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRequest:
-    """One request to generate, unchecked. The same from every API."""
+    """One request, unchecked. The same from every API."""
 
     api: str
     """grpc or http; for logs and metrics."""
-    prompt: str | Sequence[int] | RawChat | None
+    prompt: str | Sequence[int] | RawChat | RawPair | None
     """The prompt; None if the client gave none."""
     head: RequestHead = field(default_factory=RequestHead)
     """Without a request id, one is drawn."""
@@ -94,6 +110,10 @@ class RawRequest:
     """Tokens of the prompt to keep; -1: as many as leave room for the output. None: all."""
     keeps_beginning: bool = False
     """Whether a prompt that is truncated loses its end. Otherwise it loses its beginning."""
+    pooling: PoolingParams | None = None
+    """How its text becomes vectors. None: it generates. A pooled request has no sampling fields."""
+    prompt_name: str = ""
+    """Of a pooled request: the checkpoint's name for the sort of its text, such as query, which goes before it."""
     adapter: str = ""
     echo: bool = False
     deadline_s: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from triptych.checkpoint.config_json import read_generation_defaults
+from triptych.checkpoint.pooling import PoolingSpec, read_pooling
 from triptych.errors import FieldViolation, InvalidRequest
 from triptych.text.answer_parser import ReasoningFormat
 from triptych.text.detokenizer import IncrementalDetokenizer
@@ -23,7 +25,7 @@ from triptych_services.frontend.requests.grammars.answer_forms import DEMANDED_F
 from triptych_services.frontend.requests.grammars.compiler import GrammarChecker
 from triptych_services.frontend.requests.parse import prompt_has_too_many_chars
 from triptych_services.frontend.requests.plain_tools import PLAIN_FORMAT, with_plain_tools
-from triptych_services.frontend.requests.raw import RawChat
+from triptych_services.frontend.requests.raw import RawChat, RawPair
 from triptych_services.frontend.requests.sampling import check_defaults, why_not_text
 from triptych_services.frontend.requests.tools import AnswerSplit, schemas_of
 
@@ -129,6 +131,38 @@ class TextModel:
         if max_chars is not None and not is_short and len(text) > num_contexts * max_model_len * max_chars:
             raise prompt_has_too_many_chars(path, len(text), max_model_len, max_chars, num_contexts)
         return await self.run(len(text), self._encode, text, path, adds_special, max_tokens, keeps_beginning)
+
+    @functools.cached_property
+    def pooling(self) -> PoolingSpec:
+        """The facts of the checkpoint that requests for vectors are checked against.
+
+        Raises:
+            FeatureDisabled, ModelError: As `read_pooling`.
+        """
+        return read_pooling(self.directory)
+
+    async def encode_pair(
+        self, pair: RawPair, path: str, *, max_tokens: int | None, max_model_len: int
+    ) -> U32:
+        """Return the token ids of two texts, as the model's post-processor joins them.
+
+        Args:
+            path: Path of the first text in the client's words.
+            max_tokens: Cut the longer one, so that there are at most so many tokens. None: nothing is cut.
+            max_model_len: Tokens that the model takes.
+
+        Raises:
+            InvalidRequest: The texts have too many characters.
+            QueueFull: Too many long texts wait to be tokenized.
+        """
+        limit = max(LONG_TEXT, ALWAYS_TOKENIZED, CONTEXTS_TOKENIZED * max_model_len)
+        if len(pair) > limit:
+            why = f"{len(pair)} characters of both texts are above the limit {limit}"
+            raise InvalidRequest([FieldViolation(path, why, str(len(pair)), str(limit))])
+        ids = await self.run(
+            len(pair), self.tokenizer.encode_pair, pair.first, pair.second, max_tokens=max_tokens
+        )
+        return np.array(ids, dtype=np.uint32)
 
     async def find_offsets(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int]]:
         """Return where in a text each of its tokens begins and ends, in code points."""

@@ -30,13 +30,15 @@ class EngineKind:
         welcomes = [welcome_of(engine) for engine in self.engines]
         models = [welcome.model for welcome in welcomes if welcome.model is not None]
         longest = max(models, key=lambda model: model.max_model_len)
+        tasks = dict.fromkeys(task for model in models for task in model.tasks)
+        self._common_tasks = [task for task in tasks if all(task in model.tasks for model in models)]
         self._least = RequestNeeds(
             min(model.max_model_len for model in models),
             min(welcome.limits.max_choices for welcome in welcomes),
             all(welcome.limits.has_priorities for welcome in welcomes),
         )
         self.terms = ModelTerms(
-            longest,
+            replace(longest, tasks=tuple(tasks)),
             replace(
                 welcomes[0].limits,
                 has_priorities=any(welcome.limits.has_priorities for welcome in welcomes),
@@ -61,6 +63,7 @@ class EngineKind:
             needs.num_tokens <= least.num_tokens
             and needs.num_choices <= least.num_choices
             and needs.has_priority <= least.has_priority
+            and needs.task in self._common_tasks
         )
 
 
@@ -89,6 +92,8 @@ def why_unfit(welcome: EngineWelcome, needs: RequestNeeds) -> str:
         return f"max_choices: {limits.max_choices} is below the {needs.num_choices} choices of the request"
     if needs.has_priority and not limits.has_priorities:
         return "scheduler.policy: it has no priorities, and the request has one"
+    if needs.task not in model.tasks:
+        return f"tasks: {', '.join(model.tasks)} are served, and not {needs.task}"
     return ""
 
 

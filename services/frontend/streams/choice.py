@@ -13,7 +13,7 @@ from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings, TokenLogprobs
 from triptych.types.sampling import OutputKind, SamplingParams
-from triptych.types.step import U32, PromptLogprobs
+from triptych.types.step import F32, U32, PromptLogprobs
 from triptych_services.frontend.engines.session import ChoiceOutput, EngineLoss
 from triptych_services.frontend.requests.tools import AnswerSplit
 from triptych_services.frontend.streams.logprobs import PromptReport
@@ -113,6 +113,7 @@ class Choice:
         """New tokens that become text when they leave, which is cheaper together. Empty with stop strings, which are
         looked for in the text as it comes."""
         self._logprobs: list[TokenLogprobs] = []
+        self._vectors: F32 | None = None
         self._splitter = None if split is None else AnswerSplitter(split, tokenizer.token_bytes)
 
     @property
@@ -167,6 +168,7 @@ class Choice:
             self._report = None
             self._listener.note_prompt()
         if self.finish_reason is None:
+            self._vectors = output.vectors
             self._add(output)
         if finish is not None:
             self.num_cached_tokens, self.timings = finish.num_cached_tokens, finish.timings
@@ -221,6 +223,7 @@ class Choice:
             logprobs=tuple(self._logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
+            vectors=self._vectors,
         )
         self._text, self._token_ids, self._logprobs = [], [], []
         return event if self._splitter is None else self._splitter.split(event)

@@ -59,11 +59,7 @@ async def place(
     tried: list[EngineClient] = []
     token_ids, cache_salt = request.prompt_token_ids, request.head.cache_salt
     routed = await text.run(len(token_ids), router.read_prompt, request.terms, token_ids, cache_salt)
-    needs = RequestNeeds(
-        len(token_ids) + max(request.sampling.max_tokens or 0, 1),
-        len(request.raw.emitted) or request.sampling.n,
-        request.head.priority != 0,
-    )
+    needs = _needs_of(request)
     while True:
         engine = router.choose(request.terms, needs, tried=tried, prompt=routed)
         prefill = await _prefill_elsewhere(request, engine, record, router, routed)
@@ -79,6 +75,20 @@ async def place(
             if not router.alike(request.terms, needs, tried):
                 raise
             outputs.start_over()
+
+
+def _needs_of(request: PreparedRequest) -> RequestNeeds:
+    """Return the demands on the engine that computes all choices of a request."""
+    num_tokens, has_priority, pooling = (
+        len(request.prompt_token_ids),
+        request.head.priority != 0,
+        request.raw.pooling,
+    )
+    if pooling is not None:
+        return RequestNeeds(num_tokens, 1, has_priority, pooling.task.label)
+    num_output_tokens = max(request.sampling.max_tokens or 0, 1)
+    num_choices = len(request.raw.emitted) or request.sampling.n
+    return RequestNeeds(num_tokens + num_output_tokens, num_choices, has_priority)
 
 
 async def _submit(
@@ -109,6 +119,7 @@ async def _submit(
         # a stop string is looked for here, and each step behind it is computed for nothing
         whole_output=sampling.output_kind is OutputKind.FINAL_ONLY and not sampling.stop,
         retention=retention,
+        pooling=raw.pooling,
     )
     common = _Common(submission, sampling, request.echo, raw.min_interval_tokens, request.split)
     routes: list[ChoiceRoute] = []
@@ -136,8 +147,8 @@ async def _prefill_elsewhere(
 ) -> RemotePrefill | None:
     """Have another engine compute the prompt, if that costs less time; see `prefill_elsewhere`."""
     raw = request.raw
-    if raw.emitted or request.sampling.prompt_logprobs is not None:
-        return None  # neither is in the blocks of a prompt
+    if raw.emitted or raw.pooling is not None or request.sampling.prompt_logprobs is not None:
+        return None  # none of that is in the blocks of a prompt
     job = PromptJob(
         head=request.head,
         token_ids=request.prompt_token_ids,

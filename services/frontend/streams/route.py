@@ -16,6 +16,7 @@ from triptych.types.facts import ModelFacts
 from triptych.types.identity import Likeness, compare
 from triptych.types.kv_transfer import KvSource
 from triptych.types.outputs import FinishedRequest, StageTimings
+from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32
 from triptych.types.submit import ModelTerms, RequestHead, RequestNeeds, SubmitRequest
@@ -52,6 +53,19 @@ class Submission:
     """The place at which its first engine can pull the prompt's blocks. None: there is none."""
     retention: Retention | None = None
     """How it is kept for other frontends. None: not at all."""
+    pooling: PoolingParams | None = None
+    """How it becomes vectors. None: it generates."""
+
+    @property
+    def needs(self) -> RequestNeeds:
+        """The demands on an engine of all its choices together."""
+        sampling = self.sampling
+        assert sampling.max_tokens is not None, "it is filled in before a submission"
+        has_priority = self.head.priority != 0
+        if self.pooling is not None:
+            return RequestNeeds(len(self.prompt_token_ids), 1, has_priority, self.pooling.task.label)
+        num_tokens = len(self.prompt_token_ids) + sampling.max_tokens
+        return RequestNeeds(num_tokens, sampling.n, has_priority)
 
     def to_request(
         self, numbers: Sequence[int], routes: Sequence[ChoiceRoute], moved_to: ModelFacts | None = None
@@ -76,6 +90,7 @@ class Submission:
             emitted=emitted if any(map(len, emitted)) else (),
             sampling=sampling,
             deadline_remaining_ms=self._remaining_ms(),
+            pooling=self.pooling,
             whole_output=self.whole_output,
             num_engine_deaths=max(route.num_deaths for route in routes),
             is_moved=is_moved,
@@ -233,11 +248,8 @@ class ChoiceRoute:
     @property
     def needs(self) -> RequestNeeds:
         """The demands on an engine that it goes on at. The choices of a new request go to one engine together."""
-        submission = self.submission
-        assert submission.sampling.max_tokens is not None, "it is filled in before a submission"
-        num_tokens = len(submission.prompt_token_ids) + submission.sampling.max_tokens
-        num_choices = 1 if self.is_admitted else submission.sampling.n
-        return RequestNeeds(num_tokens, num_choices, submission.head.priority != 0)
+        needs = self.submission.needs
+        return needs._replace(num_choices=1) if self.is_admitted else needs
 
     def begin(self, engine: EngineClient, number: int) -> None:
         """Note that it was submitted to an engine, under this number: the first one, or one that it has moved to."""

@@ -1,0 +1,158 @@
+"""The calls that turn texts into vectors: one request of the generator for each text, a bounded number at a time.
+
+    texts ──► in flight, at most as many as the engines take ──► vectors, in the order of the texts
+
+A call whose texts find the engines' queues full waits for its own, and fails only where it has none in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from triptych.errors import (
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    InvalidRequest,
+    QueueFull,
+    RateLimited,
+    WrongState,
+)
+from triptych.types.events import DeltaEvent, Event, FinishedEvent
+from triptych.types.step import F32
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.routing.router import Router
+
+MAX_INPUTS = 2048
+"""Texts of one call, as many as OpenAI takes."""
+_MIN_IN_FLIGHT = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledText:
+    """The answer to one text."""
+
+    vectors: F32
+    """[num_vectors, num_columns]: one vector, or one of each token."""
+    num_tokens: int
+    num_cached_tokens: int = 0
+
+
+class Window:
+    """The places of one call's texts in flight. Bound to one event loop."""
+
+    def __init__(self, size: int) -> None:
+        self._places = asyncio.Semaphore(size)
+        self._num_in_flight = 0
+        self._has_ended = asyncio.Event()
+
+    async def compute(self, once: Callable[[], AsyncGenerator[Event]]) -> PooledText:
+        """Return the vectors of one text, as soon as there is a place.
+
+        Raises:
+            TriptychError: What ends the request. `QueueFull` only if no other text of the call is in flight.
+        """
+        async with self._places:
+            while True:
+                self._num_in_flight += 1
+                try:
+                    pooled = await _vectors_of(once())
+                except (RateLimited, DeadlineUnreachable):
+                    raise
+                except QueueFull:
+                    if self._num_in_flight == 1:
+                        raise
+                else:
+                    self._has_ended.set()
+                    return pooled
+                finally:
+                    self._num_in_flight -= 1
+                self._has_ended.clear()
+                await self._has_ended.wait()
+
+
+class PooledCalls:
+    """Owned by the generator, with which it shares limits, tenants, deadlines and moves. Bound to one event loop."""
+
+    def __init__(self, generate: Callable[[RawRequest], AsyncGenerator[Event]], router: Router) -> None:
+        """`generate`: As `Generator.generate`."""
+        self._generate = generate
+        self._router = router
+
+    def open_window(self, model: str) -> Window:
+        """Return the places of a call's texts: enough to have the next ones waiting, and no more than are taken."""
+        size = max(_MIN_IN_FLIGHT, 2 * self._router.max_running(model))
+        limit = self._router.max_choices(model)
+        return Window(min(size, limit) if limit else size)
+
+    async def compute(self, raws: Sequence[RawRequest], window: Window | None = None) -> list[PooledText]:
+        """Return the vectors of texts, in their order. The first error ends all.
+
+        Args:
+            raws: One request for each text, with `pooling`.
+            window: The places of the call, if others share them. None: it has its own.
+
+        Raises:
+            TriptychError: What ends one of the requests.
+        """
+        if not raws:
+            return []
+        window = window or self.open_window(raws[0].model)
+        arrived = time.monotonic()
+        if len(raws) == 1:
+            return [await window.compute(lambda: self._generate(raws[0]))]
+        tasks = [asyncio.create_task(self._compute_one(raw, arrived, window)) for raw in raws]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _compute_one(self, raw: RawRequest, arrived: float, window: Window) -> PooledText:
+        def once() -> AsyncGenerator[Event]:
+            return self._generate(_with_remaining_time(raw, arrived))
+
+        return await window.compute(once)
+
+
+def check_num_inputs(num_inputs: int, path: str, limit: int = MAX_INPUTS) -> None:
+    """Refuse a call of no text, or of too many.
+
+    Raises:
+        InvalidRequest: Names field, value and limit.
+    """
+    if num_inputs == 0:
+        raise InvalidRequest(path, "none is given; at least 1 is needed")
+    if num_inputs > limit:
+        error = InvalidRequest(path, f"{num_inputs} texts are above the limit {limit}; split the call")
+        error.metadata = {"field": path, "value": str(num_inputs), "limit": str(limit)}
+        raise error
+
+
+def _with_remaining_time(raw: RawRequest, arrived: float) -> RawRequest:
+    """Return a request with the part of the call's time that is left."""
+    if raw.deadline_s is None or raw.deadline_s <= 0:  # else it is refused for that
+        return raw
+    remaining_s = raw.deadline_s - (time.monotonic() - arrived)
+    if remaining_s <= 0:
+        raise DeadlineExceeded(f"the deadline of {raw.deadline_s:g} s has passed")
+    return replace(raw, deadline_s=remaining_s)
+
+
+async def _vectors_of(events: AsyncGenerator[Event]) -> PooledText:
+    """Return what the events of one request bring. Leaving it aborts the request."""
+    vectors: F32 | None = None
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, DeltaEvent):
+                if event.vectors is None:
+                    raise WrongState("the request was aborted before its vector was there")
+                vectors = event.vectors
+            elif isinstance(event, FinishedEvent):
+                assert vectors is not None, "it comes before the end"
+                return PooledText(vectors, event.usage.num_prompt_tokens, event.usage.num_cached_tokens)
+    raise AssertionError("a request ends with its last event")

@@ -1,0 +1,224 @@
+"""Calls for vectors, from raw requests to arrays, in front of fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.helpers.fake_engine import MODEL, NUM_CACHED, TIMINGS, FakeEngine, SubmittedChoice, eventually
+from tests.helpers.frontend import FrontendCore, answer, frontend_core, raw_request
+from triptych.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    FeatureDisabled,
+    InvalidRequest,
+    QueueFull,
+    WrongState,
+)
+from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch
+from triptych.types.pooling import PoolingParams, Task
+from triptych_services.frontend.pooled_calls import PooledText, check_num_inputs
+from triptych_services.frontend.requests.raw import RawPair
+from triptych_services.frontend.streams.migrator import MigrationTerms
+
+TOKENIZER = byte_tokenizer()
+EMBEDDER = replace(MODEL, tasks=("embed", "token_embed"), embedding_size=4)
+BOTH = replace(MODEL, tasks=("generate", "embed"), embedding_size=4)
+
+
+def spread(request: SubmittedChoice) -> np.ndarray:
+    """Vectors that depend on the tokens of the text alone."""
+    ids = request.token_ids.astype(np.float32)
+    if request.request.pooling.task is Task.TOKEN_EMBED:
+        return np.stack([ids, ids + 1], axis=1)
+    return np.array([[ids.sum(), ids[0], ids[-1], len(ids)]], np.float32)
+
+
+def raw(prompt: object = "Hello", task: Task = Task.EMBED, **given: Any) -> Any:
+    params = {name: given.pop(name) for name in ("kind", "normalize", "dimensions") if name in given}
+    return raw_request(prompt, pooling=PoolingParams(task, **params), **given)
+
+
+async def compute(core: FrontendCore, *raws: Any) -> list[PooledText]:
+    async with asyncio.timeout(10):
+        return await core.generator.pooled.compute(raws)
+
+
+async def test_each_text_is_one_request_and_order_is_kept() -> None:
+    async with FakeEngine(model=EMBEDDER, pool=spread) as engine, frontend_core(engine) as core:
+        texts = [f"text {number}" for number in range(300)]
+        answers = await compute(core, *map(raw, texts))
+        for text, got in zip(texts, answers, strict=True):
+            ids = TOKENIZER.encode(text)
+            assert got.vectors.tolist() == [[sum(ids), ids[0], ids[-1], len(ids)]]
+            assert got.vectors.dtype == np.float32
+            assert got.num_tokens == len(ids)
+        assert len(engine.submitted) == 300
+        assert core.count("stop") == 300
+        (first, *_) = engine.submitted
+        assert first.request.pooling == PoolingParams(Task.EMBED)
+        assert first.request.num_choices == 1
+
+
+async def test_every_token_may_have_a_vector() -> None:
+    async with FakeEngine(model=EMBEDDER, pool=spread) as engine, frontend_core(engine) as core:
+        (got,) = await compute(core, raw("abc", Task.TOKEN_EMBED))
+        assert got.vectors[:, 0].tolist() == TOKENIZER.encode("abc")
+
+
+async def test_a_text_may_fill_the_context_and_not_more() -> None:
+    async with FakeEngine(model=EMBEDDER, pool=spread) as engine, frontend_core(engine) as core:
+        (got,) = await compute(core, raw([7] * 64))
+        assert got.num_tokens == 64
+        for prompt in ([7] * 65, "x" * 100):
+            with pytest.raises(ContextLengthExceeded) as caught:
+                await compute(core, raw(prompt, paths={"prompt": "input[3]"}))
+            assert caught.value.violations[0].field == "input[3]"
+            assert caught.value.metadata["limit"] == "64"
+        for cut in (-1, 10):
+            (got,) = await compute(
+                core, raw("abcdefgh" * 20, truncate_prompt_tokens=cut, keeps_beginning=True)
+            )
+            assert got.num_tokens == (64 if cut == -1 else 10)
+            assert got.vectors[0, 1] == TOKENIZER.encode("a")[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "field"),
+    [
+        ("", {}, "prompt"),
+        ([], {}, "prompt"),
+        ([1, 300], {}, "prompt[1]"),
+        (None, {}, "prompt"),
+        ("x\ud800", {}, "prompt"),
+        ("x", {"dimensions": 5}, "dimensions"),
+        ("x", {"prompt_name": "poem"}, "prompt_name"),
+        ("x", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (RawPair("a", "", "documents[0]"), {}, "documents[0]"),
+    ],
+)
+async def test_a_bad_text_is_named_and_others_go_on(prompt: Any, given: dict[str, Any], field: str) -> None:
+    async with FakeEngine(model=EMBEDDER, pool=spread) as engine, frontend_core(engine) as core:
+        bystander = asyncio.create_task(compute(core, *[raw("bystander")] * 50))
+        with pytest.raises(InvalidRequest) as caught:
+            await compute(core, raw("good"), raw(prompt, **given))
+        assert caught.value.violations[0].field == field
+        assert len(await bystander) == 50
+
+
+async def test_tasks_that_a_model_lacks_are_refused_with_those_that_it_has() -> None:
+    async with (
+        FakeEngine(model=EMBEDDER, pool=spread) as embeds,
+        FakeEngine(model=MODEL, pool=spread) as generates,
+    ):
+        async with frontend_core(embeds) as core:
+            with pytest.raises(FeatureDisabled, match="generate: the model 'tiny' serves embed, token_embed"):
+                await answer(core.generator, raw_request("x"))
+            with pytest.raises(FeatureDisabled, match="classify: .* serves embed"):
+                await compute(core, raw("x", Task.CLASSIFY))
+        async with frontend_core(generates) as core:
+            with pytest.raises(FeatureDisabled, match="embed: the model 'tiny' serves generate"):
+                await compute(core, raw("x"))
+        assert not embeds.submitted
+        assert not generates.submitted
+
+
+async def test_a_text_goes_to_an_engine_that_has_the_task() -> None:
+    async with (
+        FakeEngine(lambda request: [1] * 9, model=MODEL, engine_id="a") as generates,
+        FakeEngine(lambda request: [1] * 9, model=BOTH, pool=spread, engine_id="b") as both,
+        frontend_core(generates, both) as core,
+    ):
+        await compute(core, *[raw("x")] * 20)
+        assert len(both.submitted) == 20
+        assert not generates.submitted
+
+
+async def test_a_text_moves_when_its_engine_dies() -> None:
+    async with (
+        FakeEngine(model=EMBEDDER, engine_id="a") as dies,
+        FakeEngine(model=EMBEDDER, engine_id="b") as other,
+        frontend_core(dies, other, moves=MigrationTerms()) as core,
+    ):
+        task = asyncio.create_task(compute(core, raw("Hello")))
+        await eventually(lambda: dies.submitted or other.submitted)
+        await eventually(lambda: dies.num_alive + other.num_alive)
+        first, second = (dies, other) if dies.submitted else (other, dies)
+        second.pool = spread
+        await first.die()
+        (got,) = await task
+        assert got.vectors[0, 0] == sum(TOKENIZER.encode("Hello"))
+        (request,) = second.submitted
+        assert request.request.is_moved
+        assert request.request.pooling == PoolingParams(Task.EMBED)
+        assert not request.request.emitted
+
+
+async def test_more_texts_than_the_engine_holds_wait_for_each_other() -> None:
+    async with (
+        FakeEngine(model=EMBEDDER, max_choices=3, pool=None) as engine,
+        frontend_core(engine) as core,
+    ):
+        task = asyncio.create_task(compute(core, *[raw(f"t{n}") for n in range(8)]))
+        await eventually(lambda: len(engine.submitted) == 3)
+        await asyncio.sleep(0.02)
+        assert len(engine.submitted) == 3
+        engine.fail(engine.submitted[1], "QUEUE_FULL", "full", retry_after_ms=10)
+        engine.pool = spread
+        for request in engine.submitted[:1]:
+            engine.send(request, _finish(request))
+        await eventually(lambda: len(engine.submitted) >= 4)
+        engine.send(engine.submitted[2], _finish(engine.submitted[2]))
+        assert [got.vectors[0, 2] for got in await task] == [TOKENIZER.encode(str(n))[0] for n in range(8)]
+
+
+def _finish(request: SubmittedChoice) -> OutputBatch:
+    finish = FinishedRequest(request.number, FinishReason.STOP, None, NUM_CACHED, TIMINGS)
+    return OutputBatch(0, finished=(finish,), vectors={request.number: spread(request)})
+
+
+async def test_a_lone_text_finds_the_queue_full() -> None:
+    async with FakeEngine(model=EMBEDDER) as engine, frontend_core(engine) as core:
+        task = asyncio.create_task(compute(core, raw()))
+        engine.fail(await engine.next_submit(), "QUEUE_FULL", "full", retry_after_ms=10)
+        with pytest.raises(QueueFull):
+            await task
+
+
+async def test_a_call_that_is_left_aborts_its_texts() -> None:
+    async with FakeEngine(model=EMBEDDER) as engine, frontend_core(engine) as core:
+        task = asyncio.create_task(compute(core, *[raw()] * 5))
+        await eventually(lambda: engine.num_alive == 5)
+        task.cancel()
+        await eventually(lambda: engine.num_alive == 0)
+        assert len(engine.aborted) == 5
+        assert core.generator.num_active == 0
+
+
+async def test_the_deadline_is_that_of_the_call() -> None:
+    async with FakeEngine(model=EMBEDDER, max_choices=1) as engine, frontend_core(engine) as core:
+        with pytest.raises(DeadlineExceeded):
+            await compute(core, *[raw(deadline_s=0.2)] * 3)
+        assert 0 < engine.submitted[0].request.deadline_remaining_ms <= 200
+
+
+async def test_an_aborted_text_has_no_vector() -> None:
+    async with FakeEngine(model=EMBEDDER) as engine, frontend_core(engine) as core:
+        task = asyncio.create_task(compute(core, raw(request_id="mine")))
+        await engine.next_submit()
+        await eventually(lambda: core.generator.abort(["mine"]))
+        with pytest.raises(WrongState):
+            await task
+
+
+def test_a_call_of_too_many_texts_names_field_value_and_limit() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_num_inputs(100_000, "input")
+    assert caught.value.metadata == {"field": "input", "value": "100000", "limit": "2048"}
+    with pytest.raises(InvalidRequest, match="input: none is given"):
+        check_num_inputs(0, "input")
