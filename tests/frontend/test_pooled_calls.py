@@ -119,7 +119,7 @@ async def test_tasks_that_a_model_lacks_are_refused_with_those_that_it_has() -> 
         async with frontend_core(embeds) as core:
             with pytest.raises(FeatureDisabled, match="generate: the model 'tiny' serves embed, token_embed"):
                 await answer(core.generator, raw_request("x"))
-            with pytest.raises(FeatureDisabled, match="classify: .* serves embed"):
+            with pytest.raises(FeatureDisabled, match=r"classify: .* serves embed"):
                 await compute(core, raw("x", Task.CLASSIFY))
         async with frontend_core(generates) as core:
             with pytest.raises(FeatureDisabled, match="embed: the model 'tiny' serves generate"):

@@ -22,11 +22,12 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from triptych.v1 import chat_pb2 as triptych_dot_v1_dot_chat__pb2
 from triptych.v1 import common_pb2 as triptych_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btriptych/v1/embedding.proto\x12\x0btriptych.v1\x1a\x16triptych/v1/chat.proto\x1a\x18triptych/v1/common.proto\"\xcc\x02\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x06inputs\x18\x02 \x03(\x0b\x32\x1b.triptych.v1.EmbeddingInput\x12(\n\ttask_type\x18\x03 \x01(\x0e\x32\x15.triptych.v1.TaskType\x12)\n\x07pooling\x18\x04 \x01(\x0e\x32\x18.triptych.v1.PoolingType\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x06 \x01(\rH\x01\x88\x01\x01\x12+\n\ntruncation\x18\x07 \x01(\x0b\x32\x17.triptych.v1.Truncation\x12\x30\n\x08\x65ncoding\x18\x08 \x01(\x0e\x32\x1e.triptych.v1.EmbeddingEncodingB\x0c\n\n_normalizeB\r\n\x0b_dimensions\"\x91\x01\n\x0e\x45mbeddingInput\x12\'\n\x04text\x18\x01 \x01(\x0b\x32\x17.triptych.v1.TextPromptH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.triptych.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.triptych.v1.ChatH\x00\x42\x07\n\x05input\"^\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.triptych.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\"\x9b\x01\n\tEmbedding\x12*\n\x06\x66loats\x18\x01 \x01(\x0b\x32\x18.triptych.v1.FloatVectorH\x00\x12\x10\n\x06packed\x18\x02 \x01(\x0cH\x00\x12\x32\n\rtoken_vectors\x18\x03 \x01(\x0b\x32\x19.triptych.v1.TokenVectorsH\x00\x12\x12\n\nnum_tokens\x18\x04 \x01(\rB\x08\n\x06vector\"\x1d\n\x0b\x46loatVector\x12\x0e\n\x06values\x18\x01 \x03(\x02\"3\n\x0cTokenVectors\x12\x13\n\x0bnum_columns\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x03(\x02*l\n\x08TaskType\x12\x19\n\x15TASK_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0fTASK_TYPE_QUERY\x10\x01\x12\x16\n\x12TASK_TYPE_DOCUMENT\x10\x02\x12\x18\n\x14TASK_TYPE_SIMILARITY\x10\x03*\x87\x01\n\x0bPoolingType\x12\x1c\n\x18POOLING_TYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_TYPE_FIRST\x10\x01\x12\x15\n\x11POOLING_TYPE_LAST\x10\x02\x12\x15\n\x11POOLING_TYPE_MEAN\x10\x03\x12\x14\n\x10POOLING_TYPE_ALL\x10\x04*\xb7\x01\n\x11\x45mbeddingEncoding\x12\"\n\x1e\x45MBEDDING_ENCODING_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45MBEDDING_ENCODING_FLOAT\x10\x01\x12$\n EMBEDDING_ENCODING_FLOAT32_BYTES\x10\x02\x12\x1b\n\x17\x45MBEDDING_ENCODING_INT8\x10\x03\x12\x1d\n\x19\x45MBEDDING_ENCODING_BINARY\x10\x04\x32R\n\x10\x45mbeddingService\x12>\n\x05\x45mbed\x12\x19.triptych.v1.EmbedRequest\x1a\x1a.triptych.v1.EmbedResponseBJ\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btriptych/v1/embedding.proto\x12\x0btriptych.v1\x1a\x17google/rpc/status.proto\x1a\x16triptych/v1/chat.proto\x1a\x18triptych/v1/common.proto\"^\n\x12PoolingCallOptions\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"\xfe\x02\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x06inputs\x18\x02 \x03(\x0b\x32\x1b.triptych.v1.EmbeddingInput\x12(\n\ttask_type\x18\x03 \x01(\x0e\x32\x15.triptych.v1.TaskType\x12)\n\x07pooling\x18\x04 \x01(\x0e\x32\x18.triptych.v1.PoolingType\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x06 \x01(\rH\x01\x88\x01\x01\x12+\n\ntruncation\x18\x07 \x01(\x0b\x32\x17.triptych.v1.Truncation\x12\x30\n\x08\x65ncoding\x18\x08 \x01(\x0e\x32\x1e.triptych.v1.EmbeddingEncoding\x12\x30\n\x07options\x18\t \x01(\x0b\x32\x1f.triptych.v1.PoolingCallOptionsB\x0c\n\n_normalizeB\r\n\x0b_dimensions\"\x91\x01\n\x0e\x45mbeddingInput\x12\'\n\x04text\x18\x01 \x01(\x0b\x32\x17.triptych.v1.TextPromptH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.triptych.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.triptych.v1.ChatH\x00\x42\x07\n\x05input\"^\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.triptych.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\"\x9b\x01\n\tEmbedding\x12*\n\x06\x66loats\x18\x01 \x01(\x0b\x32\x18.triptych.v1.FloatVectorH\x00\x12\x10\n\x06packed\x18\x02 \x01(\x0cH\x00\x12\x32\n\rtoken_vectors\x18\x03 \x01(\x0b\x32\x19.triptych.v1.TokenVectorsH\x00\x12\x12\n\nnum_tokens\x18\x04 \x01(\rB\x08\n\x06vector\"\x1d\n\x0b\x46loatVector\x12\x0e\n\x06values\x18\x01 \x03(\x02\"3\n\x0cTokenVectors\x12\x13\n\x0bnum_columns\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x03(\x02\"u\n\x12\x45mbedStreamRequest\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.triptych.v1.EmbedRequest\x12\x17\n\ntimeout_ms\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_timeout_ms\"\x81\x01\n\x13\x45mbedStreamResponse\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12.\n\x08response\x18\x02 \x01(\x0b\x32\x1a.triptych.v1.EmbedResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result\"\xd4\x01\n\x0f\x43lassifyRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x06inputs\x18\x02 \x03(\x0b\x32\x1b.triptych.v1.EmbeddingInput\x12\x17\n\nraw_scores\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12+\n\ntruncation\x18\x04 \x01(\x0b\x32\x17.triptych.v1.Truncation\x12\x30\n\x07options\x18\x05 \x01(\x0b\x32\x1f.triptych.v1.PoolingCallOptionsB\r\n\x0b_raw_scores\"{\n\x10\x43lassifyResponse\x12\x34\n\x0f\x63lassifications\x18\x01 \x03(\x0b\x32\x1b.triptych.v1.Classification\x12\x0e\n\x06labels\x18\x02 \x03(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.triptych.v1.Usage\"4\n\x0e\x43lassification\x12\x0e\n\x06scores\x18\x01 \x03(\x02\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\xc8\x01\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07queries\x18\x02 \x03(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\x17\n\nraw_scores\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12+\n\ntruncation\x18\x05 \x01(\x0b\x32\x17.triptych.v1.Truncation\x12\x30\n\x07options\x18\x06 \x01(\x0b\x32\x1f.triptych.v1.PoolingCallOptionsB\r\n\x0b_raw_scores\"B\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x03(\x02\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\"\xe5\x01\n\rRerankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05query\x18\x02 \x01(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\x12\n\x05top_n\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nraw_scores\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12+\n\ntruncation\x18\x06 \x01(\x0b\x32\x17.triptych.v1.Truncation\x12\x30\n\x07options\x18\x07 \x01(\x0b\x32\x1f.triptych.v1.PoolingCallOptionsB\x08\n\x06_top_nB\r\n\x0b_raw_scores\"a\n\x0eRerankResponse\x12,\n\x07results\x18\x01 \x03(\x0b\x32\x1b.triptych.v1.RankedDocument\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\".\n\x0eRankedDocument\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05score\x18\x02 \x01(\x02*l\n\x08TaskType\x12\x19\n\x15TASK_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0fTASK_TYPE_QUERY\x10\x01\x12\x16\n\x12TASK_TYPE_DOCUMENT\x10\x02\x12\x18\n\x14TASK_TYPE_SIMILARITY\x10\x03*\x87\x01\n\x0bPoolingType\x12\x1c\n\x18POOLING_TYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_TYPE_FIRST\x10\x01\x12\x15\n\x11POOLING_TYPE_LAST\x10\x02\x12\x15\n\x11POOLING_TYPE_MEAN\x10\x03\x12\x14\n\x10POOLING_TYPE_ALL\x10\x04*\xb7\x01\n\x11\x45mbeddingEncoding\x12\"\n\x1e\x45MBEDDING_ENCODING_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45MBEDDING_ENCODING_FLOAT\x10\x01\x12$\n EMBEDDING_ENCODING_FLOAT32_BYTES\x10\x02\x12\x1b\n\x17\x45MBEDDING_ENCODING_INT8\x10\x03\x12\x1d\n\x19\x45MBEDDING_ENCODING_BINARY\x10\x04\x32\xf4\x02\n\x10\x45mbeddingService\x12>\n\x05\x45mbed\x12\x19.triptych.v1.EmbedRequest\x1a\x1a.triptych.v1.EmbedResponse\x12T\n\x0b\x45mbedStream\x12\x1f.triptych.v1.EmbedStreamRequest\x1a .triptych.v1.EmbedStreamResponse(\x01\x30\x01\x12G\n\x08\x43lassify\x12\x1c.triptych.v1.ClassifyRequest\x1a\x1d.triptych.v1.ClassifyResponse\x12>\n\x05Score\x12\x19.triptych.v1.ScoreRequest\x1a\x1a.triptych.v1.ScoreResponse\x12\x41\n\x06Rerank\x12\x1a.triptych.v1.RerankRequest\x1a\x1b.triptych.v1.RerankResponseBJ\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,24 +35,46 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.embedding_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.triptych.v1P\001Z\'triptych.dev/api/triptych/v1;triptychv1\252\002\013Triptych.V1'
-  _globals['_TASKTYPE']._serialized_start=915
-  _globals['_TASKTYPE']._serialized_end=1023
-  _globals['_POOLINGTYPE']._serialized_start=1026
-  _globals['_POOLINGTYPE']._serialized_end=1161
-  _globals['_EMBEDDINGENCODING']._serialized_start=1164
-  _globals['_EMBEDDINGENCODING']._serialized_end=1347
-  _globals['_EMBEDREQUEST']._serialized_start=95
-  _globals['_EMBEDREQUEST']._serialized_end=427
-  _globals['_EMBEDDINGINPUT']._serialized_start=430
-  _globals['_EMBEDDINGINPUT']._serialized_end=575
-  _globals['_EMBEDRESPONSE']._serialized_start=577
-  _globals['_EMBEDRESPONSE']._serialized_end=671
-  _globals['_EMBEDDING']._serialized_start=674
-  _globals['_EMBEDDING']._serialized_end=829
-  _globals['_FLOATVECTOR']._serialized_start=831
-  _globals['_FLOATVECTOR']._serialized_end=860
-  _globals['_TOKENVECTORS']._serialized_start=862
-  _globals['_TOKENVECTORS']._serialized_end=913
-  _globals['_EMBEDDINGSERVICE']._serialized_start=1349
-  _globals['_EMBEDDINGSERVICE']._serialized_end=1431
+  _globals['_TASKTYPE']._serialized_start=2381
+  _globals['_TASKTYPE']._serialized_end=2489
+  _globals['_POOLINGTYPE']._serialized_start=2492
+  _globals['_POOLINGTYPE']._serialized_end=2627
+  _globals['_EMBEDDINGENCODING']._serialized_start=2630
+  _globals['_EMBEDDINGENCODING']._serialized_end=2813
+  _globals['_POOLINGCALLOPTIONS']._serialized_start=119
+  _globals['_POOLINGCALLOPTIONS']._serialized_end=213
+  _globals['_EMBEDREQUEST']._serialized_start=216
+  _globals['_EMBEDREQUEST']._serialized_end=598
+  _globals['_EMBEDDINGINPUT']._serialized_start=601
+  _globals['_EMBEDDINGINPUT']._serialized_end=746
+  _globals['_EMBEDRESPONSE']._serialized_start=748
+  _globals['_EMBEDRESPONSE']._serialized_end=842
+  _globals['_EMBEDDING']._serialized_start=845
+  _globals['_EMBEDDING']._serialized_end=1000
+  _globals['_FLOATVECTOR']._serialized_start=1002
+  _globals['_FLOATVECTOR']._serialized_end=1031
+  _globals['_TOKENVECTORS']._serialized_start=1033
+  _globals['_TOKENVECTORS']._serialized_end=1084
+  _globals['_EMBEDSTREAMREQUEST']._serialized_start=1086
+  _globals['_EMBEDSTREAMREQUEST']._serialized_end=1203
+  _globals['_EMBEDSTREAMRESPONSE']._serialized_start=1206
+  _globals['_EMBEDSTREAMRESPONSE']._serialized_end=1335
+  _globals['_CLASSIFYREQUEST']._serialized_start=1338
+  _globals['_CLASSIFYREQUEST']._serialized_end=1550
+  _globals['_CLASSIFYRESPONSE']._serialized_start=1552
+  _globals['_CLASSIFYRESPONSE']._serialized_end=1675
+  _globals['_CLASSIFICATION']._serialized_start=1677
+  _globals['_CLASSIFICATION']._serialized_end=1729
+  _globals['_SCOREREQUEST']._serialized_start=1732
+  _globals['_SCOREREQUEST']._serialized_end=1932
+  _globals['_SCORERESPONSE']._serialized_start=1934
+  _globals['_SCORERESPONSE']._serialized_end=2000
+  _globals['_RERANKREQUEST']._serialized_start=2003
+  _globals['_RERANKREQUEST']._serialized_end=2232
+  _globals['_RERANKRESPONSE']._serialized_start=2234
+  _globals['_RERANKRESPONSE']._serialized_end=2331
+  _globals['_RANKEDDOCUMENT']._serialized_start=2333
+  _globals['_RANKEDDOCUMENT']._serialized_end=2379
+  _globals['_EMBEDDINGSERVICE']._serialized_start=2816
+  _globals['_EMBEDDINGSERVICE']._serialized_end=3188
 # @@protoc_insertion_point(module_scope)

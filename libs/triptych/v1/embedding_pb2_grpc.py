@@ -26,7 +26,11 @@ if _version_not_supported:
 
 
 class EmbeddingServiceStub(object):
-    """Turns inputs into vectors. Not served yet: UNIMPLEMENTED.
+    """Turns inputs into vectors, and vectors into scores and classes.
+
+    Each input runs as a request of its own, beside all others; a call keeps a bounded number in flight, and answers in
+    the order of its inputs. At most 2,048 inputs in a call. Errors are as in GenerationService; a task that the model
+    does not serve answers UNIMPLEMENTED, with the tasks that it serves. Leaving a call aborts its inputs.
     """
 
     def __init__(self, channel):
@@ -40,14 +44,68 @@ class EmbeddingServiceStub(object):
                 request_serializer=triptych_dot_v1_dot_embedding__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_embedding__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.EmbedStream = channel.stream_stream(
+                '/triptych.v1.EmbeddingService/EmbedStream',
+                request_serializer=triptych_dot_v1_dot_embedding__pb2.EmbedStreamRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_embedding__pb2.EmbedStreamResponse.FromString,
+                _registered_method=True)
+        self.Classify = channel.unary_unary(
+                '/triptych.v1.EmbeddingService/Classify',
+                request_serializer=triptych_dot_v1_dot_embedding__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_embedding__pb2.ClassifyResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/triptych.v1.EmbeddingService/Score',
+                request_serializer=triptych_dot_v1_dot_embedding__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_embedding__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/triptych.v1.EmbeddingService/Rerank',
+                request_serializer=triptych_dot_v1_dot_embedding__pb2.RerankRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_embedding__pb2.RerankResponse.FromString,
+                _registered_method=True)
 
 
 class EmbeddingServiceServicer(object):
-    """Turns inputs into vectors. Not served yet: UNIMPLEMENTED.
+    """Turns inputs into vectors, and vectors into scores and classes.
+
+    Each input runs as a request of its own, beside all others; a call keeps a bounded number in flight, and answers in
+    the order of its inputs. At most 2,048 inputs in a call. Errors are as in GenerationService; a task that the model
+    does not serve answers UNIMPLEMENTED, with the tasks that it serves. Leaving a call aborts its inputs.
     """
 
     def Embed(self, request, context):
-        """Returns one embedding per input.
+        """Returns one embedding per input. An answer larger than one message may be, 16 MiB, is refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EmbedStream(self, request_iterator, context):
+        """Answers many requests, each as Embed would, in any order. An error ends only its own item. The server reads no
+        further items while as many as GetServerInfo's max_batch_in_flight run, or while those that run came in 64 MiB.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Classify(self, request, context):
+        """Returns one number for each label of the model's classifier, per input.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Returns how well documents fit queries: what a classifier with one label says of both texts, else the cosine of
+        their embeddings.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Returns documents in the order in which they fit a query, by their scores.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +119,26 @@ def add_EmbeddingServiceServicer_to_server(servicer, server):
                     request_deserializer=triptych_dot_v1_dot_embedding__pb2.EmbedRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_embedding__pb2.EmbedResponse.SerializeToString,
             ),
+            'EmbedStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.EmbedStream,
+                    request_deserializer=triptych_dot_v1_dot_embedding__pb2.EmbedStreamRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_embedding__pb2.EmbedStreamResponse.SerializeToString,
+            ),
+            'Classify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=triptych_dot_v1_dot_embedding__pb2.ClassifyRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_embedding__pb2.ClassifyResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=triptych_dot_v1_dot_embedding__pb2.ScoreRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_embedding__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=triptych_dot_v1_dot_embedding__pb2.RerankRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_embedding__pb2.RerankResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'triptych.v1.EmbeddingService', rpc_method_handlers)
@@ -70,7 +148,11 @@ def add_EmbeddingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EmbeddingService(object):
-    """Turns inputs into vectors. Not served yet: UNIMPLEMENTED.
+    """Turns inputs into vectors, and vectors into scores and classes.
+
+    Each input runs as a request of its own, beside all others; a call keeps a bounded number in flight, and answers in
+    the order of its inputs. At most 2,048 inputs in a call. Errors are as in GenerationService; a task that the model
+    does not serve answers UNIMPLEMENTED, with the tasks that it serves. Leaving a call aborts its inputs.
     """
 
     @staticmethod
@@ -90,6 +172,114 @@ class EmbeddingService(object):
             '/triptych.v1.EmbeddingService/Embed',
             triptych_dot_v1_dot_embedding__pb2.EmbedRequest.SerializeToString,
             triptych_dot_v1_dot_embedding__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EmbedStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/triptych.v1.EmbeddingService/EmbedStream',
+            triptych_dot_v1_dot_embedding__pb2.EmbedStreamRequest.SerializeToString,
+            triptych_dot_v1_dot_embedding__pb2.EmbedStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.EmbeddingService/Classify',
+            triptych_dot_v1_dot_embedding__pb2.ClassifyRequest.SerializeToString,
+            triptych_dot_v1_dot_embedding__pb2.ClassifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.EmbeddingService/Score',
+            triptych_dot_v1_dot_embedding__pb2.ScoreRequest.SerializeToString,
+            triptych_dot_v1_dot_embedding__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.EmbeddingService/Rerank',
+            triptych_dot_v1_dot_embedding__pb2.RerankRequest.SerializeToString,
+            triptych_dot_v1_dot_embedding__pb2.RerankResponse.FromString,
             options,
             channel_credentials,
             insecure,

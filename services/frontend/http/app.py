@@ -28,6 +28,7 @@ from triptych_services.frontend.http.guards import (
     RequestGuard,
 )
 from triptych_services.frontend.http.openai import routes, token_routes
+from triptych_services.frontend.http.openai.pooling import routes as pooling_routes
 from triptych_services.frontend.http.openai.responses import routes as responses_routes
 from triptych_services.frontend.http.sse import NOT_ENFORCED_HEADER
 from triptych_services.frontend.http.state import InFlight
@@ -36,6 +37,7 @@ from triptych_services.frontend.http.status_routes import VERSION
 _ROUTERS = (
     routes.router,
     responses_routes.router,
+    pooling_routes.router,
     token_routes.router,
     anthropic_routes.router,
     status_routes.router,

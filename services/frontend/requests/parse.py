@@ -207,7 +207,8 @@ def check_prompt(raw: RawRequest, vocab_size: int, max_model_len: int) -> list[F
             FieldViolation(where, why)
             for where, text in ((path, prompt.first), (prompt.second_path or path, prompt.second))
             if (
-                why := why_not_text(text) or ("" if text else "the text is empty; at least 1 token is needed")
+                why := why_not_text(text)
+                or (None if text else "the text is empty; at least 1 token is needed")
             )
         ]
     if len(prompt) == 0:

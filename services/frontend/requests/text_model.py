@@ -141,6 +141,13 @@ class TextModel:
         """
         return read_pooling(self.directory)
 
+    def labels(self, num_labels: int) -> tuple[str, ...]:
+        """Return the names of a classifier's labels; numbered ones where the checkpoint does not name so many."""
+        spec = self.pooling.classifier
+        if spec is not None and len(spec.labels) == num_labels:
+            return spec.labels
+        return tuple(f"LABEL_{index}" for index in range(num_labels))
+
     async def encode_pair(
         self, pair: RawPair, path: str, *, max_tokens: int | None, max_model_len: int
     ) -> U32:

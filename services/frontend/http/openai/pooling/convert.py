@@ -1,0 +1,144 @@
+"""Bodies -> raw requests for vectors, scores and classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from triptych.errors import FieldViolation, InvalidRequest
+from triptych.types.pooling import PoolingParams, Task
+from triptych.types.submit import RequestHead
+from triptych_services.frontend.http.body import unsupported_paths
+from triptych_services.frontend.http.generation import TIMEOUT_HEADER
+from triptych_services.frontend.http.guards import REQUEST_ID_HEADER
+from triptych_services.frontend.http.openai.pooling.schema import (
+    EmbeddingRequest,
+    InputsBody,
+    PooledBody,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from triptych_services.frontend.pooled_calls import check_num_inputs
+from triptych_services.frontend.requests.identity import unique_request_id
+from triptych_services.frontend.requests.parse import why_not_request_id
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.scores import Passage, number_requests, pair_up
+
+
+def base_request(body: PooledBody, *, label: str, deadline_s: float | None) -> RawRequest:
+    """Return the request without its prompt.
+
+    Args:
+        label: The X-Request-Id. Proxies give one to all calls of a user's request, so it is not unique.
+
+    Raises:
+        InvalidRequest: All that is wrong with the body.
+    """
+    path, names = REQUEST_ID_HEADER, [label]
+    if body.request_id is not None:
+        path, label, names = "request_id", body.request_id, [label, body.request_id]
+    violations = list(body.violations)
+    if (why := why_not_request_id(label)) is not None:
+        violations.append(FieldViolation(path, why))
+    if violations:
+        raise InvalidRequest(violations)
+    paths = {"deadline_s": TIMEOUT_HEADER}
+    if not body.tenant:
+        paths["tenant"] = "user"
+    return RawRequest(
+        api="http",
+        prompt=None,
+        head=RequestHead(
+            unique_request_id(label),
+            body.priority or 0,
+            body.tenant or body.user or "",
+            body.cache_salt or "",
+        ),
+        client_names=tuple(names),
+        model=body.model or "",
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        keeps_beginning=body.truncation_side != "left",
+        deadline_s=deadline_s,
+        paths=paths,
+        unsupported=tuple(unsupported_paths(body)),
+    )
+
+
+def input_requests(
+    body: InputsBody, pooling: PoolingParams, *, label: str, deadline_s: float | None
+) -> list[RawRequest]:
+    """Return one raw request for each input, in their order.
+
+    Raises:
+        InvalidRequest: All that is wrong with the body, or there are too many inputs.
+    """
+    base = base_request(body, label=label, deadline_s=deadline_s)
+    given = body.input
+    if given is None:
+        raise InvalidRequest("input", "is missing; send a text, token ids, or a list of them")
+    inputs: Sequence[tuple[object, str]]
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        inputs = [(given, "input")]
+    else:
+        check_num_inputs(len(given), "input")
+        several = cast(list[str | list[int]], given)
+        inputs = [(each, f"input[{number}]") for number, each in enumerate(several)]
+    raws = number_requests(base, pooling, inputs)
+    if body.add_special_tokens is None and body.prompt_name is None:
+        return raws
+    return [_with_text_options(raw, body) for raw in raws]
+
+
+def _with_text_options(raw: RawRequest, body: InputsBody) -> RawRequest:
+    return replace(raw, add_special_tokens=body.add_special_tokens, prompt_name=body.prompt_name or "")
+
+
+def embedding_params(body: EmbeddingRequest | PoolingRequest, task: Task = Task.EMBED) -> PoolingParams:
+    """Return how the inputs become vectors.
+
+    Raises:
+        InvalidRequest: The vectors are to be shorter than 1.
+    """
+    if body.dimensions is not None and body.dimensions < 1:
+        raise InvalidRequest("dimensions", f"{body.dimensions} is below the limit 1")
+    activation = body.activation if isinstance(body, PoolingRequest) else None
+    return PoolingParams(
+        task, normalize=body.normalize, dimensions=body.dimensions or 0, activation=activation
+    )
+
+
+def score_pairs(body: ScoreRequest) -> list[tuple[Passage, Passage]]:
+    """Return the pairs of texts to compare.
+
+    Raises:
+        InvalidRequest: One of the two lists is missing, or they do not fit each other.
+    """
+    is_older = body.queries is None and body.documents is None
+    names = ("text_1", "text_2") if is_older else ("queries", "documents")
+    sides = [_passages(getattr(body, name), name) for name in names]
+    return pair_up(sides[0], sides[1], *names)
+
+
+def rerank_pairs(body: RerankRequest) -> list[tuple[Passage, Passage]]:
+    """Return the query with each document.
+
+    Raises:
+        InvalidRequest: Query or documents are missing, or there are too many.
+    """
+    if body.query is None:
+        raise InvalidRequest("query", "is missing; send the text that documents are to fit")
+    if body.top_n is not None and body.top_n < 0:
+        raise InvalidRequest("top_n", f"{body.top_n} is below the limit 0")
+    texts = [each if isinstance(each, str) else each.text for each in body.documents or ()]
+    documents = [Passage(text, f"documents[{place}]") for place, text in enumerate(texts)]
+    return pair_up([Passage(body.query, "query")], documents, "query", "documents")
+
+
+def _passages(given: str | list[str] | None, path: str) -> list[Passage]:
+    if given is None:
+        raise InvalidRequest(path, "is missing; send a text or a list of texts")
+    if isinstance(given, str):
+        return [Passage(given, path)]
+    return [Passage(text, f"{path}[{place}]") for place, text in enumerate(given)]

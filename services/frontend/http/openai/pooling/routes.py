@@ -1,0 +1,201 @@
+"""Routes that turn texts into vectors, scores and classes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from triptych.types.pooling import PoolingParams, Task
+from triptych_services.frontend.http.answers import GENERATE_ERRORS
+from triptych_services.frontend.http.document import takes
+from triptych_services.frontend.http.errors import json_response
+from triptych_services.frontend.http.generation import timeout_of
+from triptych_services.frontend.http.openai.pooling import answers, convert
+from triptych_services.frontend.http.openai.pooling.schema import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PooledBody,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from triptych_services.frontend.http.state import generator_of, reader_of
+from triptych_services.frontend.pooled_calls import PooledText
+from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.scores import Passage, Scores, rank, score
+
+router = APIRouter(tags=["pool"])
+
+_T = TypeVar("_T")
+
+
+class _Comparison(NamedTuple):
+    """A call that compares texts, as its body says."""
+
+    base: RawRequest
+    pairs: Sequence[tuple[Passage, Passage]]
+    activation: bool | None
+    top_n: int | None = None
+    returns_documents: bool = False
+
+
+@router.post("/v1/embeddings", responses={200: {"model": answers.EmbeddingAnswer}, **GENERATE_ERRORS})
+@takes(EmbeddingRequest)
+async def create_embeddings(request: Request) -> Response:
+    """Texts or token ids -> one vector each."""
+    deadline_s = timeout_of(request)
+
+    def to_raws(body: EmbeddingRequest) -> tuple[bool, list[RawRequest]]:
+        label = request.state.request_id
+        params = convert.embedding_params(body)
+        raws = convert.input_requests(body, params, label=label, deadline_s=deadline_s)
+        return body.encoding_format == "base64", raws
+
+    is_base64, raws = await reader_of(request).read(request, EmbeddingRequest, to_raws)
+    pooled = await _run(request, generator_of(request).pooled.compute(raws))
+    return await _vectors(request, raws, pooled, "embedding", "embedding", is_base64=is_base64)
+
+
+@router.post("/pooling", responses={200: {"model": answers.PoolingAnswer}, **GENERATE_ERRORS})
+@takes(PoolingRequest)
+async def pool(request: Request) -> Response:
+    """Texts or token ids -> what the model makes of each: a vector, one for each token, or numbers of its labels."""
+    deadline_s, generator = timeout_of(request), generator_of(request)
+
+    def to_raws(body: PoolingRequest) -> tuple[bool, list[RawRequest]]:
+        task = Task[body.task.upper()] if body.task is not None else _default_task(body)
+        params = convert.embedding_params(body, task)
+        raws = convert.input_requests(body, params, label=request.state.request_id, deadline_s=deadline_s)
+        return body.encoding_format == "base64", raws
+
+    def _default_task(body: PoolingRequest) -> Task:
+        tasks = generator.find_model(body.model or "").tasks
+        is_classifier = Task.CLASSIFY.label in tasks and Task.EMBED.label not in tasks
+        return Task.CLASSIFY if is_classifier else Task.EMBED
+
+    is_base64, raws = await reader_of(request).read(request, PoolingRequest, to_raws)
+    pooled = await _run(request, generator.pooled.compute(raws))
+    return await _vectors(request, raws, pooled, "pooling", "data", is_base64=is_base64)
+
+
+@router.post("/classify", responses={200: {"model": answers.ClassificationAnswer}, **GENERATE_ERRORS})
+@takes(ClassificationRequest)
+async def classify(request: Request) -> Response:
+    """Texts or token ids -> one number for each label of the model."""
+    deadline_s, generator = timeout_of(request), generator_of(request)
+
+    def to_raws(body: ClassificationRequest) -> list[RawRequest]:
+        params = PoolingParams(Task.CLASSIFY, activation=body.activation)
+        return convert.input_requests(body, params, label=request.state.request_id, deadline_s=deadline_s)
+
+    raws = await reader_of(request).read(request, ClassificationRequest, to_raws)
+    pooled = await _run(request, generator.pooled.compute(raws))
+    labels = generator.text_model.labels(pooled[0].vectors.shape[1])
+    data = [
+        {
+            "index": index,
+            "label": labels[int(np.argmax(text.vectors[0]))],
+            "probs": text.vectors[0].tolist(),
+            "num_classes": len(labels),
+        }
+        for index, text in enumerate(pooled)
+    ]
+    return json_response(_head(request, "classify", raws[0].model, _count(pooled)) | {"data": data})
+
+
+@router.post("/score", responses={200: {"model": answers.ScoreAnswer}, **GENERATE_ERRORS})
+@router.post("/v1/score", responses={200: {"model": answers.ScoreAnswer}, **GENERATE_ERRORS})
+@takes(ScoreRequest)
+async def create_scores(request: Request) -> Response:
+    """Pairs of texts -> how well the second of each fits the first."""
+
+    def read(body: ScoreRequest, base: RawRequest) -> _Comparison:
+        return _Comparison(base, convert.score_pairs(body), body.activation)
+
+    call, scores = await _compare(request, ScoreRequest, read)
+    data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores.values)]
+    return json_response(_head(request, "score", call.base.model, scores.num_tokens) | {"data": data})
+
+
+@router.post("/rerank", responses={200: {"model": answers.RerankAnswer}, **GENERATE_ERRORS})
+@router.post("/v1/rerank", responses={200: {"model": answers.RerankAnswer}, **GENERATE_ERRORS})
+@router.post("/v2/rerank", responses={200: {"model": answers.RerankAnswer}, **GENERATE_ERRORS})
+@takes(RerankRequest)
+async def rerank(request: Request) -> Response:
+    """A query and documents -> the documents in the order in which they fit it, as Jina's and Cohere's clients ask."""
+
+    def read(body: RerankRequest, base: RawRequest) -> _Comparison:
+        returns_documents = body.return_documents is not False
+        pairs = convert.rerank_pairs(body)
+        return _Comparison(base, pairs, body.activation, body.top_n or None, returns_documents)
+
+    call, scores = await _compare(request, RerankRequest, read)
+    results = []
+    for place in rank(scores.values, call.top_n):
+        document = {"document": {"text": call.pairs[place][1].text}} if call.returns_documents else {}
+        results.append({"index": place, **document, "relevance_score": scores.values[place]})
+    head = _head(request, "rerank", call.base.model, scores.num_tokens)
+    return json_response({name: head[name] for name in ("id", "model", "usage")} | {"results": results})
+
+
+_B = TypeVar("_B", bound=PooledBody)
+
+
+async def _compare(request: Request, kind: type[_B], read: Any) -> tuple[_Comparison, Scores]:
+    """Read a call that compares texts, and return it with the scores of its pairs."""
+    deadline_s = timeout_of(request)
+
+    def to_call(body: _B) -> _Comparison:
+        base = convert.base_request(body, label=request.state.request_id, deadline_s=deadline_s)
+        call: _Comparison = read(body, base)
+        return call
+
+    call = await reader_of(request).read(request, kind, to_call)
+    work = score(generator_of(request), call.base, call.pairs, activation=call.activation)
+    return call, await _run(request, work)
+
+
+async def _run(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Await the work of a call, and end it as soon as its client leaves."""
+    result: _T = await request.app.state.in_flight.run(request.receive, work)
+    return result
+
+
+async def _vectors(
+    request: Request,
+    raws: Sequence[RawRequest],
+    pooled: Sequence[PooledText],
+    kind: str,
+    field: str,
+    *,
+    is_base64: bool,
+) -> Response:
+    """Return the answer of a call for vectors, written on a thread if it is long."""
+    tasks = {raw.pooling.task for raw in raws if raw.pooling is not None}
+    is_whole = Task.TOKEN_EMBED in tasks
+    vectors = [text.vectors if is_whole else text.vectors[0] for text in pooled]
+    head = _head(request, "embd" if kind == "embedding" else "pool", raws[0].model, _count(pooled))
+    size = sum(vector.size for vector in vectors)
+    text = generator_of(request).text_model
+    body = await text.run(size, answers.write_vectors, head, kind, field, vectors, is_base64=is_base64)
+    return Response(body, media_type="application/json")
+
+
+def _head(request: Request, prefix: str, model: str, num_tokens: int) -> dict[str, Any]:
+    """Return the fields that all answers have."""
+    return {
+        "id": f"{prefix}-{request.state.request_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model or generator_of(request).find_model("").name,
+        "usage": answers.usage(num_tokens),
+    }
+
+
+def _count(pooled: Sequence[PooledText]) -> int:
+    return sum(text.num_tokens for text in pooled)

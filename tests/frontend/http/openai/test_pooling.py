@@ -1,0 +1,198 @@
+"""Vectors, scores and classes over HTTP, with the official client and in raw requests, before a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.helpers.fake_engine import MODEL, FakeEngine, SubmittedChoice
+from tests.helpers.frontend import frontend_core
+from tests.helpers.http_api import HttpApi, open_api
+from triptych.types.pooling import PoolingParams, Task
+
+TOKENIZER = byte_tokenizer()
+EMBEDDER = replace(MODEL, tasks=("embed", "token_embed"), embedding_size=4)
+CLASSIFIER = replace(MODEL, tasks=("classify",), num_labels=3)
+CROSS_ENCODER = replace(MODEL, tasks=("classify",), num_labels=1)
+
+
+def pool(request: SubmittedChoice) -> np.ndarray:
+    """Vectors that depend on the tokens alone."""
+    params, ids = request.request.pooling, request.token_ids.astype(np.float32)
+    if params.task is Task.TOKEN_EMBED:
+        return np.stack([ids, ids + 0.1], axis=1).astype(np.float32)
+    if params.task is Task.CLASSIFY:
+        return np.array([[0.1, 0.7, 0.2]], np.float32)
+    vector = np.array([ids.sum(), ids[0], ids[-1], len(ids)], np.float32) / np.float32(3)
+    vector = vector[: params.dimensions or None]
+    return (vector / np.linalg.norm(vector) if params.normalize else vector)[None]
+
+
+def length_score(request: SubmittedChoice) -> np.ndarray:
+    return np.array([[len(request.token_ids) / 64]], np.float32)
+
+
+@asynccontextmanager
+async def serve(model: Any = EMBEDDER, pool: Any = pool) -> AsyncIterator[tuple[HttpApi, FakeEngine]]:
+    async with (
+        FakeEngine(model=model, pool=pool) as engine,
+        frontend_core(engine, directory=Path("no-checkpoint")) as core,
+        open_api(core.generator) as api,
+    ):
+        yield api, engine
+
+
+def expected(text: str) -> list[float]:
+    ids = np.array(TOKENIZER.encode(text), np.float32)
+    return (np.array([ids.sum(), ids[0], ids[-1], len(ids)], np.float32) / np.float32(3)).tolist()
+
+
+async def test_the_official_client_embeds_texts_and_ids() -> None:
+    async with serve() as (api, engine):
+        one = await api.client.embeddings.create(model="tiny", input="Hello")
+        assert one.data[0].embedding == expected("Hello")
+        assert (one.object, one.model, one.data[0].object, one.data[0].index) == ("list", "tiny", "embedding", 0)
+        several = await api.client.embeddings.create(
+            model="tiny", input=["Hello", "world"], encoding_format="float", user="me"
+        )
+        assert [each.embedding for each in several.data] == [expected("Hello"), expected("world")]
+        num_tokens = len(TOKENIZER.encode("Hello")) + len(TOKENIZER.encode("world"))
+        assert (several.usage.prompt_tokens, several.usage.total_tokens) == (num_tokens, num_tokens)
+        ids = TOKENIZER.encode("abc")
+        for given in (ids, [ids]):
+            got = await api.client.embeddings.create(model="tiny", input=given)
+            assert got.data[0].embedding == expected("abc")
+        await api.client.embeddings.create(model="tiny", input="Hello", dimensions=2)
+        assert engine.submitted[-1].request.pooling == PoolingParams(Task.EMBED, dimensions=2)
+        assert engine.submitted[1].request.head.tenant == "me"
+
+
+async def test_base64_holds_the_same_bits_as_numbers() -> None:
+    async with serve() as (api, _):
+        body = {"input": ["Hello", "x"], "model": "tiny"}
+        plain = (await api.http.post("/v1/embeddings", json=body)).json()
+        packed = (await api.http.post("/v1/embeddings", json=body | {"encoding_format": "base64"})).json()
+        for one, other in zip(plain["data"], packed["data"], strict=True):
+            vector = np.frombuffer(base64.b64decode(other["embedding"]), "<f4")
+            assert vector.tolist() == one["embedding"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"input": ["x"] * 100_000}, "input", "100000 texts are above the limit 2048"),
+        ({"input": []}, "input", "at least 1 is needed"),
+        ({"input": ""}, "input", "empty"),
+        ({"input": ["a", ""]}, "input[1]", "empty"),
+        ({"input": [[1], []]}, "input[1]", "empty"),
+        ({"input": [[1], [1, 999]]}, "input[1][1]", "999"),
+        ({"input": {"text": "x"}}, "input", "must be a string"),
+        ({}, "input", "missing"),
+        ({"input": [7] * 65}, "input", "maximum context length is 64 tokens"),
+        ({"input": ["a", "b" * 200]}, "input[1]", "maximum context length is 64 tokens"),
+        ({"input": "x", "dimensions": 5}, "dimensions", "5 is not within 1..4"),
+        ({"input": "x", "dimensions": 0}, "dimensions", "0 is below the limit 1"),
+        ({"input": "x", "encoding_format": "int3"}, "encoding_format", "int3"),
+        ({"input": "x", "colour": 1}, "colour", "no such field"),
+        ({"input": "x", "prompt_name": "poem"}, "prompt_name", "poem"),
+    ],
+)
+async def test_bad_inputs_are_named_and_a_bystander_goes_on(
+    body: dict[str, Any], param: str, words: str
+) -> None:
+    async with serve() as (api, _):
+        bystander = asyncio.create_task(api.client.embeddings.create(model="tiny", input=["fine"] * 40))
+        answer = await api.http.post("/v1/embeddings", json=body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert words in error["message"]
+        assert error["type"] == "invalid_request_error"
+        assert len((await bystander).data) == 40
+
+
+async def test_models_without_the_task_say_what_they_serve() -> None:
+    async with serve(MODEL) as (api, _):
+        with pytest.raises(openai.APIStatusError, match="serves generate") as caught:
+            await api.client.embeddings.create(model="tiny", input="x")
+        assert caught.value.status_code in (400, 501)
+        with pytest.raises(openai.NotFoundError):
+            await api.client.embeddings.create(model="other", input="x")
+    async with serve() as (api, _):
+        with pytest.raises(openai.APIStatusError, match="serves embed, token_embed"):
+            await api.client.completions.create(model="tiny", prompt="x")
+
+
+async def test_pooling_returns_vectors_of_tokens() -> None:
+    async with serve() as (api, _):
+        answer = (await api.http.post("/pooling", json={"input": "abc", "task": "token_embed"})).json()
+        assert [row[0] for row in answer["data"][0]["data"]] == TOKENIZER.encode("abc")
+        answer = (await api.http.post("/pooling", json={"input": "abc"})).json()
+        assert answer["data"] == [{"object": "pooling", "index": 0, "data": expected("abc")}]
+
+
+async def test_classes_have_labels() -> None:
+    async with serve(CLASSIFIER) as (api, engine):
+        answer = (await api.http.post("/classify", json={"input": ["a", "b"], "activation": False})).json()
+        assert [each["label"] for each in answer["data"]] == ["LABEL_1", "LABEL_1"]
+        assert answer["data"][0]["num_classes"] == 3
+        assert answer["data"][0]["probs"] == np.array([0.1, 0.7, 0.2], np.float32).tolist()
+        assert engine.submitted[0].request.pooling == PoolingParams(Task.CLASSIFY, activation=False)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_a_cross_encoder_orders_documents(path: str) -> None:
+    async with serve(CROSS_ENCODER, length_score) as (api, engine):
+        documents = ["ab", {"text": "abcdefgh"}, "abcd"]
+        body = {"model": "tiny", "query": "q", "documents": documents, "top_n": 2}
+        answer = (await api.http.post(path, json=body)).json()
+        assert [each["index"] for each in answer["results"]] == [1, 2]
+        assert answer["results"][0]["document"] == {"text": "abcdefgh"}
+        assert answer["results"][0]["relevance_score"] > answer["results"][1]["relevance_score"]
+        assert sorted(request.token_ids.tolist() for request in engine.submitted) == sorted(
+            TOKENIZER.encode_pair("q", text) for text in ("ab", "abcdefgh", "abcd")
+        )
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_an_embedder_scores_by_the_cosine(path: str) -> None:
+    async with serve() as (api, engine):
+        body = {"text_1": "abc", "text_2": ["abc", "zzz"]}
+        answer = (await api.http.post(path, json=body)).json()
+        first, second = (np.array(expected(text)) for text in ("abc", "zzz"))
+        cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
+        scores = [each["score"] for each in answer["data"]]
+        np.testing.assert_allclose(scores, [1, cosine], rtol=1e-6)
+        assert len(engine.submitted) == 2  # the same text is embedded once
+        pairs = (await api.http.post(path, json={"queries": ["a", "b"], "documents": ["a", "b"]})).json()
+        np.testing.assert_allclose([each["score"] for each in pairs["data"]], [1, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {"queries": "a", "documents": ["b", ""]}, "documents[1]"),
+        ("/rerank", {"query": "a"}, "documents"),
+        ("/rerank", {"documents": ["a"]}, "query"),
+        ("/rerank", {"query": "", "documents": ["a"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["x"] * 3000}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["x"], "top_n": -1}, "top_n"),
+    ],
+)
+async def test_bad_comparisons_are_named(path: str, body: dict[str, Any], param: str) -> None:
+    async with serve() as (api, _):
+        answer = await api.http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
