@@ -20,6 +20,7 @@ from benchmarks.engine.requests import worker_facts
 from benchmarks.harness.command import create_parser, module_command, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.processes import Answers, Child
+from triptych.config import EngineConfig
 from triptych.internal.v1 import worker_pb2_grpc
 from triptych.observe.metrics import WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
@@ -29,6 +30,7 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, StepResult
 from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 from triptych_services.worker.runner.base import CompletedStep, do_nothing
+from triptych_services.worker.service.adapters import AdapterControl
 from triptych_services.worker.service.lease import WorkerLease
 from triptych_services.worker.service.runner_app import SWITCH_INTERVAL_S
 from triptych_services.worker.service.runner_thread import RunnerThread
@@ -80,7 +82,9 @@ async def serve() -> None:
     )
     lease = WorkerLease(status_publisher, thread, {}, resume_ttl_s=0.0)
     sleep = SleepControl(lease, thread, status_publisher, set_ready=server.set_ready)
-    servicer = WorkerServicer(lease, sleep, status_publisher, WorkerMetrics.create(CollectorRegistry()))
+    adapters = AdapterControl(EngineConfig(), lambda: None)
+    metrics = WorkerMetrics.create(CollectorRegistry())
+    servicer = WorkerServicer(lease, sleep, adapters, status_publisher, metrics)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
     port = server.bind("127.0.0.1", 0, option="worker.port")
     await server.start()

@@ -24,6 +24,7 @@ from triptych_services.worker.follower_app import FollowerApp
 from triptych_services.worker.group.leader import GroupLeader
 from triptych_services.worker.group.leader_thread import LeaderThread
 from triptych_services.worker.kv_transfer.service import KvTransferService, check_kv_transfer
+from triptych_services.worker.service.adapters import AdapterControl
 from triptych_services.worker.service.lease import WorkerLease
 from triptych_services.worker.service.runner_app import RunnerApp
 from triptych_services.worker.service.runner_thread import RunnerThread
@@ -54,7 +55,8 @@ class WorkerApp(RunnerApp):
             self.status_publisher, thread, shared_config(config), resume_ttl_s=config.engine.resume_ttl_s
         )
         sleep = SleepControl(self._lease, thread, self.status_publisher, set_ready=self.server.set_ready)
-        servicer = WorkerServicer(self._lease, sleep, self.status_publisher, self.metrics)
+        adapters = AdapterControl(config, lambda: self.runner)
+        servicer = WorkerServicer(self._lease, sleep, adapters, self.status_publisher, self.metrics)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self.server.grpc)
 
     @classmethod

@@ -35,6 +35,18 @@ class ModelConfig:
         FRONTEND + WORKER,
     )
     served_name: str = value("", "Name that clients use; empty: the last part of `model.model`.", WORKER)
+    adapters: str = value(
+        "",
+        "LoRA adapters that are loaded at the start, comma-separated: `sql=/adapters/sql` is the directory of the one "
+        "that requests name as the model `sql`. `worker.max_adapters` says how many may run at once.",
+        ENGINE + WORKER,
+    )
+    adapter_root: str = value(
+        "",
+        "Directory on the worker's machine within which adapters that are loaded later must lie, links resolved. "
+        "Empty: none are.",
+        WORKER,
+    )
     backend: str = value(
         "auto",
         "What computes the decoder. native: this project's own layers. transformers: the modules of transformers "

@@ -351,6 +351,21 @@ class WorkerConfig:
         per_rank=True,
     )
 
+    max_adapters: int = value(
+        0,
+        "Different LoRA adapters that the rows of a step may have: so many have a place on the device, and more may be "
+        "loaded. 0: none are served.",
+        WORKER,
+        ge=0,
+        le=1024,
+    )
+    max_adapter_rank: int = value(
+        64, "The largest rank of a LoRA adapter; places on the device have this size.", WORKER, ge=1, le=256
+    )
+    adapter_gib: float = value(
+        4.0, "GiB of the host's memory that loaded LoRA adapters may take together.", WORKER, gt=0
+    )
+
     kv_transfer: bool = value(
         False,
         "Serve KV blocks to other workers and pull theirs, for engines with a role (`engine.role`). Connections are "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from triptych.internal.v1 import worker_pb2
+from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import ModelFacts, WorkerFacts
 from triptych.types.pooling import GENERATION
 from triptych.wire.codec import codec
@@ -20,7 +21,9 @@ def _with_tasks(facts: ModelFacts, message: object) -> ModelFacts:
     return facts if facts.tasks else replace(facts, tasks=(GENERATION,))
 
 
+_ADAPTER = codec(AdapterFacts, worker_pb2.AdapterFacts)
 _MODEL = codec(ModelFacts, worker_pb2.ModelFacts, finish=_with_tasks)
 _WORKER = codec(WorkerFacts, worker_pb2.WorkerFacts, finish=_with_stages)
 
 worker_facts_to_proto, worker_facts_from_proto = _WORKER.encode, _WORKER.decode
+adapter_to_proto, adapter_from_proto = _ADAPTER.encode, _ADAPTER.decode

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
+from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan, StepResult
 from triptych_services.worker.kv_transfer.base import BlockStore
@@ -136,4 +138,43 @@ class Runner(StepRunner, Protocol):
             MemoryShort: The device has not enough free memory now.
             ModelError: The checkpoint is missing, or is that of another model.
         """
+        ...
+
+
+class AdapterHolder(Protocol):
+    """LoRA adapters in the host's memory, from which the runner's thread takes those that rows name.
+
+    `load` and `unload` are called on one thread, which is not the runner's; `list` on any.
+    """
+
+    def load(self, name: str, source: str, directory: Path) -> AdapterFacts:
+        """Read, check and pack an adapter, while steps go on. One with a digest that is loaded is not packed again.
+
+        Args:
+            name: Name that clients use, for the facts.
+            source: Directory as the operator wrote it, for the facts.
+            directory: Directory that it is read from.
+
+        Raises:
+            ModelError: The files are none of an adapter that this model can have; names the file and the reason.
+            MemoryShort: All adapters together would take more than they may.
+        """
+        ...
+
+    def unload(self, digest: str) -> None:
+        """Free an adapter that no row uses. No effect if it is not loaded."""
+        ...
+
+    def list(self) -> tuple[AdapterFacts, ...]:
+        """Return the adapters that are loaded."""
+        ...
+
+
+@runtime_checkable
+class ServesAdapters(Protocol):
+    """A runner with `WorkerFacts.max_adapters` > 0."""
+
+    @property
+    def adapters(self) -> AdapterHolder:
+        """The adapters that rows may name."""
         ...

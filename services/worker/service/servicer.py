@@ -17,7 +17,8 @@ from triptych.types.kv_transfer import KvProgress
 from triptych.wire.admin import sleep_level_from_proto
 from triptych.wire.kv_transfer import progress_to_proto
 from triptych.wire.result import result_to_proto
-from triptych.wire.worker import worker_facts_to_proto
+from triptych.wire.worker import adapter_to_proto, worker_facts_to_proto
+from triptych_services.worker.service.adapters import AdapterControl
 from triptych_services.worker.service.lease import WorkerLease
 from triptych_services.worker.service.session import DrainNotice, EngineHello, Grant
 from triptych_services.worker.service.sleep import SleepControl
@@ -38,11 +39,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self,
         lease: WorkerLease,
         sleep: SleepControl,
+        adapters: AdapterControl,
         status_publisher: StatusPublisher,
         metrics: WorkerMetrics,
     ) -> None:
         self._lease = lease
         self._sleep = sleep
+        self._adapters = adapters
         self._status_publisher = status_publisher
         self._metrics = metrics
         self._counter = StepCounter(metrics)
@@ -95,6 +98,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.WakeResponse:
         await self._sleep.wake()
         return worker_pb2.WakeResponse()
+
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.LoadAdapterResponse:
+        facts = await self._adapters.load(request.name, request.source)
+        return worker_pb2.LoadAdapterResponse(adapter=adapter_to_proto(facts))
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.UnloadAdapterResponse:
+        await self._adapters.unload(request.digest)
+        return worker_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: worker_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ListAdaptersResponse:
+        return worker_pb2.ListAdaptersResponse(adapters=map(adapter_to_proto, self._adapters.list()))
 
     async def _read_steps(self, requests: AsyncIterator[worker_pb2.ExecuteRequest], grant: Grant) -> None:
         """Submit steps until the engine says goodbye or is gone. An error ends the stream, not the session."""

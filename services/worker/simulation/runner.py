@@ -29,6 +29,7 @@ from triptych_services.worker.runner.request_rows import Flags, RequestRows, Ste
 from triptych_services.worker.runner.startup.facts import worker_facts
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
+from triptych_services.worker.simulation.adapters import SimulatedAdapters
 from triptych_services.worker.simulation.blocks import SimulatedBlocks
 from triptych_services.worker.simulation.choices import ConstrainedChoices
 from triptych_services.worker.simulation.device import SimulatedDevice, use_precise_sleep
@@ -53,6 +54,7 @@ class SimulatedRunner:
         eos_probability: float = 0.0,
         stages: SimulatedStages | None = None,
         has_blocks: bool = False,
+        max_adapter_bytes: int = 0,
     ) -> None:
         """Create a runner without rows.
 
@@ -62,6 +64,7 @@ class SimulatedRunner:
             compiler: Compiles the forms of outputs; None: requests with one fail.
             stages: They compute the steps; None: the device does.
             has_blocks: Whether blocks have content, which can be transferred; it costs time in each step.
+            max_adapter_bytes: Bytes of the files of all adapters together.
         """
         self._stages = stages
         self._facts = facts
@@ -96,6 +99,7 @@ class SimulatedRunner:
         """[max_num_seqs] tokens that each row knew when it entered. Computing them is prefill."""
         self._last_step_id = 0
         self._blocks = SimulatedBlocks(self._rows, facts.kv.num_blocks) if has_blocks else None
+        self.adapters = SimulatedAdapters(max_adapter_bytes)
 
     @property
     def facts(self) -> WorkerFacts:
@@ -284,6 +288,7 @@ def create_simulated_runner(
         eos_probability=simulation.eos_probability,
         stages=_create_stages(step_time, num_stages, facts.max_num_seqs),
         has_blocks=engine.worker.kv_transfer,
+        max_adapter_bytes=int(engine.worker.adapter_gib * _GIB),
     )
 
 

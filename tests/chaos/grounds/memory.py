@@ -63,6 +63,7 @@ from triptych_services.frontend.requests.grammars import compiler as grammars
 from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.routing.router import Router
 from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
+from triptych_services.worker.service.adapters import AdapterControl
 from triptych_services.worker.service.lease import WorkerLease
 from triptych_services.worker.service.servicer import WorkerServicer
 from triptych_services.worker.service.session import EngineHello, Grant
@@ -389,7 +390,9 @@ class MemoryGround:
         lease.open = open_noted  # type: ignore[method-assign]
         self._workers[name] = (publisher, lease)
         sleep = SleepControl(lease, thread, publisher, set_ready=_do_nothing)  # type: ignore[arg-type]
-        servicer = WorkerServicer(lease, sleep, publisher, WorkerMetrics.create(CollectorRegistry()))
+        adapters = AdapterControl(config, lambda: None)
+        metrics = WorkerMetrics.create(CollectorRegistry())
+        servicer = WorkerServicer(lease, sleep, adapters, publisher, metrics)
         handlers = HandlerCollector()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, handlers)
         self.network.serve(f"{name}:1", handlers.handlers)

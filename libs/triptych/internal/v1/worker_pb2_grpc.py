@@ -55,6 +55,21 @@ class WorkerServiceStub(object):
                 request_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WakeRequest.SerializeToString,
                 response_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WakeResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/triptych.internal.v1.WorkerService/LoadAdapter',
+                request_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/triptych.internal.v1.WorkerService/UnloadAdapter',
+                request_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/triptych.internal.v1.WorkerService/ListAdapters',
+                request_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -98,6 +113,28 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads an adapter into the host's memory, from where rows that name its digest get it; steps go on meanwhile. One that
+        is loaded already is not read again. Answers when rows can use it, on all ranks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Frees the memory of an adapter. The engine calls it when no row uses the adapter any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Lists the adapters that are loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -120,6 +157,21 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Wake,
                     request_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WakeRequest.FromString,
                     response_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.WakeResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=triptych_dot_internal_dot_v1_dot_worker__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=triptych_dot_internal_dot_v1_dot_worker__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -231,6 +283,87 @@ class WorkerService(object):
             '/triptych.internal.v1.WorkerService/Wake',
             triptych_dot_internal_dot_v1_dot_worker__pb2.WakeRequest.SerializeToString,
             triptych_dot_internal_dot_v1_dot_worker__pb2.WakeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.internal.v1.WorkerService/LoadAdapter',
+            triptych_dot_internal_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            triptych_dot_internal_dot_v1_dot_worker__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.internal.v1.WorkerService/UnloadAdapter',
+            triptych_dot_internal_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+            triptych_dot_internal_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.internal.v1.WorkerService/ListAdapters',
+            triptych_dot_internal_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
+            triptych_dot_internal_dot_v1_dot_worker__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -139,6 +139,8 @@ def worker_facts(
         kernels=kernels,
         weight_bytes=weight_bytes,
         load_s=load_s,
+        max_adapters=engine.worker.max_adapters,
+        max_adapter_rank=engine.worker.max_adapter_rank if engine.worker.max_adapters else 0,
     )
 
 
