@@ -94,6 +94,10 @@ class EngineCore:
         """Number of requests that run or wait."""
         return self._scheduler.num_requests if self._scheduler else 0
 
+    def adapters_in_use(self) -> set[str]:
+        """Return the digests of the adapters of all requests that run or wait."""
+        return self._scheduler.requests.adapters() if self._scheduler else set()
+
     @property
     def scheduler(self) -> Scheduler | None:
         """The scheduler, to be read only; None until a worker has been ready."""

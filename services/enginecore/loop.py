@@ -29,6 +29,7 @@ from triptych.types.kv_transfer import EngineRole
 from triptych.types.outputs import OutputBatch
 from triptych.types.step import StepResult
 from triptych.types.submit import AttachRequest, EngineLimits, EngineWelcome, PrefixHash, SubmitRequest
+from triptych_services.enginecore.adapters import EngineAdapters
 from triptych_services.enginecore.inbox import Inbox
 from triptych_services.enginecore.journal.recorder import create_engine
 from triptych_services.enginecore.kv.remote import check_role
@@ -105,6 +106,9 @@ class EngineLoop:
             on_change=self._publish_readiness,
         )
         self._releases, self._worker_sleep = self.operator.releases, self.operator.worker_sleep
+        self.adapters = EngineAdapters(
+            self._engine, executor, at_start=config.model.adapters, on_change=self._publish_readiness
+        )
         self.facts: WorkerFacts | None = None
         self.welcome = EngineWelcome(
             engine_id=config.engine.engine_id,
@@ -147,7 +151,16 @@ class EngineLoop:
 
     def submit(self, session: int, request: SubmitRequest) -> None:
         """Queue a request. A refusal comes through the session's outbox."""
-        self._inbox.post(self._engine.frontends.submit, session, request, num_bytes=request.num_bytes)
+        self._inbox.post(self._submit, session, request, num_bytes=request.num_bytes)
+
+    def _submit(self, session: int, request: SubmitRequest) -> None:
+        """Give a request to the engine core, which knows adapters by their digests only."""
+        try:
+            self.adapters.check(request)
+        except TriptychError as error:
+            self._engine.frontends.refuse(session, request.numbers.tolist(), error)
+        else:
+            self._engine.frontends.submit(session, request)
 
     def refuse(self, session: int, numbers: Sequence[int], error: TriptychError) -> None:
         """Answer the choices of a request that the engine cannot even be given."""
@@ -189,7 +202,7 @@ class EngineLoop:
             ConfigError: This engine's config can never work with its worker's facts.
         """
         try:
-            self._begin(await self._meanwhile(self._connection.connect()), after_crash=False)
+            await self._begin(await self._meanwhile(self._connection.connect()), after_crash=False)
             while True:
                 loss = await self._serve()
                 if loss is None:
@@ -201,14 +214,16 @@ class EngineLoop:
                 recovery = await self._meanwhile(self._connection.recover(loss))
                 self._releases.note_worker(is_lost=False, now=time.monotonic())
                 if not recovery.connected.is_resumed:
-                    self._begin(recovery.connected, after_crash=recovery.is_crash)
+                    await self._begin(recovery.connected, after_crash=recovery.is_crash)
         finally:
             self._timer.stop()
+            self.adapters.close()
             self._engine.close()
             await self._executor.close()
 
-    def _begin(self, connected: Connected, *, after_crash: bool) -> None:
-        """Begin to serve with a worker that has no rows and no blocks."""
+    async def _begin(self, connected: Connected, *, after_crash: bool) -> None:
+        """Begin to serve with a worker that has no rows and no blocks. First it gets the adapters that it lacks."""
+        await self._meanwhile(self.adapters.restore(connected.facts))
         self._engine.worker_ready(connected.facts, after_crash=after_crash)
         self._pipeline_depth.start(connected.max_steps_in_flight, connected.facts.num_stages)
         self.facts = connected.facts
@@ -227,7 +242,7 @@ class EngineLoop:
         sleep = await self._meanwhile(self._worker_sleep.fall_asleep())
         if sleep is not None:
             await self._meanwhile(sleep.is_over.wait())
-            self._begin(await self._meanwhile(self._connection.connect()), after_crash=False)
+            await self._begin(await self._meanwhile(self._connection.connect()), after_crash=False)
             self._worker_sleep.end()
 
     def _forget_worker(self) -> None:
@@ -364,6 +379,7 @@ class EngineLoop:
             prefix_hash=self._describe_hash(),
             role=self.welcome.role,
             kv_endpoint=self.facts.kv_endpoint if self.facts else None,
+            adapters=self.adapters.facts,
         )
         if welcome == self.welcome:
             return

@@ -101,8 +101,8 @@ class Request:
         prompt = array("I")
         assert prompt.itemsize == submit.prompt_token_ids.itemsize, "unsigned int is not 4 bytes here"
         prompt.frombytes(submit.prompt_token_ids.tobytes())
-        content = RowContent(submit.prompt_token_ids, submit.sampling)
-        root = root_of_request(submit.head.cache_salt)
+        content = RowContent(submit.prompt_token_ids, submit.sampling, adapter=submit.adapter_digest)
+        root = root_of_request(submit.head.cache_salt, submit.adapter_digest)
         requests = [
             cls(
                 head=submit.head,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from triptych.admin.v1 import admin_pb2
 from triptych.errors import InvalidRequest
+from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import EngineStatus, PauseMode, SleepLevel
 from triptych.wire.codec import codec
 
@@ -39,6 +42,13 @@ _STATUS = codec(
         *("journal_bytes", "journal_oldest_at_ms", "num_kept"),
     ),
 )
+
+
+def adapter_to_proto(facts: AdapterFacts, engine_ids: Iterable[str]) -> admin_pb2.Adapter:
+    """Return an adapter with the engines that have it."""
+    return admin_pb2.Adapter(
+        name=facts.name, digest=facts.digest, rank=facts.rank, source=facts.source, engine_ids=engine_ids
+    )
 
 
 def status_to_proto(status: EngineStatus, model: str) -> admin_pb2.EngineStatus:

@@ -98,8 +98,6 @@ class FrontendRequests:
         if not self.outputs.is_open(session):
             return
         try:
-            if submit.adapter:
-                raise FeatureDisabled("adapter", f"{submit.adapter!r}: adapters are not served yet")
             if submit.pooling is not None:
                 raise FeatureDisabled("task", f"{submit.pooling.task.label} is not served yet")
             if self._scheduler is None or self._facts is None:

@@ -18,8 +18,10 @@ from triptych.errors import (
 from triptych.internal.v1 import engine_core_pb2, engine_core_pb2_grpc, session_pb2
 from triptych.observe.logging import set_level
 from triptych.rpc.session.handshake import ENGINE_PROTOCOL, read_hello
+from triptych.types.adapters import AdapterFacts
 from triptych.types.outputs import OutputBatch
 from triptych.wire.admin import (
+    adapter_to_proto,
     log_level_from_proto,
     pause_mode_from_proto,
     sleep_level_from_proto,
@@ -242,17 +244,23 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.LoadAdapterResponse:
-        raise _not_supported("LoadAdapter")
+        facts = await self._loop.adapters.load(request.name, request.source)
+        return admin_pb2.LoadAdapterResponse(adapter=self._adapter(facts))
 
     async def UnloadAdapter(
         self, request: admin_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.UnloadAdapterResponse:
-        raise _not_supported("UnloadAdapter")
+        self._loop.adapters.unload(request.name)
+        return admin_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListAdaptersResponse:
+        return admin_pb2.ListAdaptersResponse(adapters=map(self._adapter, self._loop.adapters.facts))
+
+    def _adapter(self, facts: AdapterFacts) -> admin_pb2.Adapter:
+        return adapter_to_proto(facts, engine_ids=[self._loop.welcome.engine_id])
 
     def _status(self) -> admin_pb2.EngineStatus:
         model = self._loop.welcome.model
         return status_to_proto(self._loop.operator.status(), model.name if model else "")
-
-
-def _not_supported(method: str) -> FeatureDisabled:
-    return FeatureDisabled(f"AdminService.{method}", "this version does not serve it yet")

@@ -61,6 +61,10 @@ class Requests:
         """Return the requests that were submitted on a session."""
         return [request for request in self._states.index if request.session == session]
 
+    def adapters(self) -> set[str]:
+        """Return the digests of the adapters of all requests that have not ended."""
+        return {request.content.adapter for request in self._states.index if request.content.adapter}
+
     def with_output(self) -> list[Request]:
         """Return the waiting requests that have output tokens, by this engine or by one that they were moved from."""
         return [

@@ -44,7 +44,7 @@ from triptych_services.enginecore.scheduler.scheduler import Scheduler
 
 FILE = f"engine-0-{STARTED_AT_MS}{JOURNAL_SUFFIX}"
 CALLED_BY_THE_ENGINE = {"note_failed", "note_finished", "serve_with"}
-READ_ONLY = {"attach", "close", "refuse", "release", "status", "take_outputs"}
+READ_ONLY = {"adapters_in_use", "attach", "close", "refuse", "release", "status", "take_outputs"}
 """Public methods of an engine core that change nothing but outputs."""
 
 prompts = st.builds(make_prompt, st.integers(15, 60), st.integers(0, 3))

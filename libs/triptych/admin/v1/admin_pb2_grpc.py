@@ -90,6 +90,11 @@ class AdminServiceStub(object):
                 request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/triptych.admin.v1.AdminService/ListAdapters',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/triptych.admin.v1.AdminService/ListRequests',
                 request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
@@ -177,14 +182,23 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads a LoRA adapter. Not served yet.
+        """Loads a LoRA adapter, which requests may name from then on. Steps go on meanwhile. One that is loaded from there
+        already is no error. At a frontend: into all engines, unless one is named; an error names those that have failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads a LoRA adapter. Not served yet.
+        """Unloads a LoRA adapter: no new request may name it, and those that it has go on. Its memory is free when the last of
+        them has ended. At a frontend: from all engines, unless one is named.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Lists the LoRA adapters that requests may name. At a frontend: those of all engines, unless one is named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -268,6 +282,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
@@ -583,6 +602,33 @@ class AdminService(object):
             '/triptych.admin.v1.AdminService/UnloadAdapter',
             triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
             triptych_dot_admin_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.admin.v1.AdminService/ListAdapters',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,
