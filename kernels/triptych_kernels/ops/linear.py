@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.registry import find_impl
+from triptych_kernels.registry import find_impl, load_impl
+from triptych_kernels.weights.adapters import AdapterRef, PanelTable, StackedTable
 from triptych_kernels.weights.base import LinearWeight
 
 __all__ = ["ACTIVATIONS", "GATED_ACTIVATIONS", "gated_linear", "linear"]
@@ -35,6 +36,7 @@ def linear(
     *,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    adapters: AdapterRef | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Compute `x @ weight.T + bias`, summed in float32, and apply the activation to it.
@@ -49,6 +51,8 @@ def linear(
         bias: [out_features], of the weight's dtype. None with a `LinearWeight`, which has its own.
         activation: One of `ACTIVATIONS`; None means none.
         out_dtype: float32 or the dtype of x; None means the latter.
+        adapters: What low-rank adapters of some rows add to the product, before the activation; None: nothing. Their
+            table is made for this weight by `create_adapter_table`.
     Returns:
         [num_rows, out_features], a new tensor. A `LinearWeight` rounds once, after the activation.
     Raises:
@@ -57,8 +61,31 @@ def linear(
     _check_linear("linear", x, weight, bias, gated=False)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"linear: activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
-    out: Tensor = find_impl("linear", weight, impl)(x, weight, bias, out_dtype or x.dtype, activation)
+    operands = (x, weight, bias, out_dtype or x.dtype, activation)
+    out: Tensor
+    if adapters is None:
+        out = find_impl("linear", weight, impl)(*operands)
+    else:
+        _check_adapters("linear", x, adapters)
+        out = load_impl("linear", impl or _ADAPTED_IMPL[type(adapters.table)])(*operands, adapters)
     return out
+
+
+_ADAPTED_IMPL = {PanelTable: "cpu", StackedTable: "torch"}
+
+
+def _check_adapters(op: str, x: Tensor, adapters: AdapterRef) -> None:
+    """Check that every row has a slot.
+
+    Raises:
+        ValueError: It has not; names both.
+    """
+    slots = adapters.slots
+    if slots.shape != x.shape[:1] or slots.dtype != torch.int32 or x.shape[1] != adapters.table.in_features:
+        raise ValueError(
+            f"{op}: slots {list(slots.shape)} {slots.dtype} of adapters for {adapters.table.in_features} inputs do not "
+            f"fit x {list(x.shape)}; they must be [num_rows] int32"
+        )
 
 
 def _check_linear(
@@ -94,6 +121,7 @@ def gated_linear(
     bias: Tensor | None = None,
     *,
     activation: str = "silu",
+    adapters: AdapterRef | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Compute the packed projection [gate | up] as `linear` does, then `activation(gate) * up`.
@@ -103,6 +131,7 @@ def gated_linear(
         weight: [2 * intermediate_size, in_features], gate first.
         bias: [2 * intermediate_size]. None with a `LinearWeight`, which has its own.
         activation: One of `GATED_ACTIVATIONS`.
+        adapters: As of `linear`.
     Returns:
         [num_rows, intermediate_size], a new tensor like x. A `LinearWeight` rounds once, at the end.
     Raises:
@@ -112,5 +141,11 @@ def gated_linear(
     _check_linear("gated_linear", x, weight, bias, gated=True)
     if activation not in GATED_ACTIVATIONS:
         raise ValueError(f"gated_linear: activation {activation!r} is none of {', '.join(GATED_ACTIVATIONS)}")
-    out: Tensor = find_impl("gated_linear", weight, impl)(x, weight, bias, activation)
+    out: Tensor
+    if adapters is None:
+        out = find_impl("gated_linear", weight, impl)(x, weight, bias, activation)
+    else:
+        _check_adapters("gated_linear", x, adapters)
+        implementation = load_impl("gated_linear", impl or _ADAPTED_IMPL[type(adapters.table)])
+        out = implementation(x, weight, bias, activation, adapters)
     return out

@@ -20,6 +20,8 @@ _ACTIVATIONS = {
 """Name in `ops.linear` -> `Activation` in activation.h."""
 WIDENED_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 """Dtypes that products of float32 inputs widen weights from -> `Form` in widened_linear.cpp."""
+AdapterOperands = tuple[Tensor, Tensor]
+"""Slot of each row's adapter, [num_rows] int32, and the address of each slot's, [num_slots] int64."""
 HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
 
 
@@ -83,9 +85,15 @@ class PackedWeight(LinearWeight):
             rows = rows // lanes * panel_size() + HALVES[half] * lanes + rows % lanes
         self.bias[rows] = values.float()
 
-    def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
+    def multiply(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype,
+        activation: str | None = None,
+        adapters: AdapterOperands | None = None,
+    ) -> Tensor:
         out = self._new_output(x, out_dtype, activation)
-        launch("linear", x, **self.linear_operands(x, out, activation))
+        launch("linear", x, **self.linear_operands(x, out, activation, adapters))
         return out
 
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -109,8 +117,11 @@ class PackedWeight(LinearWeight):
         num_outputs = self.out_features // 2 if self.gated else self.out_features
         return torch.empty(len(x), num_outputs, dtype=dtype, device=x.device)
 
-    def linear_operands(self, x: Tensor, out: Tensor, activation: str | None) -> dict[str, Operand]:
+    def linear_operands(
+        self, x: Tensor, out: Tensor, activation: str | None, adapters: AdapterOperands | None = None
+    ) -> dict[str, Operand]:
         """Return the fields of `Linear` in panel.h."""
+        slots, addresses = (None, None) if adapters is None else adapters
         return {
             "dtype": DTYPES[x.dtype],
             "out_dtype": DTYPES[out.dtype],
@@ -125,6 +136,11 @@ class PackedWeight(LinearWeight):
             "activation": _ACTIVATIONS[activation],
             "gated": self.gated,
             "stages": None,
+            "slots": slots,
+            "adapters": addresses,
+            "num_adapters": 0 if addresses is None else len(addresses),
+            "adapted": None,
+            "adapted_stride": 0,
         }
 
 
@@ -167,11 +183,16 @@ class WidenedWeight(PackedWeight):
             in_features=self.in_features, first_row=first_row, half=HALVES[half],
         )  # fmt: skip
 
-    def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
+    def multiply(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype,
+        activation: str | None = None,
+        adapters: AdapterOperands | None = None,
+    ) -> Tensor:
         out = self._new_output(x, out_dtype, activation)
-        linear = {
-            f"linear_{field}": operand for field, operand in self.linear_operands(x, out, activation).items()
-        }
+        operands = self.linear_operands(x, out, activation, adapters)
+        linear = {f"linear_{field}": operand for field, operand in operands.items()}
         launch("widened_linear", x, **linear, form=WIDENED_DTYPES[self.stored_dtype])
         return out
 

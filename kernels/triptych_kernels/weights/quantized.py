@@ -15,7 +15,7 @@ from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import BlockWeight, Half
 from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE, QuantizedFormat
-from triptych_kernels.weights.packed import HALVES, PackedWeight
+from triptych_kernels.weights.packed import HALVES, AdapterOperands, PackedWeight
 
 NEVER = 2**62
 """A number of rows that no product has."""
@@ -112,11 +112,16 @@ class QuantizedWeight(PackedWeight, BlockWeight):
             **self._place(first_row, half),
         )
 
-    def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
+    def multiply(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype,
+        activation: str | None = None,
+        adapters: AdapterOperands | None = None,
+    ) -> Tensor:
         out = self._new_output(x, out_dtype, activation)
-        linear = {
-            f"linear_{field}": operand for field, operand in self.linear_operands(x, out, activation).items()
-        }
+        operands = self.linear_operands(x, out, activation, adapters)
+        linear = {f"linear_{field}": operand for field, operand in operands.items()}
         launch(
             "quantized_linear",
             x,

@@ -91,9 +91,11 @@ struct GatherRows {
 
 TRIPTYCH_KERNEL(linear, triptych::Linear,
                 dtype, out_dtype, x, x_stride, weight, bias, out, out_stride, in_features, out_features, activation,
-                gated, stages) {
-  if (args.dtype == triptych::kFloat32) return triptych::multiply_floats<triptych::Float32Line>(args, rows);
-  triptych::multiply_bfloat16(args, rows);
+                gated, stages, slots, adapters, num_adapters, adapted, adapted_stride) {
+  triptych::with_adapters(args, rows, [&](const triptych::Linear& linear) {
+    if (args.dtype == triptych::kFloat32) return triptych::multiply_floats<triptych::Float32Line>(linear, rows);
+    triptych::multiply_bfloat16(linear, rows);
+  });
 }
 
 TRIPTYCH_KERNEL(pack_rows, triptych::Pack,

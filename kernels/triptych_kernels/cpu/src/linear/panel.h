@@ -15,6 +15,7 @@
 
 #include "kernel.h"
 #include "linear/activation.h"
+#include "linear/adapters.h"
 #include "parallel.h"
 #include "simd/vec.h"
 #include "stages.h"
@@ -37,6 +38,11 @@ struct Linear {
   int64_t activation;
   int64_t gated;            // whether panels hold gates and ups, which are multiplied; with an activation
   const Stages* stages;     // what makes the rows of x, or null
+  const int32_t* slots;     // [rows] of each row's adapter, -1 for none; or null: there are no adapters
+  const Adapter* const* adapters;  // [num_adapters] by slot, null where it does nothing here
+  int64_t num_adapters;
+  float* adapted;           // [rows, adapted_stride] products with A in a step with adapters, which `with_adapters` sets
+  int64_t adapted_stride;
 
   int64_t num_panels() const { return (out_features + kPanel - 1) / kPanel; }
 };
@@ -90,6 +96,52 @@ void store_vec(O* out, vec value, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store_one(out + i, lanes[i]);
 }
 
+// Adds what the row's adapter does. Not inlined: products are made for many heights of tiles.
+[[gnu::noinline]] inline void add_adapted(const Linear& args, int64_t row, int64_t panel, vec& first, vec& second) {
+  const int32_t slot = args.slots[row];
+  if (slot < 0 || args.adapters[slot] == nullptr) return;
+  const Adapter& adapter = *args.adapters[slot];
+  const float* products = args.adapted + row * args.adapted_stride;
+  if (adapter.dtype == kFloat32) return add_panel<float>(adapter.panels[panel], products, first, second);
+  add_panel<bf16>(adapter.panels[panel], products, first, second);
+}
+
+// f(arguments of the product), which have the products with A of each row that has an adapter. Rows are made first if
+// there is such a row.
+template <typename F>
+void with_adapters(const Linear& args, int64_t rows, const F& f) {
+  if (args.slots == nullptr || !has_adapted_rows(args.slots, args.adapters, rows)) return f(args);
+  make_all_rows(args.stages);
+  static thread_local Scratch tile_memory, open_memory, products_memory;
+  auto* tiles = static_cast<AdaptedTile*>(tile_memory.get(rows * sizeof(AdaptedTile)));
+  auto** open = static_cast<AdaptedTile**>(open_memory.get(args.num_adapters * sizeof(AdaptedTile*)));
+  const int64_t count = tile_adapted_rows(args.slots, args.adapters, args.num_adapters, rows, tiles, open);
+  int64_t rank = 0;
+  for (int64_t i = 0; i < count; ++i) rank = std::max(rank, tiles[i].adapter->rank);
+  Linear adapted = args;
+  adapted.stages = nullptr;
+  adapted.adapted_stride = rank;
+  adapted.adapted = static_cast<float*>(products_memory.get(rows * rank * sizeof(float)));
+  const int64_t chunks = (rank + kRanksPerIndex - 1) / kRanksPerIndex;
+  parallel_for(count * chunks, [&](int64_t index) {
+    const AdaptedTile& tile = tiles[index / chunks];
+    const int64_t first = index % chunks * kRanksPerIndex, ranks = std::min(kRanksPerIndex, tile.adapter->rank - first);
+    if (ranks <= 0) return;
+    const auto multiply = [&]<typename X, typename W>(const X* x, W) {
+      multiply_tile_by_a<X, W>(tile, x, args.x_stride, args.in_features, first, ranks, adapted.adapted, rank);
+    };
+    const bool is_wide = tile.adapter->dtype == kFloat32;
+    if (args.dtype == kFloat32) {
+      const auto* x = static_cast<const float*>(args.x);
+      is_wide ? multiply(x, float()) : multiply(x, bf16());
+    } else {
+      const auto* x = static_cast<const bf16*>(args.x);
+      is_wide ? multiply(x, float()) : multiply(x, bf16());
+    }
+  });
+  f(adapted);
+}
+
 // Finish one row of a tile: the two vectors of panel `panel`.
 template <typename O>
 void finish_row(const Linear& args, int64_t row, int64_t panel, vec first, vec second) {
@@ -97,6 +149,7 @@ void finish_row(const Linear& args, int64_t row, int64_t panel, vec first, vec s
     first = first + load(args.bias + panel * kPanel);
     second = second + load(args.bias + panel * kPanel + kLanes);
   }
+  if (args.adapted) add_adapted(args, row, panel, first, second);
   O* out = static_cast<O*>(args.out) + row * args.out_stride;
   if (args.gated) {
     store_vec(out + panel * kLanes, activate_gated(args.activation, first, second),

@@ -243,16 +243,20 @@ void multiply_wide(const Linear& args, int64_t rows) {
 TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear,
                 linear.dtype, linear.out_dtype, linear.x, linear.x_stride, linear.weight, linear.bias, linear.out,
                 linear.out_stride, linear.in_features, linear.out_features, linear.activation, linear.gated,
-                linear.stages, bits, affine, input_bits, wide_rows, wide_bits) {
-  triptych::with_format(args.bits, args.affine, [&](auto format) {
-    using F = decltype(format);
-    if (rows >= args.wide_rows) {
-      if constexpr (F::kBits == 4) {
-        if (args.wide_bits == 8) return triptych::wide_bytes::multiply<F>(args.linear, rows);
+                linear.stages, linear.slots, linear.adapters, linear.num_adapters, linear.adapted,
+                linear.adapted_stride, bits, affine, input_bits, wide_rows, wide_bits) {
+  using namespace triptych;
+  with_adapters(args.linear, rows, [&](const Linear& linear) {
+    with_format(args.bits, args.affine, [&](auto format) {
+      using F = decltype(format);
+      if (rows >= args.wide_rows) {
+        if constexpr (F::kBits == 4) {
+          if (args.wide_bits == 8) return wide_bytes::multiply<F>(linear, rows);
+        }
+        return multiply_wide<F>(linear, rows);
       }
-      return triptych::multiply_wide<F>(args.linear, rows);
-    }
-    if (args.input_bits == 8) return triptych::multiply_bytes<F>(args.linear, rows);
-    triptych::multiply_narrow<F, 16>(args.linear, rows);
+      if (args.input_bits == 8) return multiply_bytes<F>(linear, rows);
+      multiply_narrow<F, 16>(linear, rows);
+    });
   });
 }

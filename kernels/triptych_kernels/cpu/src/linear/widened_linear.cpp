@@ -84,9 +84,12 @@ void embed(const WidenedEmbedding& args, int64_t rows) {
 TRIPTYCH_KERNEL(widened_linear, triptych::WidenedLinear,
                 linear.dtype, linear.out_dtype, linear.x, linear.x_stride, linear.weight, linear.bias, linear.out,
                 linear.out_stride, linear.in_features, linear.out_features, linear.activation, linear.gated,
-                linear.stages, form) {
+                linear.stages, linear.slots, linear.adapters, linear.num_adapters, linear.adapted,
+                linear.adapted_stride, form) {
   using namespace triptych;
-  with_line(args.form, [&](auto line) { multiply_floats<decltype(line)>(args.linear, rows); });
+  with_adapters(args.linear, rows, [&](const Linear& linear) {
+    with_line(args.form, [&](auto line) { multiply_floats<decltype(line)>(linear, rows); });
+  });
 }
 
 TRIPTYCH_KERNEL(pack_widened, triptych::PackWidened,

@@ -1,0 +1,292 @@
+"""Low-rank adapters of one product, in the form that its kernels read, by the slot of the device that holds them.
+
+A product may hold several projections of the same input, each with factors of its own:
+
+    A   [ q: rank 16 | v: rank 8 ]              [24, in_features]
+    B   q's outputs  x  products 0 … 15         zero elsewhere, and not stored there
+        v's outputs  x  products 16 … 23
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from triptych_kernels.cpu.dtypes import DTYPES
+from triptych_kernels.weights.base import Half, LinearWeight
+from triptych_kernels.weights.packed import PackedWeight, panel_size
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Outputs of a weight that one projection has."""
+
+    first: int
+    """Row of the first; in a gated weight, within its half."""
+    length: int
+    half: Half | None = None
+    """Half of a gated weight."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """The factors for one projection: `b @ a` is added to its weight."""
+
+    a: Tensor
+    """[rank, in_features]"""
+    b: Tensor
+    """[length, rank] of the projection's outputs, the scaling included."""
+
+
+class PackedAdapter(ABC):
+    """One adapter of one product, made on any thread."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int: ...
+
+
+class AdapterTable(ABC):
+    """The adapters of one product, by slot. Filled between steps, on the thread that computes them."""
+
+    def __init__(self, pieces: Sequence[AdaptedRows], in_features: int, *, num_slots: int) -> None:
+        self.pieces = tuple(pieces)
+        self.in_features = in_features
+        self.num_slots = num_slots
+
+    @abstractmethod
+    def pack(self, factors: Mapping[int, Factors], dtype: torch.dtype) -> PackedAdapter:
+        """Bring an adapter into the form of the kernels. Called on any thread.
+
+        Args:
+            factors: Number of a piece -> its factors, at least one.
+            dtype: float32 or bfloat16, to which they are rounded.
+        """
+
+    @abstractmethod
+    def put(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """Let rows of this slot have an adapter; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterRef:
+    """The adapters of a step's rows for one product."""
+
+    table: AdapterTable
+    slots: Tensor
+    """[num_rows] int32, -1 for none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedAdapter(PackedAdapter):
+    """An adapter as two plain tensors."""
+
+    a: Tensor
+    """[rank, in_features] of all pieces together."""
+    b: Tensor
+    """[rank, out_features], zero where a piece does not read the product."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+
+class StackedTable(AdapterTable):
+    """Adapters for products in torch: all slots in two tensors on the device, of the largest rank."""
+
+    def __init__(
+        self,
+        pieces: Sequence[AdaptedRows],
+        in_features: int,
+        *,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(pieces, in_features, num_slots=num_slots)
+        self._half = max(piece.first + piece.length for piece in pieces)
+        self._out_features = self._half * (2 if any(piece.half for piece in pieces) else 1)
+        rank = max_rank * len(pieces)
+        self.a = torch.zeros(num_slots, rank, in_features, dtype=dtype, device=device)
+        self.b = torch.zeros(num_slots, rank, self._out_features, dtype=dtype, device=device)
+
+    def put(self, slot: int, adapter: PackedAdapter | None) -> None:
+        self.a[slot] = 0
+        self.b[slot] = 0
+        if adapter is not None:
+            assert isinstance(adapter, StackedAdapter)
+            self.a[slot, : len(adapter.a)] = adapter.a.to(self.a.device, non_blocking=True)
+            self.b[slot, : len(adapter.b)] = adapter.b.to(self.b.device, non_blocking=True)
+
+    def pack(self, factors: Mapping[int, Factors], dtype: torch.dtype) -> StackedAdapter:
+        del dtype  # that of the model
+        rank = sum(factor.a.shape[0] for factor in factors.values())
+        b, start = torch.zeros(rank, self._out_features), 0
+        for number, factor in sorted(factors.items()):
+            piece, end = self.pieces[number], start + factor.a.shape[0]
+            first = piece.first + (self._half if piece.half == "up" else 0)
+            b[start:end, first : first + piece.length] = factor.b.float().t()
+            start = end
+        a = torch.cat([factor.a.float() for _, factor in sorted(factors.items())])
+        return StackedAdapter(a.to(self.a.dtype), b.to(self.b.dtype))
+
+    def delta(self, x: Tensor, slots: Tensor) -> Tensor:
+        """Return what is added to the outputs of each row, [num_rows, out_features] float32.
+
+        All slots are multiplied, so that no shape depends on the rows; the products of other slots are cleared.
+        """
+        num_slots, rank, _ = self.a.shape
+        own = slots[:, None] == torch.arange(num_slots, dtype=slots.dtype, device=slots.device)
+        products = (x.to(self.a.dtype) @ self.a.flatten(0, 1).t()).view(len(x), num_slots, rank)
+        products = products.masked_fill(~own[:, :, None], 0)
+        return (products.flatten(1) @ self.b.flatten(0, 1)).float()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PanelAdapter(PackedAdapter):
+    """An adapter as adapters.h describes it."""
+
+    header: Tensor
+    """[4] int64, an `Adapter`."""
+    panels: Tensor
+    """[panels, 4] int64, an `AdapterPanel` each."""
+    a: Tensor
+    weights: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.header.nbytes + self.panels.nbytes + self.a.nbytes + self.weights.nbytes
+
+
+class PanelTable(AdapterTable):
+    """Adapters for native products: a slot is an address, so one is loaded or exchanged by writing it."""
+
+    def __init__(self, pieces: Sequence[AdaptedRows], in_features: int, *, num_slots: int) -> None:
+        super().__init__(pieces, in_features, num_slots=num_slots)
+        self.addresses = torch.zeros(num_slots, dtype=torch.int64)
+        """[num_slots], 0 for none."""
+        self._kept: list[PanelAdapter | None] = [None] * num_slots
+        self._gated = any(piece.half is not None for piece in pieces)
+
+    def put(self, slot: int, adapter: PackedAdapter | None) -> None:
+        assert adapter is None or isinstance(adapter, PanelAdapter)
+        self.addresses[slot] = 0 if adapter is None else adapter.header.data_ptr()
+        self._kept[slot] = adapter
+
+    def pack(self, factors: Mapping[int, Factors], dtype: torch.dtype) -> PanelAdapter:
+        if self._gated:
+            factors = _of_equal_ranks(factors)
+        starts, rank = {}, 0
+        for number, factor in sorted(factors.items()):
+            starts[number] = rank
+            rank += factor.a.shape[0]
+        a = torch.cat([factor.a.float() for _, factor in sorted(factors.items())])
+        blocks = list(
+            self._gated_blocks(factors, starts) if self._gated else self._plain_blocks(factors, starts)
+        )
+        weights = torch.cat([block.weights.flatten() for block in blocks]).to(dtype)
+        panels = torch.empty(sum(len(block.weights) for block in blocks), 4, dtype=torch.int64)
+        panel, address = 0, weights.data_ptr()
+        for block in blocks:
+            num_panels, count = block.weights.shape[:2]
+            size = count * panel_size() * weights.itemsize
+            own = panels[panel : panel + num_panels]
+            own[:, :3] = torch.tensor([block.first, block.second, count])
+            own[:, 3] = address + size * torch.arange(num_panels)
+            panel, address = panel + num_panels, address + size * num_panels
+        a = a.to(dtype).contiguous()
+        header = torch.tensor([DTYPES[dtype], rank, a.data_ptr(), panels.data_ptr()])
+        return PanelAdapter(header, panels, a, weights)
+
+    def _plain_blocks(self, factors: Mapping[int, Factors], starts: Mapping[int, int]) -> Iterator[_Block]:
+        """Yield the panels in their order, those that read the same products together."""
+        size = panel_size()
+        num_outputs = max(piece.first + piece.length for piece in self.pieces)
+
+        def touching(panel: int) -> tuple[int, ...]:
+            begin, end = panel * size, (panel + 1) * size
+            return tuple(
+                number
+                for number in sorted(factors)
+                if self.pieces[number].first < end and begin < self.pieces[number].first + self.pieces[number].length
+            )
+
+        for numbers, run in groupby(range(-(-num_outputs // size)), touching):
+            panels = list(run)
+            begin, end = panels[0] * size, (panels[-1] + 1) * size
+            first = min((starts[number] for number in numbers), default=0)
+            last = max((starts[number] + factors[number].a.shape[0] for number in numbers), default=0)
+            outputs = torch.zeros(end - begin, last - first)
+            for number in numbers:
+                piece, factor = self.pieces[number], factors[number]
+                low, high = max(piece.first, begin), min(piece.first + piece.length, end)
+                start = starts[number] - first
+                outputs[low - begin : high - begin, start : start + factor.b.shape[1]] = factor.b[
+                    low - piece.first : high - piece.first
+                ]
+            yield _Block(first, first, outputs.view(len(panels), size, -1).transpose(1, 2))
+
+    def _gated_blocks(self, factors: Mapping[int, Factors], starts: Mapping[int, int]) -> Iterator[_Block]:
+        """Yield all panels, of which the first half has outputs of the gate."""
+        lanes = panel_size() // 2
+        halves = {piece.half: number for number, piece in enumerate(self.pieces)}
+        length = self.pieces[0].length
+        rank = next(factor.a.shape[0] for factor in factors.values())
+        places, weights = [], []
+        for half in ("gate", "up"):
+            number = halves[half]
+            outputs = torch.zeros(-(-length // lanes) * lanes, rank)
+            place = 0
+            if number in factors:
+                place, b = starts[number], factors[number].b
+                outputs[:length] = b
+            places.append(place)
+            weights.append(outputs.view(-1, lanes, rank).transpose(1, 2))
+        yield _Block(places[0], places[1], torch.stack(weights, dim=2))
+
+
+def _of_equal_ranks(factors: Mapping[int, Factors]) -> dict[int, Factors]:
+    """Return factors of which the smaller ones are filled up with zeros."""
+    rank = max(factor.a.shape[0] for factor in factors.values())
+    return {
+        number: Factors(
+            functional.pad(factor.a, (0, 0, 0, rank - factor.a.shape[0])),
+            functional.pad(factor.b, (0, rank - factor.b.shape[1])),
+        )
+        for number, factor in factors.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """Neighbouring panels that read the same products."""
+
+    first: int
+    second: int
+    weights: Tensor
+    """[panels, products, outputs of a panel]"""
+
+
+def create_adapter_table(
+    weight: Tensor | LinearWeight, pieces: Sequence[AdaptedRows], *, num_slots: int, max_rank: int
+) -> AdapterTable | None:
+    """Create the table of a product with this weight; None if its kernels compute no adapters.
+
+    Args:
+        max_rank: Largest rank of a piece.
+    """
+    in_features = weight.shape[1]
+    if isinstance(weight, PackedWeight):
+        return PanelTable(pieces, in_features, num_slots=num_slots)
+    if isinstance(weight, LinearWeight):
+        return None
+    return StackedTable(
+        pieces, in_features, num_slots=num_slots, max_rank=max_rank, dtype=weight.dtype, device=weight.device
+    )

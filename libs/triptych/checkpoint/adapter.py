@@ -1,0 +1,247 @@
+"""Low-rank adapters in PEFT's format: what a directory holds, without reading its numbers. Needs no torch.
+
+    adapter_config.json          rank, alpha, and what is not served
+    adapter_model.safetensors    base_model.model.<module>.lora_A.weight   [rank, in_features]
+                                 base_model.model.<module>.lora_B.weight   [out_features, rank]
+
+An adapter adds `scaling * B (A x)` to the outputs of a module. The scaling is alpha / rank, or with rank-stabilised
+adapters alpha / sqrt(rank).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import ModelError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_RANK = 256
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 16 << 20  # a header has about 150 bytes per tensor, so this is one of 100,000
+_TYPE_SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per element
+_PREFIX = "base_model.model."
+_PART = re.compile(r"^(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$")
+_BASE_COPIES = (".base_layer.weight",)
+"""Endings of copies of the base's embedding and head, which PEFT stores beside adapters of these."""
+_DECIDING_KEYS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTensor:
+    """One tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    """F32, F16 or BF16."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterModule:
+    """The two factors for one module of the base model."""
+
+    name: str
+    """Name of the module in the base's checkpoint: `model.layers.0.self_attn.q_proj`."""
+    rank: int
+    scaling: float
+    a: AdapterTensor
+    """[rank, in_features]; of an embedding [rank, vocab_size]."""
+    b: AdapterTensor
+    """[out_features, rank]; of an embedding [hidden_size, rank]."""
+    is_embedding: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter's directory whose config and header are understood."""
+
+    directory: Path
+    modules: Mapping[str, AdapterModule]
+    """By the name of the module."""
+    digest: str
+    """sha256, hexadecimal, of the config's deciding keys and of the whole file of tensors."""
+
+    @property
+    def weights(self) -> Path:
+        return self.directory / WEIGHTS_FILE
+
+    @property
+    def rank(self) -> int:
+        return max(module.rank for module in self.modules.values())
+
+
+def read_adapter(directory: Path, *, max_rank: int, max_bytes: int, num_layers: int) -> AdapterFiles:
+    """Read the config and the header of an adapter, and its digest.
+
+    Args:
+        max_rank: Largest rank that is served.
+        max_bytes: Size of the largest file of tensors that is read.
+        num_layers: Number of layers of the base.
+
+    Raises:
+        ModelError: A file is missing, too large, cut short or not understood, or asks for what is not served; names it.
+    """
+    config = _read_config(directory / CONFIG_FILE)
+    _check_config(directory, config, max_rank=max_rank, num_layers=num_layers)
+    weights = directory / WEIGHTS_FILE
+    tensors = _read_header(weights, max_bytes)
+    modules = _find_modules(weights, tensors, config, max_rank)
+    return AdapterFiles(directory, modules, _digest(config, weights))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ModelError(f"{path}: is larger than {_MAX_CONFIG_BYTES} bytes, so it is no config of an adapter")
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}; an adapter needs this file of PEFT") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: is no object")
+    return config
+
+
+def _check_config(directory: Path, config: Mapping[str, Any], *, max_rank: int, num_layers: int) -> None:
+    """Refuse what is not computed, by its name."""
+    path = directory / CONFIG_FILE
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise ModelError(f"{path}: peft_type {kind!r} is not served, only LORA")
+    for key, harmless in (
+        ("use_dora", (False, None)),
+        ("bias", ("none", None)),
+        ("lora_bias", (False, None)),
+        ("modules_to_save", (None, [])),
+        ("fan_in_fan_out", (False, None)),
+        ("trainable_token_indices", (None, [], {})),
+        ("layer_replication", (None, [])),
+        ("megatron_config", (None,)),
+        ("use_qalora", (False, None)),
+        ("alora_invocation_tokens", (None, [])),
+        ("target_parameters", (None, [])),
+    ):
+        if config.get(key) not in harmless:
+            raise ModelError(f"{path}: {key} = {config[key]!r} is not served")
+    ranks = {"r": config.get("r"), **_pattern(path, config, "rank_pattern")}
+    for key, rank in ranks.items():
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= min(max_rank, MAX_RANK):
+            raise ModelError(
+                f"{path}: rank {rank!r} of {key} is not within 1 to {min(max_rank, MAX_RANK)}, worker.max_adapter_rank"
+            )
+    alphas = {"lora_alpha": config.get("lora_alpha"), **_pattern(path, config, "alpha_pattern")}
+    for key, alpha in alphas.items():
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+            raise ModelError(f"{path}: alpha {alpha!r} of {key} is no finite number")
+    layers = config.get("layers_to_transform")
+    for index in layers if isinstance(layers, list) else [] if layers is None else [layers]:
+        if not isinstance(index, int) or not 0 <= index < num_layers:
+            raise ModelError(f"{path}: layers_to_transform names layer {index!r}; the base has {num_layers}")
+
+
+def _pattern(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    pattern = config.get(key) or {}
+    if not isinstance(pattern, dict):
+        raise ModelError(f"{path}: {key} is no object")
+    return pattern
+
+
+def _read_header(path: Path, max_bytes: int) -> dict[str, AdapterTensor]:
+    """Read the names and shapes of a safetensors file.
+
+    Raises:
+        ModelError: It is missing, larger than `max_bytes`, cut short or not such a file.
+    """
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise ModelError(f"{path}: has {size} bytes; adapters have at most {max_bytes}, worker.adapter_gib")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise ModelError(f"{path}: is no safetensors file, or was cut short")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors: dict[str, AdapterTensor] = {}
+        end_of_data = 0
+        for name, entry in header.items():
+            shape, (start, end) = tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
+            if entry["dtype"] not in _TYPE_SIZES:
+                raise ModelError(
+                    f"{path}: {name}: type {entry['dtype']} is not served, only {', '.join(_TYPE_SIZES)}"
+                )
+            if end - start != math.prod(shape) * _TYPE_SIZES[entry["dtype"]] or start < 0:
+                raise ModelError(f"{path}: {name}: its place does not fit its shape {list(shape)}")
+            end_of_data = max(end_of_data, end)
+            tensors[name] = AdapterTensor(name, shape, entry["dtype"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path}: cannot be read: {error!r}") from error
+    if 8 + length + end_of_data != size:
+        raise ModelError(f"{path}: has {size} bytes, its header describes {8 + length + end_of_data}")
+    return tensors
+
+
+def _find_modules(
+    path: Path, tensors: Mapping[str, AdapterTensor], config: Mapping[str, Any], max_rank: int
+) -> dict[str, AdapterModule]:
+    """Pair the tensors of each module."""
+    parts: dict[str, dict[str, AdapterTensor]] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_BASE_COPIES):
+            continue
+        match = _PART.match(name.removeprefix(_PREFIX))
+        if match is None:
+            raise ModelError(f"{path}: {name}: is no factor of an adapter; only lora_A and lora_B are served")
+        parts.setdefault(match[1], {})[match[2]] = tensor
+    if not parts:
+        raise ModelError(f"{path}: holds no factor of an adapter")
+    return {name: _pair(path, name, found, config, max_rank) for name, found in sorted(parts.items())}
+
+
+def _pair(
+    path: Path, name: str, found: Mapping[str, AdapterTensor], config: Mapping[str, Any], max_rank: int
+) -> AdapterModule:
+    is_embedding = any("embedding" in part for part in found)
+    names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
+    if set(found) != set(names):
+        raise ModelError(f"{path}: {name} has {', '.join(sorted(found))}; it must have {' and '.join(names)}")
+    a, b = (found[part] for part in names)
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+        raise ModelError(f"{path}: {name}: its factors of {list(a.shape)} and {list(b.shape)} cannot be multiplied")
+    rank = a.shape[0]
+    told = _of_module(name, config.get("rank_pattern") or {}, config["r"])
+    if rank != told or rank > max_rank:
+        raise ModelError(f"{path}: {name}: has rank {rank}; the config says {told}, and {max_rank} is the limit")
+    alpha = _of_module(name, config.get("alpha_pattern") or {}, config["lora_alpha"])
+    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return AdapterModule(name, rank, scaling, a, b, is_embedding)
+
+
+def _of_module(name: str, pattern: Mapping[str, Any], otherwise: Any) -> Any:
+    """Return the value of the first pattern that fits a module, as PEFT finds it."""
+    for key, value in pattern.items():
+        try:
+            if re.match(rf"(.*\.)?({key})$", name):
+                return value
+        except re.error as error:
+            raise ModelError(f"pattern {key!r} of {CONFIG_FILE} is not valid: {error}") from error
+    return otherwise
+
+
+def _digest(config: Mapping[str, Any], weights: Path) -> str:
+    digest = hashlib.sha256()
+    digest.update(json.dumps({key: config.get(key) for key in _DECIDING_KEYS}, sort_keys=True).encode())
+    try:
+        with weights.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise ModelError(f"{weights}: cannot be read: {error}") from error
+    return digest.hexdigest()
