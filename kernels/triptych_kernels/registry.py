@@ -61,6 +61,7 @@ OPS = {
         Op("encode_attention", "encode_attention", _FLOATS, has_triton=False),
         Op("linear", "linear", linear_weights=True),
         Op("gated_linear", "linear", linear_weights=True),
+        Op("adapt_embedding", "linear", (torch.float32,), has_triton=False),
         Op("fused_moe", "moe", linear_weights=True),
         Op("process_logits", "sampling", (torch.float32,)),
         Op("sample", "sampling", (torch.float32,)),

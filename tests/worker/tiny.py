@@ -124,11 +124,12 @@ def new_row(
     num_prompt: int | None = None,
     sampling: SamplingParams = GREEDY,
     seed: int = 0,
+    adapter: str = "",
 ) -> NewRow:
     return NewRow(
         slot=slot,
         slot_version=slot_version,
-        content=RowContent(u32(*token_ids[:num_prompt]), sampling),
+        content=RowContent(u32(*token_ids[:num_prompt]), sampling, adapter=adapter),
         emitted_token_ids=u32(*token_ids[len(token_ids) if num_prompt is None else num_prompt :]),
         num_computed_tokens=computed,
         num_cached_tokens=computed if cached is None else cached,

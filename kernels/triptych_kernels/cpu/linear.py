@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from triptych_kernels.cpu.launch import launch
 from triptych_kernels.weights.adapters import AdapterRef, PanelTable
 from triptych_kernels.weights.packed import AdapterOperands, PackedWeight
 
@@ -24,6 +25,14 @@ def gated_linear(
     x: Tensor, weight: PackedWeight, bias: None, activation: str, adapters: AdapterRef | None = None
 ) -> Tensor:
     return weight.multiply(x, x.dtype, activation, _operands(adapters))
+
+
+def adapt_embedding(x: Tensor, token_ids: Tensor, adapters: AdapterRef) -> Tensor:
+    operands = _operands(adapters)
+    assert operands is not None
+    slots, addresses = operands
+    launch("adapt_embedding", x, slots=slots, adapters=addresses, token_ids=token_ids, x=x, size=x.shape[1])
+    return x
 
 
 def _operands(adapters: AdapterRef | None) -> AdapterOperands | None:

@@ -9,7 +9,7 @@ from triptych_kernels.registry import find_impl, load_impl
 from triptych_kernels.weights.adapters import AdapterRef, PanelTable, StackedTable
 from triptych_kernels.weights.base import LinearWeight
 
-__all__ = ["ACTIVATIONS", "GATED_ACTIVATIONS", "gated_linear", "linear"]
+__all__ = ["ACTIVATIONS", "GATED_ACTIVATIONS", "adapt_embedding", "gated_linear", "linear"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu")
 """Functions of one number, under Hugging Face's names.
@@ -81,7 +81,8 @@ def _check_adapters(op: str, x: Tensor, adapters: AdapterRef) -> None:
         ValueError: It has not; names both.
     """
     slots = adapters.slots
-    if slots.shape != x.shape[:1] or slots.dtype != torch.int32 or x.shape[1] != adapters.table.in_features:
+    fits = x.ndim == 1 if adapters.table.is_lookup else x.shape[1:] == (adapters.table.in_features,)
+    if slots.shape != x.shape[:1] or slots.dtype != torch.int32 or not fits:
         raise ValueError(
             f"{op}: slots {list(slots.shape)} {slots.dtype} of adapters for {adapters.table.in_features} inputs do not "
             f"fit x {list(x.shape)}; they must be [num_rows] int32"
@@ -148,4 +149,25 @@ def gated_linear(
         _check_adapters("gated_linear", x, adapters)
         implementation = load_impl("gated_linear", impl or _ADAPTED_IMPL[type(adapters.table)])
         out = implementation(x, weight, bias, activation, adapters)
+    return out
+
+
+def adapt_embedding(x: Tensor, token_ids: Tensor, adapters: AdapterRef, *, impl: str | None = None) -> Tensor:
+    """Add to each row of x what the row's adapter adds to the embedding of its token, in place, and return x.
+
+    Args:
+        x: [num_tokens, hidden_size] float32, contiguous.
+        token_ids: [num_tokens] int64, each below the table's number of inputs. Not checked.
+        adapters: With a table that looks up.
+    Raises:
+        ValueError: Shapes or types disagree; names both.
+    """
+    _check_adapters("adapt_embedding", token_ids, adapters)
+    if x.ndim != 2 or x.dtype != torch.float32 or len(x) != len(token_ids):
+        raise ValueError(
+            f"adapt_embedding: x {list(x.shape)} {x.dtype} must be [num_tokens, hidden_size] in float32"
+        )
+    out: Tensor = load_impl("adapt_embedding", impl or _ADAPTED_IMPL[type(adapters.table)])(
+        x, token_ids, adapters
+    )
     return out

@@ -41,6 +41,11 @@ def gated_linear(
     return activate_gated(functional.linear(x, weight, bias), activation)
 
 
+def adapt_embedding(x: Tensor, token_ids: Tensor, adapters: AdapterRef) -> Tensor:
+    assert isinstance(adapters.table, StackedTable), "made for this weight"
+    return x.add_(adapters.table.delta(token_ids, adapters.slots))
+
+
 def _adapted(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: AdapterRef) -> Tensor:
     """Return the product in float32 with what each row's adapter adds to it."""
     assert isinstance(adapters.table, StackedTable), "made for this weight"

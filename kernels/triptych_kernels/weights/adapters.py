@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from triptych_kernels.cpu.dtypes import DTYPES
+from triptych_kernels.cpu.library import isa
 from triptych_kernels.weights.base import Half, LinearWeight
 from triptych_kernels.weights.packed import PackedWeight, panel_size
 
@@ -55,10 +56,17 @@ class PackedAdapter(ABC):
 class AdapterTable(ABC):
     """The adapters of one product, by slot. Filled between steps, on the thread that computes them."""
 
-    def __init__(self, pieces: Sequence[AdaptedRows], in_features: int, *, num_slots: int) -> None:
+    def __init__(
+        self, pieces: Sequence[AdaptedRows], in_features: int, *, num_slots: int, is_lookup: bool = False
+    ) -> None:
+        """
+        Args:
+            is_lookup: Whether the inputs are ids of rows of an embedding, `in_features` of them.
+        """
         self.pieces = tuple(pieces)
         self.in_features = in_features
         self.num_slots = num_slots
+        self.is_lookup = is_lookup
 
     @abstractmethod
     def pack(self, factors: Mapping[int, Factors], dtype: torch.dtype) -> PackedAdapter:
@@ -109,8 +117,9 @@ class StackedTable(AdapterTable):
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        is_lookup: bool = False,
     ) -> None:
-        super().__init__(pieces, in_features, num_slots=num_slots)
+        super().__init__(pieces, in_features, num_slots=num_slots, is_lookup=is_lookup)
         self._half = max(piece.first + piece.length for piece in pieces)
         self._out_features = self._half * (2 if any(piece.half for piece in pieces) else 1)
         rank = max_rank * len(pieces)
@@ -141,10 +150,16 @@ class StackedTable(AdapterTable):
         """Return what is added to the outputs of each row, [num_rows, out_features] float32.
 
         All slots are multiplied, so that no shape depends on the rows; the products of other slots are cleared.
+
+        Args:
+            x: [num_rows, in_features], or with `is_lookup` [num_rows] int64.
         """
         num_slots, rank, _ = self.a.shape
         own = slots[:, None] == torch.arange(num_slots, dtype=slots.dtype, device=slots.device)
-        products = (x.to(self.a.dtype) @ self.a.flatten(0, 1).t()).view(len(x), num_slots, rank)
+        if self.is_lookup:
+            products = self.a[:, :, x].permute(2, 0, 1)
+        else:
+            products = (x.to(self.a.dtype) @ self.a.flatten(0, 1).t()).view(len(x), num_slots, rank)
         products = products.masked_fill(~own[:, :, None], 0)
         return (products.flatten(1) @ self.b.flatten(0, 1)).float()
 
@@ -158,7 +173,9 @@ class PanelAdapter(PackedAdapter):
     panels: Tensor
     """[panels, 4] int64, an `AdapterPanel` each."""
     a: Tensor
+    """[rank, in_features], or of an embedding [in_features, rank]."""
     weights: Tensor
+    """What the panels point to."""
 
     @property
     def num_bytes(self) -> int:
@@ -168,8 +185,10 @@ class PanelAdapter(PackedAdapter):
 class PanelTable(AdapterTable):
     """Adapters for native products: a slot is an address, so one is loaded or exchanged by writing it."""
 
-    def __init__(self, pieces: Sequence[AdaptedRows], in_features: int, *, num_slots: int) -> None:
-        super().__init__(pieces, in_features, num_slots=num_slots)
+    def __init__(
+        self, pieces: Sequence[AdaptedRows], in_features: int, *, num_slots: int, is_lookup: bool = False
+    ) -> None:
+        super().__init__(pieces, in_features, num_slots=num_slots, is_lookup=is_lookup)
         self.addresses = torch.zeros(num_slots, dtype=torch.int64)
         """[num_slots], 0 for none."""
         self._kept: list[PanelAdapter | None] = [None] * num_slots
@@ -201,7 +220,7 @@ class PanelTable(AdapterTable):
             own[:, :3] = torch.tensor([block.first, block.second, count])
             own[:, 3] = address + size * torch.arange(num_panels)
             panel, address = panel + num_panels, address + size * num_panels
-        a = a.to(dtype).contiguous()
+        a = (a.t() if self.is_lookup else a).to(dtype).contiguous()
         header = torch.tensor([DTYPES[dtype], rank, a.data_ptr(), panels.data_ptr()])
         return PanelAdapter(header, panels, a, weights)
 
@@ -215,7 +234,8 @@ class PanelTable(AdapterTable):
             return tuple(
                 number
                 for number in sorted(factors)
-                if self.pieces[number].first < end and begin < self.pieces[number].first + self.pieces[number].length
+                if self.pieces[number].first < end
+                and begin < self.pieces[number].first + self.pieces[number].length
             )
 
         for numbers, run in groupby(range(-(-num_outputs // size)), touching):
@@ -275,18 +295,30 @@ class _Block:
 
 
 def create_adapter_table(
-    weight: Tensor | LinearWeight, pieces: Sequence[AdaptedRows], *, num_slots: int, max_rank: int
+    weight: Tensor | LinearWeight,
+    pieces: Sequence[AdaptedRows],
+    *,
+    num_slots: int,
+    max_rank: int,
+    is_lookup: bool = False,
 ) -> AdapterTable | None:
     """Create the table of a product with this weight; None if its kernels compute no adapters.
 
     Args:
         max_rank: Largest rank of a piece.
+        is_lookup: Whether rows of the weight are looked up instead.
     """
-    in_features = weight.shape[1]
-    if isinstance(weight, PackedWeight):
-        return PanelTable(pieces, in_features, num_slots=num_slots)
-    if isinstance(weight, LinearWeight):
+    in_features = weight.shape[0 if is_lookup else 1]
+    if isinstance(weight, PackedWeight) or (is_lookup and weight.device.type == "cpu" and isa()):
+        return PanelTable(pieces, in_features, num_slots=num_slots, is_lookup=is_lookup)
+    if isinstance(weight, LinearWeight) and not is_lookup:
         return None
     return StackedTable(
-        pieces, in_features, num_slots=num_slots, max_rank=max_rank, dtype=weight.dtype, device=weight.device
+        pieces,
+        in_features,
+        num_slots=num_slots,
+        max_rank=max_rank,
+        dtype=weight.dtype,
+        device=weight.device,
+        is_lookup=is_lookup,
     )

@@ -100,7 +100,9 @@ def read_adapter(directory: Path, *, max_rank: int, max_bytes: int, num_layers: 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ModelError(f"{path}: is larger than {_MAX_CONFIG_BYTES} bytes, so it is no config of an adapter")
+            raise ModelError(
+                f"{path}: is larger than {_MAX_CONFIG_BYTES} bytes, so it is no config of an adapter"
+            )
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {error}; an adapter needs this file of PEFT") from error
@@ -162,7 +164,9 @@ def _read_header(path: Path, max_bytes: int) -> dict[str, AdapterTensor]:
     try:
         size = path.stat().st_size
         if size > max_bytes:
-            raise ModelError(f"{path}: has {size} bytes; adapters have at most {max_bytes}, worker.adapter_gib")
+            raise ModelError(
+                f"{path}: has {size} bytes; adapters have at most {max_bytes}, worker.adapter_gib"
+            )
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
@@ -214,11 +218,15 @@ def _pair(
         raise ModelError(f"{path}: {name} has {', '.join(sorted(found))}; it must have {' and '.join(names)}")
     a, b = (found[part] for part in names)
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
-        raise ModelError(f"{path}: {name}: its factors of {list(a.shape)} and {list(b.shape)} cannot be multiplied")
+        raise ModelError(
+            f"{path}: {name}: its factors of {list(a.shape)} and {list(b.shape)} cannot be multiplied"
+        )
     rank = a.shape[0]
     told = _of_module(name, config.get("rank_pattern") or {}, config["r"])
     if rank != told or rank > max_rank:
-        raise ModelError(f"{path}: {name}: has rank {rank}; the config says {told}, and {max_rank} is the limit")
+        raise ModelError(
+            f"{path}: {name}: has rank {rank}; the config says {told}, and {max_rank} is the limit"
+        )
     alpha = _of_module(name, config.get("alpha_pattern") or {}, config["lora_alpha"])
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return AdapterModule(name, rank, scaling, a, b, is_embedding)

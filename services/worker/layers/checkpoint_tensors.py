@@ -146,7 +146,7 @@ def _join(
     shape = (sum(rows), *targets[0].checkpoint_shape[1:])
     is_transposed = fusion.is_transposed and len(shape) == 2
     return CutTensor(
-        tuple(zip(targets, _rows_of_parts(fusion, rows, architecture), strict=True)),
+        tuple(zip(targets, rows_of_parts(fusion, rows, architecture), strict=True)),
         shape,
         is_transposed or _is_transposed(name, shape, architecture.names),
     )
@@ -156,7 +156,7 @@ def _is_transposed(name: str, shape: tuple[int, ...], names: TensorNames) -> boo
     return len(shape) == 2 and name.rpartition(".")[0].endswith(names.transposed or ("\0",))
 
 
-def _rows_of_parts(
+def rows_of_parts(
     fusion: FusedTensor, rows: list[int], architecture: ModelArchitecture
 ) -> Iterator[Tensor | slice]:
     """Yield the rows of each projection among those of the fused tensor."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from triptych_kernels.ops import clear_other_rows, embedding, linear, local_ids
+from triptych_kernels.ops import adapt_embedding, clear_other_rows, embedding, linear, local_ids
+from triptych_kernels.weights.adapters import AdaptedRows
 from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.adapted import AdaptedLayer, AdaptedPiece
 from triptych_services.worker.layers.weights import (
     AnyWeight,
     WeightedLayer,
@@ -20,11 +22,13 @@ from triptych_services.worker.layers.weights import (
 from triptych_services.worker.parallel.shares import vocab_lengths
 
 
-class VocabEmbedding(WeightedLayer):
+class VocabEmbedding(AdaptedLayer):
     """One row of weights per token. Its output starts the residual stream, so it is float32: docs/adr/0003.
 
     A model that ties it to its `LogitsHead` holds it in the form that the product reads.
     """
+
+    is_lookup = True
 
     def __init__(self, vocab_size: int, hidden_size: int, *, context: ModelContext, prefix: str) -> None:
         super().__init__()
@@ -44,12 +48,16 @@ class VocabEmbedding(WeightedLayer):
                 length, hidden_size, context=context, dtype=_table_dtype(f"{prefix}.weight", context)
             )
 
-    def forward(self, token_ids: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Map [num_tokens] int64 to float32 [num_tokens, hidden_size], on every rank."""
+        adapters = self.adapters_of(adapter_slots)
         if self.group.tensor_parallel_size == 1:
-            return embedding(token_ids, self.weight, out_dtype=torch.float32)
+            found = embedding(token_ids, self.weight, out_dtype=torch.float32)
+            return found if adapters is None else adapt_embedding(found, token_ids, adapters)
         own_ids = local_ids(token_ids, self.start, self.weight.shape[0])
         found = embedding(own_ids, self.weight, out_dtype=torch.float32)
+        if adapters is not None:
+            found = adapt_embedding(found, own_ids, adapters)
         # one rank has the row and the others add zeros, so the float32 sum is exact
         hidden: Tensor = self.group.all_reduce(
             clear_other_rows(found, token_ids, self.start, self.weight.shape[0])
@@ -59,6 +67,12 @@ class VocabEmbedding(WeightedLayer):
     def weight_targets(self) -> dict[str, WeightTarget]:
         shape = (self.vocab_size, self.weight.shape[1])
         return {f"{self.prefix}.weight": linear_target(self.weight, shape, start=self.start)}
+
+    def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
+        hidden_size, length = self.weight.shape[1], self.weight.shape[0]
+        # as a product it maps a token to a state, so its inputs are the vocabulary
+        shape, rows = (hidden_size, self.vocab_size), AdaptedRows(0, hidden_size)
+        return (AdaptedPiece(self.prefix, shape, rows, dim=1, start=self.start, length=length),)
 
 
 class PositionEmbedding(WeightedLayer):
@@ -94,7 +108,7 @@ def _table_dtype(name: str, context: ModelContext) -> torch.dtype:
     return torch.bfloat16 if is_bfloat16 else context.dtype
 
 
-class LogitsHead(WeightedLayer):
+class LogitsHead(AdaptedLayer):
     """A score per token: each rank computes its part of the vocabulary, and all ranks gather the whole.
 
     Every rank then draws the same tokens: the gathered logits have the same bits, the random numbers are keyed by the
@@ -135,9 +149,10 @@ class LogitsHead(WeightedLayer):
             assert not bias, "an embedding has none"
             self.weight = tied_to.weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Map [num_rows, hidden_size] to float32 logits [num_rows, vocab_size], on every rank."""
-        own = linear(hidden, self.weight, self.bias, out_dtype=torch.float32)
+        adapters = self.adapters_of(adapter_slots)
+        own = linear(hidden, self.weight, self.bias, out_dtype=torch.float32, adapters=adapters)
         logits: Tensor = self.group.all_gather(own, self.lengths)
         return logits
 
@@ -151,6 +166,13 @@ class LogitsHead(WeightedLayer):
                 self.weight, self.bias, self.vocab_size, start=self.start
             )
         return targets
+
+    def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
+        # a tied head is a module of its own in the model that adapters are trained on
+        name = f"{self.prefix.removesuffix('model.embed_tokens')}lm_head" if self.is_tied else self.prefix
+        length, hidden_size = self.weight.shape
+        rows = AdaptedRows(0, length)
+        return (AdaptedPiece(name, (self.vocab_size, hidden_size), rows, start=self.start, length=length),)
 
 
 class ScoreHead(WeightedLayer):

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from triptych_kernels.ops import gated_linear, linear
+from triptych_kernels.weights.adapters import AdaptedRows
+from triptych_kernels.weights.base import Half
 from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.adapted import AdaptedLayer, AdaptedPiece
 from triptych_services.worker.layers.weights import (
-    WeightedLayer,
     WeightTarget,
     bias_target,
     create_linear_weight,
@@ -38,7 +40,7 @@ class Piece:
     """Number of outputs that this rank holds."""
 
 
-class PackedLinear(WeightedLayer):
+class PackedLinear(AdaptedLayer):
     """Several projections of the same input as one product, with their outputs one after the other.
 
     weight  [ q_proj | k_proj | v_proj ]   along the outputs, each this rank's share
@@ -60,9 +62,28 @@ class PackedLinear(WeightedLayer):
         )
         self.has_bias = bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [num_tokens, in_features] to [num_tokens, sum of this rank's pieces]."""
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        """Map [num_tokens, in_features] to [num_tokens, sum of this rank's pieces].
+
+        Args:
+            adapter_slots: As of `StepContext`, in every layer.
+        """
+        return linear(x, self.weight, self.bias, adapters=self.adapters_of(adapter_slots))
+
+    def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
+        pieces, first_row = [], 0
+        for piece in self.pieces:
+            pieces.append(
+                AdaptedPiece(
+                    f"{self.prefix}.{piece.name}",
+                    (piece.out_features, self.weight.shape[1]),
+                    AdaptedRows(first_row, piece.length),
+                    start=piece.start,
+                    length=piece.length,
+                )
+            )
+            first_row += piece.length
+        return tuple(pieces)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}
@@ -128,7 +149,7 @@ class QKVLinear(PackedLinear):
         return heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
 
 
-class GatedLinear(WeightedLayer):
+class GatedLinear(AdaptedLayer):
     """The gate and up projections of an MLP and its activation; `prefix` is that of the MLP."""
 
     def __init__(
@@ -157,9 +178,23 @@ class GatedLinear(WeightedLayer):
         )
         self.has_bias = bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Map [num_tokens, hidden_size] to activation(gate) * up, [num_tokens, this rank's columns]."""
-        return gated_linear(x, self.weight, self.bias, activation=self.activation)
+        adapters = self.adapters_of(adapter_slots)
+        return gated_linear(x, self.weight, self.bias, activation=self.activation, adapters=adapters)
+
+    def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
+        halves: tuple[Half, ...] = ("gate", "up")
+        return tuple(
+            AdaptedPiece(
+                f"{self.prefix}.{half}_proj",
+                (self.intermediate_size, self.weight.shape[1]),
+                AdaptedRows(0, self.length, half),
+                start=self.start,
+                length=self.length,
+            )
+            for half in halves
+        )
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}
@@ -181,7 +216,7 @@ class GatedLinear(WeightedLayer):
         return targets
 
 
-class ColumnLinear(WeightedLayer):
+class ColumnLinear(AdaptedLayer):
     """A projection with outputs that ranks share, and an activation: the first half of an MLP without a gate."""
 
     def __init__(
@@ -209,9 +244,14 @@ class ColumnLinear(WeightedLayer):
         )
         self.has_bias = bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Map [num_tokens, in_features] to [num_tokens, this rank's outputs]."""
-        return linear(x, self.weight, self.bias, activation=self.activation)
+        adapters = self.adapters_of(adapter_slots)
+        return linear(x, self.weight, self.bias, activation=self.activation, adapters=adapters)
+
+    def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
+        shape, rows = (self.out_features, self.weight.shape[1]), AdaptedRows(0, self.length)
+        return (AdaptedPiece(self.prefix, shape, rows, start=self.start, length=self.length),)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         shape = (self.out_features, self.weight.shape[1])
@@ -223,7 +263,7 @@ class ColumnLinear(WeightedLayer):
         return targets
 
 
-class RowLinear(WeightedLayer):
+class RowLinear(AdaptedLayer):
     """A projection of inputs that ranks share, and the sum over ranks; rank 0 adds the bias."""
 
     def __init__(
@@ -234,18 +274,25 @@ class RowLinear(WeightedLayer):
         self.group = context.group
         self.in_features = in_features
         """Number of inputs, of all ranks together."""
-        self.start, length = share(in_features, what=f"inputs of {prefix}", rank=context.rank)
+        self.start, self.length = share(in_features, what=f"inputs of {prefix}", rank=context.rank)
         self.adds_bias = bias and context.rank.tensor_parallel_rank == 0
         self.weight, self.bias = create_linear_weight(
-            out_features, length, sources=[f"{prefix}.weight"], context=context, bias=self.adds_bias
+            out_features, self.length, sources=[f"{prefix}.weight"], context=context, bias=self.adds_bias
         )
         self.has_bias = bias
         """Whether the checkpoint has a bias."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Map [num_tokens, this rank's inputs] to [num_tokens, out_features], on every rank."""
-        out: Tensor = self.group.all_reduce(linear(x, self.weight, self.bias))
+        # each rank has A's part for its inputs and all of B, so the ranks' sum is that of the adapter, too
+        own = linear(x, self.weight, self.bias, adapters=self.adapters_of(adapter_slots))
+        out: Tensor = self.group.all_reduce(own)
         return out
+
+    def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
+        out_features = self.weight.shape[0]
+        shape, rows = (out_features, self.in_features), AdaptedRows(0, out_features)
+        return (AdaptedPiece(self.prefix, shape, rows, dim=1, start=self.start, length=self.length),)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         out_features = self.weight.shape[0]

@@ -43,9 +43,9 @@ class MLP(nn.Module):
             prefix=f"{prefix}.down_proj",
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
-        out: Tensor = self.down_proj(self.up_proj(hidden))
+        out: Tensor = self.down_proj(self.up_proj(hidden, adapter_slots), adapter_slots)
         return out
 
 

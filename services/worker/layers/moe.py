@@ -93,8 +93,12 @@ class SparseMoE(nn.Module):
         create = PackedExperts if _are_packed(sizes, context) else StackedExperts
         self.experts = create(sizes, spec.num_experts, context=context, prefix=f"{prefix}.experts")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [num_tokens, hidden_size] to [num_tokens, hidden_size], on every rank."""
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        """Map [num_tokens, hidden_size] to [num_tokens, hidden_size], on every rank.
+
+        Args:
+            adapter_slots: Not read, since adapters of experts and of the router are refused when they are loaded.
+        """
         mixed = fused_moe(
             x,
             self.router(x),

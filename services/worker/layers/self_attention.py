@@ -110,7 +110,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
-        packed = self.qkv_proj(hidden)
+        packed = self.qkv_proj(hidden, context.adapter_slots)
         query, key, value = self.qkv_proj.split_heads(packed)
         if self.is_normalised_last and self.rotary is not None:
             query, key = rotary_embedding(
@@ -125,7 +125,7 @@ class SelfAttention(nn.Module):
         if self.query_scales is not None:
             query = query * self.query_scales(positions).to(query.dtype)
         attended = self.attention(query, key, value, positions, context)
-        out: Tensor = self.o_proj(attended)
+        out: Tensor = self.o_proj(attended, context.adapter_slots)
         return out
 
     def _normalise_together(self, packed: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 
 
@@ -19,3 +21,5 @@ class StepContext:
     """Layout of the step's tokens, the same for every layer."""
     kv_caches: Sequence[KvCache]
     """Paged keys and values, one entry per layer, by the layer's index."""
+    adapter_slots: Tensor | None = None
+    """[num_tokens] int32, the slot of each token's low-rank adapter, -1 for none. None: the worker serves none."""

@@ -40,7 +40,10 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the float32 logits [num_rows, vocab_size] of some hidden states [num_rows, hidden_size]."""
+        """Return the float32 logits [num_rows, vocab_size] of some hidden states [num_rows, hidden_size].
+
+        An `AdaptedModel` takes the slots of the rows' adapters, too.
+        """
         ...
 
     def load_weights(self, tensors: Iterable[tuple[str, LoadedTensor]]) -> None:
@@ -65,3 +68,30 @@ class StagedModel(Protocol):
     def is_elsewhere(self, name: str) -> bool:
         """Return whether a tensor of the checkpoint belongs to another stage, so that it is not even read."""
         ...
+
+
+@runtime_checkable
+class AdaptedModel(Protocol):
+    """A `CausalLM` whose layers read `StepContext.adapter_slots`."""
+
+    applies_adapters: bool
+
+    def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        """Return logits as `CausalLM` does.
+
+        Args:
+            adapter_slots: [num_rows] int32, -1 for none.
+        """
+        ...
+
+
+def logits_of(model: CausalLM, hidden: Tensor, adapter_slots: Tensor | None) -> Tensor:
+    """Return the logits of some hidden states, with what the rows' adapters add.
+
+    Args:
+        adapter_slots: As of `AdaptedModel`; None: the worker serves no adapters.
+    """
+    if adapter_slots is None:
+        return model.compute_logits(hidden)
+    assert isinstance(model, AdaptedModel), "the store of adapters has checked it"
+    return model.compute_logits(hidden, adapter_slots)

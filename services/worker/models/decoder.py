@@ -31,6 +31,8 @@ class DecoderForCausalLM(nn.Module):
     Some checkpoints have a classifier in place of the head, or neither; `ModelArchitecture.head` says so.
     """
 
+    applies_adapters = True
+
     def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
         super().__init__()
         architecture = context.architecture
@@ -77,9 +79,9 @@ class DecoderForCausalLM(nn.Module):
             return not is_last
         return False
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         assert self.lm_head is not None, "asked of the last stage of a model that generates"
-        logits: Tensor = self.lm_head(hidden)
+        logits: Tensor = self.lm_head(hidden, adapter_slots)
         ends = self._architecture.ends
         if ends.logits_multiplier != 1.0:
             logits = logits * ends.logits_multiplier
@@ -146,7 +148,7 @@ class Decoder(nn.Module):
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         """Return the hidden states [num_tokens, hidden_size] after the last norm, or this stage's residual."""
         # [num_tokens, hidden_size] float32
-        residual = token_ids if self.embed_tokens is None else self._embed(token_ids, positions)
+        residual = token_ids if self.embed_tokens is None else self._embed(token_ids, positions, context)
         hidden: Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, positions, context)
@@ -156,9 +158,9 @@ class Decoder(nn.Module):
         normalised: Tensor = self.norm(hidden, residual)[0]
         return normalised
 
-    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         assert self.embed_tokens is not None, "asked of the first stage"
-        embedded: Tensor = self.embed_tokens(token_ids)
+        embedded: Tensor = self.embed_tokens(token_ids, context.adapter_slots)
         if self.embedding_multiplier != 1.0:
             embedded = embedded * self.embedding_multiplier
         if self.embed_positions is not None:
@@ -230,11 +232,11 @@ class DecoderLayer(nn.Module):
         if self.parallel != "no":
             if self.mlp_norm is not None:
                 normalised = self.mlp_norm(residual)
-            return self._scaled(attended.float() + self.mlp(normalised)), residual
+            return self._scaled(attended.float() + self.mlp(normalised, context.adapter_slots)), residual
         if self.attention_out_norm is not None:
             attended = self.attention_out_norm(attended)
         normalised, residual = self._add_and_normalise(self.mlp_norm, self._scaled(attended), residual)
-        hidden = self.mlp(normalised)
+        hidden = self.mlp(normalised, context.adapter_slots)
         if self.mlp_out_norm is not None:
             hidden = self.mlp_out_norm(hidden)
         return self._scaled(hidden), residual

@@ -15,7 +15,7 @@ from triptych_kernels.cpu.recording import NotRecordable, Recording
 from triptych_kernels.ops import gather_rows
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 from triptych_services.worker.layers.step_context import StepContext
-from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.models.base import CausalLM, logits_of
 from triptych_services.worker.runner.backend import ForwardBackend, StepOutput, without_samples
 from triptych_services.worker.runner.base import CompletedStep
 from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers
@@ -80,6 +80,9 @@ def _record(
         raise NotRecordable("attention in plain torch loops over the rows of each step")
 
     def forward(recording: Recording) -> tuple[Tensor, ...]:
+        def slots_input(slots: Tensor | None, count: str) -> Tensor | None:
+            return None if slots is None else recording.input(slots, count=count)
+
         attention = AttentionBatch(
             slot_mapping=recording.input(inputs.slot_mapping, count="tokens"),
             block_tables=recording.input(inputs.block_tables, count="rows"),
@@ -90,12 +93,13 @@ def _record(
         hidden = model(
             recording.input(entry, count="tokens"),
             recording.input(inputs.positions, count="tokens"),
-            StepContext(attention, kv_caches),
+            StepContext(attention, kv_caches, slots_input(inputs.adapter_slots, "tokens")),
         )
         if not samples:
             return (hidden,)
         sampling_tokens = recording.input(inputs.sampling_tokens, count="samples")
-        logits = model.compute_logits(gather_rows(hidden, sampling_tokens))
+        adapters = slots_input(inputs.sampling_adapters, "samples")
+        logits = logits_of(model, gather_rows(hidden, sampling_tokens), adapters)
         sampling = inputs.sampling.columns.map(lambda column: recording.input(column, count="samples"))
         return logits, sampling.choose(logits), hidden
 
@@ -138,12 +142,13 @@ class EagerBackend:
         if not self._samples:
             return without_samples(hidden)
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for rows that sample
-        logits = self._model.compute_logits(gather_rows(hidden, batch.sampling_tokens))
+        logits = logits_of(self._model, gather_rows(hidden, batch.sampling_tokens), batch.sampling_adapters)
         return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)
 
     def _run(self, batch: InputBatch) -> Tensor:
         entry = batch.token_ids if self._received is None else self._received[: len(batch.token_ids)]
-        return self._model(entry, batch.positions, StepContext(batch.attention, self._kv_caches))
+        context = StepContext(batch.attention, self._kv_caches, batch.adapter_slots)
+        return self._model(entry, batch.positions, context)
 
     def graph_captures(self) -> Sequence[Callable[[], None]]:
         return ()

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triptych_services.worker.adapters.slots import NO_ADAPTER
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 from triptych_services.worker.runner.step_inputs import StepInputs, StepSizes
@@ -30,6 +31,10 @@ class InputBatch:
     sampling_tokens: Tensor
     """[num_sampling] int64, the last token of each sampling row: the hidden states that become logits."""
     sampling: SamplingBatch
+    adapter_slots: Tensor | None = None
+    """[num_tokens] int32, -1 for none. None: the worker serves no adapters."""
+    sampling_adapters: Tensor | None = None
+    """[num_sampling] int32, the same of the tokens in `sampling_tokens`."""
 
 
 class FeedbackBuffers:
@@ -85,10 +90,12 @@ class InputBuffers:
         max_blocks: int,
         attention: AttentionBackend,
         feedback: FeedbackBuffers | None = None,
+        has_adapters: bool = False,
     ) -> None:
         """
         Args:
             attention: Attention backend of every step.
+            has_adapters: Whether the worker serves adapters.
             feedback: Buffers for a device that keeps the tokens it samples; None for a CPU.
         """
         self.attention = attention
@@ -104,6 +111,8 @@ class InputBuffers:
         self.seq_lens = torch.from_numpy(arrays.seq_lens)
         self.sampling_tokens = torch.from_numpy(arrays.sampling_tokens)
         self.sampling = SamplingBuffers(arrays.sampling)
+        self.adapter_slots = torch.from_numpy(arrays.adapter_slots) if has_adapters else None
+        self.sampling_adapters = torch.from_numpy(arrays.sampling_adapters) if has_adapters else None
         # the same memory without the overhead of tensors
         self._token_ids = arrays.token_ids
         self._positions = arrays.positions
@@ -130,6 +139,7 @@ class InputBuffers:
         self._token_ids[used:num_tokens] = 0
         self._positions[used:num_tokens] = 0
         self._slot_mapping[used:num_tokens] = -1
+        self._arrays.adapter_slots[used:num_tokens] = NO_ADAPTER
         if self.feedback is not None:
             self.feedback.pad_tokens(sizes, num_tokens)
 
@@ -143,6 +153,7 @@ class InputBuffers:
         self._query_starts[used : num_rows + 1] = np.arange(used, num_rows + 1)
         self._seq_lens[used:num_rows] = 1
         self._sampling_tokens[used:num_rows] = np.arange(used, num_rows)
+        self._arrays.sampling_adapters[used:num_rows] = NO_ADAPTER
         self._arrays.sampling.pad(used, num_rows)
         if self.feedback is not None:
             self.feedback.pad_rows(sizes, num_rows)
@@ -166,4 +177,8 @@ class InputBuffers:
             ),
             sampling_tokens=self.sampling_tokens[: sizes.num_sampling].to(device),
             sampling=self.sampling.batch(sizes.num_sampling, device),
+            adapter_slots=None if self.adapter_slots is None else self.adapter_slots[:num_tokens].to(device),
+            sampling_adapters=None
+            if self.sampling_adapters is None
+            else self.sampling_adapters[: sizes.num_sampling].to(device),
         )

@@ -10,22 +10,24 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from triptych.errors import FeatureDisabled, ProtocolViolation
 from triptych.types.facts import WorkerFacts
 from triptych.types.pooling import GENERATION
 from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
 from triptych_kernels.cpu.program import Program
+from triptych_services.worker.adapters.store import AdapterStore
 from triptych_services.worker.attention.base import AttentionBackend, KvCache
 from triptych_services.worker.attention.create import describe_kernels
 from triptych_services.worker.attention.paged import PagedAttention
 from triptych_services.worker.context.rank_group import OneRank, RankGroup
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.kv_transfer.cpu_store import CpuBlockStore
-from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.models.base import CausalLM, logits_of
 from triptych_services.worker.runner.backend import ForwardBackend, StepLauncher
 from triptych_services.worker.runner.base import CompletedStep, PendingStep, StepRunner, do_nothing
 from triptych_services.worker.runner.cpu_backend import ImmediateSteps, RecordedBackend, create_cpu_backend
@@ -67,6 +69,7 @@ class ModelRunner(StepRunner):
         stage: PipelineStage | None = None,
         max_graph_tokens: int = LEAST_GRAPH_TOKENS,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """Prepare for step 1.
 
@@ -80,10 +83,17 @@ class ModelRunner(StepRunner):
             stage: The part of the layers that `model` is, computed without a `stream`; None: all of them.
             max_graph_tokens: Number of tokens of the longest step with prompts that an asynchronous device records.
             grammars: Compiler of structured outputs, which may outlive the runner; None: they are refused.
+            adapters: Adapters of the model, which may outlive the runner; None: rows with one fail.
+
+        Raises:
+            FeatureDisabled: The model, or a kernel, computes no adapters.
         """
         self._group = group or OneRank()
         self._kv_caches = kv_caches
-        self._rows = create_rows(facts)
+        if adapters is not None:
+            assert isinstance(model, nn.Module), "the contract of CausalLM"
+            adapters.attach(model)
+        self._rows = create_rows(facts, adapters)
         self._inputs = _create_inputs(
             self._rows, facts, attention or PagedAttention(), reads_last_tokens=stream is not None
         )
@@ -101,7 +111,7 @@ class ModelRunner(StepRunner):
             forms=self._forms,
         )
         sampler = Sampler(self._rows.sampling, self._rows.history, processors)
-        scorer = PromptScorer(self._rows, model.compute_logits)
+        scorer = PromptScorer(self._rows, partial(logits_of, model), self._inputs.adapter_slots)
         self._pooler = RowPooler(self._rows)
         self._generates = GENERATION in facts.model.tasks
         parts = model, sampler, scorer
@@ -280,4 +290,10 @@ def _create_inputs(
     max_num_seqs, max_blocks = rows.block_table.shape
     sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": facts.max_num_batched_tokens}
     feedback = FeedbackBuffers(**sizes) if reads_last_tokens else None
-    return InputBuffers(**sizes, max_blocks=max_blocks, attention=attention, feedback=feedback)
+    return InputBuffers(
+        **sizes,
+        max_blocks=max_blocks,
+        attention=attention,
+        feedback=feedback,
+        has_adapters=rows.adapters is not None,
+    )

@@ -25,12 +25,19 @@ not make the product with the head faster."""
 class PromptScorer:
     """Computes the log-probabilities of prompt tokens. Owned by the runner; reads its rows."""
 
-    def __init__(self, rows: RequestRows, compute_logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        rows: RequestRows,
+        compute_logits: Callable[[Tensor, Tensor | None], Tensor],
+        adapter_slots: Tensor | None = None,
+    ) -> None:
         """
         Args:
-            compute_logits: See `CausalLM.compute_logits`.
+            compute_logits: Computes logits from hidden states and the slots of their rows' adapters; see `logits_of`.
+            adapter_slots: Memory on the host with the slot of each of the step's tokens; None: no token has one.
         """
         self._rows = rows
+        self._adapter_slots = adapter_slots
         self._compute_logits = compute_logits
 
     def take_targets(self, step: StepRows) -> PromptTargets | None:
@@ -55,7 +62,10 @@ class PromptScorer:
         parts = []
         for start in range(0, len(tokens), MAX_SCORED_AT_ONCE):
             part = slice(start, start + MAX_SCORED_AT_ONCE)
-            logits = self._compute_logits(ops.gather_rows(hidden, tokens[part]))
+            slots = None
+            if self._adapter_slots is not None:
+                slots = self._adapter_slots[torch.from_numpy(targets.tokens[part])].to(hidden.device)
+            logits = self._compute_logits(ops.gather_rows(hidden, tokens[part]), slots)
             rows = torch.arange(len(logits), device=hidden.device)
             num_top = min(targets.num_top, logits.shape[1])
             parts.append(ops.token_logprobs(logits, rows, token_ids[part], num_top))

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import WorkerFacts
 from triptych.types.pooling import GENERATION
-from triptych.types.step import U32, NewRow, RowError, RowKey, StepPlan
+from triptych.types.step import U32, NewRow, RowError, RowErrorCode, RowKey, StepPlan
+from triptych_services.worker.adapters.slots import NO_ADAPTER, AdapterSlots, AdapterUnavailable
 from triptych_services.worker.runner.pooled_slots import PooledSlots
 from triptych_services.worker.sampling.params import SamplingColumns, TokenHistory
 
@@ -78,7 +79,13 @@ class RequestRows:
         vocab_size: int,
         max_samples_per_row: int = 1,
         tasks: tuple[str, ...] = (GENERATION,),
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        """
+        Args:
+            adapters: Slots of the rows' adapters; None: the worker serves none.
+        """
+        self.adapters = adapters
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_samples_per_row = max_samples_per_row
         self._num_blocks = num_blocks
@@ -101,6 +108,8 @@ class RequestRows:
         """[max_num_seqs] the latest step of which the sample is recorded late; 0: none."""
         self._last_recorded = 0
         """The step up to which late samples have been recorded."""
+        self.adapter_slots: I32 = np.full(max_num_seqs, NO_ADAPTER, np.int32)
+        """[max_num_seqs] slot of the row's adapter."""
         self.sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size)
         self.history = TokenHistory(self.token_ids, self.num_prompt, self.num_known)
         self.prompt_logprobs_start: I64 = np.zeros(max_num_seqs, np.int64)
@@ -229,6 +238,7 @@ class RequestRows:
         for slot in slots.tolist():
             self.block_table[slot, : self.num_held[slot]] = 0
             self.sampling.leave(slot)
+            self._release_adapter(slot)
             self.slot_to_prompt_top.pop(slot, None)
             self.pooled.leave(slot)
 
@@ -247,13 +257,32 @@ class RequestRows:
         self.block_table[slot, :num_held] = row.block_ids
         self.num_held[slot] = num_held
         self._entered_in[slot], self._sampled_in[slot] = step_id, 0
+        refusal = self._take_adapter(slot, row.content.adapter)
         if not self.pooled.samples(row):
-            return self.pooled.enter(row)
-        refusal = self.sampling.enter(slot, row.sampling, row.seed)
+            return self.pooled.enter(row) or refusal
+        refusal = self.sampling.enter(slot, row.sampling, row.seed) or refusal
         if row.sampling.prompt_logprobs is not None and refusal is None:
             self.prompt_logprobs_start[slot] = row.prompt_logprobs_start
             self.slot_to_prompt_top[slot] = row.sampling.prompt_logprobs
         return refusal
+
+    def _take_adapter(self, slot: int, digest: str) -> RowError | None:
+        """Note the slot of a row's adapter. Returns why it cannot be applied, None if it can."""
+        if not digest:
+            return None
+        try:
+            if self.adapters is None:
+                raise AdapterUnavailable("worker.max_adapters is 0")
+            self.adapter_slots[slot] = self.adapters.slot_of(digest)
+        except AdapterUnavailable as error:
+            # what such a row computes is that of the base: its KV must not be found under the adapter's name
+            return RowError(f"adapter: {error}", RowErrorCode.INVALID_REQUEST)
+        return None
+
+    def _release_adapter(self, slot: int) -> None:
+        if self.adapters is not None and self.adapter_slots[slot] != NO_ADAPTER:
+            self.adapters.release(int(self.adapter_slots[slot]))
+            self.adapter_slots[slot] = NO_ADAPTER
 
     def _check_new(self, row: NewRow, token_ids: U32) -> None:
         name = f"new_rows: slot {row.slot}"
@@ -387,8 +416,12 @@ class RequestRows:
             )
 
 
-def create_rows(facts: WorkerFacts) -> RequestRows:
-    """Return rows for a worker with these facts."""
+def create_rows(facts: WorkerFacts, adapters: AdapterSlots | None = None) -> RequestRows:
+    """Return rows for a worker with these facts.
+
+    Args:
+        adapters: As of `RequestRows`.
+    """
     return RequestRows(
         max_num_seqs=facts.max_num_seqs,
         max_model_len=facts.model.max_model_len,
@@ -397,4 +430,5 @@ def create_rows(facts: WorkerFacts) -> RequestRows:
         block_size=facts.kv.block_size,
         vocab_size=facts.model.vocab_size,
         tasks=facts.model.tasks,
+        adapters=adapters,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych_services.worker.adapters.slots import NO_ADAPTER
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 from triptych_services.worker.sampling.params import SamplingArrays
 
@@ -50,6 +51,10 @@ class StepInputs:
         self.query_starts: I32 = np.zeros(max_num_seqs + 1, np.int32)
         self.seq_lens: I32 = np.zeros(max_num_seqs, np.int32)
         self.sampling_tokens: I64 = np.zeros(max_num_seqs, np.int64)
+        self.adapter_slots: I32 = np.full(max_num_batched_tokens, NO_ADAPTER, np.int32)
+        """[max_num_batched_tokens] slot of each token's adapter; filled if the worker serves some."""
+        self.sampling_adapters: I32 = np.full(max_num_seqs, NO_ADAPTER, np.int32)
+        """[max_num_seqs] the same of the tokens in `sampling_tokens`."""
         self.sampling = SamplingArrays(max_num_seqs)
 
     @property
@@ -88,5 +93,8 @@ class StepInputs:
         sampling_slots = step.sampling_slots
         num_sampling = sampling_slots.size
         self.sampling_tokens[:num_sampling] = query_starts[1:][step.samples] - 1
+        if rows.adapters is not None:
+            self.adapter_slots[:num_tokens] = rows.adapter_slots[slot_of_token]
+            self.sampling_adapters[:num_sampling] = rows.adapter_slots[sampling_slots]
         self.sampling.gather(rows.sampling, rows.history, sampling_slots)
         return StepSizes(num_tokens, num_rows, num_sampling, query_lens, seq_lens, max_blocks)

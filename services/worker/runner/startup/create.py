@@ -17,6 +17,7 @@ from triptych.types.facts import Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
 from triptych_kernels.cpu.library import amx_refusal, isa
 from triptych_kernels.cpu.machine import rates
+from triptych_services.worker.adapters.store import AdapterStore
 from triptych_services.worker.attention.create import create_attention
 from triptych_services.worker.context import host
 from triptych_services.worker.context.attention_choice import NATIVE_DTYPES
@@ -70,6 +71,7 @@ def create_runner(
     boot_id: str,
     on_phase: PhaseChange,
     place: GroupPlace | None = None,
+    adapters: AdapterStore | None = None,
 ) -> SleepableRunner:
     """Load the model, size and allocate its KV cache, and warm up. Called on the thread that will compute.
 
@@ -80,6 +82,7 @@ def create_runner(
         boot_id: A uuid drawn at process start.
         on_phase: Called while the runner starts, and again whenever it wakes.
         place: What several ranks know of each other if they have met before.
+        adapters: Adapters that rows may ask for; None: the worker serves none.
 
     Raises:
         ModelError: A file is missing, cut short or not understood.
@@ -122,7 +125,7 @@ def create_runner(
     )
     if config.architecture.encoder is not None:
         facts = replace(facts, model=replace(facts.model, is_encoder=True))
-    factory = RunnerFactory(config, directory, facts, group, on_phase)
+    factory = RunnerFactory(config, directory, facts, group, on_phase, adapters=adapters)
     return factory.sleepable(model, activation_bytes=kv.activation_bytes)
 
 
@@ -170,11 +173,13 @@ class RunnerFactory:
         group: RankGroup,
         on_phase: PhaseChange,
         held: HeldState | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """
         Args:
             facts: Those of the worker with the weights that are loaded first.
             held: State of a runner that the first one goes on for; None: there is none.
+            adapters: Adapters that outlive the runners; None: the worker serves none.
         """
         self._config = config
         self._directory = directory
@@ -182,6 +187,7 @@ class RunnerFactory:
         self._group = group
         self._on_phase = on_phase
         self._held = held
+        self._adapters = adapters
         self._device = torch.device(config.rank.device)
         self._grammars = GrammarCompiler(
             directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
@@ -234,6 +240,7 @@ class RunnerFactory:
             stage=stage,
             max_graph_tokens=graph_token_limit(config.architecture),
             grammars=self._grammars,
+            adapters=self._adapters,
         )
         pooler = create_pooler(config.architecture, self._directory, model)
         if pooler is not None:

@@ -170,7 +170,7 @@ def test_pieces_without_memory_are_logged_once_and_skipped(
 def test_an_unrecordable_model_names_enforce_eager(graphs: TracedGraphs) -> None:
     config, model = tiny_model()
     forward = model.model.layers[0].mlp.forward  # type: ignore[attr-defined]
-    model.model.layers[0].mlp.forward = lambda hidden: forward(hidden) * (hidden.sum().item() > -1e9)  # type: ignore[attr-defined]
+    model.model.layers[0].mlp.forward = lambda hidden, *rest: forward(hidden) * (hidden.sum().item() > -1e9)  # type: ignore[attr-defined]
     runner = runner_for(model, config, DeferredStream())
     with pytest.raises(ConfigError, match=r"enforce_eager: steps of 16 tokens .* not permitted .* true"):
         runner.execute(step_plan(1, new=[new_row(0, [1, 2], [1])], chunks={0: 2}))

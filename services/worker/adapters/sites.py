@@ -1,0 +1,183 @@
+"""The places of a model that adapters add to, under the names that checkpoints and PEFT have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from triptych.checkpoint.adapter import AdapterFiles, AdapterModule
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.errors import FeatureDisabled, ModelError
+from triptych_kernels.weights.adapters import (
+    AdapterTable,
+    Factors,
+    PackedAdapter,
+    create_adapter_table,
+)
+from triptych_kernels.weights.base import BlockWeight
+from triptych_services.worker.layers.adapted import AdaptedLayer, AdaptedPiece
+from triptych_services.worker.layers.checkpoint_tensors import rows_of_parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """One projection of our layers that a module of the checkpoint is, or a part of."""
+
+    site: int
+    """Number of the layer among `ModelSites.tables`."""
+    number: int
+    """Number of the projection in the layer."""
+    piece: AdaptedPiece
+    rows: Tensor | slice | None = None
+    """Its outputs among those of a fused module; None: it is the module."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Module:
+    """A module of the checkpoint that an adapter may change."""
+
+    targets: tuple[Target, ...]
+    shape: tuple[int, int]
+    """[out_features, in_features]; of an embedding its inputs are the vocabulary."""
+    is_embedding: bool
+
+
+class ModelSites:
+    """The tables of a model's layers, and which module of the checkpoint goes where."""
+
+    def __init__(
+        self, model: nn.Module, architecture: ModelArchitecture, *, num_slots: int, max_rank: int
+    ) -> None:
+        """Give every layer of the model a table of adapters.
+
+        Raises:
+            FeatureDisabled: The model's layers, or the kernels of a weight, do not compute adapters.
+        """
+        if not getattr(model, "applies_adapters", False):
+            raise FeatureDisabled(
+                "worker.max_adapters", f"{type(model).__name__} applies no adapters; set it to 0"
+            )
+        layers = [module for module in model.modules() if isinstance(module, AdaptedLayer)]
+        self.tables: list[AdapterTable] = []
+        targets: dict[str, list[Target]] = {}
+        lookups: set[str] = set()
+        for site, layer in enumerate(layers):
+            pieces = layer.adapted_pieces()
+            table = create_adapter_table(
+                layer.weight,
+                [piece.rows for piece in pieces],
+                num_slots=num_slots,
+                max_rank=max_rank,
+                is_lookup=layer.is_lookup,
+            )
+            if table is None:
+                raise FeatureDisabled(
+                    "worker.max_adapters",
+                    f"the quantized products of {pieces[0].name} compute no adapters on this device; set "
+                    "model.quantization to none",
+                )
+            self.tables.append(table)
+            for number, piece in enumerate(pieces):
+                targets.setdefault(piece.name, []).append(Target(site, number, piece))
+            if layer.is_lookup:
+                lookups.add(pieces[0].name)
+        for layer, table in zip(layers, self.tables, strict=True):
+            layer.adapters = table
+        self.modules = _modules(targets, lookups, architecture)
+        self.dtype = _factor_dtype(layers)
+
+    def pack(self, files: AdapterFiles, tensors: Mapping[str, Tensor]) -> dict[int, PackedAdapter]:
+        """Bring an adapter into the form of the layers, this rank's share of it.
+
+        Args:
+            tensors: By their names in the file.
+
+        Returns:
+            Number of the layer -> what it adds.
+        """
+        factors: dict[int, dict[int, Factors]] = {}
+        for name, module in files.modules.items():
+            a, b = tensors[module.a.name].float(), tensors[module.b.name].float() * module.scaling
+            for target in self.modules[name].targets:
+                factors.setdefault(target.site, {})[target.number] = _share(target, a, b)
+        return {site: self.tables[site].pack(own, self.dtype) for site, own in factors.items()}
+
+    def check(self, files: AdapterFiles) -> None:
+        """Check that the model has every module of an adapter, in its shape.
+
+        Raises:
+            ModelError: It has not; names the module.
+        """
+        for name, module in files.modules.items():
+            _check_module(files, module, self.modules.get(name))
+
+    def put(self, slot: int, packed: Mapping[int, PackedAdapter]) -> None:
+        """Fill a slot of all layers, on the thread that computes steps."""
+        for site, table in enumerate(self.tables):
+            table.put(slot, packed.get(site))
+
+
+def _check_module(files: AdapterFiles, module: AdapterModule, found: Module | None) -> None:
+    name = f"{files.weights}: {module.name}"
+    if found is None:
+        raise ModelError(f"{name}: is no projection of this model that adapters are applied to")
+    if found.is_embedding != module.is_embedding:
+        kind = "an embedding" if found.is_embedding else "no embedding"
+        raise ModelError(f"{name}: has factors of another kind; the module is {kind}")
+    shape = module.b.shape[0], module.a.shape[1]
+    if shape != found.shape:
+        raise ModelError(f"{name}: is for {list(shape)}, the model has {list(found.shape)}")
+
+
+def _factor_dtype(layers: list[AdaptedLayer]) -> torch.dtype:
+    """Return the precision of factors: float32 beside plain weights in float32.
+
+    Beside weights of 16 bits or fewer bfloat16 loses less than they have lost already, at half the bytes.
+    """
+    weights = [layer.weight for layer in layers if not layer.is_lookup]
+    is_exact = all(
+        weight.dtype == torch.float32 and not isinstance(weight, BlockWeight) for weight in weights
+    )
+    return torch.float32 if is_exact else torch.bfloat16
+
+
+def _share(target: Target, a: Tensor, b: Tensor) -> Factors:
+    """Return this rank's part of the factors for one projection."""
+    piece = target.piece
+    if target.rows is not None:
+        b = b[target.rows]
+    if piece.dim == 0:
+        return Factors(a, b.narrow(0, piece.start, piece.length))
+    return Factors(a.narrow(1, piece.start, piece.length), b)
+
+
+def _modules(
+    targets: Mapping[str, list[Target]], lookups: set[str], architecture: ModelArchitecture
+) -> dict[str, Module]:
+    """Return name of a module in the checkpoint -> where it goes."""
+    found: dict[str, Module] = {}
+    fused: dict[str, dict[str, list[Target]]] = {}
+    holders = {}
+    for name, own in targets.items():
+        holder = architecture.names.holder(f"{name}.weight")
+        if holder.fused is None:
+            module = holder.name.removesuffix(".weight")
+            found[module] = Module(tuple(own), own[0].piece.shape, name in lookups)
+        else:
+            module = holder.name.removesuffix(holder.fused.suffixes[0])
+            fused.setdefault(module, {})[holder.part] = own
+            holders[module] = holder.fused
+    for module, parts in fused.items():
+        fusion = holders[module]
+        counts = [parts[part][0].piece.shape[0] for part in fusion.parts]
+        rows = rows_of_parts(fusion, counts, architecture)
+        split = tuple(
+            Target(target.site, target.number, target.piece, own_rows)
+            for part, own_rows in zip(fusion.parts, rows, strict=True)
+            for target in parts[part]
+        )
+        found[module] = Module(split, (sum(counts), split[0].piece.shape[1]), False)
+    return found

@@ -1,0 +1,215 @@
+"""The loaded adapters of a worker: in the host's memory, and some of them in the device's slots."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from triptych.checkpoint.adapter import AdapterFiles, read_adapter
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.errors import ModelError, WrongState
+from triptych.types.adapters import AdapterFacts
+from triptych_kernels.weights.adapters import PackedAdapter
+from triptych_services.worker.adapters.sites import ModelSites
+from triptych_services.worker.adapters.slots import AdapterUnavailable, SlotTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """Bounds of the adapters that one worker holds."""
+
+    max_adapters: int
+    """Slots on the device: the most different adapters in a step."""
+    max_rank: int
+    """Largest rank of a module."""
+    max_bytes: int
+    """Memory of loaded adapters on the host, and size of the largest file that is read."""
+
+
+@dataclass(slots=True, eq=False)
+class _Loaded:
+    """An adapter in the host's memory."""
+
+    facts: AdapterFacts
+    packed: Mapping[int, PackedAdapter]
+    num_bytes: int
+
+
+class AdapterStore:
+    """`load`, `unload` and `list` are called on any thread, the rest on the runner's. No step waits for a load.
+
+    Where a native product reads the adapter, a slot is filled by writing addresses.
+    """
+
+    def __init__(self, architecture: ModelArchitecture, limits: AdapterLimits) -> None:
+        self.limits = limits
+        self._architecture = architecture
+        self._lock = threading.Lock()
+        """Held for changes of the tables below, never while files are read or numbers are moved."""
+        self._loading = threading.Lock()
+        """Held by the one load that is in progress, whose memory is then bounded, too."""
+        self._loaded: dict[str, _Loaded] = {}
+        """By digest, the least recently used first."""
+        self._names: dict[str, str] = {}
+        """Name -> digest."""
+        self._sites: ModelSites | None = None
+        self._slots = SlotTable(limits.max_adapters)
+
+    def attach(self, model: nn.Module) -> None:
+        """Let a model's layers read the slots, which are empty; called before steps are recorded.
+
+        A model with the same weights may take the place of another, with the adapters that are loaded.
+
+        Raises:
+            FeatureDisabled: The model, or the kernels of a weight, compute no adapters.
+        """
+        sites = ModelSites(
+            model,
+            self._architecture,
+            num_slots=self.limits.max_adapters,
+            max_rank=self.limits.max_rank,
+        )
+        with self._lock:
+            self._sites, self._slots = sites, SlotTable(self.limits.max_adapters)
+
+    def load(self, name: str, path: Path, *, source: str = "") -> AdapterFacts:
+        """Read an adapter and keep it; whatever had its name is forgotten once no row uses it.
+
+        Args:
+            path: Its directory.
+            source: What the operator wrote for it; empty: the directory.
+
+        Raises:
+            ModelError: A file is missing or damaged, or asks for what is not served, or does not fit the model; or the
+                host's memory for adapters is in use.
+            WrongState: No model is loaded yet.
+        """
+        sites = self._sites
+        if sites is None:
+            raise WrongState("adapters are loaded when the model is")
+        with self._loading:
+            files = read_adapter(
+                path,
+                max_rank=self.limits.max_rank,
+                max_bytes=self.limits.max_bytes,
+                num_layers=self._architecture.num_layers,
+            )
+            facts = AdapterFacts(name, files.digest, files.rank, source or str(path))
+            with self._lock:
+                known = self._loaded.get(files.digest)
+            if known is None:
+                sites.check(files)
+                packed = sites.pack(files, _read_tensors(files))
+                known = _Loaded(facts, packed, sum(part.num_bytes for part in packed.values()))
+            self._keep(name, facts, known)
+        log.info("adapter %s: %s, rank %d, %.1f MB", name, path, facts.rank, known.num_bytes / 1e6)
+        return facts
+
+    def unload(self, name: str) -> bool:
+        """Forget a name, and the adapter if no other name has it; rows that use it end with it.
+
+        Returns:
+            Whether there was one.
+        """
+        with self._lock:
+            digest = self._names.pop(name, None)
+            if digest is not None:
+                self._forget_nameless(digest)
+            return digest is not None
+
+    def list(self) -> Sequence[AdapterFacts]:
+        """Return the loaded adapters by their names."""
+        with self._lock:
+            return [
+                AdapterFacts(name, digest, facts.rank, facts.source)
+                for name, digest in sorted(self._names.items())
+                if (facts := self._loaded[digest].facts)
+            ]
+
+    def slot_of(self, digest: str) -> int:
+        """See `AdapterSlots`."""
+        with self._lock:
+            loaded = self._loaded.get(digest)
+            if loaded is None or self._sites is None:
+                raise AdapterUnavailable(f"no adapter with digest {digest[:12]} is loaded")
+            self._loaded[digest] = self._loaded.pop(digest)  # the last is the most recently used
+            sites = self._sites
+            return self._slots.take(digest, lambda slot: sites.put(slot, loaded.packed))
+
+    def release(self, slot: int) -> None:
+        """See `AdapterSlots`."""
+        with self._lock:
+            self._slots.release(slot)
+            if self._sites is not None:
+                for idle, digest in self._slots.idle():
+                    if digest not in self._loaded:  # unloaded while rows used it
+                        self._slots.clear(idle)
+                        self._sites.put(idle, {})
+
+    def _keep(self, name: str, facts: AdapterFacts, loaded: _Loaded) -> None:
+        """Take an adapter into the tables, in place of the least recently used ones.
+
+        Raises:
+            ModelError: All others are in use by rows.
+        """
+        with self._lock:
+            others = {
+                digest: other.num_bytes for digest, other in self._loaded.items() if digest != facts.digest
+            }
+            excess = sum(others.values()) + loaded.num_bytes - self.limits.max_bytes
+            leaving = []
+            for digest, num_bytes in others.items():
+                if excess <= 0:
+                    break
+                if not self._slots.is_used(digest):
+                    leaving.append(digest)
+                    excess -= num_bytes
+            if excess > 0:
+                raise ModelError(
+                    f"adapter {name}: has {loaded.num_bytes} bytes, {excess} more than worker.adapter_gib leaves "
+                    "beside adapters in use"
+                )
+            for digest in leaving:
+                log.warning(
+                    "adapter %s leaves the host's memory for %s", self._loaded[digest].facts.name, name
+                )
+                del self._loaded[digest]
+                self._names = {other: its for other, its in self._names.items() if its != digest}
+            before = self._names.get(name)
+            self._loaded[facts.digest] = loaded
+            self._names[name] = facts.digest
+            if before is not None:
+                self._forget_nameless(before)
+
+    def _forget_nameless(self, digest: str) -> None:
+        if digest not in self._names.values():
+            self._loaded.pop(digest, None)
+
+
+def _read_tensors(files: AdapterFiles) -> dict[str, Tensor]:
+    """Read the numbers of an adapter.
+
+    Raises:
+        ModelError: The file is damaged, or a number is not finite; names the tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(files.weights, framework="pt", device="cpu") as file:
+            for module in files.modules.values():
+                for part in (module.a, module.b):
+                    tensors[part.name] = file.get_tensor(part.name).clone()
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{files.weights}: cannot be read: {error}") from error
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise ModelError(f"{files.weights}: {name}: holds numbers that are not finite")
+    return tensors
