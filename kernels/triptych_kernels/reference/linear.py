@@ -6,23 +6,54 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from triptych_kernels.weights.adapters import AdapterRef, StackedTable
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, activation: str | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    activation: str | None,
+    adapters: AdapterRef | None = None,
 ) -> Tensor:
     product = x.double() @ weight.double().T
     if bias is not None:
         product = product + bias.double()
+    if adapters is not None:
+        product = product + _adapted(x.double(), adapters)
     return (product if activation is None else activate(product, activation)).to(out_dtype)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    gate, up = linear(x, weight, bias, torch.float64, None).chunk(2, dim=-1)
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, adapters: AdapterRef | None = None
+) -> Tensor:
+    gate, up = linear(x, weight, bias, torch.float64, None, adapters).chunk(2, dim=-1)
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)).to(x.dtype)
     return (activate(gate, activation) * up).to(x.dtype)
+
+
+def adapt_embedding(x: Tensor, token_ids: Tensor, adapters: AdapterRef) -> Tensor:
+    assert isinstance(adapters.table, StackedTable), "the only form that is read here"
+    chosen = functional.one_hot(token_ids, adapters.table.in_features).double()
+    return x.add_(_adapted(chosen, adapters))
+
+
+def _adapted(x: Tensor, adapters: AdapterRef) -> Tensor:
+    """Return what is added to each row, row by row."""
+    table = adapters.table
+    assert isinstance(table, StackedTable), "the only form that is read here"
+    deltas = [
+        row @ table.a[slot].double().T @ table.b[slot].double()
+        if slot >= 0
+        else torch.zeros(table.b.shape[2], dtype=torch.float64)
+        for row, slot in zip(x, adapters.slots.tolist(), strict=True)
+    ]
+    return torch.stack(deltas)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

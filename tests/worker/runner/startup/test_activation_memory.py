@@ -65,9 +65,9 @@ def test_the_logits_of_prompts_that_are_scored_are_part_of_it(monkeypatch: pytes
     num_rows: list[int] = []
     honest = LogitsHead.forward
 
-    def note(head: LogitsHead, hidden: torch.Tensor) -> torch.Tensor:
+    def note(head: LogitsHead, hidden: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
         num_rows.append(len(hidden))
-        return honest(head, hidden)
+        return honest(head, hidden, slots)
 
     monkeypatch.setattr(LogitsHead, "forward", note)
     measured(max_graph_tokens=0, peaks={BUDGET: PROMPT, MAX_NUM_SEQS: DECODE})
