@@ -64,7 +64,8 @@ class Request:
     tenant_index: int = 0
     """Index of its tenant in `FairShares`."""
     limit: int = 0
-    """Tokens that it may grow to, prompt included: the smaller of max_tokens and the model's limit."""
+    """Tokens that it may grow to, prompt included: the smaller of max_tokens and the model's limit. A pooled request
+    never grows; its vectors take the place of one token."""
     slot: int = 0
     """Slot of its row in the worker, while it runs or drains."""
     slot_version: int = 0
@@ -101,7 +102,9 @@ class Request:
         prompt = array("I")
         assert prompt.itemsize == submit.prompt_token_ids.itemsize, "unsigned int is not 4 bytes here"
         prompt.frombytes(submit.prompt_token_ids.tobytes())
-        content = RowContent(submit.prompt_token_ids, submit.sampling, adapter=submit.adapter_digest)
+        content = RowContent(
+            submit.prompt_token_ids, submit.sampling, submit.pooling, adapter=submit.adapter_digest
+        )
         root = root_of_request(submit.head.cache_salt, submit.adapter_digest)
         requests = [
             cls(
@@ -136,6 +139,11 @@ class Request:
     @property
     def sampling(self) -> SamplingParams:
         return self.content.sampling
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether it becomes vectors, and samples nothing."""
+        return self.content.pooling is not None
 
     def own_tokens(self) -> None:
         """Replace the array that all choices share by a copy, which may grow."""

@@ -21,8 +21,10 @@ from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
+from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import (
+    F32,
     NewRow,
     PromptLogprobs,
     RowError,
@@ -40,6 +42,7 @@ from triptych_services.enginecore.scheduler.step_results import Failed, Finished
 BLOCK_SIZE = 16
 VOCAB_SIZE = 61
 EOS = 7
+NAIVE_TASKS = tuple(task.label for task in Task)
 NAIVE_IDENTITY = ModelIdentity("f" * 64, "w" * 64, numerics="naive", is_batch_invariant=True)
 
 
@@ -63,12 +66,25 @@ def make_scheduler(
     clock: Clock | None = None,
     max_samples_per_row: int = 1,
     num_stages: int = 1,
+    is_encoder: bool = False,
+    max_adapters: int = 0,
     **config: Any,
 ) -> Scheduler:
     """Return a scheduler with 1,000 blocks, no EOS, and the given fields of `SchedulerConfig`."""
     sizes = size_for_device(SchedulerConfig(**config), 0)
     model = ModelFacts(
-        "naive", NAIVE_IDENTITY, VOCAB_SIZE, max_model_len, tuple(eos_token_ids), "float32", "float32", "none"
+        "naive",
+        NAIVE_IDENTITY,
+        VOCAB_SIZE,
+        max_model_len,
+        tuple(eos_token_ids),
+        "float32",
+        "float32",
+        "none",
+        tasks=NAIVE_TASKS,
+        embedding_size=4,
+        num_labels=4,
+        is_encoder=is_encoder,
     )
     facts = WorkerFacts(
         boot_id="naive",
@@ -79,6 +95,7 @@ def make_scheduler(
         max_steps_in_flight=2,
         max_samples_per_row=max_samples_per_row,
         num_stages=num_stages,
+        max_adapters=max_adapters,
     )
     return Scheduler(sizes, facts, enable_prefix_caching=enable_prefix_caching, clock=clock or Clock())
 
@@ -100,6 +117,8 @@ def make_request(
     seed: int | None = None,
     request_id: str = "",
     is_moved: bool = False,
+    pooling: PoolingParams | None = None,
+    adapter_digest: str = "",
     **sampling: Any,
 ) -> Request:
     """Return a request. Its seed is its number unless one is given."""
@@ -114,6 +133,8 @@ def make_request(
         tenant=tenant,
         cache_salt=cache_salt,
         is_moved=is_moved,
+        pooling=pooling,
+        adapter_digest=adapter_digest,
     )
     (request,) = Request.choices_of(submit, session=session, deadline=deadline)
     return request
@@ -161,6 +182,14 @@ def naive_generation(
             return outputs, FinishReason.LENGTH, None
         if may_stop and _repeats(outputs, sampling.repetition_detection):
             return outputs, FinishReason.REPETITION, None
+
+
+def naive_vectors(prompt: Sequence[int], pooling: PoolingParams) -> F32:
+    """Return the vectors of a prompt that is pooled by itself."""
+    columns = np.array(prompt, np.float32)
+    if pooling.task is Task.TOKEN_EMBED:
+        return np.stack((columns, columns.cumsum()), axis=1)
+    return np.array([[columns[0], columns[-1], columns.mean(), len(prompt)]], np.float32)
 
 
 def _repeats(outputs: list[int], detection: RepetitionDetection | None) -> bool:
@@ -230,6 +259,7 @@ class NaiveWorker:
         misled = self._spread_garbage(spans)
         assert self.has_failed or not misled, f"slots {misled} attend to KV that is not theirs"
         token_ids, token_counts, errors = list[int](), list[int](), dict[RowKey, RowError]()
+        vectors = dict[RowKey, F32]()
         scored = {
             self.rows[slot].new.key: scores
             for slot in sorted(spans)
@@ -243,7 +273,14 @@ class NaiveWorker:
                 errors[row.new.key] = RowError("made to fail")
             elif slot in refused_slots and span:
                 errors[row.new.key] = RowError.of_client("sampling: made to be refused")
-            if span and row.num_computed == len(row.tokens):
+            if span and row.num_computed == len(row.tokens) and row.new.content.pooling is not None:
+                if slot in deferred_slots and row.new.key not in errors:
+                    assert plan.may_defer_rows
+                    errors[row.new.key] = RowError("made to wait", RowErrorCode.NOT_READY, kv_is_valid=True)
+                if row.new.key not in errors:
+                    tokens = [-1, *row.tokens] if slot in misled else row.tokens
+                    vectors[row.new.key] = naive_vectors(tokens, row.new.content.pooling)
+            elif span and row.num_computed == len(row.tokens):
                 is_deferred = slot in deferred_slots and row.new.key not in errors
                 is_failing = slot in (*failing_slots, *refused_slots) or is_deferred
                 if is_deferred:
@@ -258,6 +295,7 @@ class NaiveWorker:
             np.array([] if set(token_counts) <= {1} else token_counts, np.uint32),
             row_errors=errors,
             prompt_logprobs=scored,
+            vectors=vectors,
         )
 
     def _draw(self, row: WorkerRow, limit: int, *, is_misled: bool) -> list[int]:
@@ -297,6 +335,10 @@ class NaiveWorker:
             assert new.slot not in self.rows, f"slot {new.slot} is taken"
             assert new.num_cached_tokens - new.num_computed_tokens in (0, 1)
             assert 0 not in new.block_ids, "the null block is never used"
+            pooling = new.content.pooling
+            if new.num_computed_tokens and pooling is not None:
+                assert pooling.kind is PoolingKind.LAST, "its states are needed from the first one on"
+                assert pooling.task is not Task.TOKEN_EMBED
             self.rows[new.slot] = WorkerRow(
                 new, new.token_ids.tolist(), new.num_computed_tokens, new.block_ids.tolist()
             )
@@ -375,6 +417,7 @@ class Engine:
         default_factory=lambda: defaultdict(list)
     )
     """Position and token of each entry reported."""
+    vectors: dict[tuple[int, int], F32] = field(default_factory=dict)
     on_result: Callable[[StepResult], None] = lambda result: None
     """Called with what the worker has computed, before the scheduler is."""
 
@@ -413,6 +456,8 @@ class Engine:
             entries += zip(
                 (-part.logprobs[:, 0]).astype(int).tolist(), part.token_ids[:, 0].tolist(), strict=True
             )
+        for request, vectors in output.vectors:
+            self.vectors[request.session, request.number] = vectors
         for finished in output.finished:
             self.note(finished)
             self.check_prompt_logprobs(finished.request)

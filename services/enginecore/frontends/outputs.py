@@ -15,7 +15,7 @@ from triptych.types.outputs import (
     RequestFailure,
     RequestPromptLogprobs,
 )
-from triptych.types.step import U32, LogprobColumns, StepResult, empty_u32
+from triptych.types.step import F32, U32, LogprobColumns, StepResult, empty_u32
 from triptych.types.submit import SubmitRequest
 from triptych_services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
 from triptych_services.enginecore.frontends.routing_updates import RoutingUpdate
@@ -46,6 +46,8 @@ class _Gathered:
     """For each step, the tokens."""
     logprobs: list[LogprobColumns] = field(default_factory=list)
     prompt_logprobs: list[RequestPromptLogprobs] = field(default_factory=list)
+    vectors: dict[int, F32] = field(default_factory=dict)
+    """Number of each pooled request -> its vectors. Their ends make the batch due."""
     num_tokens: int = 0
     num_logprob_bytes: int = 0
     finished: list[FinishedRequest] = field(default_factory=list)
@@ -176,6 +178,9 @@ class SessionOutputs:
         for request, part in output.prompt_logprobs:
             if (gathered := self._gathered.get(request.session)) is not None:
                 gathered.prompt_logprobs.append(RequestPromptLogprobs(request.number, part))
+        for request, vectors in output.vectors:
+            if (gathered := self._gathered.get(request.session)) is not None:
+                gathered.vectors[request.number] = vectors
         if not len(output.sessions):
             return
         for request in output.first:
@@ -286,6 +291,7 @@ def _to_batch(gathered: _Gathered, num_free_places: int, update: RoutingUpdate |
         token_ids=token_ids,
         logprobs=_join_logprobs(gathered.logprobs),
         prompt_logprobs=tuple(gathered.prompt_logprobs),
+        vectors=gathered.vectors,
         finished=tuple(gathered.finished),
         failures=tuple(gathered.failures),
         attached=tuple(gathered.attached),

@@ -11,7 +11,6 @@ import numpy as np
 from triptych.errors import (
     AttachedElsewhere,
     EngineUnavailable,
-    FeatureDisabled,
     InvalidRequest,
     NotKept,
     TriptychError,
@@ -30,6 +29,7 @@ from triptych_services.enginecore.request import Request, check_vocabulary
 from triptych_services.enginecore.restrictions import CrashBisect
 from triptych_services.enginecore.scheduler.scheduler import Scheduler
 from triptych_services.enginecore.scheduler.step_results import Failed, Finished
+from triptych_services.enginecore.tasks import check_submit
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +98,11 @@ class FrontendRequests:
         if not self.outputs.is_open(session):
             return
         try:
-            if submit.pooling is not None:
-                raise FeatureDisabled("task", f"{submit.pooling.task.label} is not served yet")
             if self._scheduler is None or self._facts is None:
                 raise EngineUnavailable("the engine has no worker yet")
             if submit.model_digest and submit.model_digest != self._facts.model.identity.digest:
                 raise EngineUnavailable("the engine has another model by now than the one it was chosen for")
+            check_submit(submit, self._facts)
             check_vocabulary(submit, self._facts.model.vocab_size)
             submit = without_useless_transfers(submit, self._facts.kv_endpoint)
             remaining_ms = submit.deadline_remaining_ms
@@ -113,7 +112,8 @@ class FrontendRequests:
         except TriptychError as error:
             self.refuse(session, submit.numbers.tolist(), error)
         else:
-            self.kept.add(session, submit, deadline)
+            if submit.pooling is None:  # it is computed anew as fast as a reader comes back
+                self.kept.add(session, submit, deadline)
             self.outputs.admit(session, submit.numbers.tolist(), whole_output=submit.whole_output)
             self.note_failed(displaced)
             log.debug(

@@ -49,6 +49,11 @@ def check_facts(config: SchedulerConfig, facts: WorkerFacts) -> None:
             f"max_model_len {max_model_len} does not fit into {kv.num_blocks - 1} KV blocks of {kv.block_size} tokens: "
             "lower model.max_model_len or raise cache.num_blocks"
         )
+    if facts.model.is_encoder and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens {config.max_num_batched_tokens} is below max_model_len "
+            f"{max_model_len}, and an encoder computes each text whole in one step: raise the one or lower the other"
+        )
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens {config.max_num_batched_tokens} is below max_model_len "
@@ -76,6 +81,8 @@ class Admission:
 
     def limit_of(self, request: Request) -> int:
         """Return the number of tokens that a request may grow to, prompt included."""
+        if request.is_pooled:
+            return min(self._max_model_len, request.num_prompt_tokens) + 1
         max_tokens = request.sampling.max_tokens
         if max_tokens is None:
             return self._max_model_len
@@ -100,7 +107,11 @@ class Admission:
         num_prompt, num_bytes = first.num_prompt_tokens, first.content.num_bytes
         if not num_prompt:
             raise InvalidRequest("prompt", "0 tokens: at least one is needed")
-        if num_prompt >= self._max_model_len:
+        if first.is_pooled and num_prompt > self._max_model_len:
+            raise InvalidRequest(
+                "prompt", f"{num_prompt} tokens are above the limit: max_model_len is {self._max_model_len}"
+            )
+        if num_prompt >= self._max_model_len and not first.is_pooled:
             raise InvalidRequest(
                 "prompt",
                 f"{num_prompt} tokens leave no room for an output: max_model_len is {self._max_model_len}",

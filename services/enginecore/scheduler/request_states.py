@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.step import NewRow, RowKey, empty_u32
 from triptych_services.enginecore.kv.manager import BlockManager
 from triptych_services.enginecore.kv.remote import LEASE_S, KvTransfers
@@ -98,9 +99,12 @@ class RequestStates:
     def reads_cache(self, request: Request) -> bool:
         """Return whether a request may use cached blocks.
 
-        The cache holds no log-probabilities of prompts, so a request that wants them computes all of its prompt.
+        The cache holds neither log-probabilities of prompts nor the states of their tokens. So a request that wants
+        any of them but the last one's computes all of its prompt.
         """
-        return self.blocks.is_cached(request.blocks) and not request.awaits_prompt_logprobs
+        if request.awaits_prompt_logprobs or not _needs_last_state_only(request.content.pooling):
+            return False
+        return self.blocks.is_cached(request.blocks)
 
     def cached_blocks(self, request: Request) -> list[int]:
         """Return the blocks in the cache that hold the beginning of a waiting request."""
@@ -339,6 +343,13 @@ class RequestStates:
     def _wait(self, request: Request, *, waits_for: WaitsFor | None = None) -> None:
         request.state = RequestState.WAITING
         self.waiting.add(request, waits_for=waits_for)
+
+
+def _needs_last_state_only(pooling: PoolingParams | None) -> bool:
+    """Return whether a request reads the state of its last token alone. The kind that a model has is not known here."""
+    if pooling is None:
+        return True
+    return pooling.kind is PoolingKind.LAST and pooling.task is not Task.TOKEN_EMBED
 
 
 def _by_deferral(request: Request) -> Key:

@@ -8,12 +8,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from triptych.errors import EngineFailure, InvalidRequest, ProtocolViolation, TriptychError
-from triptych.types.step import U32, PromptLogprobs, RowError, RowErrorCode, RowKey, StepResult
+from triptych.errors import EngineFailure, InvalidRequest, TriptychError
+from triptych.types.outputs import FinishReason
+from triptych.types.step import (
+    U32,
+    RowError,
+    RowErrorCode,
+    RowKey,
+    StepResult,
+)
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.admission import Admission
 from triptych_services.enginecore.scheduler.request_states import RequestStates
 from triptych_services.enginecore.scheduler.requests import Requests
+from triptych_services.enginecore.scheduler.result_checks import check_vectors, match_prompt_logprobs
 from triptych_services.enginecore.scheduler.running_rows import Flags, Ints, Slots
 from triptych_services.enginecore.scheduler.step_results import (
     Failed,
@@ -60,7 +68,9 @@ class ResultReader:
         Raises:
             ProtocolViolation: This is not that step's result; nothing has changed.
         """
-        reported = _match_prompt_logprobs(result, self._states) if result.prompt_logprobs else ()
+        reported = match_prompt_logprobs(result, self._states) if result.prompt_logprobs else ()
+        if (due := self._in_flight.oldest) is not None and (due.pooled_rows or result.vectors):
+            check_vectors(due, result, self._states)
         step = self._in_flight.pop(result)
         for request, logprobs in reported:
             request.prompt_logprobs_start = logprobs.end
@@ -75,6 +85,8 @@ class ResultReader:
         )
         if self._states.draining:
             output = self._with_late_tokens(output, step, result, np.flatnonzero(~is_live))
+        if step.pooled_rows:
+            output = self._with_vectors(output, step, result)
         if self._first:
             output, self._first = replace(output, first=tuple(self._first)), []
         return output
@@ -207,6 +219,16 @@ class ResultReader:
                 self._states.finish_draining(request)
         return output.with_late_tokens(late, tuple(finished))
 
+    def _with_vectors(self, output: StepOutput, step: InFlightStep, result: StepResult) -> StepOutput:
+        """End the pooled requests that have their vectors. Those for rows that are gone are dropped."""
+        vectors, now = [], self._clock()
+        for row in step.pooled_rows:
+            if (request := self._states.by_row(row)) is not None:
+                request.first_token_at = now
+                vectors.append((request, result.vectors[row]))
+        finished = [self._requests.finish(request, FinishReason.STOP) for request, _ in vectors]
+        return replace(output, vectors=tuple(vectors), finished=(*output.finished, *finished))
+
     def _fail_rows(self, step: InFlightStep, errors: Mapping[RowKey, RowError]) -> list[Failed]:
         """End the requests that failed in this step, and start over those that read a block which they spoiled.
 
@@ -283,32 +305,6 @@ def _counts_of(step: InFlightStep, result: StepResult) -> Ints:
     if len(result.token_counts):
         return result.token_counts.astype(np.int64)
     return np.ones(len(step.sampling_slots), np.int64)
-
-
-def _match_prompt_logprobs(
-    result: StepResult, states: RequestStates
-) -> tuple[tuple[Request, PromptLogprobs], ...]:
-    """Return the requests that a result's prompt log-probabilities belong to, without those of rows that are gone.
-
-    A row reports from the position at which its request was admitted. So a request that starts over gets nothing
-    twice: a late report of its former row matches no row, and the next row computes it again.
-
-    Raises:
-        ProtocolViolation: A part does not begin at the position that is due.
-    """
-    reported = []
-    for row, part in result.prompt_logprobs.items():
-        request = states.by_row(row)
-        if request is None:
-            continue
-        due = max(request.prompt_logprobs_start, 1)
-        if part.first_position != due or not due < part.end <= request.num_prompt_tokens:
-            raise ProtocolViolation(
-                f"result of step {result.step_id}: slot {row.slot} reports positions {part.first_position} to "
-                f"{part.end - 1} of a prompt of {request.num_prompt_tokens} tokens; position {due} is due"
-            )
-        reported.append((request, part))
-    return tuple(reported)
 
 
 def _to_client_error(step_id: int, error: RowError) -> TriptychError:

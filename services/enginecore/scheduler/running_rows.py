@@ -43,6 +43,9 @@ class RunningRows:
 
     A step computes min(num_expected, last) - computed of its tokens. The KV of the last token is never needed,
     so a request wants 0 tokens once all of its remaining output is in flight.
+
+    A pooled row never samples. Its vectors are expected in the place of one token behind its prompt, which is never
+    known: `num_expected` is one higher from the step that computes the end of its prompt on.
     """
 
     def __init__(self, max_num_seqs: int, block_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -78,6 +81,10 @@ class RunningRows:
         """Running requests, in the order of their admission. A step plans them in this order."""
         self.detects_repetition: Flags = np.zeros(max_num_seqs, np.bool_)
         """[max_num_seqs] whether each token of the row may end its request, by repeating a pattern."""
+        self.is_pooled: Flags = np.zeros(max_num_seqs, np.bool_)
+        """[max_num_seqs] whether the row becomes vectors, and samples nothing; false for empty slots."""
+        self.num_pooled = 0
+        """Rows that become vectors."""
         self.watched = WatchedTokens(eos_token_ids)
         """Token ids that may end one of the running requests."""
         self._block_size = block_size
@@ -120,6 +127,8 @@ class RunningRows:
         self.watched.add(request.sampling.stop_token_ids)
         self.detects_repetition[slot] = request.sampling.repetition_detection is not None
         self._num_detecting += bool(self.detects_repetition[slot])
+        self.is_pooled[slot] = request.is_pooled
+        self.num_pooled += request.is_pooled
         self._running_order = None
 
     def remove(self, request: Request) -> None:
@@ -134,6 +143,8 @@ class RunningRows:
         self.watched.discard(request.sampling.stop_token_ids)
         self._num_detecting -= bool(self.detects_repetition[slot])
         self.detects_repetition[slot] = False
+        self.num_pooled -= request.is_pooled
+        self.is_pooled[slot] = False
         self._running_order = None
 
     def hold(self, slot: int) -> None:
@@ -255,6 +266,9 @@ class RunningRows:
                 f"{name}: caches tokens that are not computed"
             )
             assert known - len(request.token_ids) < self._block_size, f"{name}: the open block overflows"
+        pooled = {slot for slot, request in self.slot_to_request.items() if request.is_pooled}
+        assert pooled == set(np.flatnonzero(self.is_pooled).tolist()), "the wrong rows are pooled"
+        assert len(pooled) == self.num_pooled, "pooled rows are counted wrongly"
         held = set(np.flatnonzero(~self.may_compute).tolist())
         assert len(held) == self._num_held, "held rows are counted wrongly"
         in_use = set(self.slot_to_request)

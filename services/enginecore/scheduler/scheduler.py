@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from triptych.config import SchedulerConfig
-from triptych.errors import EngineFailure
+from triptych.errors import EngineFailure, FeatureDisabled
 from triptych.types.facts import EngineCounters, EngineStatus, KvShape, WorkerFacts
 from triptych.types.outputs import LoadReport
-from triptych.types.step import StepPlan, StepResult
+from triptych.types.step import RowKey, StepPlan, StepResult
 from triptych_services.enginecore.kv.manager import BlockManager
 from triptych_services.enginecore.request import Request, RequestState
 from triptych_services.enginecore.scheduler.admission import Admission, check_facts
@@ -22,7 +22,7 @@ from triptych_services.enginecore.scheduler.policy import create_limits, create_
 from triptych_services.enginecore.scheduler.request_states import RequestStates
 from triptych_services.enginecore.scheduler.requests import Requests
 from triptych_services.enginecore.scheduler.result_reader import ResultReader
-from triptych_services.enginecore.scheduler.running_rows import RunningRows
+from triptych_services.enginecore.scheduler.running_rows import RunningRows, Slots
 from triptych_services.enginecore.scheduler.step_builder import StepBuilder
 from triptych_services.enginecore.scheduler.step_results import (
     Failed,
@@ -30,6 +30,7 @@ from triptych_services.enginecore.scheduler.step_results import (
     StepOutput,
     StepsInFlight,
 )
+from triptych_services.enginecore.tasks import check_task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,8 +94,17 @@ class Scheduler:
             ConfigError: The config cannot work with this worker; names both values.
         """
         check_facts(config, facts)
+        if facts.model.is_encoder:  # computes texts whole, and leaves nothing to be found
+            enable_prefix_caching = False
+            config = replace(
+                config,
+                enable_chunked_prefill=False,
+                long_prefill_token_threshold=0,
+                max_long_partial_prefills=0,
+            )
         kv, num_stages, eos_token_ids = facts.kv, facts.num_stages, facts.model.eos_token_ids
         config = split_budget(config, num_stages)
+        self._model = facts.model
         self._num_blocks = kv.num_blocks
         self._clock = clock
         policy = create_policy(config)
@@ -223,7 +233,7 @@ class Scheduler:
         """Take over all requests and counters of the scheduler of a worker that is gone.
 
         Returns:
-            The requests that do not fit into the new worker's blocks.
+            The requests that the new worker does not serve, or that do not fit into its blocks.
         """
         assert previous._blocks.block_size == self._blocks.block_size, "block hashes depend on it"
         previous.requeue_all()
@@ -233,6 +243,11 @@ class Scheduler:
         self._states.adopt(previous._states)
         failed = []
         for request in list(self._states.index):
+            try:
+                check_task(request.content.pooling, self._model)
+            except FeatureDisabled as error:
+                failed.append(self.requests.fail(request, error))
+                continue
             request.limit = self._admission.limit_of(request)
             if len(request.token_ids) >= request.limit:
                 why = f"{len(request.token_ids)} tokens reach {request.limit}, all that the new worker's blocks hold"
@@ -279,6 +294,7 @@ class Scheduler:
         rows.computed[slots] = build.ends
         sampling_slots = np.sort(slots[build.ends == rows.num_expected[slots]])
         rows.num_expected[sampling_slots] += 1  # a placeholder for the token that each will sample
+        sampling_slots, pooled_rows = self._split_pooled(sampling_slots)
         sample_limits = None
         if build.guesses is not None:
             rows.expect(slots, build.guesses)
@@ -303,11 +319,22 @@ class Scheduler:
                 slot_versions=rows.slot_version[sampling_slots],
                 sample_limits=sample_limits,
                 newly_cached_blocks=self._blocks.take_newly_cached(),
+                pooled_rows=pooled_rows,
             )
         )
         self.counters.num_steps += 1
         self.counters.num_scheduled_tokens += plan.num_tokens
         return plan
+
+    def _split_pooled(self, slots: Slots) -> tuple[Slots, tuple[RowKey, ...]]:
+        """Return those of the rows that sample, and the keys of those that are pooled."""
+        rows = self._rows
+        if not rows.num_pooled:
+            return slots, ()
+        is_pooled = rows.is_pooled[slots]
+        pooled = slots[is_pooled]
+        versions = rows.slot_version[pooled]
+        return slots[~is_pooled], tuple(map(RowKey, pooled.tolist(), versions.tolist()))
 
     def update(self, result: StepResult) -> StepOutput:
         """Take in the oldest step's result.

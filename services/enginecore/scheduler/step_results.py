@@ -10,7 +10,7 @@ import numpy as np
 
 from triptych.errors import ProtocolViolation, TriptychError
 from triptych.types.outputs import FinishReason
-from triptych.types.step import U32, PromptLogprobs, RowKey, StepResult, empty_u32
+from triptych.types.step import F32, U32, PromptLogprobs, RowKey, StepResult, empty_u32
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.running_rows import Ints, Slots
 
@@ -53,6 +53,8 @@ class StepOutput:
     """Parts of prompts; the parts of one request are in order."""
     first: tuple[Request, ...] = ()
     """The requests that got their first tokens by this step."""
+    vectors: tuple[tuple[Request, F32], ...] = ()
+    """[num_vectors, num_columns] of each pooled request; all of them are among `finished`."""
 
     def with_late_tokens(
         self, late: Sequence[tuple[Request, Slots, U32]], finished: tuple[Finished, ...]
@@ -97,6 +99,8 @@ class InFlightStep:
     """[s] the most tokens that each row can get; None: one each."""
     newly_cached_blocks: list[int]
     """Blocks that others may hit since this plan was made, because it computes their content."""
+    pooled_rows: tuple[RowKey, ...] = ()
+    """The pooled rows of which it computes the end, so that it brings their vectors."""
 
 
 class StepsInFlight:
@@ -121,10 +125,15 @@ class StepsInFlight:
     def last_result_seen(self) -> int:
         return self._last_result_seen
 
+    @property
+    def oldest(self) -> InFlightStep | None:
+        return self._steps[0] if self._steps else None
+
     def count_tokens(self) -> Counter[tuple[int, int]]:
-        """Count the tokens that the steps bring at most: slot and slot version to tokens."""
+        """Count the tokens that the steps bring at most: slot and slot version to tokens. Vectors count as one."""
         num_tokens: Counter[tuple[int, int]] = Counter()
         for step in self._steps:
+            num_tokens.update(step.pooled_rows)
             limits = np.ones_like(step.sampling_slots) if step.sample_limits is None else step.sample_limits
             columns = step.sampling_slots.tolist(), step.slot_versions.tolist(), limits.tolist()
             for slot, slot_version, limit in zip(*columns, strict=True):
