@@ -47,7 +47,7 @@ def _check_pooled(submit: SubmitRequest, pooling: PoolingParams, facts: WorkerFa
         raise InvalidRequest("prompt_logprobs", "a request for vectors has no log-probabilities")
     if pooling.dimensions < 0 or (pooling.dimensions and task is Task.CLASSIFY):
         raise InvalidRequest("dimensions", f"{pooling.dimensions} are none that {task.label} can have")
-    if pooling.dimensions > size:
+    if pooling.dimensions > size and task is Task.EMBED:
         raise InvalidRequest("dimensions", f"{pooling.dimensions} are more than the {size} of a whole vector")
     num_bytes = len(submit.prompt_token_ids) * (pooling.dimensions or size) * _F32_BYTES
     if task is Task.TOKEN_EMBED and num_bytes > MAX_VECTOR_BYTES:

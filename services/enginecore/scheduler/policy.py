@@ -134,11 +134,43 @@ class LongPromptLimit:
         self._num_left -= num_to_compute > self._threshold
 
 
-def create_limits(config: SchedulerConfig) -> tuple[AdmissionLimit, ...]:
-    """Return the limits that a config sets."""
-    if not config.max_long_partial_prefills:
-        return ()
-    return (LongPromptLimit(config.max_long_partial_prefills, config.long_prefill_token_threshold),)
+class AdapterLimit:
+    """Bounds how many different adapters the running rows have, since the worker applies no more in a step.
+
+    Requests of an adapter that runs, and those without one, pass the others.
+    """
+
+    def __init__(self, max_adapters: int) -> None:
+        self._max_adapters = max_adapters
+        self._running: set[str] = set()
+        """Adapters of the rows that run, and of those that the step admits."""
+
+    def group_of(self, request: Request) -> Hashable | None:
+        return request.content.adapter or None
+
+    def begin_step(self, rows: RunningRows, slots: Slots) -> None:
+        self._running = {request.content.adapter for request in rows.slot_to_request.values()} - {""}
+
+    def has_room(self, group: Hashable) -> bool:
+        return group in self._running or len(self._running) < self._max_adapters
+
+    def note_admitted(self, request: Request, num_to_compute: int) -> None:
+        if request.content.adapter:
+            self._running.add(request.content.adapter)
+
+
+def create_limits(config: SchedulerConfig, max_adapters: int = 0) -> tuple[AdmissionLimit, ...]:
+    """Return the limits that a config and a worker set.
+
+    Args:
+        max_adapters: As of `WorkerFacts`. With 0, no request has an adapter.
+    """
+    limits: list[AdmissionLimit] = []
+    if config.max_long_partial_prefills:
+        limits.append(LongPromptLimit(config.max_long_partial_prefills, config.long_prefill_token_threshold))
+    if max_adapters:
+        limits.append(AdapterLimit(max_adapters))
+    return tuple(limits)
 
 
 def _by_urgency(request: Request) -> Key:

@@ -134,7 +134,7 @@ class OnePerTenant:
 
 def test_a_new_limit_holds_back_only_what_it_concerns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "triptych_services.enginecore.scheduler.scheduler.create_limits", lambda _: (OnePerTenant(),)
+        "triptych_services.enginecore.scheduler.scheduler.create_limits", lambda *_: (OnePerTenant(),)
     )
     engine = Engine(make_scheduler())
     for number, tenant in enumerate(["a", "a", "b", "", "", "b"]):

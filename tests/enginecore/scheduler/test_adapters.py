@@ -1,0 +1,51 @@
+"""Rows of several adapters, of which a step holds only so many."""
+
+from __future__ import annotations
+
+from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler
+from triptych.types.pooling import PoolingParams
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
+
+
+def running_of(scheduler: Scheduler) -> list[int]:
+    return [request.number for request in scheduler.snapshot().running]
+
+
+def test_a_request_that_is_held_back_lets_all_others_pass() -> None:
+    engine = Engine(make_scheduler(max_adapters=2, max_num_seqs=8))
+    for number, adapter in enumerate(["a", "b", "c", "a", "", "c", "b"]):
+        request = make_request(number, make_prompt(9, number), adapter_digest=adapter, max_tokens=5)
+        engine.add(request)
+    engine.plan()
+    assert running_of(engine.scheduler) == [0, 1, 3, 4, 6]
+    engine.run()
+    assert len(engine.outcomes) == 7
+
+
+def test_as_many_adapters_run_as_the_worker_applies() -> None:
+    engine = Engine(make_scheduler(max_adapters=3, max_num_seqs=8))
+    for number in range(40):
+        pooling = PoolingParams() if number % 3 == 0 else None
+        adapter = str(number * 7 % 11)
+        engine.add(
+            make_request(
+                number, make_prompt(9, number), adapter_digest=adapter, pooling=pooling, max_tokens=3
+            )
+        )
+    most = 0
+    while engine.scheduler.has_work:
+        assert engine.plan() is not None
+        adapters = {request.content.adapter for request in engine.scheduler.snapshot().running}
+        most = max(most, len(adapters))
+        engine.finish_step()
+    assert most == 3
+    assert len(engine.outcomes) == 40
+
+
+def test_a_prefix_of_one_adapter_is_no_hit_for_another() -> None:
+    engine, prompt = Engine(make_scheduler(max_adapters=2)), make_prompt(64)
+    for number, (adapter, num_computed) in enumerate([("", 64), ("a", 64), ("b", 64), ("a", 1), ("", 1)]):
+        before = engine.worker.num_tokens_computed
+        engine.add(make_request(number, prompt, adapter_digest=adapter, max_tokens=1))
+        engine.run()
+        assert engine.worker.num_tokens_computed - before == num_computed
