@@ -201,7 +201,7 @@ class ModelArchitecture:
     """Not None: it is an encoder, in which a token also sees those after it; it generates nothing."""
     is_gguf: bool = False
     head: str = "logits"
-    """What follows the last norm: logits, for tokens. score: a classifier's weight. none."""
+    """The part behind the last norm: logits, for tokens, score, a classifier's weight, or none."""
     num_labels: int = 0
     """Labels of the classifier; 0: there is none."""
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)

@@ -18,8 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.checkpoint.pooling import PoolingSpec
-from triptych.types.pooling import PoolingKind, PoolingParams, Task
-from triptych.types.step import F32, RowError, RowKey
+from triptych.errors import ProtocolViolation
+from triptych.types.pooling import GENERATION, PoolingKind, PoolingParams, Task
+from triptych.types.step import F32, NewRow, RowError, RowKey
+
+I64 = NDArray[np.int64]
 
 log = logging.getLogger(__name__)
 
@@ -182,17 +185,13 @@ class Pooler:
 
     def refusal(self, params: PoolingParams, num_tokens: int) -> RowError | None:
         """Return why a text is not pooled so, None if it is."""
-        size = self._hidden_size
         if params.task is Task.CLASSIFY:
-            if self._classifier is None:
-                return RowError.of_client("task: classify needs a classifier, and the model has none")
-            return None
-        if params.task is Task.EMBED and self._dense:
-            size = len(self._dense[-1].weight)
-        if not 0 <= params.dimensions <= size:
-            return RowError.of_client(
-                f"dimensions: {params.dimensions} is not within 1..{size}, the size of the model's vectors"
-            )
+            if self._classifier is not None:
+                return None
+            return RowError.of_client("task: classify needs a classifier, and the model has none")
+        spec = self.spec if params.task is Task.EMBED else PoolingSpec(self.spec.kind)
+        if why := spec.refusal_of_dimensions(params.dimensions, self._hidden_size):
+            return RowError.of_client(f"dimensions: {why}")
         num_bytes = 4 * self._hidden_size * num_tokens
         if self._kind(params) is None and num_bytes > MAX_TOKEN_VECTOR_BYTES:
             return RowError.of_client(
@@ -271,6 +270,85 @@ class Pooler:
             lengths = np.sqrt(np.einsum("ij,ij->i", wide, wide))[:, None]
             vectors = (wide / np.maximum(lengths, _LEAST_LENGTH)).astype(np.float32)
         return vectors
+
+
+@dataclass(slots=True, eq=False)
+class EnteredPooling:
+    """One pooled row, from its entry on."""
+
+    params: PoolingParams
+    row: PooledRow
+    """Its states so far."""
+
+
+class PooledSlots:
+    """Owned by the runner's rows."""
+
+    def __init__(self, max_num_seqs: int, tasks: tuple[str, ...]) -> None:
+        """
+        Args:
+            tasks: As of `ModelFacts`.
+        """
+        self._tasks = tasks
+        self.pooler: Pooler | None = None
+        """Set before the first row enters; None: rows are not pooled."""
+        self.never_sample: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        """[max_num_seqs]"""
+        self.slot_to_pooling: dict[int, EnteredPooling] = {}
+        """Slot to the pooling of rows that are pooled and have not been refused."""
+
+    def check(self, row: NewRow) -> None:
+        """Raise ProtocolViolation for a pooled row that holds more than a prompt, or leaves out states that it needs.
+
+        Only a row that reads its last state alone may begin behind cached blocks.
+        """
+        pooling = row.content.pooling
+        if pooling is None:
+            return
+        if row.num_known_tokens > row.num_prompt_tokens:
+            raise ProtocolViolation(
+                f"new_rows: slot {row.slot} is pooled, and has {row.num_known_tokens} tokens, of which only "
+                f"{row.num_prompt_tokens} are its prompt"
+            )
+        skips = row.num_computed_tokens > 0 and self.pooler is not None
+        if skips and self.pooler is not None and not self.pooler.row(pooling).reads_last_alone:
+            raise ProtocolViolation(
+                f"new_rows: slot {row.slot} begins at position {row.num_computed_tokens}, and needs the states of all "
+                "its prompt"
+            )
+
+    def enter(self, row: NewRow, refusal: RowError | None) -> RowError | None:
+        """Note a row that `samples` does not hold of. Returns why it cannot be served, None if it can.
+
+        Args:
+            refusal: Why it cannot, for another reason.
+        """
+        self.never_sample[row.slot] = True
+        pooling = row.content.pooling
+        task = Task.GENERATE if pooling is None else pooling.task
+        if pooling is None or self.pooler is None or task.label not in self._tasks:
+            return RowError.of_client(f"task: {task.label} is none of this model's: {', '.join(self._tasks)}")
+        refusal = self.pooler.refusal(pooling, row.num_prompt_tokens) or refusal
+        if refusal is None:
+            self.slot_to_pooling[row.slot] = EnteredPooling(pooling, self.pooler.row(pooling))
+        return refusal
+
+    def samples(self, row: NewRow) -> bool:
+        """Return whether a row gets tokens."""
+        return row.content.pooling is None and GENERATION in self._tasks
+
+    def skip_ended(self, query_lens: I64, num_computed: I64, num_known: I64) -> None:
+        """Set the length of rows to 0 of which all is computed, since nothing more becomes known.
+
+        Args:
+            query_lens: [max_num_seqs] like the others.
+        """
+        if self.never_sample.any():
+            query_lens[self.never_sample & (num_computed >= num_known)] = 0
+
+    def leave(self, slot: int) -> None:
+        self.never_sample[slot] = False
+        self.slot_to_pooling.pop(slot, None)
 
 
 def _sigmoid(values: NDArray[np.float64]) -> NDArray[np.float64]:

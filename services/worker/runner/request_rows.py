@@ -24,7 +24,7 @@ from triptych.types.facts import WorkerFacts
 from triptych.types.pooling import GENERATION
 from triptych.types.step import U32, NewRow, RowError, RowErrorCode, RowKey, StepPlan
 from triptych_services.worker.adapters.slots import NO_ADAPTER, AdapterSlots, AdapterUnavailable
-from triptych_services.worker.runner.pooled_slots import PooledSlots
+from triptych_services.worker.runner.pooling import PooledSlots
 from triptych_services.worker.sampling.params import SamplingColumns, TokenHistory
 
 I64 = NDArray[np.int64]
@@ -259,7 +259,7 @@ class RequestRows:
         self._entered_in[slot], self._sampled_in[slot] = step_id, 0
         refusal = self._take_adapter(slot, row.content.adapter)
         if not self.pooled.samples(row):
-            return self.pooled.enter(row) or refusal
+            return self.pooled.enter(row, refusal)
         refusal = self.sampling.enter(slot, row.sampling, row.seed) or refusal
         if row.sampling.prompt_logprobs is not None and refusal is None:
             self.prompt_logprobs_start[slot] = row.prompt_logprobs_start

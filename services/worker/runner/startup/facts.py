@@ -35,7 +35,7 @@ class ServedTasks:
     embedding_size: int = 0
     num_labels: int = 0
     pooling: PoolingSpec | None = None
-    """None: it pools nothing."""
+    """The way to its vectors; None: it makes none."""
 
 
 _HEAD_TO_TASKS = {
@@ -98,37 +98,23 @@ def worker_facts(
     """Return a worker's facts; arguments as the fields of `WorkerFacts`, `ModelFacts` and `ModelIdentity`.
 
     Args:
-        served: As of `served_tasks`; None: generation only.
+        served: Its tasks; None: generation only.
         num_stages: 0: as many as the ranks are divided into.
         processor, num_threads: As `numerics_of`.
         is_batch_invariant: None: as the config has it.
     """
-    engine, architecture = config.engine, config.architecture
-    served = served or ServedTasks((GENERATION,))
+    engine = config.engine
+    identity = ModelIdentity(
+        fingerprint=fingerprint,
+        weights=weights,
+        numerics=numerics_of(
+            config, processor=processor, block_size=kv.shape.block_size, num_threads=num_threads
+        ),
+        is_batch_invariant=config.batch_invariant if is_batch_invariant is None else is_batch_invariant,
+    )
     return WorkerFacts(
         boot_id=boot_id,
-        model=ModelFacts(
-            name=engine.model.served_name or PurePosixPath(engine.model.model).name,
-            identity=ModelIdentity(
-                fingerprint=fingerprint,
-                weights=weights,
-                numerics=numerics_of(
-                    config, processor=processor, block_size=kv.shape.block_size, num_threads=num_threads
-                ),
-                is_batch_invariant=config.batch_invariant
-                if is_batch_invariant is None
-                else is_batch_invariant,
-            ),
-            vocab_size=architecture.vocab_size,
-            max_model_len=kv.max_model_len,
-            eos_token_ids=architecture.eos_token_ids,
-            dtype=config.dtype,
-            kv_dtype=config.kv_dtype,
-            quantization=config.quantization,
-            tasks=served.tasks,
-            embedding_size=served.embedding_size,
-            num_labels=served.num_labels,
-        ),
+        model=_model_facts(config, identity, kv.max_model_len, served or ServedTasks((GENERATION,))),
         kv=kv.shape,
         max_num_seqs=engine.scheduler.max_num_seqs,
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
@@ -141,6 +127,25 @@ def worker_facts(
         load_s=load_s,
         max_adapters=engine.worker.max_adapters,
         max_adapter_rank=engine.worker.max_adapter_rank if engine.worker.max_adapters else 0,
+    )
+
+
+def _model_facts(
+    config: ResolvedConfig, identity: ModelIdentity, max_model_len: int, served: ServedTasks
+) -> ModelFacts:
+    engine, architecture = config.engine, config.architecture
+    return ModelFacts(
+        name=engine.model.served_name or PurePosixPath(engine.model.model).name,
+        identity=identity,
+        vocab_size=architecture.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=architecture.eos_token_ids,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        quantization=config.quantization,
+        tasks=served.tasks,
+        embedding_size=served.embedding_size,
+        num_labels=served.num_labels,
     )
 
 
