@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from triptych.checkpoint.pooling import ClassifierSpec, PoolingSpec
+from triptych.checkpoint.pooling import ClassifierSpec, DenseSpec, PoolingSpec
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.step import F32, RowError
 from triptych_services.worker.runner.pooling import (
@@ -90,7 +90,11 @@ def test_layers_then_the_cut_then_the_scale() -> None:
         DenseLayer(first.weight.detach().numpy(), first.bias.detach().numpy(), "tanh"),
         DenseLayer(last.weight.detach().numpy()),
     ]
-    pooler = Pooler(PoolingSpec(PoolingKind.LAST), HIDDEN, dense=dense)
+    specs = (
+        DenseSpec("2_Dense", HIDDEN, 30, bias=True, activation="tanh"),
+        DenseSpec("3_Dense", 30, 20, bias=False, activation="none"),
+    )
+    pooler = Pooler(PoolingSpec(PoolingKind.LAST, dense=specs), HIDDEN, dense=dense)
     states = states_of(5)
     found = vectors_in(pooler, PoolingParams(Task.EMBED, dimensions=7), states, [2])
     theirs = torch.nn.functional.normalize(layers(torch.from_numpy(states[-1:]))[:, :7], dim=1)
@@ -160,6 +164,14 @@ def test_a_layer_that_overflows_is_reported() -> None:
     row = pooler.row(params)
     row.add(np.ones((1, HIDDEN), np.float32))
     assert pooler.vectors(params, row) is NOT_FINITE
+
+
+def test_a_checkpoint_that_names_its_sizes_has_no_others() -> None:
+    pooler = Pooler(PoolingSpec(PoolingKind.LAST, matryoshka_dimensions=(8, 16)), HIDDEN)
+    refusals = [pooler.refusal(PoolingParams(dimensions=size), 3) for size in (0, 8, 16, HIDDEN, 12)]
+    assert [refusal is None for refusal in refusals] == [True, True, True, True, False]
+    assert refusals[-1] is not None
+    assert "dimensions: 12 is none of 8, 16" in refusals[-1].message
 
 
 def test_refusals_name_the_field() -> None:
