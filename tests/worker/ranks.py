@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from triptych.config import (
     WorkerConfig,
 )
 from triptych.errors import RankUnavailable
+from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
 from triptych_services.worker.context.device import resolve_config
@@ -73,6 +74,8 @@ class Answer:
     """Tokens of each step."""
     logprobs: list[np.ndarray]
     """Log-probabilities of the steps that asked for them."""
+    vectors: list[np.ndarray]
+    """Vectors of pooled rows, by slot."""
     kernels: str
     fingerprint: str
     num_blocks: int
@@ -111,6 +114,19 @@ def plans() -> list[StepPlan]:
     ]
 
 
+def pooling_plan() -> StepPlan:
+    """A session's first step, with rows that are pooled beside one that is not."""
+    ways = [None, *(PoolingParams(kind=kind) for kind in PoolingKind), PoolingParams(Task.TOKEN_EMBED)]
+    rows = [
+        new_row(slot, range(5 + slot, 14 + slot), range(1 + 3 * slot, 4 + 3 * slot))
+        for slot in range(len(ways))
+    ]
+    rows = [
+        replace(row, content=replace(row.content, pooling=way)) for row, way in zip(rows, ways, strict=True)
+    ]
+    return step_plan(1, new=rows, chunks={row.slot: 9 for row in rows})
+
+
 def compute(case: Case, rank: int) -> Answer:
     """Create this rank's runner and carry out the plans."""
     engine = EngineConfig(
@@ -133,6 +149,8 @@ def compute(case: Case, rank: int) -> Answer:
     runner = create_runner(config, case.directory, boot_id="b", on_phase=lambda phase, progress: None)
     runner.reset()
     results = [runner.execute(plan) for plan in plans()]
+    runner.reset()
+    pooled = runner.execute(pooling_plan())
     after_the_loss: list[str] = []
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # what the last one has sent may still be on its way
@@ -153,6 +171,7 @@ def compute(case: Case, rank: int) -> Answer:
     return Answer(
         token_ids=[result.token_ids.tolist() for result in results],
         logprobs=[result.logprobs.logprobs for result in results if result.logprobs is not None],
+        vectors=[pooled.vectors[key] for key in sorted(pooled.vectors, key=lambda key: key.slot)],
         kernels=facts.kernels,
         fingerprint=facts.model.identity.fingerprint,
         num_blocks=facts.kv.num_blocks,

@@ -116,10 +116,7 @@ class EncoderRunner(StepRunner):
         first = 0
         for text in texts:
             end = first + len(text.token_ids)
-            row = self._pooler.row(text.pooling)
-            own = states[first:end]
-            row.add(own[row.wanted(0, len(own), is_last=True)])
-            pooled = self._pooler.vectors(text.pooling, row)
+            pooled = self._pooler.pool(text.pooling, states[first:end])
             first = end
             if isinstance(pooled, RowError):
                 errors[text.key] = pooled

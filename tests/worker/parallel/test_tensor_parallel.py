@@ -116,9 +116,13 @@ def test_ranks_say_what_one_says(name: str, cases: dict[str, Case], answers: dic
     for ours, expected in zip(first.logprobs, alone.logprobs, strict=True):
         # float32, sums over ranks in another order; logits of size 10
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=2e-4)
+    assert len(first.vectors) == 4
+    for ours, expected in zip(first.vectors, alone.vectors, strict=True):  # of length 1
+        np.testing.assert_allclose(ours, expected, atol=2e-5)
     for other in others:  # to the bit: nobody tells them the tokens
         assert other.token_ids == first.token_ids
         assert all(map(np.array_equal, other.logprobs, first.logprobs))
+        assert all(map(np.array_equal, other.vectors, first.vectors))
 
 
 @pytest.mark.thorough
