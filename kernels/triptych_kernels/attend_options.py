@@ -38,8 +38,11 @@ class AttendOptions:
     """[num_heads] float32, one more score for each head, which takes part in the softmax and has no value."""
     alibi: Tensor | None = None
     """[num_heads] float32, slopes: a score gets slope * (key position - query position) after it is capped."""
+    distance_bias: Tensor | None = None
+    """[num_heads, 2 * n - 1] float32, for texts of up to n tokens: a score gets column key position - query position +
+    n - 1. Only `ops.encode_attention` computes it."""
     is_causal: bool = True
-    """Whether a query sees no later keys. False is refused by `ops.paged_attention`: it has only causal kernels."""
+    """Whether a query sees no later keys. `ops.paged_attention` takes True only, `ops.encode_attention` False only."""
 
     def __post_init__(self) -> None:
         """Check the values; `ops.paged_attention` checks that there is one for each head.
@@ -57,6 +60,13 @@ class AttendOptions:
             raise ValueError(
                 f"attention: {name} {list(value.shape)} of {value.dtype} must be a contiguous [num_heads] of "
                 "torch.float32"
+            )
+
+        bias = self.distance_bias
+        if bias is not None and (bias.dtype != torch.float32 or bias.ndim != 2 or not bias.is_contiguous()):
+            raise ValueError(
+                f"attention: distance_bias {list(bias.shape)} of {bias.dtype} must be a contiguous "
+                "[num_heads, 2 * n - 1] of torch.float32"
             )
 
     @property

@@ -20,6 +20,7 @@ def encode_attention(
     *,
     seq_lens_list: tuple[int, ...] | None,
 ) -> Tensor:
+    bias = options.distance_bias
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     launch(
         "encode_attention", seq_lens, query, dtype=DTYPES[query.dtype],
@@ -29,5 +30,6 @@ def encode_attention(
         query_starts=query_starts, out=out,
         num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[2],
         scale=options.scale, window=options.window,
+        distance_bias=bias, num_distances=0 if bias is None else bias.shape[1],
     )  # fmt: skip
     return out

@@ -1,6 +1,6 @@
 """Contract of attention over whole texts, without a cache: every token sees those before it and after it.
 
-    score = scale * query . key
+    score = scale * query . key + distance_bias[head, key position - query position + n - 1]
     out = sum over keys of softmax(scores) * value
 
 All implementations but torch's on CUDA devices give a text the same bits in any batch, and with any number of threads.
@@ -40,7 +40,8 @@ def encode_attention(
         value: As `key`.
         query_starts: [num_rows + 1] int32, a text's first token; ends with num_tokens.
         seq_lens: [num_rows] int32, differences of query_starts.
-        options: The layer's; `is_causal` must be false, and only `scale` and `window` may be in use.
+        options: The layer's; `is_causal` must be false, and of the others only `window` and `distance_bias` may be in
+            use. The latter must hold as many positions as the longest text has.
         seq_lens_list: [num_rows] values of seq_lens, each >= 1; None means that they are read from the tensor, for
             which the host waits.
     Returns:
@@ -50,9 +51,9 @@ def encode_attention(
             caller that fills its inputs must check them.
     """
     _check_operands(query, key, value, query_starts, seq_lens)
-    if other := sorted(options.in_use - {"window", "is_causal"}) or options.is_causal:
+    if other := sorted(options.in_use - {"window", "distance_bias", "is_causal"}) or options.is_causal:
         raise ValueError(
-            f"encode_attention: is_causal must be False and no option but window in use, not {other}"
+            f"encode_attention: is_causal must be False and no option but window and distance_bias in use, not {other}"
         )
     if query.device.type != "meta":
         if seq_lens_list is None:
@@ -61,10 +62,22 @@ def encode_attention(
             raise ValueError(
                 f"encode_attention: seq_lens {seq_lens_list} must be positive and sum to the {len(query)} tokens"
             )
+        _check_distances(options, query, max(seq_lens_list, default=1))
     out: Tensor = find_impl("encode_attention", query, impl)(
         query, key, value, query_starts, seq_lens, options, seq_lens_list=seq_lens_list
     )
     return out
+
+
+def _check_distances(options: AttendOptions, query: Tensor, longest: int) -> None:
+    bias = options.distance_bias
+    if bias is None:
+        return
+    if len(bias) != query.shape[1] or bias.shape[1] < 2 * longest - 1 or bias.device != query.device:
+        raise ValueError(
+            f"encode_attention: distance_bias {list(bias.shape)} on {bias.device} does not fit query "
+            f"{list(query.shape)} on {query.device} with a text of {longest} tokens"
+        )
 
 
 def _check_operands(

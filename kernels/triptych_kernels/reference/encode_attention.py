@@ -31,6 +31,10 @@ def encode_attention(
             for head in range(query.shape[1]):
                 keys = key[first:last, head // heads_per_kv_head].double()
                 values = value[first:last, head // heads_per_kv_head].double()
-                weights = torch.softmax(keys @ query[token, head].double() * options.scale, dim=0)
+                scores = keys @ query[token, head].double() * options.scale
+                if (bias := options.distance_bias) is not None:
+                    distances = torch.arange(first, last) - token
+                    scores += bias[head, distances + bias.shape[1] // 2]
+                weights = torch.softmax(scores, dim=0)
                 out[token, head] = weights @ values
     return out

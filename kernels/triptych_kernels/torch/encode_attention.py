@@ -24,10 +24,14 @@ def encode_attention(
     for length in seq_lens_list:
         tokens = slice(first, first + length)
         own_query, own_key, own_value = (x[tokens].transpose(0, 1)[None] for x in (query, key, value))
+        positions = torch.arange(length, device=query.device)
+        distances = positions - positions[:, None]
         mask = None
         if options.window:
-            positions = torch.arange(length, device=query.device)
-            mask = (positions[:, None] - positions).abs() < options.window
+            mask = distances.abs() < options.window
+        if (bias := options.distance_bias) is not None:
+            scores = bias[:, distances + bias.shape[1] // 2].to(query.dtype)
+            mask = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
         attended = scaled_dot_product_attention(
             own_query,
             own_key,

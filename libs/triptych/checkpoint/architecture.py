@@ -170,6 +170,9 @@ class EncoderSpec:
 
     num_token_types: int = 0
     """Rows of a table that is added to the embedding, by the text of a pair that a token is in; 0: there is none."""
+    num_distance_buckets: int = 0
+    """Rows of a table of biases by head, of which each score gets one by the distance of its tokens, in buckets as T5
+    has them up to 128; 0: there is none."""
     has_first_norm: bool = True
     """norms = pre: whether the attention of the first layer has a norm before it."""
     has_last_norm: bool = False

@@ -21,6 +21,7 @@ from triptych_services.worker.layers.embedding import PositionEmbedding, VocabEm
 from triptych_services.worker.layers.linear import ColumnLinear, QKVLinear, RowLinear
 from triptych_services.worker.layers.mlp import create_mlp
 from triptych_services.worker.layers.norm import create_norm
+from triptych_services.worker.layers.relative_bias import RelativeBias
 from triptych_services.worker.layers.rotary import RotaryTables
 from triptych_services.worker.layers.weights import LoadedTensor
 
@@ -46,38 +47,29 @@ class Encoder(nn.Module):
         super().__init__()
         architecture = context.architecture
         assert architecture.encoder is not None, "described as an encoder"
-        spec, ends, norm = architecture.encoder, architecture.ends, architecture.block.norm
+        spec, norm = architecture.encoder, architecture.block.norm
         hidden_size, inner = architecture.hidden_size, f"{prefix}model"
         self._architecture = architecture
-        self.dtype = context.dtype
-        self.embed_tokens = VocabEmbedding(
-            architecture.vocab_size, hidden_size, context=context, prefix=f"{inner}.embed_tokens"
-        )
-        self.embed_positions: PositionEmbedding | None = None
-        if ends.num_learned_positions:
-            self.embed_positions = PositionEmbedding(
-                ends.num_learned_positions,
-                hidden_size,
-                offset=ends.learned_position_offset,
+        self.embedding = EncoderEmbedding(context=context, prefix=inner)
+        self.relative_bias: RelativeBias | None = None
+        if spec.num_distance_buckets:
+            self.relative_bias = RelativeBias(
+                spec.num_distance_buckets,
+                architecture.num_heads,
                 context=context,
-                prefix=f"{inner}.embed_positions",
+                prefix=f"{inner}.relative_bias",
             )
-        self.embed_token_types: PositionEmbedding | None = None
-        if spec.num_token_types:
-            self.embed_token_types = PositionEmbedding(
-                spec.num_token_types,
-                hidden_size,
-                offset=0,
-                context=context,
-                prefix=f"{inner}.embed_token_types",
-            )
-        self.embed_norm: nn.Module | None = None
-        if ends.has_embedding_norm:
-            self.embed_norm = create_norm(hidden_size, norm, context=context, prefix=f"{inner}.embed_norm")
         tables = RotaryTables(context=context)
         layer_class = SumNormLayer if architecture.block.norms == "sum" else PreNormLayer
         self.layers = nn.ModuleList(
-            layer_class(layer, index, tables=tables, context=context, prefix=f"{inner}.layers.{index}")
+            layer_class(
+                layer,
+                index,
+                tables=tables,
+                bias=self.relative_bias,
+                context=context,
+                prefix=f"{inner}.layers.{index}",
+            )
             for index, layer in enumerate(architecture.layers)
         )
         self.norm: nn.Module | None = None
@@ -94,7 +86,7 @@ class Encoder(nn.Module):
             token_ids: [num_tokens] int64, text after text.
             positions: [num_tokens] int64, the position of each token in its text.
         """
-        residual = self._embed(token_ids, positions, layout)
+        residual = self.embedding(token_ids, positions, layout)
         hidden: Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, positions, layout)
@@ -104,25 +96,69 @@ class Encoder(nn.Module):
         normalised: Tensor = self.norm(hidden, residual)[0]
         return normalised
 
-    def _embed(self, token_ids: Tensor, positions: Tensor, layout: TextLayout) -> Tensor:
-        embedded: Tensor = self.embed_tokens(token_ids)
-        if self.embed_token_types is not None:
-            embedded = embedded + self.embed_token_types(layout.token_types)
-        if self.embed_positions is not None:
-            embedded = embedded + self.embed_positions(positions)
-        if self.embed_norm is not None:
-            embedded = self.embed_norm(embedded).float()
-        return embedded
-
     def load_weights(self, tensors: Iterable[tuple[str, LoadedTensor]]) -> None:
         """As of `CausalLM`."""
         load_weights(self, tensors, self._architecture, ignored=["rotary_emb.inv_freq"])
 
 
+class EncoderEmbedding(nn.Module):
+    """The sum of what each token, its position and its type have, normalised."""
+
+    def __init__(self, *, context: ModelContext, prefix: str) -> None:
+        super().__init__()
+        architecture, spec = context.architecture, _spec_of(context)
+        hidden_size, ends = architecture.hidden_size, architecture.ends
+        self.embed_tokens = VocabEmbedding(
+            architecture.vocab_size, hidden_size, context=context, prefix=f"{prefix}.embed_tokens"
+        )
+        self.embed_positions: PositionEmbedding | None = None
+        if ends.num_learned_positions:
+            self.embed_positions = PositionEmbedding(
+                ends.num_learned_positions,
+                hidden_size,
+                offset=ends.learned_position_offset,
+                context=context,
+                prefix=f"{prefix}.embed_positions",
+            )
+        self.embed_token_types: PositionEmbedding | None = None
+        if spec.num_token_types:
+            self.embed_token_types = PositionEmbedding(
+                spec.num_token_types,
+                hidden_size,
+                offset=0,
+                context=context,
+                prefix=f"{prefix}.embed_token_types",
+            )
+        self.norm: nn.Module | None = None
+        if ends.has_embedding_norm:
+            self.norm = create_norm(
+                hidden_size, architecture.block.norm, context=context, prefix=f"{prefix}.embed_norm"
+            )
+
+    def forward(self, token_ids: Tensor, positions: Tensor, layout: TextLayout) -> Tensor:
+        """Return [num_tokens, hidden_size] float32."""
+        embedded: Tensor = self.embed_tokens(token_ids)
+        if self.embed_token_types is not None:
+            embedded = embedded + self.embed_token_types(layout.token_types)
+        if self.embed_positions is not None:
+            embedded = embedded + self.embed_positions(positions)
+        if self.norm is not None:
+            embedded = self.norm(embedded).float()
+        return embedded
+
+
 class EncoderAttention(nn.Module):
     """Attention of a token to its whole text, or to a window around it; `prefix` is that of its projections."""
 
-    def __init__(self, spec: LayerSpec, *, tables: RotaryTables, context: ModelContext, prefix: str) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        tables: RotaryTables,
+        bias: RelativeBias | None,
+        context: ModelContext,
+        prefix: str,
+    ) -> None:
         super().__init__()
         hidden_size, block = context.architecture.hidden_size, context.architecture.block
         self.qkv_proj = QKVLinear(
@@ -138,6 +174,7 @@ class EncoderAttention(nn.Module):
         self.options = AttendOptions(
             scale=block.attention_scale or spec.head_dim**-0.5,
             window=spec.window if spec.attention == "sliding" else 0,
+            distance_bias=None if bias is None else bias.table,
             is_causal=False,
         )
         self.o_proj = RowLinear(
@@ -172,11 +209,24 @@ class EncoderLayer(nn.Module):
     """Attention, then the MLP; a subclass says where the norms are. The residual is kept in float32 (docs/adr/0003)."""
 
     def __init__(
-        self, spec: LayerSpec, index: int, *, tables: RotaryTables, context: ModelContext, prefix: str
+        self,
+        spec: LayerSpec,
+        index: int,
+        *,
+        tables: RotaryTables,
+        bias: RelativeBias | None,
+        context: ModelContext,
+        prefix: str,
     ) -> None:
+        """
+        Args:
+            tables, bias: Those of the whole model.
+        """
         super().__init__()
         self.dtype = context.dtype
-        self.attention = EncoderAttention(spec, tables=tables, context=context, prefix=f"{prefix}.self_attn")
+        self.attention = EncoderAttention(
+            spec, tables=tables, bias=bias, context=context, prefix=f"{prefix}.self_attn"
+        )
         self.mlp = create_mlp(spec, context=context, prefix=f"{prefix}.mlp")
         self.attention_norm, self.mlp_norm = self._create_norms(index, context, prefix)
 

@@ -56,6 +56,19 @@ def test_long_texts_are_merged_from_spans(window: int, case: Case) -> None:
     torch.testing.assert_close(out, expected, rtol=TOLERANCE[case.dtype], atol=TOLERANCE[case.dtype])
 
 
+@pytest.mark.parametrize("window", [0, 6])
+def test_adds_a_bias_by_distance(window: int, case: Case) -> None:
+    *given, starts, seq_lens = operands((300, 1, 45), 3, 3, 16, case.dtype)
+    bias = torch.randn(3, 2 * 310 - 1, generator=torch.Generator().manual_seed(2))
+    changed = options(window=window, distance_bias=bias)
+    out = case(encode_attention, *given, starts, seq_lens, changed)
+    expected = encode_attention(*given, starts, seq_lens, changed, impl="reference")
+    tolerance = 3 * TOLERANCE[case.dtype]
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    plain = encode_attention(*given, starts, seq_lens, options(window=window), impl="reference")
+    assert not torch.allclose(plain.float(), expected.float(), atol=0.1)
+
+
 def test_a_text_has_the_same_bits_alone_and_with_any_threads(implementation: Implementation) -> None:
     for dtype in implementation.dtypes[:2]:
         lengths = (300, 5, 64)
@@ -91,6 +104,8 @@ def test_what_it_does_not_compute_is_refused() -> None:
         encode_attention(query[:, :1], key, value, starts, seq_lens, options())
     with pytest.raises(ValueError, match="one longer than seq_lens"):
         encode_attention(query, key, value, starts, seq_lens[:1], options())
+    with pytest.raises(ValueError, match="with a text of 3 tokens"):
+        encode_attention(query, key, value, starts, seq_lens, options(distance_bias=torch.zeros(2, 3)))
     with pytest.raises(ValueError, match="sum to the 5 tokens"):
         encode_attention(query, key, value, starts, seq_lens + 1, options())
     with pytest.raises(ValueError, match=r"must be torch\.int32"):

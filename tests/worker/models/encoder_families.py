@@ -41,6 +41,7 @@ ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "ModernBertModel",
         {**MODERN, "norm_bias": True, "attention_bias": True, "mlp_bias": True, "local_attention": 300},
     ),
+    "MPNet": ("MPNetModel", {**SIZES, "pad_token_id": 1}),
     "Nomic": ("NomicBertModel", {**SIZES, **ROPE}),
     "GTE": ("GteModel", {**SIZES, **ROPE}),
 }
@@ -58,6 +59,7 @@ HEADS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "ModernBertForSequenceClassification",
         {**MODERN, "num_labels": 1, "classifier_pooling": "mean", "classifier_bias": True},
     ),
+    "MPNet": ("MPNetForSequenceClassification", {**SIZES, "num_labels": 3, "pad_token_id": 1}),
     "Nomic": ("NomicBertForSequenceClassification", {**SIZES, **ROPE, "num_labels": 3}),
     "GTE": ("GteForSequenceClassification", {**SIZES, **ROPE, "num_labels": 3}),
 }

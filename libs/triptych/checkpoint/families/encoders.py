@@ -82,6 +82,38 @@ def roberta(config: ConfigFile) -> ModelArchitecture:
     )
 
 
+def mpnet(config: ConfigFile) -> ModelArchitecture:
+    sizes, offset = read_sizes(config), 2  # the rows of padding and of the id before it
+    ends = EndsSpec(
+        num_learned_positions=sizes.max_positions, learned_position_offset=offset, has_embedding_norm=True
+    )
+    head = _head(config)
+    renamed = (
+        ("model.layers.", "encoder.layer."),
+        ("model.relative_bias", "encoder.relative_attention_bias"),
+        *_EMBEDDINGS,
+        ("self_attn.q_proj", "attention.attn.q"),
+        ("self_attn.k_proj", "attention.attn.k"),
+        ("self_attn.v_proj", "attention.attn.v"),
+        ("self_attn.o_proj", "attention.attn.o"),
+        ("post_attention_layernorm", "attention.LayerNorm"),
+        ("mlp.up_proj", "intermediate.dense"),
+        ("mlp.down_proj", "output.dense"),
+        ("post_feedforward_layernorm", "output.LayerNorm"),
+        ("classifier", "classifier.out_proj"),
+        ("head.dense", "classifier.dense"),
+    )
+    return _bert(
+        config,
+        replace(sizes, max_positions=sizes.max_positions - offset),
+        ends,
+        EncoderSpec(
+            num_distance_buckets=config.integer("relative_attention_num_buckets", default=32), head=head
+        ),
+        _names(("mpnet.",), renamed, head),
+    )
+
+
 def _bert(
     config: ConfigFile, sizes: Sizes, ends: EndsSpec, encoder: EncoderSpec, names: TensorNames
 ) -> ModelArchitecture:

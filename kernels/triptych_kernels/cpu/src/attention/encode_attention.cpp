@@ -29,6 +29,8 @@ struct EncodeAttention {
   int64_t head_dim;
   double scale;
   int64_t window;               // a query at p sees keys above p - window and below p + window; 0: all
+  const float* distance_bias;   // [num_heads, num_distances], added to scores by the key's position - the query's; or null
+  int64_t num_distances;        // odd; that of 0 is in the middle
 };
 
 namespace {
@@ -157,6 +159,7 @@ class TextQueries {
       seen[i] = seen_by(first_row + i);
       seen[i].begin_panels = first * kPanel;
       seen[i].end_panels = end * kPanel;
+      if (args_.distance_bias) add_bias(scores_ + i * kSpan, seen[i], begin - tile_.first_query - first_row - i);
       softmax[i].maximum = largest_score(scores_ + i * kSpan, seen[i]);
     }
     for (int64_t i = 0; i < count; ++i) {
@@ -172,6 +175,15 @@ class TextQueries {
     for (int64_t i = 0; i < count; ++i) {
       merge(softmax_[first_row + i], sums_ + (first_row + i) * size_, softmax[i], span_sums_ + i * size_, size_);
     }
+  }
+
+  // `distance`: of the span's first key from the query. Scores are exponents of 2.
+  void add_bias(float* scores, const RowSeen& seen, int64_t distance) const {
+    const float* bias = args_.distance_bias + head_ * args_.num_distances + args_.num_distances / 2 + distance;
+    const vec log2e = splat(static_cast<float>(kLog2E));
+    int64_t key = seen.first;
+    for (; key + kLanes <= seen.end; key += kLanes) store(scores + key, fma(load(bias + key), log2e, load(scores + key)));
+    for (; key < seen.end; ++key) scores[key] = std::fma(bias[key], static_cast<float>(kLog2E), scores[key]);
   }
 
   void finish() const {
@@ -219,7 +231,8 @@ void encode(const EncodeAttention& args, int64_t num_texts) {
 
 TRIPTYCH_KERNEL(encode_attention, triptych::attention::EncodeAttention,
                 dtype, query, query_stride, query_head_stride, key, key_stride, key_head_stride, value, value_stride,
-                value_head_stride, query_starts, out, num_heads, num_kv_heads, head_dim, scale, window) {
+                value_head_stride, query_starts, out, num_heads, num_kv_heads, head_dim, scale, window,
+                distance_bias, num_distances) {
   using namespace triptych;
   using namespace triptych::attention;
   if (args.dtype == kFloat32) return encode<float, float>(args, rows);
