@@ -288,6 +288,16 @@ def test_refused_rows_do_not_disturb_others(
     np.testing.assert_allclose(result.vectors[served.key], alone, rtol=1e-5, atol=1e-6)
 
 
+def test_a_row_with_an_adapter_that_is_not_there_reports_no_vector(tmp_path: Path) -> None:
+    save_decoder(tmp_path, "Qwen3")
+    runner, texts = pooling_runner(tmp_path), texts_of((5, 6))
+    refused, served = (pooled_row(slot, text, EMBED) for slot, text in enumerate(texts))
+    refused = replace(refused, content=replace(refused.content, adapter="ab" * 32))
+    result = run(runner, [refused, served])
+    assert set(result.row_errors) == {refused.key}
+    assert set(result.vectors) == {served.key}
+
+
 def test_published_embedding_models_without_a_head(tmp_path: Path) -> None:
     """Names and weights as of Qwen3-Embedding: a body, under the architecture of a whole decoder."""
     whole = save_decoder(tmp_path, "Qwen3", "ForCausalLM", tie_word_embeddings=False)

@@ -109,10 +109,19 @@ def test_a_classifier_reads_the_state_that_it_was_trained_on() -> None:
     spec = PoolingSpec(PoolingKind.MEAN, classifier=ClassifierSpec(("a", "b", "c"), "softmax"))
     states = states_of(6)
     for kind, state in ((PoolingKind.FIRST, states[0]), (PoolingKind.LAST, states[-1])):
-        pooler = Pooler(spec, HIDDEN, classifier=[DenseLayer(weight)], classifier_kind=kind)
+        pooler = Pooler(spec, HIDDEN, classifier=DenseLayer(weight), classifier_kind=kind)
         (found,) = vectors_in(pooler, PoolingParams(Task.CLASSIFY, PoolingKind.MEAN), states, [3])
         theirs = torch.softmax(torch.from_numpy(weight) @ torch.from_numpy(state), 0)
         torch.testing.assert_close(torch.from_numpy(found), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_text_that_was_computed_whole_has_the_same_vectors() -> None:
+    states = states_of(300)
+    for task, kind in itertools.product((Task.EMBED, Task.TOKEN_EMBED), PoolingKind):
+        pooler, params = Pooler(PoolingSpec(kind), HIDDEN), PoolingParams(task)
+        found = pooler.pool(params, states)
+        assert not isinstance(found, RowError)
+        assert found.tobytes() == vectors_in(pooler, params, states, [7, 150]).tobytes()
 
 
 def test_a_function_of_another_package_gets_all_states() -> None:
@@ -134,9 +143,7 @@ def test_a_function_of_another_package_gets_all_states() -> None:
 @pytest.mark.parametrize("wrong", [lambda states: states, lambda states: states[0, :3], lambda states: 1 / 0])
 def test_a_function_that_fails_fails_its_row_alone(wrong: Callable[[F32], F32]) -> None:
     pooler, params = Pooler(PoolingSpec(PoolingKind.MEAN), HIDDEN, own=wrong), PoolingParams()
-    row = pooler.row(params)
-    row.add(states_of(4))
-    found = pooler.vectors(params, row)
+    found = pooler.pool(params, states_of(4))
     assert isinstance(found, RowError)
     assert "the model's pooler" in found.message
 
