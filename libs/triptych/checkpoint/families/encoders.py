@@ -199,34 +199,12 @@ def modernbert(config: ConfigFile) -> ModelArchitecture:
         # half of it on each side, and the token's own
         window=config.integer("local_attention", default=128) // 2 + 1,
     )
-    norm = NormSpec(
-        "layer", config.number("norm_eps", default=1e-5), bias=config.boolean("norm_bias", default=False)
-    )
-    has_bias = config.boolean("attention_bias", default=False)
-    block = BlockSpec(
-        norm=norm,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=config.boolean("mlp_bias", default=False),
-        activation=read_activation(config, "hidden_activation", default="gelu"),
-    )
     config.pass_over(
         "classifier_activation", "classifier_bias", "classifier_pooling", "decoder_bias", "sparse_prediction",
         "sparse_pred_ignore_index", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad",
         "mlp_dropout", "layer_norm_eps", "position_embedding_type", "sliding_window", "num_key_value_heads",
     )  # fmt: skip
-    head = _head(config, activation="")
-    if head is not None:
-        pooling = config.text("classifier_pooling", default="cls")
-        if pooling not in ("cls", "mean"):
-            config.fail("classifier_pooling", pooling, "must be cls or mean")
-        head = replace(
-            head,
-            activation=read_activation(config, "classifier_activation", default="gelu"),
-            dense_bias=config.boolean("classifier_bias", default=False),
-            has_norm=True,
-            pooling="first" if pooling == "cls" else pooling,
-        )
+    head = _modernbert_head(config)
     renamed = (
         ("model.layers.", "layers."),
         ("model.embed_tokens", "embeddings.tok_embeddings"),
@@ -242,9 +220,41 @@ def modernbert(config: ConfigFile) -> ModelArchitecture:
         fused=(FusedTensor("attn.Wqkv", _QKV), FusedTensor("mlp.Wi", _HALVES)),
     )
     ends = EndsSpec(has_embedding_norm=True)
-    described = describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
+    described = describe(
+        config, sizes, layers=layers, block=_modernbert_block(config), ends=ends, names=names
+    )
     encoder = EncoderSpec(has_first_norm=False, has_last_norm=True, head=head)
     return _encoder(described, encoder)
+
+
+def _modernbert_block(config: ConfigFile) -> BlockSpec:
+    norm = NormSpec(
+        "layer", config.number("norm_eps", default=1e-5), bias=config.boolean("norm_bias", default=False)
+    )
+    has_bias = config.boolean("attention_bias", default=False)
+    return BlockSpec(
+        norm=norm,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=config.boolean("mlp_bias", default=False),
+        activation=read_activation(config, "hidden_activation", default="gelu"),
+    )
+
+
+def _modernbert_head(config: ConfigFile) -> EncoderHead | None:
+    head = _head(config, activation="")
+    if head is None:
+        return None
+    pooling = config.text("classifier_pooling", default="cls")
+    if pooling not in ("cls", "mean"):
+        config.fail("classifier_pooling", pooling, "must be cls or mean")
+    return replace(
+        head,
+        activation=read_activation(config, "classifier_activation", default="gelu"),
+        dense_bias=config.boolean("classifier_bias", default=False),
+        has_norm=True,
+        pooling="first" if pooling == "cls" else pooling,
+    )
 
 
 def nomic(config: ConfigFile) -> ModelArchitecture:

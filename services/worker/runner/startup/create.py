@@ -53,6 +53,7 @@ from triptych_services.worker.runner.startup.encoder import (
 )
 from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, view_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import KvPlan
 from triptych_services.worker.runner.startup.memory_plan import plan_memory
 from triptych_services.worker.runner.startup.pooler import create_pooler
 from triptych_services.worker.runner.startup.warm_up import warm_up
@@ -106,10 +107,7 @@ def create_runner(
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
-    if config.architecture.encoder is None:
-        config, kv = plan_memory(config, group, model, create_attention(config), device)
-    else:
-        config, kv = plan_encoder(config)
+    config, kv = _plan(config, group, model)
     facts = worker_facts(
         config,
         kv,
@@ -123,10 +121,15 @@ def create_runner(
         load_s=load_s,
         served=served_tasks(config.architecture, directory),
     )
-    if config.architecture.encoder is not None:
-        facts = replace(facts, model=replace(facts.model, is_encoder=True))
     factory = RunnerFactory(config, directory, facts, group, on_phase, adapters=adapters)
     return factory.sleepable(model, activation_bytes=kv.activation_bytes)
+
+
+def _plan(config: ResolvedConfig, group: RankGroup, model: CausalLM) -> tuple[ResolvedConfig, KvPlan]:
+    """Return the sizes of the KV cache, and the config with the step that is taken; see `plan_memory`."""
+    if config.architecture.encoder is not None:
+        return plan_encoder(config)
+    return plan_memory(config, group, model, create_attention(config), torch.device(config.rank.device))
 
 
 def resume_runner(

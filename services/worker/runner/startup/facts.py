@@ -146,6 +146,7 @@ def _model_facts(
         tasks=served.tasks,
         embedding_size=served.embedding_size,
         num_labels=served.num_labels,
+        is_encoder=architecture.encoder is not None,
     )
 
 
