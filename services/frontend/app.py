@@ -39,13 +39,14 @@ from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.rpc.tls import ServerTls, create_client_tls
 from triptych.types.exit_codes import ExitCode
-from triptych.v1 import generation_pb2_grpc, model_pb2_grpc
+from triptych.v1 import embedding_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 from triptych_services.frontend.access.caller import Caller
 from triptych_services.frontend.access.keys import ApiKeys, create_api_keys, label_of_tenant
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.engines.status_watch import StatusWatch
 from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, create_admin_forwarder
+from triptych_services.frontend.grpc.embedding_servicer import EMBEDDING_SERVICE, EmbeddingServicer
 from triptych_services.frontend.grpc.generation_servicer import SERVICE, GenerationServicer
 from triptych_services.frontend.grpc.interceptors import AuditInterceptor, KeyInterceptor
 from triptych_services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
@@ -355,7 +356,7 @@ def create_server(
         tls: None: plain text.
     """
     server = RpcServer(
-        services=(SERVICE, VLLM_SERVICE),
+        services=(SERVICE, EMBEDDING_SERVICE, VLLM_SERVICE),
         other_services={MODEL_SERVICE: True},  # it answers without an engine
         limit_bytes=PUBLIC_MESSAGE_BYTES,
         max_connection_age_s=config.max_connection_age_s,
@@ -367,6 +368,8 @@ def create_server(
     )
     generation = GenerationServicer(generator, config.client_timeout_s)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server.grpc)
+    embedding = EmbeddingServicer(generator, config.client_timeout_s)
+    embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, server.grpc)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(generator), server.grpc)
     vllm = VllmServicer(generator, config.client_timeout_s, status_watch.latest)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm, server.grpc)

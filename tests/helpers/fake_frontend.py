@@ -102,7 +102,10 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         self.num_batches += 1
         self.on_call(context)
         run = BatchRun(
-            lambda item: self._within(item, context), lambda: items_in_flight(self.max_running_choices)
+            lambda item: self._within(item, context),
+            lambda: items_in_flight(self.max_running_choices),
+            to_error=lambda item, status: generation_pb2.BatchGenerateResponse(tag=item.tag, error=status),
+            id_of=lambda item: item.request.request_id,
         )
         async with aclosing(run.run(request_iterator)) as responses:
             async for response in responses:
@@ -116,7 +119,7 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
                 aclosing(self.StreamGenerate(item.request, context)) as messages,
             ):
                 async for message in messages:
-                    yield message
+                    yield generation_pb2.BatchGenerateResponse(tag=item.tag, event=message)
         except TimeoutError:
             raise DeadlineExceeded("its time ran out") from None
 

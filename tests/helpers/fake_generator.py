@@ -16,10 +16,13 @@ from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEven
 from triptych.types.facts import ModelFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
+from triptych.types.pooling import PoolingParams, Task
 from triptych.types.step import PromptLogprobs
 from triptych.types.submit import EngineLimits, ModelTerms
 from triptych_services.frontend.generate import Generator, ServedModel
+from triptych_services.frontend.pooled_calls import PooledCalls
 from triptych_services.frontend.requests.parse import check_chat, fit_to_context, parse
+from triptych_services.frontend.requests.pooled import prepare_pooled
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
 from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.streams.logprobs import PromptReport
@@ -32,7 +35,20 @@ MODEL = "tiny/fake"
 VOCAB_SIZE = 256
 MAX_MODEL_LEN = 64
 WORDS = (" Once", " upon", " a", " time", " ü", ".")
-_FACTS = ModelFacts(MODEL, ModelIdentity("0"), VOCAB_SIZE, MAX_MODEL_LEN, (0,), "float32", "float32", "none")
+TASKS = ("generate", "embed", "token_embed", "classify")
+_FACTS = ModelFacts(
+    MODEL,
+    ModelIdentity("0"),
+    VOCAB_SIZE,
+    MAX_MODEL_LEN,
+    (0,),
+    "float32",
+    "float32",
+    "none",
+    tasks=TASKS,
+    embedding_size=4,
+    num_labels=1,
+)
 _TERMS = ModelTerms(_FACTS, EngineLimits(), MAX_MODEL_LEN)
 
 
@@ -41,6 +57,7 @@ class FakeGenerator(Generator):
 
     def __init__(self) -> None:
         self.text = _FakeTextCalls(self.find_model)
+        self.pooled = PooledCalls(self.generate, self)  # type: ignore[arg-type] # what it asks a router
         self.reset()
 
     async def attach(
@@ -80,6 +97,9 @@ class FakeGenerator(Generator):
     def max_choices(self, model: str) -> int:
         return self.most_choices
 
+    def max_running(self, model: str = "") -> int:
+        return 0
+
     @property
     def num_active(self) -> int:
         return self.num_running
@@ -118,6 +138,10 @@ class FakeGenerator(Generator):
         if self.admission_errors:
             raise self.admission_errors.pop(0)
         self.find_model(raw.model)
+        if raw.pooling is not None:
+            async for event in self._vectors(raw, raw.pooling):
+                yield event
+            return
         valid = parse(raw, _TERMS, {})
         prompt = _token_ids(valid.prompt)
         sampling = fit_to_context(valid, len(prompt), MAX_MODEL_LEN)
@@ -167,6 +191,17 @@ class FakeGenerator(Generator):
             await self._hold_at(number)
         yield FinishedEvent(Usage(len(prompt), num_tokens, num_cached_tokens=1), StageTimings())
 
+    async def _vectors(self, raw: RawRequest, pooling: PoolingParams) -> AsyncGenerator[Event, None]:
+        """One number for a classifier, else the first ids of the text."""
+        prepared = await prepare_pooled(raw, pooling, raw.head.request_id, _TERMS, self.text_model)
+        token_ids = prepared.prompt_token_ids
+        yield AdmittedEvent(raw.head.request_id, MODEL, 0, token_ids)
+        vectors = np.resize(token_ids.astype(np.float32), (len(token_ids), 4))
+        if pooling.task is not Task.TOKEN_EMBED:
+            vectors = vectors[:1, : 1 if pooling.task is Task.CLASSIFY else None]
+        yield DeltaEvent(0, "", [], (), FinishReason.STOP, vectors=vectors)
+        yield FinishedEvent(Usage(len(token_ids), 0), StageTimings())
+
     async def _hold_at(self, number: int) -> None:
         if number == self.hold_after_words:
             self.holding.set()
@@ -177,7 +212,7 @@ class FakeGenerator(Generator):
         return TextModel(byte_tokenizer(), {}, Path("no-checkpoint"))
 
     def models(self) -> list[ServedModel]:
-        return [ServedModel(MODEL, MAX_MODEL_LEN, VOCAB_SIZE, 1_700_000_000)]
+        return [ServedModel(MODEL, MAX_MODEL_LEN, VOCAB_SIZE, 1_700_000_000, tasks=TASKS, num_labels=1)]
 
     def find_model(self, name: str) -> ServedModel:
         if self.unready_because:

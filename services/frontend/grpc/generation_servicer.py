@@ -87,16 +87,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request_iterator: AsyncIterator[generation_pb2.BatchGenerateRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[generation_pb2.BatchGenerateResponse]:
-        def answer(
+        async def answer(
             item: generation_pb2.BatchGenerateRequest,
-        ) -> AsyncGenerator[generation_pb2.StreamGenerateResponse]:
+        ) -> AsyncGenerator[generation_pb2.BatchGenerateResponse]:
             item.request.request_id = item.request.request_id or new_request_id()
             answer = write_answer(item.request.generation)
-            return self._messages(item.request, _time_of_item(item, context.time_remaining()), answer)
+            remaining_s = _time_of_item(item, context.time_remaining())
+            async with aclosing(self._messages(item.request, remaining_s, answer)) as messages:
+                async for message in messages:
+                    yield generation_pb2.BatchGenerateResponse(tag=item.tag, event=message)
 
         watch = StallWatch(context, self._client_timeout_s)
         try:
-            run = BatchRun(answer, lambda: items_in_flight(self._generator.max_running()))
+            run = BatchRun(
+                answer,
+                lambda: items_in_flight(self._generator.max_running()),
+                to_error=lambda item, status: generation_pb2.BatchGenerateResponse(
+                    tag=item.tag, error=status
+                ),
+                id_of=lambda item: item.request.request_id,
+            )
             async with aclosing(run.run(request_iterator)) as responses:
                 async for response in responses:
                     watch.begin_write()

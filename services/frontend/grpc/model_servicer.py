@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
+from triptych.types.pooling import GENERATION
 from triptych.types.sampling import MAX_CHOICES, MAX_LOGPROBS, SAMPLING_FIELDS
 from triptych.v1 import model_pb2, model_pb2_grpc, sampling_pb2
 from triptych_services.frontend.generate import Generator, ServedModel
@@ -64,10 +65,15 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
 
 def _to_proto(served: ServedModel) -> model_pb2.Model:
-    capabilities = [model_pb2.CAPABILITY_GENERATE, model_pb2.CAPABILITY_STRUCTURED_OUTPUTS]
-    if served.has_chat_template:
+    capabilities: list[model_pb2.Capability] = []
+    generates = GENERATION in served.tasks
+    if generates:
+        capabilities += [model_pb2.CAPABILITY_GENERATE, model_pb2.CAPABILITY_STRUCTURED_OUTPUTS]
+    if generates and served.has_chat_template:
         capabilities.append(model_pb2.CAPABILITY_CHAT)
-    if served.has_tools:
+    if set(served.tasks) - {GENERATION}:
+        capabilities.append(model_pb2.CAPABILITY_EMBED)
+    if generates and served.has_tools:
         capabilities.append(model_pb2.CAPABILITY_TOOLS)
     model = model_pb2.Model(
         name=served.name,

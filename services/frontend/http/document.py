@@ -40,6 +40,8 @@ class Exchange(NamedTuple):
     """The events of its streams. Empty: it never streams."""
     ends_with_done: bool
     """The last event of a whole stream is `[DONE]`."""
+    has_timeout: bool = False
+    """Its time may be bounded, as that of a generation always may."""
 
     @property
     def generates(self) -> bool:
@@ -58,11 +60,12 @@ def takes(
     *,
     events: Sequence[type[BaseModel]] = (),
     ends_with_done: bool = False,
+    has_timeout: bool = False,
 ) -> Callable[[_Endpoint], _Endpoint]:
     """Declare what an endpoint reads and streams. See `Exchange`."""
 
     def declare(endpoint: _Endpoint) -> _Endpoint:
-        _EXCHANGES[endpoint] = Exchange(body, events, ends_with_done)
+        _EXCHANGES[endpoint] = Exchange(body, events, ends_with_done, has_timeout)
         return endpoint
 
     return declare
@@ -117,7 +120,7 @@ def _describe(operation: dict[str, Any], exchange: Exchange) -> None:
     if exchange.body is not None:
         content = {"application/json": {"schema": _reference(exchange.body)}}
         operation["requestBody"] = {"required": True, "content": content}
-    if exchange.generates:
+    if exchange.generates or exchange.has_timeout:
         operation["parameters"] = [_TIMEOUT]
     if exchange.events:
         answer = operation["responses"]["200"]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_engine import FakeEngine, SubmittedChoice, eventually
-from tests.helpers.grpc_api import TOKENIZER, Api, alphabet, ask, error_of, open_api
+from tests.helpers.grpc_api import TOKENIZER, alphabet, ask, error_of, open_api
 from triptych import errors
 from triptych.rpc.status import from_rich_status
 from triptych.types.outputs import FinishReason
 from triptych.types.step import LogprobColumns
-from triptych.v1 import embedding_pb2, embedding_pb2_grpc, generation_pb2, model_pb2, output_pb2
+from triptych.v1 import generation_pb2, model_pb2, output_pb2
 from triptych_services.frontend.grpc.batch import BatchRun, items_in_flight
 
 A = TOKENIZER.encode("a")[0]
@@ -210,6 +210,12 @@ async def test_leaving_a_batch_aborts_its_items() -> None:
         await eventually(lambda: api.core.generator.num_active == 0)
 
 
+_BATCH: Any = {
+    "to_error": lambda item, status: generation_pb2.BatchGenerateResponse(tag=item.tag, error=status),
+    "id_of": lambda item: item.request.request_id,
+}
+
+
 async def test_a_batch_reads_no_more_items_than_may_run() -> None:
     running = most = num_read = 0
     may_end = asyncio.Event()
@@ -227,7 +233,7 @@ async def test_a_batch_reads_no_more_items_than_may_run() -> None:
             num_read += 1
             yield generation_pb2.BatchGenerateRequest(tag=tag)
 
-    run = BatchRun(answer, max_in_flight=lambda: 3)  # type: ignore[arg-type]
+    run: Any = BatchRun(answer, lambda: 3, **_BATCH)  # type: ignore[arg-type]
     reading = asyncio.create_task(read_all(run.run(requests())))
     await eventually(lambda: running == 3)
     await asyncio.sleep(0.01)
@@ -257,7 +263,7 @@ async def test_a_batch_reads_no_more_bytes_than_may_run() -> None:
             request = generation_pb2.StreamGenerateRequest(request_id="x" * size)
             yield generation_pb2.BatchGenerateRequest(tag=tag, request=request)
 
-    run = BatchRun(answer, lambda: 100, max_bytes_in_flight=2500)  # type: ignore[arg-type]
+    run: Any = BatchRun(answer, lambda: 100, 2500, **_BATCH)  # type: ignore[arg-type]
     reading = asyncio.create_task(read_all(run.run(requests())))
     for num_running in (3, 2, 1, 1):  # the one of 9,000 waits for all others, and the last one for it
         await eventually(lambda expected=num_running: len(running) == expected)  # type: ignore[misc]
@@ -384,19 +390,6 @@ async def test_emitted_tokens_that_cannot_be_are_refused(fields: dict[str, Any],
 
 
 # Known, and not served yet
-
-
-async def unimplemented(api: Api, call: Any) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (call if not hasattr(call, "read") else call.read())
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    return caught.value.details() or ""
-
-
-async def test_embeddings_are_not_served_yet() -> None:
-    async with FakeEngine() as engine, open_api(engine) as api:
-        stub = embedding_pb2_grpc.EmbeddingServiceStub(api.channel)
-        await unimplemented(api, stub.Embed(embedding_pb2.EmbedRequest()))
 
 
 async def test_an_unserved_field_is_named_in_the_details() -> None:

@@ -61,7 +61,12 @@ async def test_the_official_client_embeds_texts_and_ids() -> None:
     async with serve() as (api, engine):
         one = await api.client.embeddings.create(model="tiny", input="Hello")
         assert one.data[0].embedding == expected("Hello")
-        assert (one.object, one.model, one.data[0].object, one.data[0].index) == ("list", "tiny", "embedding", 0)
+        assert (one.object, one.model, one.data[0].object, one.data[0].index) == (
+            "list",
+            "tiny",
+            "embedding",
+            0,
+        )
         several = await api.client.embeddings.create(
             model="tiny", input=["Hello", "world"], encoding_format="float", user="me"
         )

@@ -45,7 +45,7 @@ class _Comparison(NamedTuple):
 
 
 @router.post("/v1/embeddings", responses={200: {"model": answers.EmbeddingAnswer}, **GENERATE_ERRORS})
-@takes(EmbeddingRequest)
+@takes(EmbeddingRequest, has_timeout=True)
 async def create_embeddings(request: Request) -> Response:
     """Texts or token ids -> one vector each."""
     deadline_s = timeout_of(request)
@@ -62,7 +62,7 @@ async def create_embeddings(request: Request) -> Response:
 
 
 @router.post("/pooling", responses={200: {"model": answers.PoolingAnswer}, **GENERATE_ERRORS})
-@takes(PoolingRequest)
+@takes(PoolingRequest, has_timeout=True)
 async def pool(request: Request) -> Response:
     """Texts or token ids -> what the model makes of each: a vector, one for each token, or numbers of its labels."""
     deadline_s, generator = timeout_of(request), generator_of(request)
@@ -84,7 +84,7 @@ async def pool(request: Request) -> Response:
 
 
 @router.post("/classify", responses={200: {"model": answers.ClassificationAnswer}, **GENERATE_ERRORS})
-@takes(ClassificationRequest)
+@takes(ClassificationRequest, has_timeout=True)
 async def classify(request: Request) -> Response:
     """Texts or token ids -> one number for each label of the model."""
     deadline_s, generator = timeout_of(request), generator_of(request)
@@ -110,7 +110,7 @@ async def classify(request: Request) -> Response:
 
 @router.post("/score", responses={200: {"model": answers.ScoreAnswer}, **GENERATE_ERRORS})
 @router.post("/v1/score", responses={200: {"model": answers.ScoreAnswer}, **GENERATE_ERRORS})
-@takes(ScoreRequest)
+@takes(ScoreRequest, has_timeout=True)
 async def create_scores(request: Request) -> Response:
     """Pairs of texts -> how well the second of each fits the first."""
 
@@ -125,7 +125,7 @@ async def create_scores(request: Request) -> Response:
 @router.post("/rerank", responses={200: {"model": answers.RerankAnswer}, **GENERATE_ERRORS})
 @router.post("/v1/rerank", responses={200: {"model": answers.RerankAnswer}, **GENERATE_ERRORS})
 @router.post("/v2/rerank", responses={200: {"model": answers.RerankAnswer}, **GENERATE_ERRORS})
-@takes(RerankRequest)
+@takes(RerankRequest, has_timeout=True)
 async def rerank(request: Request) -> Response:
     """A query and documents -> the documents in the order in which they fit it, as Jina's and Cohere's clients ask."""
 

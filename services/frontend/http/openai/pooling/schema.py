@@ -112,7 +112,7 @@ class RerankRequest(PooledBody):
 
     model_config = document_as("query", "documents")
 
-    query: str | None = None
+    query: Text | None = None
     """The text that documents are to fit."""
     documents: Annotated[_DocumentTexts | None, must_be("a list of strings or of objects with `text`")] = None
     """At least one, at most 2,048."""

@@ -1,0 +1,159 @@
+"""EmbeddingService over real gRPC, before a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.frontend.http.openai.test_pooling import CLASSIFIER, CROSS_ENCODER, EMBEDDER, length_score, pool
+from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.helpers.fake_engine import MODEL, FakeEngine, SubmittedChoice, eventually
+from tests.helpers.grpc_api import error_of, open_api
+from triptych import errors
+from triptych.types.pooling import PoolingKind, PoolingParams, Task
+from triptych.v1 import embedding_pb2 as pb
+from triptych.v1 import embedding_pb2_grpc
+
+TOKENIZER = byte_tokenizer()
+
+
+@asynccontextmanager
+async def serve(model: Any = EMBEDDER, pool: Any = pool) -> AsyncIterator[tuple[Any, FakeEngine]]:
+    async with FakeEngine(model=model, pool=pool) as engine, open_api(engine) as api:
+        yield embedding_pb2_grpc.EmbeddingServiceStub(api.channel), engine
+
+
+def texts(*given: str) -> list[pb.EmbeddingInput]:
+    return [pb.EmbeddingInput(text={"text": text}) for text in given]
+
+
+def vector(text: str) -> np.ndarray:
+    ids = np.array(TOKENIZER.encode(text), np.float32)
+    return np.array([ids.sum(), ids[0], ids[-1], len(ids)], np.float32) / np.float32(3)
+
+
+async def test_texts_and_ids_become_vectors_in_their_order() -> None:
+    async with serve() as (stub, engine):
+        inputs = [*texts("Hello", "world"), pb.EmbeddingInput(token_ids={"ids": TOKENIZER.encode("abc")})]
+        options = pb.PoolingCallOptions(request_id="mine", tenant="me", priority=2, cache_salt="s")
+        answer = await stub.Embed(
+            pb.EmbedRequest(inputs=inputs, pooling=pb.POOLING_TYPE_MEAN, options=options)
+        )
+        for got, text in zip(answer.embeddings, ("Hello", "world", "abc"), strict=True):
+            assert list(got.floats.values) == vector(text).tolist()
+            assert got.num_tokens == len(TOKENIZER.encode(text))
+        assert answer.usage.num_prompt_tokens == sum(each.num_tokens for each in answer.embeddings)
+        heads = sorted(
+            (request.request.head for request in engine.submitted), key=lambda head: head.request_id
+        )
+        assert [head.request_id for head in heads] == ["mine-0", "mine-1", "mine-2"]
+        assert (heads[0].tenant, heads[0].priority, heads[0].cache_salt) == ("me", 2, "s")
+        assert engine.submitted[0].request.pooling == PoolingParams(Task.EMBED, kind=PoolingKind.MEAN)
+
+
+async def test_encodings_hold_the_same_vector() -> None:
+    def unit(request: SubmittedChoice) -> np.ndarray:
+        return np.array([[0.5, -1.0, 0.0, 0.25, 1.0, 0.7, -0.1, 0.3, 0.9]], np.float32)
+
+    expected = unit(None)[0]  # type: ignore[arg-type]
+    async with serve(replace(EMBEDDER, embedding_size=9), unit) as (stub, _):
+
+        async def packed(encoding: Any) -> bytes:
+            answer = await stub.Embed(pb.EmbedRequest(inputs=texts("x"), encoding=encoding))
+            return answer.embeddings[0].packed  # type: ignore[no-any-return]
+
+        assert await packed(pb.EMBEDDING_ENCODING_FLOAT32_BYTES) == expected.astype("<f4").tobytes()
+        int8 = np.frombuffer(await packed(pb.EMBEDDING_ENCODING_INT8), np.int8)
+        np.testing.assert_allclose(int8 / 127, expected, atol=0.5 / 127)
+        assert await packed(pb.EMBEDDING_ENCODING_BINARY) == bytes([0b10011101, 0b10000000])
+
+
+async def test_all_tokens_may_have_vectors() -> None:
+    async with serve() as (stub, _):
+        answer = await stub.Embed(pb.EmbedRequest(inputs=texts("abc"), pooling=pb.POOLING_TYPE_ALL))
+        vectors = answer.embeddings[0].token_vectors
+        assert vectors.num_columns == 2
+        assert list(vectors.values)[::2] == TOKENIZER.encode("abc")
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.EmbedRequest(), "inputs"),
+        (pb.EmbedRequest(inputs=texts(*["x"] * 3000)), "inputs"),
+        (pb.EmbedRequest(inputs=texts("a", "")), "inputs[1].text.text"),
+        (pb.EmbedRequest(inputs=[pb.EmbeddingInput()]), "inputs[0]"),
+        (pb.EmbedRequest(inputs=texts("a" * 300)), "inputs[0].text.text"),
+        (pb.EmbedRequest(inputs=texts("a"), dimensions=9), "dimensions"),
+        (pb.EmbedRequest(inputs=texts("a"), dimensions=0), "dimensions"),
+        (pb.EmbedRequest(inputs=texts("a"), encoding=9), "encoding"),
+        (pb.EmbedRequest(inputs=[pb.EmbeddingInput(token_ids={"ids": [999]})]), "inputs[0].token_ids.ids[0]"),
+        (pb.EmbedRequest(inputs=[pb.EmbeddingInput(chat={})]), "inputs[0].chat.messages"),
+    ],
+)
+async def test_bad_requests_are_named(request_: pb.EmbedRequest, field: str) -> None:
+    async with serve() as (stub, _):
+        bystander = asyncio.create_task(_embed(stub, *["fine"] * 30))
+        error = await error_of(stub.Embed(request_))
+        assert isinstance(error, errors.InvalidRequest)
+        assert error.violations[0].field == field
+        assert len((await bystander).embeddings) == 30
+
+
+async def _embed(stub: Any, *given: str) -> pb.EmbedResponse:
+    return await stub.Embed(pb.EmbedRequest(inputs=texts(*given)))  # type: ignore[no-any-return]
+
+
+async def test_a_model_without_the_task_says_what_it_serves() -> None:
+    async with serve(MODEL) as (stub, _):
+        error = await error_of(stub.Embed(pb.EmbedRequest(inputs=texts("x"))))
+        assert isinstance(error, errors.FeatureDisabled)
+        assert "serves generate" in error.message
+
+
+async def test_a_stream_answers_each_item_and_an_error_ends_its_own() -> None:
+    async with serve() as (stub, _):
+
+        async def items() -> AsyncIterator[pb.EmbedStreamRequest]:
+            for tag in range(50):
+                given = ["a", f"text {tag}"] if tag != 7 else ["a", ""]
+                yield pb.EmbedStreamRequest(tag=tag, request=pb.EmbedRequest(inputs=texts(*given)))
+
+        answers = {answer.tag: answer async for answer in stub.EmbedStream(items())}
+        assert len(answers) == 50
+        assert "inputs[1].text.text" in answers[7].error.message
+        for tag in set(range(50)) - {7}:
+            got = answers[tag].response.embeddings[1]
+            assert list(got.floats.values) == vector(f"text {tag}").tolist()
+
+
+async def test_leaving_a_call_aborts_its_inputs() -> None:
+    async with FakeEngine(model=EMBEDDER) as engine, open_api(engine) as api:
+        stub = embedding_pb2_grpc.EmbeddingServiceStub(api.channel)
+        call = stub.Embed(pb.EmbedRequest(inputs=texts("a", "b", "c")))
+        await eventually(lambda: engine.num_alive == 3)
+        call.cancel()
+        await eventually(lambda: engine.num_alive == 0)
+
+
+async def test_classes_scores_and_ranks() -> None:
+    async with serve(CLASSIFIER) as (stub, engine):
+        answer = await stub.Classify(pb.ClassifyRequest(inputs=texts("a", "b"), raw_scores=True))
+        assert list(answer.labels) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+        assert list(answer.classifications[1].scores) == np.array([0.1, 0.7, 0.2], np.float32).tolist()
+        assert engine.submitted[0].request.pooling == PoolingParams(Task.CLASSIFY, activation=False)
+    async with serve(CROSS_ENCODER, length_score) as (stub, _):
+        documents = ["ab", "abcdefgh", "abcd"]
+        scores = await stub.Score(pb.ScoreRequest(queries=["q"], documents=documents))
+        lens = [len(TOKENIZER.encode_pair("q", text)) for text in documents]
+        assert list(scores.scores) == [length / 64 for length in lens]
+        ranked = await stub.Rerank(pb.RerankRequest(query="q", documents=documents, top_n=2))
+        assert [result.index for result in ranked.results] == [1, 2]
+        error = await error_of(stub.Rerank(pb.RerankRequest(query="", documents=documents)))
+        assert error.violations[0].field == "query"  # type: ignore[attr-defined]
