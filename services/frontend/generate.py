@@ -18,6 +18,7 @@ from triptych.types.outputs import Usage
 from triptych.types.pooling import GENERATION
 from triptych.types.sampling import MAX_BIASES, OutputKind
 from triptych.types.step import U32
+from triptych.types.submit import ModelTerms
 from triptych_services.frontend.access.caller import Caller, current_caller, set_tenant
 from triptych_services.frontend.access.rate_limits import RateLimits
 from triptych_services.frontend.pooled_calls import PooledCalls
@@ -58,6 +59,8 @@ class ServedModel(NamedTuple):
     """Names of what it computes: generate, embed, token_embed, classify."""
     num_labels: int = 0
     """Labels of its classifier. 0: it has none."""
+    base_model: str = ""
+    """Of an adapter: the model that it adapts. Empty: it is none."""
 
 
 class Generator:
@@ -124,7 +127,8 @@ class Generator:
 
     def models(self) -> list[ServedModel]:
         """Return the models of the ready engines, which requests may name now."""
-        return [self._served(facts) for facts in self._router.models]
+        models = [self._served(facts) for facts in self._router.models]
+        return models + [self._with_adapter(terms) for terms in self._router.adapters]
 
     def find_model(self, name: str) -> ServedModel:
         """The model that `name` means; empty: the only one.
@@ -132,7 +136,7 @@ class Generator:
         Raises:
             ModelNotFound, EngineUnavailable, InvalidRequest: as `Router.find`.
         """
-        return self._served(self._router.find(name).model)
+        return self._with_adapter(self._router.find(name))
 
     @property
     def num_ready_engines(self) -> int:
@@ -285,7 +289,10 @@ class Generator:
 
     async def prepare(self, raw: RawRequest, request_id: str, record: RequestRecord) -> PreparedRequest:
         text = self.text_model
-        terms = self._router.find(raw.model, raw.path("model"))
+        if raw.adapter:
+            terms = self._router.find_adapter(raw.adapter, raw.model, raw.path("adapter"))
+        else:
+            terms = self._router.find(raw.model, raw.path("model"))
         record.note_model(terms.model.name)
         if raw.pooling is not None:
             return await prepare_pooled(raw, raw.pooling, request_id, terms, text)
@@ -321,11 +328,18 @@ class Generator:
             facts.num_labels,
         )
 
+    def _with_adapter(self, terms: ModelTerms) -> ServedModel:
+        """Return a model, under the name of its adapter if there is one."""
+        served = self._served(terms.model)
+        if terms.adapter is None:
+            return served
+        return served._replace(name=terms.name, base_model=served.name, aliases=())
+
 
 def _admitted(request: PreparedRequest, outputs: RequestOutputs) -> AdmittedEvent:
     return AdmittedEvent(
         request.head.request_id,
-        request.terms.model.name,
+        request.terms.name,
         request.seed,
         request.prompt_token_ids,
         request.is_limited_by_context,

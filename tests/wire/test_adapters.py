@@ -3,125 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
-from tests.helpers.stack import (
-    DEADLINE_S,
-    EngineStack,
-    FakeFrontend,
-    NaiveRunner,
-    WorkerStack,
-    make_config,
-)
-from triptych.admin.v1 import admin_pb2
-from triptych.config import EngineConfig
+from tests.helpers.adapter_stack import AdapterStack, make_adapter, running, until
+from tests.helpers.stack import DEADLINE_S, EngineStack, FakeFrontend
 from triptych.errors import EngineUnavailable, InvalidRequest
-from triptych.rpc.status import from_rpc_error
 from triptych.types.adapters import AdapterFacts
 from triptych.types.outputs import FinishedRequest, RequestFailure
-from triptych.types.step import StepPlan, StepResult
-from triptych_services.worker.simulation.adapters import SimulatedAdapters
-
-
-class AdapterRunner(NaiveRunner):
-    """Notes the adapters of the rows that enter."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.facts = replace(self.facts, max_adapters=2, max_adapter_rank=64)
-        self.adapters = SimulatedAdapters(max_bytes=1000)
-        self.entered: list[str] = []
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.entered += [row.content.adapter for row in plan.new_rows]
-        return super().execute(plan)
-
-
-class Stack:
-    """An engine, a frontend, and the worker of now."""
-
-    def __init__(self, root: Path, at_start: str) -> None:
-        self.root = root
-        self.at_start = at_start
-
-    async def start(self) -> None:
-        await self.start_worker(0)
-        self.engine = EngineStack(self.config(self.worker.port))
-        await self.engine.start()
-        self.frontend = FakeFrontend(self.engine.address)
-        await self.frontend.start()
-
-    def config(self, port: int = 0) -> EngineConfig:
-        config = make_config(port)
-        model = replace(config.model, adapter_root=str(self.root), adapters=self.at_start)
-        return replace(config, model=model)
-
-    async def start_worker(self, port: int) -> None:
-        config = self.config()
-        self.runner = AdapterRunner(config)
-        self.runner.facts = replace(self.runner.facts, boot_id=f"boot-{id(self.runner)}")
-        self.worker = WorkerStack(config, self.runner)
-        await self.worker.start(port)
-
-    async def stop(self) -> None:
-        await self.frontend.stop()
-        await self.engine.stop()
-        await self.worker.stop()
-
-    async def load(self, name: str, source: str | None = None) -> Any:
-        request = admin_pb2.LoadAdapterRequest(name=name, source=name if source is None else source)
-        try:
-            return (await self.frontend.admin.LoadAdapter(request, timeout=DEADLINE_S)).adapter
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-
-    async def unload(self, name: str) -> None:
-        try:
-            await self.frontend.admin.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name=name))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-
-    async def list(self) -> list[str]:
-        listed = await self.frontend.admin.ListAdapters(admin_pb2.ListAdaptersRequest())
-        return [adapter.name for adapter in listed.adapters]
-
-    async def run(self, number: int, adapter: str, digest: str) -> FinishedRequest | RequestFailure:
-        await self.frontend.submit(number, [1, 2, 3], adapter=adapter, adapter_digest=digest)
-        await self.frontend.wait_for(lambda: number in self.frontend.ends)
-        return self.frontend.ends[number]
-
-
-def make_adapter(root: Path, name: str) -> str:
-    """Make a directory of an adapter, and return its digest."""
-    (root / name).mkdir()
-    (root / name / "adapter_config.json").write_text(name)
-    return hashlib.sha256(name.encode()).hexdigest()
-
-
-@asynccontextmanager
-async def running(root: Path, at_start: str = "") -> AsyncIterator[Stack]:
-    stack = Stack(root, at_start)
-    await stack.start()
-    try:
-        await stack.frontend.wait_ready()
-        yield stack
-    finally:
-        await stack.stop()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_adapter_is_loaded_listed_used_and_unloaded(tmp_path: Path) -> None:
@@ -196,8 +88,7 @@ async def test_bad_adapter_is_refused_alone(tmp_path: Path, name: str, source: s
 
 async def test_without_a_root_only_the_adapters_of_the_config_are_loaded(tmp_path: Path) -> None:
     digest = make_adapter(tmp_path, "sql")
-    stack = Stack(Path(), f"sql={tmp_path / 'sql'}")
-    stack.root = ""  # type: ignore[assignment]
+    stack = AdapterStack("", f"sql={tmp_path / 'sql'}")
     await stack.start()
     try:
         await stack.frontend.wait_ready()

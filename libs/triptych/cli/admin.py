@@ -11,6 +11,9 @@ triptych admin sleep --level 2          and the weights in the host's memory as 
 triptych admin reset-prefix-cache       forget all prefixes
 triptych admin requests                 the requests that are alive at a frontend
 triptych admin abort ID …               end some of them
+triptych admin load-adapter sql /a/sql  load a LoRA adapter into all engines; requests name the model `sql`
+triptych admin unload-adapter sql       no new request may name it; running ones go on
+triptych admin adapters                 the adapters that requests may name
 triptych admin log-level debug          log more, until it is set again
 """
 
@@ -179,6 +182,15 @@ def _show_requests(response: Any) -> str:
     return "\n".join((*lines, *(["… and more"] if response.next_page_token else [])))
 
 
+def _show_adapter(adapter: Any) -> str:
+    engines = ", ".join(adapter.engine_ids)
+    return f"{adapter.name:<22} rank {adapter.rank:>3} {adapter.digest[:12]} {adapter.source} in {engines}"
+
+
+def _show_adapters(response: Any) -> str:
+    return "\n".join(map(_show_adapter, response.adapters)) or "none"
+
+
 def _show_aborted(response: Any) -> str:
     return "aborted: " + (", ".join(response.aborted_request_ids) or "none; they are not alive here")
 
@@ -246,6 +258,19 @@ _ACTIONS = {
         ("request_ids",),
         names_engine=False,
     ),
+    "load-adapter": _Action(
+        "LoadAdapter",
+        "load a LoRA adapter into all engines, or the one of --engine-id; steps go on meanwhile",
+        lambda response: f"loaded: {_show_adapter(response.adapter)}",
+        ("name", "source"),
+    ),
+    "unload-adapter": _Action(
+        "UnloadAdapter",
+        "unload a LoRA adapter: no new request may name it, and running ones go on",
+        lambda _: "unloaded",
+        ("name",),
+    ),
+    "adapters": _Action("ListAdapters", "list the LoRA adapters that requests may name", _show_adapters),
     "log-level": _Action(
         "SetLogLevel",
         "set what a frontend logs, or with --engine-id an engine, until it is set again",
@@ -260,6 +285,14 @@ _OPTIONS = {
         lambda interval_s: max(0, round(interval_s * 1e3)),
     ),
     "request_ids": _Option({"nargs": "+", "metavar": "ID"}, list, is_positional=True),
+    "name": _Option(
+        {"metavar": "NAME", "help": "what requests give as their model"}, str, is_positional=True
+    ),
+    "source": _Option(
+        {"metavar": "PATH", "help": "directory on the workers' machines, within model.adapter_root"},
+        str,
+        is_positional=True,
+    ),
     "log_level": _Option(
         {"metavar": "LEVEL", "choices": LOG_LEVELS, "help": ", ".join(LOG_LEVELS)},
         log_level_to_proto,

@@ -189,6 +189,18 @@ class ModelTerms:
     default_len: int
     """Tokens of prompt and output of a request that leaves `max_tokens` open. All engines of about the longest
     max_model_len can serve it, which differ a little where memory is the limit."""
+    adapter: AdapterFacts | None = None
+    """Adapter that is applied to the model's weights. None: none is."""
+
+    @property
+    def name(self) -> str:
+        """Name by which requests mean the model with its adapter."""
+        return self.model.name if self.adapter is None else self.adapter.name
+
+    @property
+    def adapter_digest(self) -> str:
+        """Digest of the adapter. Empty: there is none."""
+        return "" if self.adapter is None else self.adapter.digest
 
     def context_for(self, num_prompt_tokens: int) -> int:
         """Return the tokens that such a request may fill; more than `default_len` if that leaves it little."""

@@ -6,18 +6,19 @@ Those about this frontend and its requests are answered here.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from triptych.admin.v1 import admin_pb2
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.errors import InvalidRequest
 from triptych.observe.logging import set_level
 from triptych.rpc.status import from_rpc_error
 from triptych.wire.admin import log_level_from_proto
+from triptych_services.frontend.engines.call_all import call_all_engines
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.grpc.pages import read_page_size
 from triptych_services.frontend.requests.raw import MAX_ABORTS
@@ -26,6 +27,10 @@ from triptych_services.frontend.streams.registry import AliveRequest, AliveReque
 
 _SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 ADMIN_SERVICE = _SERVICE.full_name
+_OWN_METHODS = (
+    *("ListEngines", "ListRequests", "AbortRequests", "SetLogLevel"),
+    *("LoadAdapter", "UnloadAdapter", "ListAdapters"),
+)
 _SET_LOG_LEVEL = f"/{ADMIN_SERVICE}/SetLogLevel"
 
 
@@ -42,7 +47,7 @@ def create_admin_forwarder(router: Router, alive: AliveRequests) -> grpc.Generic
         )
         handlers[method.name] = wrap(forward(router, path), request_deserializer=request_type.FromString)
     own = _OwnCalls(router, alive)
-    for name in ("ListEngines", "ListRequests", "AbortRequests", "SetLogLevel"):
+    for name in _OWN_METHODS:
         handlers[name] = _serve(name, getattr(own, name))
     return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
 
@@ -87,6 +92,52 @@ class _OwnCalls:
             return await _forward(self._router, _SET_LOG_LEVEL)(request, context)
         set_level(log_level_from_proto(request.log_level))
         return admin_pb2.SetLogLevelResponse()
+
+    async def LoadAdapter(
+        self, request: admin_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.LoadAdapterResponse:
+        self._router.check_adapter_name(request.name)
+        answers = await self._call_engines(request, context, "LoadAdapter")
+        return admin_pb2.LoadAdapterResponse(adapter=_merge(answer.adapter for answer in answers)[0])
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.UnloadAdapterResponse:
+        await self._call_engines(request, context, "UnloadAdapter")
+        return admin_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListAdaptersResponse:
+        answers = await self._call_engines(request, context, "ListAdapters")
+        adapters = [adapter for answer in answers for adapter in answer.adapters]
+        return admin_pb2.ListAdaptersResponse(adapters=_merge(adapters))
+
+    async def _call_engines(self, request: Any, context: grpc.aio.ServicerContext, method: str) -> list[Any]:
+        """Call a method of the engine that a request names, or of all."""
+        router, timeout_s = self._router, context.time_remaining()
+        engines = [router.by_id(request.engine_id)] if request.engine_id else router.engines
+
+        async def call(engine: EngineClient) -> Any:
+            stub = admin_pb2_grpc.AdminServiceStub(engine.channel)
+            try:
+                return await getattr(stub, method)(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
+
+        return await call_all_engines(engines, call)
+
+
+def _merge(adapters: Iterable[admin_pb2.Adapter]) -> list[admin_pb2.Adapter]:
+    """Return adapters by name, those of equal name, digest and source once, with all engines that have them."""
+    merged: dict[tuple[str, str, str], admin_pb2.Adapter] = {}
+    for adapter in adapters:
+        key = adapter.name, adapter.digest, adapter.source
+        if key in merged:
+            merged[key].engine_ids.extend(adapter.engine_ids)
+        else:
+            merged[key] = adapter
+    return [merged[key] for key in sorted(merged)]
 
 
 def _serve(name: str, handler: Any) -> grpc.RpcMethodHandler:

@@ -78,6 +78,7 @@ def _to_proto(served: ServedModel) -> model_pb2.Model:
     model = model_pb2.Model(
         name=served.name,
         aliases=served.aliases,
+        base_model=served.base_model,
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
         eos_token_ids=served.eos_token_ids,

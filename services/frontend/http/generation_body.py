@@ -183,6 +183,26 @@ class GenerationBody(SamplingFields):
     store: Any = ignored()
 
 
+class LoadAdapterBody(Body):
+    """POST /v1/load_lora_adapter, as vLLM has it."""
+
+    model_config = document_as("lora_name", "lora_path")
+
+    lora_name: str | None = None
+    """Name that requests give as their model."""
+    lora_path: str | None = None
+    """Directory on the workers' machines, within `model.adapter_root`."""
+
+
+class UnloadAdapterBody(Body):
+    """POST /v1/unload_lora_adapter, as vLLM has it."""
+
+    model_config = document_as("lora_name")
+
+    lora_name: str | None = None
+    lora_int_id: Any = ignored()
+
+
 class AbortRequest(Body):
     """POST /abort_requests."""
 

@@ -80,7 +80,7 @@ def parse(
         raise InvalidRequest([*violations, *(overflow.violations if overflow is not None else ())])
     if overflow is not None:
         raise overflow
-    unsupported = [*raw.unsupported, *checked.unsupported, *([raw.path("adapter")] if raw.adapter else [])]
+    unsupported = [*raw.unsupported, *checked.unsupported]
     if unsupported:
         raise FeatureDisabled(unsupported, "this version does not serve it yet; leave it out")
     assert raw.prompt is not None

@@ -115,6 +115,7 @@ class RawRequest:
     prompt_name: str = ""
     """Of a pooled request: the checkpoint's name for the sort of its text, such as query, which goes before it."""
     adapter: str = ""
+    """Name of an adapter that is given beside the model's. Empty: none is."""
     echo: bool = False
     deadline_s: float | None = None
     """Time left for all of it."""

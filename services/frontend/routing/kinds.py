@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import ModelFacts
 from triptych.types.kv_transfer import EngineRole
 from triptych.types.submit import EngineWelcome, ModelTerms, RequestNeeds
@@ -55,6 +57,8 @@ class EngineKind:
         self.max_running = sum(welcome.limits.max_running for welcome in welcomes)
         """Choices that may be running on all of them together, of those that report it."""
         self.block_sizes = {engine.load.block_size for engine in self.engines}
+        self.adapters = _common_adapters(welcomes)
+        """Name -> the adapter that requests of this name get."""
 
     def takes_everywhere(self, needs: RequestNeeds) -> bool:
         """Return whether a request fits all engines."""
@@ -79,6 +83,24 @@ def group_by_kind(engines: Iterable[EngineClient]) -> Mapping[KindKey, EngineKin
         if engine.is_ready and engine.welcome is not None and engine.welcome.model is not None:
             groups.setdefault(key_of(engine.welcome.model), []).append(engine)
     return {key: EngineKind(group) for key, group in groups.items()}
+
+
+def _common_adapters(welcomes: Sequence[EngineWelcome]) -> Mapping[str, AdapterFacts]:
+    """Return the adapters of engines by name: of one that is not the same everywhere, that of the most engines."""
+    counts = Counter((facts.name, facts.digest) for welcome in welcomes for facts in welcome.adapters)
+    chosen: dict[str, AdapterFacts] = {}
+    for facts in (facts for welcome in welcomes for facts in welcome.adapters):
+        known = chosen.setdefault(facts.name, facts)
+        if counts[facts.name, facts.digest] > counts[known.name, known.digest]:
+            chosen[facts.name] = facts
+    return chosen
+
+
+def has_adapter(welcome: EngineWelcome, wanted: AdapterFacts | None) -> bool:
+    """Return whether an engine has an adapter, by name and digest. None: a request without one fits everywhere."""
+    return wanted is None or any(
+        (facts.name, facts.digest) == (wanted.name, wanted.digest) for facts in welcome.adapters
+    )
 
 
 def why_unfit(welcome: EngineWelcome, needs: RequestNeeds) -> str:

@@ -22,10 +22,10 @@ _SPARE = (
 class RoutedPrompt:
     """A prompt, and the keys of its blocks. Made once for each request, before an engine is chosen."""
 
-    def __init__(self, token_ids: U32, cache_salt: str = "") -> None:
+    def __init__(self, token_ids: U32, cache_salt: str = "", adapter_digest: str = "") -> None:
         self.num_tokens = len(token_ids)
         self._token_ids = token_ids
-        self._cache_salt = cache_salt
+        self._root = root_of_request(cache_salt, adapter_digest)
         self._keys: dict[int, Sequence[int]] = {}
         """Block size to keys."""
 
@@ -33,7 +33,7 @@ class RoutedPrompt:
         """Return the keys of the full blocks: of the first, of the first two, and so on."""
         if (known := self._keys.get(block_size)) is None:
             content = self._token_ids.astype("<u4", copy=False).tobytes()
-            hashes = hash_blocks(root_of_request(self._cache_salt), content, block_size)
+            hashes = hash_blocks(self._root, content, block_size)
             known = self._keys[block_size] = keys_of(b"".join(hashes))
         return known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
@@ -15,6 +16,7 @@ from triptych_services.frontend.routing.kinds import (
     EngineKind,
     KindKey,
     group_by_kind,
+    has_adapter,
     key_of,
     least_loaded,
     leave_out_prefilling,
@@ -99,8 +101,19 @@ class Router:
             by_name.setdefault(kind.terms.model.name, kind.terms.model)
         return list(by_name.values())
 
+    @property
+    def adapters(self) -> list[ModelTerms]:
+        """The adapters of the ready engines, each name once, with the models that they adapt."""
+        models = {facts.name for facts in self.models}
+        by_name: dict[str, ModelTerms] = {}
+        for kind in self._known_kinds().values():
+            for name, facts in kind.adapters.items():
+                if name not in models and name not in self._aliases:
+                    by_name.setdefault(name, replace(kind.terms, adapter=facts))
+        return list(by_name.values())
+
     def find(self, model: str, path: str = "model") -> ModelTerms:
-        """The facts to check a request for `model` against, which may be an alias; empty: the only model.
+        """The facts to check a request for `model` against, which may be an alias or an adapter; empty: the only model.
 
         Args:
             path: of the model's name in the client's words.
@@ -112,7 +125,7 @@ class Router:
         """
         serving = self._serving(model)
         if len(serving) == 1:
-            return serving[0].terms
+            return self._terms(serving[0], model)
         names = ", ".join(sorted(facts.name for facts in self.models))
         if not names:
             raise EngineUnavailable(self.why_not_ready)
@@ -122,7 +135,33 @@ class Router:
             raise InvalidRequest(path, f"none is given, and there are several; name one of {names}")
         engines = leave_out_prefilling([engine for kind in serving for engine in kind.engines])
         chosen = least_loaded(engines)
-        return next(kind.terms for kind in serving if chosen in kind.engines)
+        return self._terms(next(kind for kind in serving if chosen in kind.engines), model)
+
+    def find_adapter(self, adapter: str, model: str, path: str = "adapter") -> ModelTerms:
+        """Return what `find` does for an adapter's name that is given beside the name of its model, or without one.
+
+        Raises:
+            EngineUnavailable: No engine is ready; says why.
+            ModelNotFound: None of the ready engines has such an adapter of this model.
+        """
+        for kind in self._serving(model):
+            if (facts := kind.adapters.get(adapter)) is not None:
+                return replace(kind.terms, adapter=facts)
+        if not self._known_kinds():
+            raise EngineUnavailable(self.why_not_ready)
+        names = ", ".join(sorted(terms.name for terms in self.adapters)) or "none is loaded"
+        raise ModelNotFound(f"{path}: no engine has the adapter {adapter!r}; loaded: {names}")
+
+    def check_adapter_name(self, name: str) -> None:
+        """Refuse a name for an adapter that means a model here, so that no request would get the adapter by it.
+
+        Raises:
+            InvalidRequest: It is an alias, or the name of a model.
+        """
+        if name in self._aliases:
+            raise InvalidRequest("name", f"{name!r} is an alias of the model {self._aliases[name]!r}")
+        if any(facts.name == name for facts in self.models):
+            raise InvalidRequest("name", f"{name!r} is the name of a model")
 
     def aliases_of(self, model: str) -> tuple[str, ...]:
         """Return the other names of a model, as `engines` name it."""
@@ -205,19 +244,21 @@ class Router:
         kind = self._known_kinds().get(key_of(wanted.model))
         if kind is None:
             return ()
-        fits_all = kind.takes_everywhere(needs)
-        if fits_all and not tried:
+        fits_all, adapter = kind.takes_everywhere(needs), wanted.adapter
+        if fits_all and not tried and adapter is None:
             return kind.engines
 
         def is_fit(engine: EngineClient) -> bool:
-            return engine not in tried and (fits_all or not why_unfit(welcome_of(engine), needs))
+            if engine in tried or not has_adapter(welcome_of(engine), adapter):
+                return False
+            return fits_all or not why_unfit(welcome_of(engine), needs)
 
         return list(filter(is_fit, kind.engines)) or list(filter(is_fit, kind.prefilling))
 
     def takes_everywhere(self, wanted: ModelTerms, needs: RequestNeeds) -> bool:
         """Return whether a request fits all ready engines that serve its model."""
         kind = self._known_kinds().get(key_of(wanted.model))
-        return kind is not None and kind.takes_everywhere(needs)
+        return kind is not None and wanted.adapter is None and kind.takes_everywhere(needs)
 
     def why_none(self, wanted: ModelTerms, needs: RequestNeeds, own: Mapping[EngineClient, str]) -> str:
         """Return why no engine can take a request: the first fact of each that differs.
@@ -234,6 +275,8 @@ class Router:
                 continue
             welcome = welcome_of(engine)
             differs = why_of_another_kind(welcome, key_of(wanted.model)) or why_unfit(welcome, needs)
+            if not differs and not has_adapter(welcome, wanted.adapter):
+                differs = f"adapter: it has no {wanted.name!r} of the digest {wanted.adapter_digest:.12}"
             reasons[engine] = differs or own.get(engine, "it has no room now")
         return _listed(reasons)
 
@@ -246,7 +289,7 @@ class Router:
         block_sizes = set() if kind is None else kind.block_sizes - {0}
         if not self._policy.looks_at_prompts or not block_sizes or len(self.engines) == 1:
             return None
-        prompt = RoutedPrompt(token_ids, cache_salt)
+        prompt = RoutedPrompt(token_ids, cache_salt, wanted.adapter_digest)
         for block_size in block_sizes:
             prompt.keys(block_size)
         return prompt
@@ -290,14 +333,20 @@ class Router:
         return kinds
 
     def _serving(self, model: str) -> Sequence[EngineKind]:
-        """Return the kinds that serve a model; empty: all."""
+        """Return the kinds that serve a model, or an adapter; empty: all."""
         kinds = self._known_kinds().values()
         if not model:
             return list(kinds)
         serving = [kind for kind in kinds if kind.terms.model.name == model]
         if not serving and model in self._aliases:
             return [kind for kind in kinds if kind.terms.model.name == self._aliases[model]]
-        return serving
+        return serving or [kind for kind in kinds if model in kind.adapters]
+
+    def _terms(self, kind: EngineKind, name: str) -> ModelTerms:
+        """Return the terms of a kind that serves the model or the adapter of this name."""
+        is_model = name == kind.terms.model.name or name in self._aliases
+        facts = None if is_model else kind.adapters.get(name)
+        return kind.terms if facts is None else replace(kind.terms, adapter=facts)
 
 
 def _listed(reasons: Mapping[EngineClient, str]) -> str:

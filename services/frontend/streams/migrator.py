@@ -279,6 +279,7 @@ class Migrator:
         wanted, needs = route.submission.wanted, route.needs
         return (
             key_of(wanted.model),
+            wanted.adapter,
             route.facts.identity if route.emitted and route.facts is not None else None,
             bool(route.emitted),
             frozenset(route.refused_by),

@@ -13,9 +13,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from triptych.errors import EngineUnavailable, InvalidRequest, NotKept, QueueFull
+from triptych.types.adapters import AdapterFacts
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import U32
-from triptych.types.submit import AttachRequest, EngineWelcome, RequestNeeds, SubmitRequest
+from triptych.types.submit import AttachRequest, EngineWelcome, ModelTerms, RequestNeeds, SubmitRequest
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.engines.prefill import PromptJob, RemotePrefill, prefill_elsewhere
 from triptych_services.frontend.engines.session import Attachment
@@ -147,7 +148,8 @@ async def _prefill_elsewhere(
 ) -> RemotePrefill | None:
     """Have another engine compute the prompt, if that costs less time; see `prefill_elsewhere`."""
     raw = request.raw
-    if raw.emitted or raw.pooling is not None or request.sampling.prompt_logprobs is not None:
+    takes_blocks = raw.pooling is None and request.terms.adapter is None
+    if raw.emitted or not takes_blocks or request.sampling.prompt_logprobs is not None:
         return None  # none of that is in the blocks of a prompt
     job = PromptJob(
         head=request.head,
@@ -214,7 +216,7 @@ class AttachedStream:
         )
         submission = Submission(
             head=request.head,
-            wanted=terms_of(self.welcome),
+            wanted=_terms_of(request, self.welcome),
             prompt_token_ids=request.prompt_token_ids,
             sampling=request.sampling,
             deadline=None if remaining_s is None else time.monotonic() + remaining_s,
@@ -330,6 +332,14 @@ def _to_stream(
         max_tokens=request.sampling.max_tokens if state.has_output else 0,
     )
     return AttachedStream(engine, welcome, attachment, request, state, raw, sampling)
+
+
+def _terms_of(request: SubmitRequest, welcome: EngineWelcome) -> ModelTerms:
+    """Return the terms of a request that an engine has."""
+    terms = terms_of(welcome)
+    if not request.adapter:
+        return terms
+    return replace(terms, adapter=AdapterFacts(request.adapter, request.adapter_digest, rank=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -113,7 +113,7 @@ class StreamState:
         return cls(
             api=raw.api,
             answer=raw.answer,
-            model=request.terms.model.name,
+            model=request.terms.name,
             fingerprint=request.fingerprint,
             seed=request.seed,
             num_choices=len(raw.emitted) or request.sampling.n,

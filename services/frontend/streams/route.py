@@ -96,6 +96,8 @@ class Submission:
             is_moved=is_moved,
             kv_source=None if is_moved else self.kv_source,
             cached_tokens=tuple(cached_tokens),
+            adapter="" if self.wanted.adapter is None else self.wanted.adapter.name,
+            adapter_digest=self.wanted.adapter_digest,
             model_digest="" if moved_to is None else moved_to.identity.digest,
             **({} if self.retention is None else self.retention.renew(len(routes))),
         )

@@ -167,8 +167,8 @@ async def test_a_batch_answers_each_item_under_its_tag() -> None:
         assert isinstance(error, errors.InvalidRequest)
         assert error.metadata["field"] == "sampling.temperature"
         assert any(detail.type_url.endswith("RequestInfo") for detail in refused.error.details)
-        (unimplemented,) = tag_to_messages[9]
-        assert unimplemented.error.code == 12
+        (not_found,) = tag_to_messages[9]
+        assert not_found.error.code == 5
 
 
 async def test_a_bug_ends_one_item_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +394,8 @@ async def test_emitted_tokens_that_cannot_be_are_refused(fields: dict[str, Any],
 
 async def test_an_unserved_field_is_named_in_the_details() -> None:
     async with FakeEngine() as engine, open_api(engine) as api:
-        error = await error_of(api.generation.Generate(whole(text="x", adapter="lora")))
+        chat = {"messages": [{"role": "user", "parts": [{"image": {"url": "x"}}]}]}
+        error = await error_of(api.generation.Generate(whole(chat=chat)))
         assert isinstance(error, errors.FeatureDisabled)
-        assert error.features == ("adapter",)
-        assert error.metadata["field"] == "adapter"
+        assert error.features == ("chat.messages[0].parts[0].image",)
+        assert error.metadata["field"] == "chat.messages[0].parts[0].image"

@@ -158,7 +158,11 @@ async def test_every_violation_travels_with_its_path() -> None:
             r"^chat\.messages: 16385 messages are above the limit 16384$",
         ),
         (ask(text="x", model="gpt-5"), errors.ModelNotFound, "'gpt-5'; served: tiny"),
-        (ask(text="x", adapter="l"), errors.FeatureDisabled, "adapter: "),
+        (
+            ask(text="x", adapter="l"),
+            errors.ModelNotFound,
+            "adapter: no engine has the adapter 'l'; loaded: none",
+        ),
         (
             ask(
                 chat={

@@ -194,13 +194,13 @@ def test_unsupported_sampling_is_refused_by_name(sampling: dict[str, Any]) -> No
 
 
 def test_every_unsupported_field_is_named() -> None:
-    raw = raw_request(adapter="lora", unsupported=("chat.tools",), sampling={"logprobs": -1})
-    with pytest.raises(FeatureDisabled, match=r"^chat\.tools, logprobs, adapter: "):
+    raw = raw_request(unsupported=("chat.tools",), sampling={"logprobs": -1})
+    with pytest.raises(FeatureDisabled, match=r"^chat\.tools, logprobs: "):
         parse(raw, TERMS, {})
 
 
 def test_violations_come_before_unsupported_features() -> None:
-    assert list(violations_of(raw_request(adapter="lora", sampling={"top_p": 0}))) == ["top_p"]
+    assert list(violations_of(raw_request(unsupported=("chat.tools",), sampling={"top_p": 0}))) == ["top_p"]
 
 
 def test_good_fields_arrive_as_given() -> None:

@@ -248,8 +248,8 @@ class ModelAnswer(Answer):
     owned_by: str
     root: str
     """The name of the model that `id` is a name of."""
-    parent: None
-    """No adapters are served yet."""
+    parent: str | None
+    """Of an adapter: the model that it adapts."""
     max_model_len: int
     """Tokens of prompt and output together."""
 

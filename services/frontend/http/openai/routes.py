@@ -214,6 +214,6 @@ def _model_object(name: str, model: ServedModel) -> dict[str, Any]:
         "created": model.created_unix_s,
         "owned_by": "triptych",
         "root": model.name,
-        "parent": None,
+        "parent": model.base_model or None,
         "max_model_len": model.max_model_len,
     }

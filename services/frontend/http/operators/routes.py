@@ -13,14 +13,20 @@ from google.protobuf.json_format import MessageToDict
 from starlette.responses import Response
 
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
-from triptych.errors import FeatureDisabled, TriptychError
+from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest, TriptychError
 from triptych.rpc.status import from_rpc_error
 from triptych.types.facts import PauseMode
 from triptych.wire.admin import pause_mode_to_proto
+from triptych_services.frontend.engines.call_all import call_all_engines
 from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.http.body import Body
 from triptych_services.frontend.http.errors import json_response
 from triptych_services.frontend.http.generation import names_to_abort
-from triptych_services.frontend.http.generation_body import AbortRequest
+from triptych_services.frontend.http.generation_body import (
+    AbortRequest,
+    LoadAdapterBody,
+    UnloadAdapterBody,
+)
 from triptych_services.frontend.http.state import generator_of, reader_of
 from triptych_services.frontend.http.status_routes import VERSION
 
@@ -126,27 +132,53 @@ async def abort_requests(request: Request) -> Response:
     return json_response({"aborted_request_ids": generator_of(request).abort(names, of_any_tenant=True)})
 
 
+@router.post("/v1/load_lora_adapter")
+async def load_lora_adapter(request: Request, engine_id: _EngineId = "") -> Response:
+    """Load a LoRA adapter into all engines, or one; requests name it as their model from then on."""
+    name, source = await reader_of(request).read(request, LoadAdapterBody, _adapter_to_load)
+    request.app.state.router.check_adapter_name(name)
+    answers = await _call(request, engine_id, "LoadAdapter", name=name, source=source)
+    digests = sorted({answer.adapter.digest for answer in answers})
+    return json_response({"status": "loaded", "lora_name": name, "digests": digests})
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(request: Request, engine_id: _EngineId = "") -> Response:
+    """Unload a LoRA adapter: no new request may name it, and running ones go on."""
+    name = await reader_of(request).read(request, UnloadAdapterBody, _adapter_to_unload)
+    await _call(request, engine_id, "UnloadAdapter", name=name)
+    return json_response({"status": "unloaded", "lora_name": name})
+
+
+def _adapter_to_load(body: LoadAdapterBody) -> tuple[str, str]:
+    missing = [name for name in ("lora_name", "lora_path") if not getattr(body, name)]
+    _refuse(body, missing)
+    return body.lora_name or "", body.lora_path or ""
+
+
+def _adapter_to_unload(body: UnloadAdapterBody) -> str:
+    _refuse(body, [] if body.lora_name else ["lora_name"])
+    return body.lora_name or ""
+
+
+def _refuse(body: Body, missing: Sequence[str]) -> None:
+    """Raise InvalidRequest for all that is wrong with a body, or missing in it."""
+    wrong = {violation.field for violation in body.violations}
+    absent = [FieldViolation(name, "is missing") for name in missing if name not in wrong]
+    if body.violations or absent:
+        raise InvalidRequest([*body.violations, *absent])
+
+
 def _engines(request: Request, engine_id: str) -> Sequence[EngineClient]:
     router = request.app.state.router
     return [router.by_id(engine_id)] if engine_id else router.engines
 
 
 async def _call(request: Request, engine_id: str, method: str, **fields: Any) -> list[Any]:
-    """Call a method of the engines that are meant, all at once, and wait for all.
-
-    Raises:
-        TriptychError: What the first of them has refused it with, once all have answered.
-    """
-
-    async def call_all() -> list[Any]:
-        calls = (_call_one(engine, method, **fields) for engine in _engines(request, engine_id))
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
-
-    answers: list[Any] = await request.app.state.in_flight.run(request.receive, call_all())
+    """Call a method of the engines that are meant; see `call_all_engines`."""
+    engines = _engines(request, engine_id)
+    calls = call_all_engines(engines, lambda engine: _call_one(engine, method, **fields))
+    answers: list[Any] = await request.app.state.in_flight.run(request.receive, calls)
     return answers
 
 

@@ -1,0 +1,121 @@
+"""An engine with a worker that serves LoRA adapters without tensors, and its operator: over loopback gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from tests.helpers.stack import (
+    DEADLINE_S,
+    EngineStack,
+    FakeFrontend,
+    NaiveRunner,
+    WorkerStack,
+    make_config,
+)
+from triptych.admin.v1 import admin_pb2
+from triptych.config import EngineConfig
+from triptych.rpc.status import from_rpc_error
+from triptych.types.outputs import FinishedRequest, RequestFailure
+from triptych.types.step import StepPlan, StepResult
+from triptych_services.worker.simulation.adapters import SimulatedAdapters
+
+
+class AdapterRunner(NaiveRunner):
+    """Notes the adapters of the rows that enter."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.facts = replace(self.facts, max_adapters=2, max_adapter_rank=64)
+        self.adapters = SimulatedAdapters(max_bytes=1000)
+        self.entered: list[str] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.entered += [row.content.adapter for row in plan.new_rows]
+        return super().execute(plan)
+
+
+class AdapterStack:
+    """An engine, a frontend, and the worker of now."""
+
+    def __init__(self, root: Path | str, at_start: str = "", engine_id: str = "engine-0") -> None:
+        self.root = root
+        self.at_start = at_start
+        self.engine_id = engine_id
+
+    async def start(self) -> None:
+        await self.start_worker(0)
+        self.engine = EngineStack(self.config(self.worker.port))
+        await self.engine.start()
+        self.frontend = FakeFrontend(self.engine.address)
+        await self.frontend.start()
+
+    def config(self, port: int = 0) -> EngineConfig:
+        config = make_config(port)
+        model = replace(config.model, adapter_root=str(self.root), adapters=self.at_start)
+        return replace(config, model=model, engine=replace(config.engine, engine_id=self.engine_id))
+
+    async def start_worker(self, port: int) -> None:
+        config = self.config()
+        self.runner = AdapterRunner(config)
+        self.runner.facts = replace(self.runner.facts, boot_id=f"boot-{id(self.runner)}")
+        self.worker = WorkerStack(config, self.runner)
+        await self.worker.start(port)
+
+    async def stop(self) -> None:
+        await self.frontend.stop()
+        await self.engine.stop()
+        await self.worker.stop()
+
+    async def load(self, name: str, source: str | None = None) -> Any:
+        request = admin_pb2.LoadAdapterRequest(name=name, source=name if source is None else source)
+        try:
+            return (await self.frontend.admin.LoadAdapter(request, timeout=DEADLINE_S)).adapter
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def unload(self, name: str) -> None:
+        try:
+            await self.frontend.admin.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name=name))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def list(self) -> list[str]:
+        listed = await self.frontend.admin.ListAdapters(admin_pb2.ListAdaptersRequest())
+        return [adapter.name for adapter in listed.adapters]
+
+    async def run(self, number: int, adapter: str, digest: str) -> FinishedRequest | RequestFailure:
+        await self.frontend.submit(number, [1, 2, 3], adapter=adapter, adapter_digest=digest)
+        await self.frontend.wait_for(lambda: number in self.frontend.ends)
+        return self.frontend.ends[number]
+
+
+def make_adapter(root: Path, name: str) -> str:
+    """Make a directory of an adapter, and return its digest."""
+    (root / name).mkdir()
+    (root / name / "adapter_config.json").write_text(name)
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+@asynccontextmanager
+async def running(root: Path, at_start: str = "", engine_id: str = "engine-0") -> AsyncIterator[AdapterStack]:
+    stack = AdapterStack(root, at_start, engine_id)
+    await stack.start()
+    try:
+        await stack.frontend.wait_ready()
+        yield stack
+    finally:
+        await stack.stop()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
