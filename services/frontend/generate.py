@@ -60,7 +60,7 @@ class ServedModel(NamedTuple):
     num_labels: int = 0
     """Labels of its classifier. 0: it has none."""
     base_model: str = ""
-    """Of an adapter: the model that it adapts. Empty: it is none."""
+    """The model that it adapts, of an adapter. Empty: it is none."""
 
 
 class Generator:
@@ -128,7 +128,7 @@ class Generator:
     def models(self) -> list[ServedModel]:
         """Return the models of the ready engines, which requests may name now."""
         models = [self._served(facts) for facts in self._router.models]
-        return models + [self._with_adapter(terms) for terms in self._router.adapters]
+        return models + [self._with_adapter(terms) for terms in self._router.adapters.all()]
 
     def find_model(self, name: str) -> ServedModel:
         """The model that `name` means; empty: the only one.
@@ -289,10 +289,9 @@ class Generator:
 
     async def prepare(self, raw: RawRequest, request_id: str, record: RequestRecord) -> PreparedRequest:
         text = self.text_model
-        if raw.adapter:
-            terms = self._router.find_adapter(raw.adapter, raw.model, raw.path("adapter"))
-        else:
-            terms = self._router.find(raw.model, raw.path("model"))
+        terms = self._router.find(
+            raw.model, raw.path("model"), adapter=raw.adapter, adapter_path=raw.path("adapter")
+        )
         record.note_model(terms.model.name)
         if raw.pooling is not None:
             return await prepare_pooled(raw, raw.pooling, request_id, terms, text)

@@ -46,7 +46,7 @@ class Stand:
 
     async def knows(self, *names: str) -> None:
         """Wait until the frontend knows which adapters there are."""
-        await until(lambda: sorted(terms.name for terms in self.core.router.adapters) == sorted(names))
+        await until(lambda: sorted(terms.name for terms in self.core.router.adapters.all()) == sorted(names))
 
     async def complete(self, **fields: Any) -> httpx.Response:
         return await self.public.post(
@@ -204,7 +204,7 @@ async def test_name_of_an_adapter_never_hides_a_model_or_an_alias(tmp_path: Path
         await s.two.load("other")
         await until(lambda: all(client.welcome.adapters for client in s.core.router.engines))
         assert s.core.router.find("other").adapter is None
-        assert s.core.router.adapters == []
+        assert s.core.router.adapters.all() == []
 
 
 def test_prefix_of_an_adapter_is_looked_up_under_its_root() -> None:

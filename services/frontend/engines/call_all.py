@@ -1,4 +1,4 @@
-"""One call to several engines at once, whose failures are reported together."""
+"""One call to several engines at once, with one report of those that refuse it."""
 
 from __future__ import annotations
 

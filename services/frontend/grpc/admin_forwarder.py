@@ -96,7 +96,7 @@ class _OwnCalls:
     async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.LoadAdapterResponse:
-        self._router.check_adapter_name(request.name)
+        self._router.adapters.check(request.name)
         answers = await self._call_engines(request, context, "LoadAdapter")
         return admin_pb2.LoadAdapterResponse(adapter=_merge(answer.adapter for answer in answers)[0])
 

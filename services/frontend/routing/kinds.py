@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from triptych.errors import InvalidRequest, ModelNotFound
 from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import ModelFacts
 from triptych.types.kv_transfer import EngineRole
@@ -69,6 +70,63 @@ class EngineKind:
             and needs.has_priority <= least.has_priority
             and needs.task in self._common_tasks
         )
+
+
+class AdapterNames:
+    """Names of adapters behind a router. A model's name or alias goes before an adapter's. Owned by the router."""
+
+    def __init__(self, aliases: Mapping[str, str], kinds: Callable[[], Iterable[EngineKind]]) -> None:
+        """
+        Args:
+            aliases: Other names of models -> the names that engines have for them.
+            kinds: Returns the kinds of the ready engines.
+        """
+        self._aliases = aliases
+        self._kinds = kinds
+
+    def all(self) -> list[ModelTerms]:
+        """Return each adapter that requests may name, with the model that it adapts."""
+        by_name: dict[str, ModelTerms] = {}
+        for kind in self._kinds():
+            for name, facts in kind.adapters.items():
+                if not self._means_model(name):
+                    by_name.setdefault(name, replace(kind.terms, adapter=facts))
+        return list(by_name.values())
+
+    def terms(self, kind: EngineKind, name: str) -> ModelTerms:
+        """Return the terms of a kind that serves the model or the adapter of this name."""
+        facts = None if self._means_model(name) else kind.adapters.get(name)
+        return kind.terms if facts is None else replace(kind.terms, adapter=facts)
+
+    def find(self, adapter: str, serving: Iterable[EngineKind], path: str) -> ModelTerms:
+        """Return the terms of an adapter that is named beside its model.
+
+        Args:
+            serving: The kinds that serve the model.
+            path: Path of the adapter's name in the client's words.
+
+        Raises:
+            ModelNotFound: None of the kinds has such an adapter.
+        """
+        for kind in serving:
+            if (facts := kind.adapters.get(adapter)) is not None:
+                return replace(kind.terms, adapter=facts)
+        names = ", ".join(sorted(terms.name for terms in self.all())) or "none is loaded"
+        raise ModelNotFound(f"{path}: no engine has the adapter {adapter!r}; loaded: {names}")
+
+    def check(self, name: str) -> None:
+        """Refuse a name for an adapter by which no request would get it.
+
+        Raises:
+            InvalidRequest: It is an alias, or the name of a model.
+        """
+        if name in self._aliases:
+            raise InvalidRequest("name", f"{name!r} is an alias of the model {self._aliases[name]!r}")
+        if self._means_model(name):
+            raise InvalidRequest("name", f"{name!r} is the name of a model")
+
+    def _means_model(self, name: str) -> bool:
+        return name in self._aliases or any(kind.terms.model.name == name for kind in self._kinds())
 
 
 def key_of(model: ModelFacts) -> KindKey:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
@@ -13,6 +12,7 @@ from triptych.types.step import U32
 from triptych.types.submit import ModelTerms, RequestNeeds
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.routing.kinds import (
+    AdapterNames,
     EngineKind,
     KindKey,
     group_by_kind,
@@ -48,6 +48,8 @@ class Router:
         self._num_changes = 0
         self._kinds: tuple[int, Mapping[KindKey, EngineKind]] = (0, {})
         """The kinds of the ready engines, and the number of changes that they take in."""
+        self.adapters = AdapterNames(aliases, lambda: self._known_kinds().values())
+        """Names of adapters, which requests may give as their model."""
         self._takes_streams = False
         self._listeners: list[Callable[[], None]] = []
         self.changed = asyncio.Event()
@@ -101,22 +103,15 @@ class Router:
             by_name.setdefault(kind.terms.model.name, kind.terms.model)
         return list(by_name.values())
 
-    @property
-    def adapters(self) -> list[ModelTerms]:
-        """The adapters of the ready engines, each name once, with the models that they adapt."""
-        models = {facts.name for facts in self.models}
-        by_name: dict[str, ModelTerms] = {}
-        for kind in self._known_kinds().values():
-            for name, facts in kind.adapters.items():
-                if name not in models and name not in self._aliases:
-                    by_name.setdefault(name, replace(kind.terms, adapter=facts))
-        return list(by_name.values())
-
-    def find(self, model: str, path: str = "model") -> ModelTerms:
+    def find(
+        self, model: str, path: str = "model", *, adapter: str = "", adapter_path: str = "adapter"
+    ) -> ModelTerms:
         """The facts to check a request for `model` against, which may be an alias or an adapter; empty: the only model.
 
         Args:
             path: of the model's name in the client's words.
+            adapter: An adapter that is named beside its model. Empty: none is.
+            adapter_path: As `path`, of the adapter's name.
 
         Raises:
             EngineUnavailable: no engine is ready; says why.
@@ -124,8 +119,10 @@ class Router:
             InvalidRequest: no name is given although there are several.
         """
         serving = self._serving(model)
+        if adapter and serving:
+            return self.adapters.find(adapter, serving, adapter_path)
         if len(serving) == 1:
-            return self._terms(serving[0], model)
+            return self.adapters.terms(serving[0], model)
         names = ", ".join(sorted(facts.name for facts in self.models))
         if not names:
             raise EngineUnavailable(self.why_not_ready)
@@ -135,33 +132,7 @@ class Router:
             raise InvalidRequest(path, f"none is given, and there are several; name one of {names}")
         engines = leave_out_prefilling([engine for kind in serving for engine in kind.engines])
         chosen = least_loaded(engines)
-        return self._terms(next(kind for kind in serving if chosen in kind.engines), model)
-
-    def find_adapter(self, adapter: str, model: str, path: str = "adapter") -> ModelTerms:
-        """Return what `find` does for an adapter's name that is given beside the name of its model, or without one.
-
-        Raises:
-            EngineUnavailable: No engine is ready; says why.
-            ModelNotFound: None of the ready engines has such an adapter of this model.
-        """
-        for kind in self._serving(model):
-            if (facts := kind.adapters.get(adapter)) is not None:
-                return replace(kind.terms, adapter=facts)
-        if not self._known_kinds():
-            raise EngineUnavailable(self.why_not_ready)
-        names = ", ".join(sorted(terms.name for terms in self.adapters)) or "none is loaded"
-        raise ModelNotFound(f"{path}: no engine has the adapter {adapter!r}; loaded: {names}")
-
-    def check_adapter_name(self, name: str) -> None:
-        """Refuse a name for an adapter that means a model here, so that no request would get the adapter by it.
-
-        Raises:
-            InvalidRequest: It is an alias, or the name of a model.
-        """
-        if name in self._aliases:
-            raise InvalidRequest("name", f"{name!r} is an alias of the model {self._aliases[name]!r}")
-        if any(facts.name == name for facts in self.models):
-            raise InvalidRequest("name", f"{name!r} is the name of a model")
+        return self.adapters.terms(next(kind for kind in serving if chosen in kind.engines), model)
 
     def aliases_of(self, model: str) -> tuple[str, ...]:
         """Return the other names of a model, as `engines` name it."""
@@ -341,12 +312,6 @@ class Router:
         if not serving and model in self._aliases:
             return [kind for kind in kinds if kind.terms.model.name == self._aliases[model]]
         return serving or [kind for kind in kinds if model in kind.adapters]
-
-    def _terms(self, kind: EngineKind, name: str) -> ModelTerms:
-        """Return the terms of a kind that serves the model or the adapter of this name."""
-        is_model = name == kind.terms.model.name or name in self._aliases
-        facts = None if is_model else kind.adapters.get(name)
-        return kind.terms if facts is None else replace(kind.terms, adapter=facts)
 
 
 def _listed(reasons: Mapping[EngineClient, str]) -> str:

@@ -16,7 +16,8 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig, SimulationConfig
 from triptych.config.step_times import StepTimeModel, StepWork, read_step_time_profile
-from triptych.errors import ConfigError, ProtocolViolation
+from triptych.errors import ConfigError, MemoryShort, ModelError, ProtocolViolation
+from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import Phase, SleepLevel, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
@@ -29,7 +30,6 @@ from triptych_services.worker.runner.request_rows import Flags, RequestRows, Ste
 from triptych_services.worker.runner.startup.facts import worker_facts
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
-from triptych_services.worker.simulation.adapters import SimulatedAdapters
 from triptych_services.worker.simulation.blocks import SimulatedBlocks
 from triptych_services.worker.simulation.choices import ConstrainedChoices
 from triptych_services.worker.simulation.device import SimulatedDevice, use_precise_sleep
@@ -37,6 +37,8 @@ from triptych_services.worker.simulation.sampler import DrawnTokens, SimulatedSa
 from triptych_services.worker.simulation.stages import SimulatedStages
 from triptych_services.worker.simulation.vocabulary import I64, hash_ids, read_closing_ids, read_word_ids
 
+_ADAPTER_CONFIG = "adapter_config.json"
+_SIMULATED_RANK = 1
 _GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -223,6 +225,39 @@ class SimulatedRunner:
             num_decode_rows=int(np.count_nonzero(~is_prefill)),
             num_context_tokens=int(step.starts.sum() + step.query_lens.sum()),
         )
+
+
+class SimulatedAdapters:
+    """An `AdapterHolder`. An adapter is a directory with a config, and its digest is that of the config's bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: of the files of all adapters together."""
+        self._max_bytes = max_bytes
+        self._by_digest: dict[str, tuple[AdapterFacts, int]] = {}
+        """Digest -> the adapter, and the bytes of its files."""
+
+    def load(self, name: str, source: str, directory: Path) -> AdapterFacts:
+        path = directory / _ADAPTER_CONFIG
+        try:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            num_bytes = sum(file.stat().st_size for file in directory.iterdir())
+        except OSError as error:
+            raise ModelError(f"{path}: {error.strerror or error}") from None
+        others = sum(size for facts, size in self._by_digest.values() if facts.digest != digest)
+        if others + num_bytes > self._max_bytes:
+            raise MemoryShort(
+                f"worker.adapter_gib: {source!r} has {num_bytes} bytes, the others have {others}, "
+                f"and {self._max_bytes} is the limit of all together"
+            )
+        facts = AdapterFacts(name, digest, _SIMULATED_RANK, source)
+        self._by_digest[digest] = facts, num_bytes
+        return facts
+
+    def unload(self, digest: str) -> None:
+        self._by_digest.pop(digest, None)
+
+    def list(self) -> tuple[AdapterFacts, ...]:
+        return tuple(facts for facts, _ in self._by_digest.values())
 
 
 DEVICE = "simulated"

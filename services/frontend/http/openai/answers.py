@@ -249,7 +249,7 @@ class ModelAnswer(Answer):
     root: str
     """The name of the model that `id` is a name of."""
     parent: str | None
-    """Of an adapter: the model that it adapts."""
+    """The model that it adapts, of an adapter."""
     max_model_len: int
     """Tokens of prompt and output together."""
 

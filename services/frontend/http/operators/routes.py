@@ -136,7 +136,7 @@ async def abort_requests(request: Request) -> Response:
 async def load_lora_adapter(request: Request, engine_id: _EngineId = "") -> Response:
     """Load a LoRA adapter into all engines, or one; requests name it as their model from then on."""
     name, source = await reader_of(request).read(request, LoadAdapterBody, _adapter_to_load)
-    request.app.state.router.check_adapter_name(name)
+    request.app.state.router.adapters.check(name)
     answers = await _call(request, engine_id, "LoadAdapter", name=name, source=source)
     digests = sorted({answer.adapter.digest for answer in answers})
     return json_response({"status": "loaded", "lora_name": name, "digests": digests})
