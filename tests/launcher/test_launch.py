@@ -94,7 +94,8 @@ def test_a_stack_that_runs_takes_what_asks_for_nothing():
     ("arguments", "told"),
     [
         ({"tokenizer": "another"}, "tokenizer='another' is not served; the model's own is used"),
-        ({"enable_lora": True}, "enable_lora=True is not served"),
+        ({"enable_lora": True, "lora_modules": ["sql"]}, "lora_modules: 'sql' is neither NAME=PATH"),
+        ({"enable_lora": True, "lora_modules": ["{sql"]}, "lora_modules: '{sql' is no JSON"),
         ({"max_logprobs": 50}, "max_logprobs=50 is not served; a request may ask for 20"),
         ({"task": "embed", "worker_cls": "x"}, "task='embed' is not served; worker_cls='x' is not served"),
         ({"revision": "v2", "tokenizer_revision": "v3"}, "tokenizer_revision='v3' is not served"),
@@ -120,6 +121,14 @@ def test_vllms_values_have_their_names_here():
     assert config_from_overrides({"dtype": "half"}).model.dtype == "float16"
     both = {"revision": "v2", "tokenizer_revision": "v2"}
     assert config_from_overrides(both).model.revision == "v2"
+
+
+def test_vllms_adapters_are_options_here():
+    modules = ["sql=/a/sql", '{"name": "chat", "path": "/a/chat"}', {"name": "law", "path": "/a/law"}]
+    config = config_from_overrides({"enable_lora": True, "max_loras": 4, "lora_modules": modules})
+    assert (config.worker.max_adapters, config.worker.max_adapter_rank) == (4, 16)
+    assert config.model.adapters == "sql=/a/sql,chat=/a/chat,law=/a/law"
+    assert config_from_overrides({"max_loras": 4}).worker.max_adapters == 0
 
 
 def test_a_programs_own_stack_takes_free_ports_and_is_quiet(monkeypatch):

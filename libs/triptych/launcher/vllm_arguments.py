@@ -6,6 +6,7 @@ and hints on speed and memory that have no counterpart here. What would change a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,8 +42,8 @@ HINTS = frozenset({
     "enable_flashinfer_autotune", "enable_log_requests", "enable_sleep_mode", "enable_tower_connector_lora",
     "expert_placement_strategy", "fully_sharded_loras", "guided_decoding_backend", "interleave_mm_strings",
     "kernel_config", "kv_cache_metrics", "kv_cache_metrics_sample", "limit_mm_per_prompt", "linear_backend",
-    "lora_dtype", "lora_extra_vocab_size", "max_cpu_loras", "max_cudagraph_capture_size", "max_lora_rank",
-    "max_loras", "max_parallel_loading_workers", "max_seq_len_to_capture", "mm_encoder_tp_mode",
+    "lora_dtype", "lora_extra_vocab_size", "max_cpu_loras",
+    "max_cudagraph_capture_size", "max_parallel_loading_workers", "max_seq_len_to_capture", "mm_encoder_tp_mode",
     "mm_processor_cache_gb", "mm_processor_cache_type", "mm_processor_kwargs", "moe_backend",
     "multi_step_stream_outputs", "num_scheduler_steps", "numa_bind", "optimization_level", "performance_mode",
     "prefix_caching_hash_algo", "ray_workers_use_nsight", "renderer_num_workers", "safetensors_load_strategy",
@@ -64,7 +65,6 @@ NEUTRAL = {
     "decode_context_parallel_size": (1,),
     "disable_sliding_window": (),
     "download_dir": (),
-    "enable_lora": (),
     "enable_prompt_embeds": (),
     "enable_return_routed_experts": (),
     "generation_config": ("auto",),
@@ -124,19 +124,23 @@ _REMEDIES = {
 }
 
 
+_OF_ADAPTERS = frozenset({"enable_lora", "lora_modules", "max_lora_rank", "max_loras"})
+_VLLM_MAX_LORAS, _VLLM_MAX_LORA_RANK = 1, 16  # its defaults
+
+
 def to_overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that are options of a stack, with values as they are called here.
 
     Raises:
         ConfigError: Values that are not served; names all of them.
     """
-    overrides: dict[str, Any] = {}
+    overrides = _adapter_options(arguments)
     problems = []
     options = {
         option.name for option in iter_options()
     }  # these go before: a version may serve more than this table
     for name, value in arguments.items():
-        if name in HINTS - options:
+        if name in HINTS - options or name in _OF_ADAPTERS:
             continue
         if name in NEUTRAL.keys() - options:
             if not _is_neutral(name, value, arguments):
@@ -147,6 +151,36 @@ def to_overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if problems:
         raise ConfigError("; ".join(problems))
     return overrides
+
+
+def _adapter_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of adapters; none unless `enable_lora` is set, as vLLM has it.
+
+    Raises:
+        ConfigError: A module is neither NAME=PATH nor an object with both.
+    """
+    if not arguments.get("enable_lora"):
+        return {}
+    modules = arguments.get("lora_modules") or ()
+    return {
+        "worker.max_adapters": arguments.get("max_loras") or _VLLM_MAX_LORAS,
+        "worker.max_adapter_rank": arguments.get("max_lora_rank") or _VLLM_MAX_LORA_RANK,
+        **({"model.adapters": ",".join(map(_adapter_entry, modules))} if modules else {}),
+    }
+
+
+def _adapter_entry(module: Any) -> str:
+    """Return an adapter as `model.adapters` has it."""
+    if isinstance(module, str) and module.lstrip().startswith("{"):
+        try:
+            module = json.loads(module)
+        except ValueError as error:
+            raise ConfigError(f"lora_modules: {module!r:.80} is no JSON: {error}") from None
+    if isinstance(module, Mapping) and module.get("name") and module.get("path"):
+        return f"{module['name']}={module['path']}"
+    if isinstance(module, str) and "=" in module:
+        return module
+    raise ConfigError(f"lora_modules: {module!r:.80} is neither NAME=PATH nor an object with name and path")
 
 
 def _is_neutral(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:

@@ -146,8 +146,8 @@ def test_engine_arguments_are_an_object(frontend):
     assert "swap_space=4" in repr(arguments)
     with LLM.from_engine_args(arguments) as llm:
         assert llm.generate("a", use_tqdm=False)[0].finished
-    with pytest.raises(ConfigError, match="enable_lora=True is not served"):
-        LLM.from_engine_args(EngineArgs(enable_lora=True))
+    with pytest.raises(ConfigError, match=r"worker_cls=.* is not served"):
+        LLM.from_engine_args(EngineArgs(worker_cls="x"))
 
 
 async def test_an_async_engine_streams_and_shuts_down(frontend):
