@@ -17,24 +17,32 @@ from tests.helpers.scheduling import (
     BLOCK_SIZE,
     EOS,
     NAIVE_IDENTITY,
+    NAIVE_TASKS,
     VOCAB_SIZE,
     Clock,
     NaiveWorker,
     naive_generation,
+    naive_vectors,
 )
 from tests.helpers.stack import make_config
 from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure
 from triptych.prefix_hash import HASH_BYTES
 from triptych.types.facts import KvShape, ModelFacts, PauseMode, WorkerFacts
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, RequestFailure
+from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import StepPlan
+from triptych.types.step import F32, StepPlan
 from triptych.types.submit import single_choice
 from triptych_services.enginecore.engine import EngineCore
 
 MAX_MODEL_LEN = 80
 POISON = [60, 60, 60]
 MOST_IN_FLIGHT = 4
+POOLINGS = [
+    PoolingParams(kind=PoolingKind.MEAN),
+    PoolingParams(kind=PoolingKind.LAST),
+    PoolingParams(Task.TOKEN_EMBED),
+]
 
 Key = tuple[int, int]
 """Session and number."""
@@ -81,6 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
                 "float32",
                 "float32",
                 "none",
+                tasks=NAIVE_TASKS,
+                embedding_size=4,
             ),
             kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32", soft_num_blocks),
             max_num_seqs=max_num_seqs,
@@ -102,6 +112,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.expected: dict[Key, tuple[list[int], FinishReason]] = {}
         self.tokens: dict[Key, list[int]] = {}
         self.ends: dict[Key, FinishedRequest | RequestFailure] = {}
+        self.vectors: dict[Key, F32] = {}
+        self.expected_vectors: dict[Key, F32] = {}
         self.admitted: set[Key] = set()
         self.engine.worker_ready(self.facts, after_crash=False)
 
@@ -137,6 +149,7 @@ class EngineMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "a", "b"]),
         deadline_s=st.none() | st.integers(5, 60),
         whole_output=st.booleans(),
+        pooling=st.sampled_from([None] * 4 + POOLINGS),
     )
     def submit(
         self,
@@ -150,6 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
         tenant: str,
         deadline_s: int | None,
         whole_output: bool,
+        pooling: PoolingParams | None,
     ) -> None:
         session = sorted(self.sessions)[choice % len(self.sessions)]
         self.num_submitted += 1
@@ -158,6 +172,9 @@ class EngineMachine(RuleBasedStateMachine):
             temperature=0.0 if is_greedy else 1.0, max_tokens=max_tokens, ignore_eos=ignore_eos
         )
         tokens, reason, _ = naive_generation(prompt, self.num_submitted, sampling, (EOS,), MAX_MODEL_LEN)
+        if pooling is not None:
+            tokens, reason = [], FinishReason.STOP
+            self.expected_vectors[key] = naive_vectors(prompt, pooling)
         self.expected[key], self.tokens[key] = (tokens, reason), []
         if is_poison:
             self.poison.add(key)
@@ -173,6 +190,7 @@ class EngineMachine(RuleBasedStateMachine):
                 tenant=tenant,
                 deadline_remaining_ms=None if deadline_s is None else 1000 * deadline_s,
                 whole_output=whole_output,
+                pooling=pooling,
             ),
         )
 
@@ -263,6 +281,10 @@ class EngineMachine(RuleBasedStateMachine):
             for number, token in zip(batch.owners.tolist(), batch.token_ids.tolist(), strict=True):
                 assert (session, number) not in self.ends, "a token after the end"
                 self.tokens[session, number].append(token)
+            for number, vectors in batch.vectors.items():
+                assert (session, number) not in self.vectors, "vectors twice"
+                assert any(end.number == number for end in batch.finished), "vectors without the end"
+                self.vectors[session, number] = vectors
             for end in (*batch.finished, *batch.failures):
                 assert (session, end.number) not in self.ends, "a second end"
                 self.ends[session, end.number] = end
@@ -316,6 +338,8 @@ class EngineMachine(RuleBasedStateMachine):
             elif end.reason is not FinishReason.ABORT:
                 assert key not in self.poison
                 assert (self.tokens[key], end.reason) == (tokens, reason)
+                if key in self.expected_vectors:
+                    assert self.vectors[key].tolist() == self.expected_vectors[key].tolist()
 
 
 TestEngineMachine = EngineMachine.TestCase
