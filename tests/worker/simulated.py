@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from triptych.checkpoint.pooling import PoolingSpec
 from triptych.config.step_times import StepTimeModel
 from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
+from triptych.types.pooling import PoolingKind
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 from triptych_services.worker.simulation.device import SimulatedDevice
 from triptych_services.worker.simulation.runner import SimulatedRunner
@@ -66,6 +68,7 @@ def simulated_runner(
     compiler: GrammarCompiler | None = None,
     vocab_size: int = VOCAB_SIZE,
     eos: int = EOS,
+    makes_vectors: bool = False,
 ) -> SimulatedRunner:
     """`num_stages`: what the facts say."""
     facts = WorkerFacts(
@@ -81,6 +84,8 @@ def simulated_runner(
             dtype="bfloat16",
             kv_dtype="bfloat16",
             quantization="none",
+            tasks=("generate", "embed", "token_embed") if makes_vectors else ("generate",),
+            embedding_size=8 if makes_vectors else 0,
         ),
         kv=KvShape(num_blocks, block_size, 1, 1, 8, "bfloat16"),
         max_num_seqs=max_num_seqs,
@@ -98,6 +103,7 @@ def simulated_runner(
         eos_probability=eos_probability,
         stages=stages,
         has_blocks=has_blocks,
+        pooling=PoolingSpec(PoolingKind.LAST) if makes_vectors else None,
     )
 
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from triptych.types.step import NewRow, RowError, RowKey
 from triptych_services.worker.runner.request_rows import I64, RequestRows, StepRows
+from triptych_services.worker.simulation.hashing import BASE, U64, salt_of
 
-U64 = NDArray[np.uint64]
-
-_BASE = np.uint64(0x5851F42D4C957F2D)
 _WRONG = np.uint64(0)
 """Content at positions of guesses that were wrong, which is the name of no token."""
 
@@ -31,10 +28,12 @@ class SimulatedBlocks:
         self._block_size = rows.block_size
         self._content: U64 = np.zeros((num_blocks, rows.block_size), np.uint64)
         self.block_bytes = rows.block_size * self._content.itemsize
-        self._powers: U64 = np.cumprod(np.full(max_model_len, _BASE, np.uint64), dtype=np.uint64)
+        self._powers: U64 = np.cumprod(np.full(max_model_len, BASE, np.uint64), dtype=np.uint64)
         """[max_model_len] factor of the token at each position."""
         self._sums: U64 = np.zeros(max_num_seqs, np.uint64)
         """[max_num_seqs] sum of the terms of each row's tokens that have been computed."""
+        self._salts: U64 = np.zeros(max_num_seqs, np.uint64)
+        """[max_num_seqs] number of each row's adapter, from which its sums begin."""
         self._block_names: U64 = np.zeros(rows.block_table.shape, np.uint64)
         """[max_num_seqs, max_blocks] name of the last token of each full block of a row."""
 
@@ -70,7 +69,8 @@ class SimulatedBlocks:
 
     def _enter(self, row: NewRow) -> None:
         """Note the names of the tokens that a new row need not compute."""
-        names, total = self._name(row.slot, 0, row.num_computed_tokens, np.uint64(0))
+        self._salts[row.slot] = salt_of(row.content.adapter)
+        names, total = self._name(row.slot, 0, row.num_computed_tokens, self._salts[row.slot])
         self._sums[row.slot] = total
         self._note_full_blocks(row.slot, 0, names)
 
@@ -110,7 +110,7 @@ class SimulatedBlocks:
     def _check_new(self, row: NewRow) -> RowError | None:
         """Return the error of a row that enters, if its cached blocks do not hold the KV of its own tokens."""
         count = row.num_computed_tokens
-        names, _ = self._name(row.slot, 0, count, np.uint64(0))
+        names, _ = self._name(row.slot, 0, count, self._salts[row.slot])
         content = self._content[row.block_ids.astype(np.int64)].reshape(-1)[:count]
         wrong = np.flatnonzero(content != names)
         return RowError(f"position {wrong[0]} holds the KV of another prefix") if len(wrong) else None

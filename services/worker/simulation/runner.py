@@ -14,6 +14,7 @@ import numpy as np
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
+from triptych.checkpoint.pooling import PoolingSpec
 from triptych.config import EngineConfig, SimulationConfig
 from triptych.config.step_times import StepTimeModel, StepWork, read_step_time_profile
 from triptych.errors import ConfigError, MemoryShort, ModelError, ProtocolViolation
@@ -27,15 +28,22 @@ from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.runner.base import CompletedStep, PendingStep, do_nothing
 from triptych_services.worker.runner.prompt_targets import take_prompt_targets
 from triptych_services.worker.runner.request_rows import Flags, RequestRows, StepRows
-from triptych_services.worker.runner.startup.facts import worker_facts
+from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 from triptych_services.worker.simulation.blocks import SimulatedBlocks
 from triptych_services.worker.simulation.choices import ConstrainedChoices
 from triptych_services.worker.simulation.device import SimulatedDevice, use_precise_sleep
+from triptych_services.worker.simulation.hashing import salt_of
 from triptych_services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
 from triptych_services.worker.simulation.stages import SimulatedStages
-from triptych_services.worker.simulation.vocabulary import I64, hash_ids, read_closing_ids, read_word_ids
+from triptych_services.worker.simulation.vectors import SimulatedVectors
+from triptych_services.worker.simulation.vocabulary import (
+    I64,
+    hash_ids,
+    read_closing_ids,
+    read_word_ids,
+)
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _SIMULATED_RANK = 1
@@ -57,6 +65,7 @@ class SimulatedRunner:
         stages: SimulatedStages | None = None,
         has_blocks: bool = False,
         max_adapter_bytes: int = 0,
+        pooling: PoolingSpec | None = None,
     ) -> None:
         """Create a runner without rows.
 
@@ -67,6 +76,7 @@ class SimulatedRunner:
             stages: They compute the steps; None: the device does.
             has_blocks: Whether blocks have content, which can be transferred; it costs time in each step.
             max_adapter_bytes: Bytes of the files of all adapters together.
+            pooling: How the model makes vectors; None: it makes none.
         """
         self._stages = stages
         self._facts = facts
@@ -80,7 +90,9 @@ class SimulatedRunner:
             block_size=facts.kv.block_size,
             vocab_size=facts.model.vocab_size,
             max_samples_per_row=facts.max_samples_per_row,
+            tasks=facts.model.tasks,
         )
+        self._vectors = SimulatedVectors(self._rows, facts.model, pooling)
         self._choices = ConstrainedChoices(
             vocab_size=facts.model.vocab_size,
             word_ids=word_ids,
@@ -153,6 +165,8 @@ class SimulatedRunner:
         targets = take_prompt_targets(self._rows, step)
         rows = () if targets is None else targets.rows
         scored = {row.key: self._sampler.score_prompt(row) for row in rows}
+        vectors = self._vectors.compute(step)
+        row_errors.update(vectors.failures)
         slots = step.sampling_slots
         self._choices.begin_step(slots, may_defer=plan.may_defer_rows)
         drawn = self._sampler.sample(slots, step.sample_limits)
@@ -179,6 +193,7 @@ class SimulatedRunner:
                 mask_ns=self._choices.take_mask_ns(),
             ),
             scored,
+            vectors.reported,
         )
         if self._stages is not None:
             return self._stages.launch(
@@ -200,8 +215,11 @@ class SimulatedRunner:
         errors = {}
         for row in plan.new_rows:
             self._num_entered_with[row.slot] = row.num_known_tokens
+            if not self._rows.pooled.samples(row):
+                self._vectors.enter(row)
+                continue
             sampling = _GREEDY if row.key in refused else row.sampling
-            error = self._sampler.enter(row.slot, row.token_ids, sampling)
+            error = self._sampler.enter(row.slot, row.token_ids, sampling, salt_of(row.content.adapter))
             if error is not None:
                 errors[row.key] = error
         return errors
@@ -295,6 +313,7 @@ def create_simulated_runner(
     word_ids, closing_ids = read_word_ids(*vocabulary), read_closing_ids(*vocabulary)
     # The blocks have no memory, so any number that the operator sets is accepted.
     free_bytes = sys.maxsize if engine.cache.num_blocks else int(simulation.free_memory_gib * _GIB)
+    served = served_tasks(architecture, directory)
     facts = worker_facts(
         config,
         plan_kv_cache(config, free_bytes),
@@ -308,6 +327,7 @@ def create_simulated_runner(
         max_samples_per_row=simulation.tokens_per_step,
         weight_bytes=0,
         load_s=time.perf_counter() - started,
+        served=served,
         num_stages=num_stages,
     )
     use_precise_sleep()
@@ -324,6 +344,7 @@ def create_simulated_runner(
         stages=_create_stages(step_time, num_stages, facts.max_num_seqs),
         has_blocks=engine.worker.kv_transfer,
         max_adapter_bytes=int(engine.worker.adapter_gib * _GIB),
+        pooling=served.pooling,
     )
 
 

@@ -23,15 +23,13 @@ from triptych_services.worker.sampling.params import (
     TokenHistory,
 )
 from triptych_services.worker.simulation.choices import ConstrainedChoices
+from triptych_services.worker.simulation.hashing import BASE, GOLDEN, U64, mix
 
 I64 = NDArray[np.int64]
-U64 = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
-_BASE = np.uint64(0x5851F42D4C957F2D)  # of the prefix hash: the multiplier of Knuth's MMIX generator
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # its finalizer
 _LOW_BITS = np.uint64(0xFFFFFFFF)
+_NO_SALT = np.uint64(0)
 _ONE_EACH: I64 = np.empty(0, np.int64)
 
 _NEED_LOGITS = {
@@ -96,19 +94,29 @@ class SimulatedSampler:
         """[max_num_seqs] whether the request has min_tokens and stop ids, which may be words."""
         self._slot_to_stop_ids: dict[int, frozenset[int]] = {}
         """Slot of each request with min_tokens -> its stop ids."""
-        self._powers = np.full(max_model_len, _BASE)
-        """[max_model_len] of `_BASE`, from 0 up."""
+        self._powers = np.full(max_model_len, BASE)
+        """[max_model_len] of `BASE`, from 0 up."""
         self._powers[0] = 1
         np.multiply.accumulate(self._powers, out=self._powers)
 
-    def enter(self, slot: int, token_ids: NDArray[np.integer], params: SamplingParams) -> RowError | None:
+    def enter(
+        self,
+        slot: int,
+        token_ids: NDArray[np.integer],
+        params: SamplingParams,
+        salt: np.uint64 = _NO_SALT,
+    ) -> RowError | None:
         """Hash a new row's tokens, [num_known >= 1], and store its parameters, which its columns hold already.
+
+        Args:
+            salt: Number of the row's adapter; other tokens follow with another one.
 
         Returns:
             Why the request cannot be served, or None if it can.
         """
         terms = (token_ids.astype(np.uint64) + np.uint64(1)) * self._powers[token_ids.size - 1 :: -1]
-        self._prefix_hash[slot] = terms.sum(dtype=np.uint64)
+        before = np.array([salt]) * self._powers[token_ids.size - 1] * BASE  # like a token before the first
+        self._prefix_hash[slot] = (before + terms.sum(dtype=np.uint64))[0]
         self._min_tokens[slot] = params.min_tokens
         self._slot_to_stop_ids.pop(slot, None)
         self._is_constrained[slot] = self._choices.enter(slot, token_ids, params)
@@ -138,7 +146,7 @@ class SimulatedSampler:
         if limits is not None or failures:
             token_counts = np.ones(slots.size, np.int64)
             if limits is not None:
-                token_counts += (_mix(bits) % limits.astype(np.uint64)).view(np.int64)
+                token_counts += (mix(bits) % limits.astype(np.uint64)).view(np.int64)
             token_counts[[row for row, _ in failures]] = 0
             rows = np.repeat(np.arange(slots.size), token_counts)
             starts = np.cumsum(token_counts) - token_counts
@@ -161,14 +169,14 @@ class SimulatedSampler:
         """
         columns, history = self._columns, self._history
         seeds = np.where(columns.temperature[slots] > 0, columns.seeds[slots], 0).view(np.uint64)
-        bits = _mix(self._prefix_hash[slots] ^ _mix(seeds + positions.view(np.uint64) * _GOLDEN))
+        bits = mix(self._prefix_hash[slots] ^ mix(seeds + positions.view(np.uint64) * GOLDEN))
         token_ids = self._word_ids[_below(bits, self._word_ids.size)]
         below_min_tokens = positions - history.num_prompt[slots] < self._min_tokens[slots]
         if self._eos_probability:
-            chances = (_mix(bits) >> np.uint64(11)) * 2.0**-53  # of the 53 bits that a float64 holds
+            chances = (mix(bits) >> np.uint64(11)) * 2.0**-53  # of the 53 bits that a float64 holds
             token_ids[(chances < self._eos_probability) & ~below_min_tokens] = self._eos_token_ids[0]
         failures = self._choose_anew(token_ids, slots, bits, below_min_tokens)
-        self._prefix_hash[slots] = self._prefix_hash[slots] * _BASE + (token_ids + 1).view(np.uint64)
+        self._prefix_hash[slots] = self._prefix_hash[slots] * BASE + (token_ids + 1).view(np.uint64)
         return token_ids, bits, failures
 
     def score_prompt(self, row: ScoredRow) -> PromptLogprobs:
@@ -182,7 +190,7 @@ class SimulatedSampler:
             self._history.token_ids[row.key.slot, start : start + row.num_positions].astype(np.uint64)
             for start in (first - 1, first)
         )
-        bits = _mix(_mix(before * _BASE + own) + np.arange(first, end).astype(np.uint64) * _GOLDEN)
+        bits = mix(mix(before * BASE + own) + np.arange(first, end).astype(np.uint64) * GOLDEN)
         num_top = min(row.num_top, self._word_ids.size)
         token_ids, logprobs = self._candidates(own.view(np.int64), bits, num_top)
         ranks = np.ones(row.num_positions, np.uint32)
@@ -245,13 +253,6 @@ class SimulatedSampler:
         top_logprobs = np.log1p(-ratio) + ranks * np.log(ratio)
         token_ids = np.hstack((chosen, top_ids)).astype(np.uint32)
         return token_ids, np.hstack((np.log1p(-ratio), top_logprobs)).astype(np.float32)
-
-
-def _mix(bits: U64) -> U64:
-    """Mix as splitmix64's finalizer does: every bit of the result depends on every bit given."""
-    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
-    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
-    return bits ^ (bits >> np.uint64(31))
 
 
 def _below(bits: U64, bound: int) -> I64:
