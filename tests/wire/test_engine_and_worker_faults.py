@@ -327,7 +327,7 @@ async def test_worker_drains_under_load() -> None:
         ({"prompt_token_ids": b"\xff\xff\xff\xff"}, "INVALID_REQUEST"),
         ({"emitted_token_ids": [b"\xff\xff\xff\xff"]}, "INVALID_REQUEST"),
         ({"emitted_token_ids": [bytes(16)]}, "INVALID_REQUEST"),  # all that max_tokens allows
-        ({"adapter": "lora"}, "FEATURE_DISABLED"),
+        ({"adapter": "lora"}, "ENGINE_UNAVAILABLE"),
         ({"task": 0}, "FEATURE_DISABLED"),
         ({"sampling": {"max_tokens": 4, "temperature": -1.0}}, "INVALID_REQUEST"),
         ({"sampling": {"max_tokens": 4, "n": (1 << 31) - 1}}, "INVALID_REQUEST"),
