@@ -69,8 +69,8 @@ class EngineAdapters:
         self._num_loads = 0
         self._num_restores = 0
         """Workers that have been given the adapters: a load that has seen two of them is carried out again."""
-        self._released: set[str] = set()
-        """Digests without a name, which the worker is to free when no request has them any more."""
+        self._released: dict[str, AdapterFacts] = {}
+        """Adapters without a name, which the worker is to free when no request has their digest any more."""
         self._releasing: asyncio.Task[None] | None = None
 
     @property
@@ -131,7 +131,7 @@ class EngineAdapters:
             if num_restores == self._num_restores:
                 break
         self._by_name[name] = facts
-        self._released.discard(facts.digest)
+        self._released.pop(facts.digest, None)
         log.info("adapter %s is loaded: rank %d, digest %s", name, facts.rank, facts.digest)
         self._on_change()
         return facts
@@ -147,7 +147,7 @@ class EngineAdapters:
             raise InvalidRequest("name", f"{name!r} is not loaded; ListAdapters lists those that are")
         log.info("adapter %s is unloaded", name)
         self._on_change()
-        self._release(facts.digest)
+        self._release(facts)
 
     async def restore(self, worker: WorkerFacts) -> None:
         """Make a worker that has no rows have the adapters of this engine.
@@ -191,9 +191,22 @@ class EngineAdapters:
             if found.digest != facts.digest:
                 log.warning("adapter %s has changed at %s since it was loaded", name, facts.source)
             self._by_name[name] = found
+        in_use = self._engine.adapters_in_use()
+        for digest, facts in list(self._released.items()):
+            if digest in in_use and digest not in present:
+                await self._load_again(facts)
         known = {facts.digest for facts in self._by_name.values()}
         for digest in present.keys() - known:
-            self._release(digest)
+            self._release(present[digest])
+
+    async def _load_again(self, facts: AdapterFacts) -> None:
+        """Load an adapter without a name, for the requests that still have it; without it each of them fails."""
+        try:
+            await self._load_into_worker(facts.name, facts.source)
+        except EngineUnavailable:
+            raise
+        except TriptychError as error:
+            log.error("adapter %s, which requests have, cannot be loaded again: %s", facts.name, error)
 
     async def _load_at_start(self) -> None:
         for name, source in list(self._at_start.items()):
@@ -224,8 +237,8 @@ class EngineAdapters:
             raise FeatureDisabled("adapter", "worker.max_adapters is 0: no adapters are served")
         return await self._executor.call(method, timeout_s=CALL_TIMEOUT_S, **fields)
 
-    def _release(self, digest: str) -> None:
-        self._released.add(digest)
+    def _release(self, facts: AdapterFacts) -> None:
+        self._released[facts.digest] = facts
         if self._releasing is None or self._releasing.done():
             self._releasing = asyncio.create_task(self._free_unused(), name="free-adapters")
 
@@ -233,15 +246,16 @@ class EngineAdapters:
         """Have the worker free each adapter without a name as soon as no request has it."""
         while self._released:
             async with self._turn:
-                self._released -= {facts.digest for facts in self._by_name.values()}
-                for digest in self._released - self._engine.adapters_in_use():
+                for facts in self._by_name.values():
+                    self._released.pop(facts.digest, None)
+                for digest in self._released.keys() - self._engine.adapters_in_use():
                     try:
                         await self._call("UnloadAdapter", digest=digest)
                     except (
                         TriptychError
                     ) as error:  # another worker, which was not given it, or has to be asked again
                         log.warning("adapter %s is not freed: %s", digest, error)
-                    self._released.discard(digest)
+                    self._released.pop(digest, None)
             await asyncio.sleep(_RELEASE_POLL_S)
 
     def close(self) -> None:

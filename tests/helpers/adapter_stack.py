@@ -38,7 +38,10 @@ class AdapterRunner(NaiveRunner):
         self.entered: list[str] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.entered += [row.content.adapter for row in plan.new_rows]
+        loaded = {"", *(facts.digest for facts in self.adapters.list())}
+        for row in plan.new_rows:
+            assert row.content.adapter in loaded, "a row came before its adapter"
+            self.entered.append(row.content.adapter)
         return super().execute(plan)
 
 

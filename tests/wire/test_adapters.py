@@ -133,6 +133,24 @@ async def test_next_worker_is_given_the_adapters_before_rows_that_use_them(tmp_p
         assert stack.runner.adapters.list() == (AdapterFacts("sql", digest, 1, "sql"),)
 
 
+async def test_next_worker_is_given_an_adapter_without_a_name_that_a_request_has(tmp_path: Path) -> None:
+    digest = make_adapter(tmp_path, "sql")
+    async with running(tmp_path) as stack:
+        await stack.load("sql")
+        stack.runner.may_step.clear()
+        await stack.frontend.submit(1, [1, 2, 3], adapter="sql", adapter_digest=digest)
+        await until(lambda: stack.runner.entered)
+        await stack.unload("sql")
+        port = stack.worker.port
+        await stack.worker.stop()
+        await stack.start_worker(port)
+        await stack.frontend.wait_for(lambda: 1 in stack.frontend.ends)
+        assert isinstance(stack.frontend.ends[1], FinishedRequest)
+        assert stack.runner.entered == [digest]
+        assert await stack.list() == []
+        await until(lambda: not stack.runner.adapters.list())
+
+
 async def test_worker_that_dies_while_it_loads_refuses_the_load_only(tmp_path: Path) -> None:
     digest = make_adapter(tmp_path, "sql")
     make_adapter(tmp_path, "more")
