@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,8 +14,9 @@ import numpy as np
 from tests.helpers.scheduling import owners_of
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_worker
+from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import PromptLogprobs
+from triptych.types.step import F32, PromptLogprobs
 from triptych.types.submit import single_choice
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.scheduler import Scheduler
@@ -47,14 +48,21 @@ class InProcessEngine:
         )
         self.prompt_logprobs: defaultdict[int, list[PromptLogprobs]] = defaultdict(list)
         """Parts of each request's prompt as they were reported, by its number."""
+        self.vectors: dict[int, F32] = {}
+        """Those of each pooled request, by its number."""
         self._runner = runner
         self._window = steps_in_flight
         runner.reset()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, first_number: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        first_number: int = 0,
+        pooling: Mapping[int, PoolingParams] | None = None,
     ) -> list[list[int]]:
-        """Tokens of each prompt, all submitted at once."""
+        """Tokens of each prompt, all submitted at once. `pooling`: numbers of those that are pooled instead."""
         tokens: dict[int, list[int]] = {}
         for number, prompt in enumerate(prompts, first_number):
             submit = single_choice(
@@ -63,6 +71,7 @@ class InProcessEngine:
                 prompt,
                 sampling,
                 seed=sampling.seed if sampling.seed is not None else number,
+                pooling=(pooling or {}).get(number),
             )
             self.scheduler.requests.add(*Request.choices_of(submit, session=0))
             tokens[number] = []
@@ -77,6 +86,7 @@ class InProcessEngine:
             assert not output.failed, output.failed[0].error
             for request, part in output.prompt_logprobs:
                 self.prompt_logprobs[request.number].append(part)
+            self.vectors |= {request.number: vectors for request, vectors in output.vectors}
             for (_, number), token_id in zip(owners_of(output), output.token_ids.tolist(), strict=True):
                 tokens[number].append(token_id)
         self.scheduler.check_integrity()

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.helpers.in_process import InProcessEngine
 from tests.worker.deferred import DeferredStream
 from tests.worker.pooled import (
     generating_row,
@@ -28,6 +29,7 @@ from tests.worker.tiny import step_plan
 from triptych.checkpoint import pooling
 from triptych.errors import FeatureDisabled, ModelError, ProtocolViolation
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
+from triptych.types.sampling import SamplingParams
 from triptych.types.step import F32, RowErrorCode
 from triptych_services.worker.runner.model_runner import ModelRunner
 
@@ -226,6 +228,33 @@ def test_a_row_that_has_ended_computes_nothing_until_it_is_removed(tmp_path: Pat
         found.append([result.token_ids.tolist() for result in results])
         assert [len(result.vectors) for result in results] == [len(rows) - 1, 0, 0]
     assert found[0] == found[1]
+
+
+def test_an_engine_pools_and_generates_with_too_few_blocks(tmp_path: Path, kind: str) -> None:
+    """Several steps are in flight, rows are preempted and start again, and equal prompts hit the cache."""
+    save_decoder(tmp_path, "Qwen3")
+    runner, texts = runner_of(tmp_path, kind), texts_of((60, 31, 9, 50, 100, 60, 17, 40))
+    texts[5] = texts[0][:40] + texts[5][40:]
+    ways = [PoolingParams(kind=way) for way in PoolingKind] + [PoolingParams(Task.TOKEN_EMBED)]
+    pooling = {number: ways[number // 2] for number in range(1, len(texts), 2)}
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+    def engine(**options: Any) -> InProcessEngine:
+        return InProcessEngine(
+            runner, steps_in_flight=3, max_num_seqs=8, max_num_batched_tokens=48, **options
+        )
+
+    alone = engine(enable_prefix_caching=False).generate(texts[::2], sampling)
+    busy = engine(num_blocks=34)
+    tokens = busy.generate(texts, sampling, pooling=pooling)
+    assert busy.scheduler.counters.num_preemptions > 0
+    assert tokens[::2] == alone
+    assert not any(tokens[1::2])
+    busy.generate([texts[5]] * 2, sampling, first_number=20, pooling={20: ways[1], 21: ways[1]})
+    vectors = {**busy.vectors, 5: busy.vectors[21]}
+    for number, way in {**pooling, 5: ways[1]}.items():
+        (expected_vectors,) = pool(runner, [texts[number]], way)
+        np.testing.assert_allclose(vectors[number], expected_vectors, rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_of_the_first_block_hit_may_read_its_last_state_alone(tmp_path: Path) -> None:
