@@ -25,7 +25,7 @@ from triptych.config import EngineConfig
 from triptych.rpc.status import from_rpc_error
 from triptych.types.outputs import FinishedRequest, RequestFailure
 from triptych.types.step import StepPlan, StepResult
-from triptych_services.worker.simulation.runner import SimulatedAdapters
+from triptych_services.worker.simulation.adapters import SimulatedAdapters
 
 
 class AdapterRunner(NaiveRunner):
@@ -34,7 +34,7 @@ class AdapterRunner(NaiveRunner):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.facts = replace(self.facts, max_adapters=2, max_adapter_rank=64)
-        self.adapters = SimulatedAdapters(max_bytes=1000)
+        self.adapters = SimulatedAdapters(2, max_bytes=1000)
         self.entered: list[str] = []
 
     def execute(self, plan: StepPlan) -> StepResult:

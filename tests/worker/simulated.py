@@ -69,6 +69,7 @@ def simulated_runner(
     vocab_size: int = VOCAB_SIZE,
     eos: int = EOS,
     makes_vectors: bool = False,
+    max_adapters: int = 0,
 ) -> SimulatedRunner:
     """`num_stages`: what the facts say."""
     facts = WorkerFacts(
@@ -93,6 +94,7 @@ def simulated_runner(
         max_steps_in_flight=4,
         max_samples_per_row=tokens_per_step,
         num_stages=num_stages,
+        max_adapters=max_adapters,
     )
     return SimulatedRunner(
         facts=facts,
@@ -103,6 +105,7 @@ def simulated_runner(
         eos_probability=eos_probability,
         stages=stages,
         has_blocks=has_blocks,
+        max_adapter_bytes=1 << 20,
         pooling=PoolingSpec(PoolingKind.LAST) if makes_vectors else None,
     )
 

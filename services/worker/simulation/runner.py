@@ -17,8 +17,7 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.checkpoint.pooling import PoolingSpec
 from triptych.config import EngineConfig, SimulationConfig
 from triptych.config.step_times import StepTimeModel, StepWork, read_step_time_profile
-from triptych.errors import ConfigError, MemoryShort, ModelError, ProtocolViolation
-from triptych.types.adapters import AdapterFacts
+from triptych.errors import ConfigError, ProtocolViolation
 from triptych.types.facts import Phase, SleepLevel, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
@@ -31,6 +30,7 @@ from triptych_services.worker.runner.request_rows import Flags, RequestRows, Ste
 from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
+from triptych_services.worker.simulation.adapters import SimulatedAdapters
 from triptych_services.worker.simulation.blocks import SimulatedBlocks
 from triptych_services.worker.simulation.choices import ConstrainedChoices
 from triptych_services.worker.simulation.device import SimulatedDevice, use_precise_sleep
@@ -45,8 +45,6 @@ from triptych_services.worker.simulation.vocabulary import (
     read_word_ids,
 )
 
-_ADAPTER_CONFIG = "adapter_config.json"
-_SIMULATED_RANK = 1
 _GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -82,6 +80,7 @@ class SimulatedRunner:
         self._facts = facts
         self._device = device
         self._clock = device.clock
+        self.adapters = SimulatedAdapters(facts.max_adapters, max_adapter_bytes)
         self._rows = RequestRows(
             max_num_seqs=facts.max_num_seqs,
             max_model_len=facts.model.max_model_len,
@@ -91,6 +90,7 @@ class SimulatedRunner:
             vocab_size=facts.model.vocab_size,
             max_samples_per_row=facts.max_samples_per_row,
             tasks=facts.model.tasks,
+            adapters=self.adapters if facts.max_adapters else None,
         )
         self._vectors = SimulatedVectors(self._rows, facts.model, pooling)
         self._choices = ConstrainedChoices(
@@ -113,7 +113,6 @@ class SimulatedRunner:
         """[max_num_seqs] tokens that each row knew when it entered. Computing them is prefill."""
         self._last_step_id = 0
         self._blocks = SimulatedBlocks(self._rows, facts.kv.num_blocks) if has_blocks else None
-        self.adapters = SimulatedAdapters(max_adapter_bytes)
 
     @property
     def facts(self) -> WorkerFacts:
@@ -243,39 +242,6 @@ class SimulatedRunner:
             num_decode_rows=int(np.count_nonzero(~is_prefill)),
             num_context_tokens=int(step.starts.sum() + step.query_lens.sum()),
         )
-
-
-class SimulatedAdapters:
-    """An `AdapterHolder`. An adapter is a directory with a config, and its digest is that of the config's bytes."""
-
-    def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: of the files of all adapters together."""
-        self._max_bytes = max_bytes
-        self._by_digest: dict[str, tuple[AdapterFacts, int]] = {}
-        """Digest -> the adapter, and the bytes of its files."""
-
-    def load(self, name: str, source: str, directory: Path) -> AdapterFacts:
-        path = directory / _ADAPTER_CONFIG
-        try:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            num_bytes = sum(file.stat().st_size for file in directory.iterdir())
-        except OSError as error:
-            raise ModelError(f"{path}: {error.strerror or error}") from None
-        others = sum(size for facts, size in self._by_digest.values() if facts.digest != digest)
-        if others + num_bytes > self._max_bytes:
-            raise MemoryShort(
-                f"worker.adapter_gib: {source!r} has {num_bytes} bytes, the others have {others}, "
-                f"and {self._max_bytes} is the limit of all together"
-            )
-        facts = AdapterFacts(name, digest, _SIMULATED_RANK, source)
-        self._by_digest[digest] = facts, num_bytes
-        return facts
-
-    def unload(self, digest: str) -> None:
-        self._by_digest.pop(digest, None)
-
-    def list(self) -> tuple[AdapterFacts, ...]:
-        return tuple(facts for facts, _ in self._by_digest.values())
 
 
 DEVICE = "simulated"

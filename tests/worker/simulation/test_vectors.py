@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from tests.worker.simulated import simulated_runner
 from tests.worker.tiny import GREEDY, new_row, step_plan, u32
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.step import NewRow, RowContent
+from triptych_services.worker.simulation.adapters import CONFIG_FILE
 from triptych_services.worker.simulation.runner import SimulatedRunner
 
 MEAN = PoolingParams(kind=PoolingKind.MEAN)
@@ -21,9 +24,22 @@ def pooled_row(slot: int, prompt: list[int], pooling: PoolingParams | None, adap
     return NewRow(slot, 1, content, u32(), 0, 0, blocks, seed=0)
 
 
-def vectors_alone(pooling: PoolingParams, prompt: list[int] = PROMPT, adapter: str = "") -> np.ndarray:
-    runner = simulated_runner(makes_vectors=True)
-    row = pooled_row(0, prompt, pooling, adapter)
+def load(runner: SimulatedRunner, names: str, directory: Path) -> dict[str, str]:
+    """Load adapters with one letter each, and return their digests."""
+    digests = {}
+    for name in names:
+        source = directory / name
+        source.mkdir(exist_ok=True)
+        (source / CONFIG_FILE).write_text(name)
+        digests[name] = runner.adapters.load(name, name, source).digest
+    return digests
+
+
+def vectors_alone(
+    pooling: PoolingParams, prompt: list[int] = PROMPT, adapter: str = "", place: Path = Path()
+) -> np.ndarray:
+    runner = simulated_runner(makes_vectors=True, max_adapters=1)
+    row = pooled_row(0, prompt, pooling, load(runner, adapter, place).get(adapter, ""))
     result = runner.execute(step_plan(1, new=[row], chunks={0: len(prompt)}))
     assert not result.row_errors
     assert not len(result.token_ids)
@@ -57,17 +73,17 @@ def test_chunks_and_neighbours_change_no_vector(pooling: PoolingParams, has_bloc
     ]
 
 
-def test_vectors_tell_texts_and_adapters_apart() -> None:
+def test_vectors_tell_texts_and_adapters_apart(tmp_path: Path) -> None:
     texts = [(PROMPT, ""), (PROMPT, "a"), (PROMPT, "b"), (PROMPT[::-1], ""), (PROMPT[1:], "")]
-    vectors = {vectors_alone(MEAN, prompt, adapter).tobytes() for prompt, adapter in texts}
+    vectors = {vectors_alone(MEAN, prompt, adapter, tmp_path).tobytes() for prompt, adapter in texts}
     assert len(vectors) == len(texts)
 
 
-def test_an_adapter_changes_tokens_wherever_its_row_starts_over() -> None:
+def test_an_adapter_changes_tokens_wherever_its_row_starts_over(tmp_path: Path) -> None:
     tokens: dict[str, list[int]] = {}
     for adapter in ("", "a", "b"):
-        runner = simulated_runner(has_blocks=True)
-        row = pooled_row(0, PROMPT, None, adapter)
+        runner = simulated_runner(has_blocks=True, max_adapters=1)
+        row = pooled_row(0, PROMPT, None, load(runner, adapter, tmp_path).get(adapter, ""))
         drawn = runner.execute(step_plan(1, new=[row], chunks={0: 6})).token_ids.tolist() + step_tokens(
             runner, 2
         )
@@ -88,10 +104,11 @@ def test_an_adapter_changes_tokens_wherever_its_row_starts_over() -> None:
     assert len({tuple(drawn) for drawn in tokens.values()}) == 3
 
 
-def test_a_block_of_another_adapter_is_noticed() -> None:
-    runner = simulated_runner(has_blocks=True)
-    runner.execute(step_plan(1, new=[pooled_row(0, PROMPT, None, "a")], chunks={0: 6}))
-    content = RowContent(u32(*PROMPT), GREEDY, None, "b")
+def test_a_block_of_another_adapter_is_noticed(tmp_path: Path) -> None:
+    runner = simulated_runner(has_blocks=True, max_adapters=2)
+    digests = load(runner, "ab", tmp_path)
+    runner.execute(step_plan(1, new=[pooled_row(0, PROMPT, None, digests["a"])], chunks={0: 6}))
+    content = RowContent(u32(*PROMPT), GREEDY, None, digests["b"])
     other = NewRow(1, 1, content, u32(), 4, 4, u32(1, 9), seed=0)
     result = runner.execute(step_plan(2, new=[other], chunks={1: 2}))
     assert "KV of another prefix" in result.row_errors[other.key].message
@@ -103,3 +120,16 @@ def test_a_row_fails_where_no_vectors_are_made() -> None:
     result = runner.execute(step_plan(1, new=[row, new_row(1, PROMPT, [5, 6])], chunks={0: 6, 1: 6}))
     assert "embed is none of this model's" in result.row_errors[row.key].message
     assert len(result.token_ids) == 1
+
+
+def test_an_adapter_that_cannot_be_applied_fails_its_row_by_itself(tmp_path: Path) -> None:
+    runner = simulated_runner(max_adapters=1)
+    digests = load(runner, "ab", tmp_path)
+    rows = [
+        pooled_row(slot, PROMPT, None, digest)
+        for slot, digest in enumerate((digests["a"], "x", digests["b"]))
+    ]
+    errors = runner.execute(step_plan(1, new=rows, chunks={0: 6, 1: 6, 2: 6})).row_errors
+    assert "x is not loaded" in errors[rows[1].key].message
+    assert "hold adapters of other rows" in errors[rows[2].key].message
+    assert rows[0].key not in errors
