@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.helpers.scheduling import make_request
 from tests.worker.simulated import simulated_runner
 from tests.worker.tiny import GREEDY, new_row, step_plan, u32
+from triptych.config import SchedulerConfig
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
-from triptych.types.step import NewRow, RowContent
+from triptych.types.step import NewRow, RowContent, StepPlan
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
 from triptych_services.worker.simulation.adapters import CONFIG_FILE
 from triptych_services.worker.simulation.runner import SimulatedRunner
 
 MEAN = PoolingParams(kind=PoolingKind.MEAN)
+LAST = PoolingParams(kind=PoolingKind.LAST)
 PROMPT = [5, 6, 7, 8, 9, 10]
 
 
 def pooled_row(slot: int, prompt: list[int], pooling: PoolingParams | None, adapter: str = "") -> NewRow:
-    blocks = u32(*range(2 * slot + 1, 2 * slot + 3))
+    num_blocks = -(-len(prompt) // 4)
+    blocks = u32(*range(num_blocks * slot + 1, num_blocks * (slot + 1) + 1))
     content = RowContent(u32(*prompt), GREEDY, pooling, adapter)
     return NewRow(slot, 1, content, u32(), 0, 0, blocks, seed=0)
 
@@ -133,3 +141,39 @@ def test_an_adapter_that_cannot_be_applied_fails_its_row_by_itself(tmp_path: Pat
     assert "x is not loaded" in errors[rows[1].key].message
     assert "hold adapters of other rows" in errors[rows[2].key].message
     assert rows[0].key not in errors
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(("num_blocks", "budget"), [(200, 64), (17, 7), (20, 13)])
+def test_preempted_and_chunked_beside_others_a_request_has_the_vector_that_it_has_alone(
+    num_blocks: int, budget: int, num_stages: int
+) -> None:
+    runner = simulated_runner(num_blocks=num_blocks, budget=budget, has_blocks=True, makes_vectors=True)
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=budget),
+        replace(runner.facts, num_stages=num_stages, model=replace(runner.facts.model, max_model_len=64)),
+        enable_prefix_caching=True,
+        clock=time.monotonic,
+    )
+    rng, poolings = np.random.default_rng(5), [None, MEAN, LAST, PoolingParams(Task.TOKEN_EMBED)]
+    prompts = [PROMPT[:4] * 2 + rng.integers(0, 200, int(rng.integers(1, 56))).tolist() for _ in range(40)]
+    for number, prompt in enumerate(prompts):
+        pooling = poolings[number % 4]
+        max_tokens = min(20, 64 - len(prompt)) if pooling is None else 1
+        scheduler.requests.add(make_request(number, prompt, pooling=pooling, max_tokens=max(max_tokens, 1)))
+    plans: deque[StepPlan] = deque()
+    vectors: dict[int, np.ndarray] = {}
+    ended: list[int] = []
+    while scheduler.has_work:
+        while len(plans) < 3 and (plan := scheduler.schedule()) is not None:
+            plans.append(plan)
+        output = scheduler.update(runner.execute(plans.popleft()))
+        scheduler.check_integrity()
+        assert not output.failed
+        ended += [end.request.number for end in output.finished]
+        vectors.update({request.number: each for request, each in output.vectors})
+    assert sorted(ended) == list(range(40))
+    for number, prompt in enumerate(prompts):
+        if (pooling := poolings[number % 4]) is not None:
+            np.testing.assert_array_equal(vectors.pop(number), vectors_alone(pooling, prompt))
+    assert not vectors
