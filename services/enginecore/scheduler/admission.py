@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from triptych.config import SchedulerConfig
 from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
@@ -35,6 +36,13 @@ def check_config(config: SchedulerConfig) -> None:
             f"scheduler.long_prefill_token_threshold {config.long_prefill_token_threshold} splits prompts, and "
             "scheduler.enable_chunked_prefill is off: set one of them only"
         )
+
+
+def without_chunks(config: SchedulerConfig) -> SchedulerConfig:
+    """Return the config of a model that computes each prompt in one step."""
+    return replace(
+        config, enable_chunked_prefill=False, long_prefill_token_threshold=0, max_long_partial_prefills=0
+    )
 
 
 def check_facts(config: SchedulerConfig, facts: WorkerFacts) -> None:

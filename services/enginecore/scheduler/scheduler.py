@@ -15,7 +15,7 @@ from triptych.types.outputs import LoadReport
 from triptych.types.step import RowKey, StepPlan, StepResult
 from triptych_services.enginecore.kv.manager import BlockManager
 from triptych_services.enginecore.request import Request, RequestState
-from triptych_services.enginecore.scheduler.admission import Admission, check_facts
+from triptych_services.enginecore.scheduler.admission import Admission, check_facts, without_chunks
 from triptych_services.enginecore.scheduler.microbatches import Microbatches, split_budget
 from triptych_services.enginecore.scheduler.planner import StepPlanner
 from triptych_services.enginecore.scheduler.policy import create_limits, create_policy
@@ -95,13 +95,7 @@ class Scheduler:
         """
         check_facts(config, facts)
         if facts.model.is_encoder:  # computes texts whole, and leaves nothing to be found
-            enable_prefix_caching = False
-            config = replace(
-                config,
-                enable_chunked_prefill=False,
-                long_prefill_token_threshold=0,
-                max_long_partial_prefills=0,
-            )
+            config, enable_prefix_caching = without_chunks(config), False
         kv, num_stages, eos_token_ids = facts.kv, facts.num_stages, facts.model.eos_token_ids
         config = split_budget(config, num_stages)
         self._model = facts.model

@@ -429,6 +429,7 @@ def create_rows(facts: WorkerFacts, adapters: AdapterSlots | None = None) -> Req
         num_blocks=facts.kv.num_blocks,
         block_size=facts.kv.block_size,
         vocab_size=facts.model.vocab_size,
+        max_samples_per_row=facts.max_samples_per_row,
         tasks=facts.model.tasks,
         adapters=adapters,
     )

@@ -26,7 +26,7 @@ from triptych_services.worker.context.resolved_config import DeviceTraits, Resol
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.runner.base import CompletedStep, PendingStep, do_nothing
 from triptych_services.worker.runner.prompt_targets import take_prompt_targets
-from triptych_services.worker.runner.request_rows import Flags, RequestRows, StepRows
+from triptych_services.worker.runner.request_rows import Flags, StepRows, create_rows
 from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
@@ -81,17 +81,7 @@ class SimulatedRunner:
         self._device = device
         self._clock = device.clock
         self.adapters = SimulatedAdapters(facts.max_adapters, max_adapter_bytes)
-        self._rows = RequestRows(
-            max_num_seqs=facts.max_num_seqs,
-            max_model_len=facts.model.max_model_len,
-            max_num_batched_tokens=facts.max_num_batched_tokens,
-            num_blocks=facts.kv.num_blocks,
-            block_size=facts.kv.block_size,
-            vocab_size=facts.model.vocab_size,
-            max_samples_per_row=facts.max_samples_per_row,
-            tasks=facts.model.tasks,
-            adapters=self.adapters if facts.max_adapters else None,
-        )
+        self._rows = create_rows(facts, self.adapters if facts.max_adapters else None)
         self._vectors = SimulatedVectors(self._rows, facts.model, pooling)
         self._choices = ConstrainedChoices(
             vocab_size=facts.model.vocab_size,
@@ -277,12 +267,10 @@ def create_simulated_runner(
     _check_eos(simulation, architecture)
     vocabulary = directory, architecture.vocab_size, architecture.eos_token_ids
     word_ids, closing_ids = read_word_ids(*vocabulary), read_closing_ids(*vocabulary)
-    # The blocks have no memory, so any number that the operator sets is accepted.
-    free_bytes = sys.maxsize if engine.cache.num_blocks else int(simulation.free_memory_gib * _GIB)
     served = served_tasks(architecture, directory)
     facts = worker_facts(
         config,
-        plan_kv_cache(config, free_bytes),
+        plan_kv_cache(config, _free_bytes(engine)),
         boot_id=boot_id,
         fingerprint=_fingerprint(config, word_ids),
         weights=_digest_tokens(config, word_ids, closing_ids),
@@ -303,14 +291,23 @@ def create_simulated_runner(
         device=SimulatedDevice(step_time),
         word_ids=word_ids,
         closing_ids=closing_ids,
-        compiler=GrammarCompiler(
-            directory, vocab_size=architecture.vocab_size, eos_token_ids=architecture.eos_token_ids
-        ),
+        compiler=_create_compiler(directory, architecture),
         eos_probability=simulation.eos_probability,
         stages=_create_stages(step_time, num_stages, facts.max_num_seqs),
         has_blocks=engine.worker.kv_transfer,
         max_adapter_bytes=int(engine.worker.adapter_gib * _GIB),
         pooling=served.pooling,
+    )
+
+
+def _free_bytes(engine: EngineConfig) -> int:
+    """Return the bytes for blocks. These have no memory, so any number that the operator sets is accepted."""
+    return sys.maxsize if engine.cache.num_blocks else int(engine.simulation.free_memory_gib * _GIB)
+
+
+def _create_compiler(directory: Path, architecture: ModelArchitecture) -> GrammarCompiler:
+    return GrammarCompiler(
+        directory, vocab_size=architecture.vocab_size, eos_token_ids=architecture.eos_token_ids
     )
 
 
