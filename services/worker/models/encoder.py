@@ -5,6 +5,7 @@ What differs between families is in the description, as with decoders.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,9 +22,11 @@ from triptych_services.worker.layers.embedding import PositionEmbedding, VocabEm
 from triptych_services.worker.layers.linear import ColumnLinear, QKVLinear, RowLinear
 from triptych_services.worker.layers.mlp import create_mlp
 from triptych_services.worker.layers.norm import create_norm
-from triptych_services.worker.layers.relative_bias import RelativeBias
 from triptych_services.worker.layers.rotary import RotaryTables
-from triptych_services.worker.layers.weights import LoadedTensor
+from triptych_services.worker.layers.weights import LoadedTensor, WeightedLayer, WeightTarget, empty_parameter
+
+_FAR = 128
+"""Distance from which on there is one bucket."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +150,46 @@ class EncoderEmbedding(nn.Module):
         return embedded
 
 
+class RelativeBias(WeightedLayer):
+    """A number for each head and bucket of distances, spread over all distances; layers share the table.
+
+    Source: T5, arXiv:1910.10683, section 2.1; MPNet, arXiv:2004.09297.
+    """
+
+    def __init__(self, num_buckets: int, num_heads: int, *, context: ModelContext, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.weight = empty_parameter(num_buckets, num_heads, context=context, dtype=torch.float32)
+        longest = context.max_positions
+        self._buckets = distance_buckets(torch.arange(1 - longest, longest), num_buckets)
+        table = torch.zeros(num_heads, 2 * longest - 1, device=context.device)
+        self.register_buffer("table", table, persistent=False)
+        self.table: Tensor
+        """[num_heads, 2 * max_positions - 1] float32, as `AttendOptions.distance_bias`."""
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        shape = tuple(self.weight.shape)
+        return {f"{self.prefix}.weight": WeightTarget(self._store, shape, shape[0])}
+
+    def _store(self, stored: Tensor) -> None:
+        self.weight.copy_(stored)
+        self.table.copy_(stored.float().cpu()[self._buckets].t())
+
+
+def distance_buckets(distances: Tensor, num_buckets: int) -> Tensor:
+    """Return the bucket of each distance, key position - query position.
+
+    Half of the buckets are for keys behind the query. Of each half the first half holds one distance each, and the
+    others hold more and more of them, up to `_FAR`.
+    """
+    half = num_buckets // 2
+    exact = half // 2
+    sizes = distances.abs()
+    scaled = torch.log(sizes.clamp(min=1).float() / exact) / math.log(_FAR / exact) * (half - exact)
+    far = (exact + scaled.long()).clamp(max=half - 1)
+    return torch.where(sizes < exact, sizes, far) + half * (distances > 0)
+
+
 class EncoderAttention(nn.Module):
     """Attention of a token to its whole text, or to a window around it; `prefix` is that of its projections."""
 
@@ -218,10 +261,7 @@ class EncoderLayer(nn.Module):
         context: ModelContext,
         prefix: str,
     ) -> None:
-        """
-        Args:
-            tables, bias: Those of the whole model.
-        """
+        """Create the layer; `tables` and `bias` are those of the whole model."""
         super().__init__()
         self.dtype = context.dtype
         self.attention = EncoderAttention(
