@@ -25,7 +25,7 @@ from triptych.config import EngineConfig
 from triptych.rpc.status import from_rpc_error
 from triptych.types.outputs import FinishedRequest, RequestFailure
 from triptych.types.step import StepPlan, StepResult
-from triptych_services.worker.simulation.adapters import SimulatedAdapters
+from triptych_services.worker.simulation.runner import SimulatedAdapters
 
 
 class AdapterRunner(NaiveRunner):

@@ -22,7 +22,7 @@ def _with_tasks(facts: ModelFacts, message: object) -> ModelFacts:
 
 
 _ADAPTER = codec(AdapterFacts, worker_pb2.AdapterFacts)
-_MODEL = codec(ModelFacts, worker_pb2.ModelFacts, finish=_with_tasks)
+codec(ModelFacts, worker_pb2.ModelFacts, finish=_with_tasks)  # for the classes that hold facts of a model
 _WORKER = codec(WorkerFacts, worker_pb2.WorkerFacts, finish=_with_stages)
 
 worker_facts_to_proto, worker_facts_from_proto = _WORKER.encode, _WORKER.decode

@@ -21,7 +21,6 @@ from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.admission import Admission
 from triptych_services.enginecore.scheduler.request_states import RequestStates
 from triptych_services.enginecore.scheduler.requests import Requests
-from triptych_services.enginecore.scheduler.result_checks import check_vectors, match_prompt_logprobs
 from triptych_services.enginecore.scheduler.running_rows import Flags, Ints, Slots
 from triptych_services.enginecore.scheduler.step_results import (
     Failed,
@@ -29,6 +28,8 @@ from triptych_services.enginecore.scheduler.step_results import (
     InFlightStep,
     StepOutput,
     StepsInFlight,
+    check_vectors,
+    match_prompt_logprobs,
 )
 from triptych_services.enginecore.scheduler.stop import find_repetition, find_stop, num_repeated_tokens
 

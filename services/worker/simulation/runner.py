@@ -17,10 +17,12 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.checkpoint.pooling import PoolingSpec
 from triptych.config import EngineConfig, SimulationConfig
 from triptych.config.step_times import StepTimeModel, StepWork, read_step_time_profile
-from triptych.errors import ConfigError, ProtocolViolation
+from triptych.errors import ConfigError, MemoryShort, ModelError, ProtocolViolation
+from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import Phase, SleepLevel, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
+from triptych_services.worker.adapters.slots import AdapterUnavailable, SlotTable
 from triptych_services.worker.context.resolve import resolve_for_device
 from triptych_services.worker.context.resolved_config import DeviceTraits, ResolvedConfig
 from triptych_services.worker.kv_transfer.base import BlockStore
@@ -30,20 +32,71 @@ from triptych_services.worker.runner.request_rows import Flags, StepRows, create
 from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
-from triptych_services.worker.simulation.adapters import SimulatedAdapters
 from triptych_services.worker.simulation.blocks import SimulatedBlocks
 from triptych_services.worker.simulation.choices import ConstrainedChoices
 from triptych_services.worker.simulation.device import SimulatedDevice, use_precise_sleep
 from triptych_services.worker.simulation.hashing import salt_of
-from triptych_services.worker.simulation.sampler import DrawnTokens, SimulatedSampler
+from triptych_services.worker.simulation.sampler import DrawnTokens, SimulatedSampler, SimulatedVectors
 from triptych_services.worker.simulation.stages import SimulatedStages
-from triptych_services.worker.simulation.vectors import SimulatedVectors
 from triptych_services.worker.simulation.vocabulary import (
     I64,
     hash_ids,
     read_closing_ids,
     read_word_ids,
 )
+
+CONFIG_FILE = "adapter_config.json"
+_RANK = 1
+
+
+class SimulatedAdapters:
+    """An `AdapterHolder`, and the slots of its rows.
+
+    An adapter is a directory with a config, and its digest is that of the config's bytes.
+    """
+
+    def __init__(self, num_slots: int, max_bytes: int) -> None:
+        """
+        Args:
+            num_slots: Different adapters that rows may have at once.
+            max_bytes: Bytes of the files of all adapters together.
+        """
+        self._max_bytes = max_bytes
+        self._slots = SlotTable(num_slots)
+        self._by_digest: dict[str, tuple[AdapterFacts, int]] = {}
+        """Digest -> the adapter, and the bytes of its files."""
+
+    def load(self, name: str, source: str, directory: Path) -> AdapterFacts:
+        path = directory / CONFIG_FILE
+        try:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            num_bytes = sum(file.stat().st_size for file in directory.iterdir())
+        except OSError as error:
+            raise ModelError(f"{path}: {error.strerror or error}") from None
+        others = sum(size for facts, size in self._by_digest.values() if facts.digest != digest)
+        if others + num_bytes > self._max_bytes:
+            raise MemoryShort(
+                f"worker.adapter_gib: {source!r} has {num_bytes} bytes, the others have {others}, "
+                f"and {self._max_bytes} is the limit of all together"
+            )
+        facts = AdapterFacts(name, digest, _RANK, source)
+        self._by_digest[digest] = facts, num_bytes
+        return facts
+
+    def unload(self, digest: str) -> None:
+        self._by_digest.pop(digest, None)
+
+    def list(self) -> tuple[AdapterFacts, ...]:
+        return tuple(facts for facts, _ in self._by_digest.values())
+
+    def slot_of(self, digest: str) -> int:
+        if digest not in self._by_digest:
+            raise AdapterUnavailable(f"{digest} is not loaded")
+        return self._slots.take(digest, lambda slot: None)
+
+    def release(self, slot: int) -> None:
+        self._slots.release(slot)
+
 
 _GREEDY = SamplingParams(temperature=0.0)
 

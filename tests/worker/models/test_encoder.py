@@ -23,7 +23,7 @@ from triptych.errors import FeatureDisabled, ModelError
 from triptych_kernels.cpu.library import use_threads
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models.encoder import Encoder
-from triptych_services.worker.runner.encoder_backend import EagerEncoder, EncoderInputs, RecordedEncoder
+from triptych_services.worker.runner.encoder_runner import EagerEncoder, EncoderInputs, RecordedEncoder
 
 LENGTHS = (1, 512, 7, 2, 128, 33)
 CPU = torch.device("cpu")

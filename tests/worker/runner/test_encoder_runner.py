@@ -15,7 +15,6 @@ from torch.nn.functional import normalize
 from tests.worker.models.checkpoints import save_checkpoint
 from tests.worker.models.encoder_families import ENCODERS, HEADS, SIZES, create_encoder
 from triptych.checkpoint.config_json import read_architecture
-from triptych.checkpoint.pairs import read_pair_separator
 from triptych.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from triptych.errors import ConfigError, FeatureDisabled, ProtocolViolation
 from triptych.types.facts import SleepLevel
@@ -26,6 +25,7 @@ from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.runner.encoder_runner import second_text
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup.create import create_runner
+from triptych_services.worker.runner.startup.encoder import read_pair_separator
 
 EMBED = PoolingParams(kind=PoolingKind.MEAN)
 CLASSIFY = PoolingParams(Task.CLASSIFY, activation=False)

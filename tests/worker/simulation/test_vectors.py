@@ -17,8 +17,7 @@ from triptych.config import SchedulerConfig
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.step import NewRow, RowContent, StepPlan
 from triptych_services.enginecore.scheduler.scheduler import Scheduler
-from triptych_services.worker.simulation.adapters import CONFIG_FILE
-from triptych_services.worker.simulation.runner import SimulatedRunner
+from triptych_services.worker.simulation.runner import CONFIG_FILE, SimulatedRunner
 
 MEAN = PoolingParams(kind=PoolingKind.MEAN)
 LAST = PoolingParams(kind=PoolingKind.LAST)

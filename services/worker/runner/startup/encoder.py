@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from triptych.checkpoint.pairs import read_pair_separator
+from triptych.checkpoint.config_file import ConfigFile
 from triptych.errors import ConfigError
 from triptych.types.facts import KvShape, WorkerFacts
 from triptych.types.pooling import PoolingParams
@@ -97,3 +98,50 @@ def warm_up_encoder(runner: EncoderRunner) -> None:
         )
     )
     runner.reset()
+
+
+_TOKENIZER_FILE = "tokenizer.json"
+
+
+def read_pair_separator(directory: Path) -> int | None:
+    """Return the token before the second text of a pair, where that text has token type 1.
+
+    None: there is no tokenizer.json, or it gives both texts type 0.
+
+    Raises:
+        ModelError: The file is no JSON object.
+    """
+    processor = ConfigFile.read_optional(directory / _TOKENIZER_FILE).values.get("post_processor")
+    return _separator(processor) if isinstance(processor, dict) else None
+
+
+def _separator(processor: dict[str, Any]) -> int | None:
+    kind = processor.get("type")
+    if kind == "Sequence":
+        parts = processor.get("processors")
+        found = [
+            _separator(part) for part in (parts if isinstance(parts, list) else ()) if isinstance(part, dict)
+        ]
+        return next((token for token in found if token is not None), None)
+    if kind == "BertProcessing":
+        separator = processor.get("sep")
+        return _token_id(separator[-1]) if isinstance(separator, list) and separator else None
+    if kind != "TemplateProcessing":
+        return None
+    before: str | None = None
+    for piece in processor.get("pair") or ():
+        if not isinstance(piece, dict):
+            return None
+        sequence, token = piece.get("Sequence"), piece.get("SpecialToken")
+        if isinstance(sequence, dict) and sequence.get("id") == "B":
+            special = (processor.get("special_tokens") or {}).get(before)
+            ids = special.get("ids") if isinstance(special, dict) else None
+            return (
+                _token_id(ids[-1]) if sequence.get("type_id") == 1 and isinstance(ids, list) and ids else None
+            )
+        before = token.get("id") if isinstance(token, dict) else None
+    return None
+
+
+def _token_id(value: object) -> int | None:
+    return value if type(value) is int else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from triptych.checkpoint.pairs import read_pair_separator
+from triptych_services.worker.runner.startup.encoder import read_pair_separator
 
 
 def template(second_type: int) -> dict[str, Any]:
