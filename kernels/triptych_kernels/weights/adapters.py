@@ -169,7 +169,7 @@ class PanelAdapter(PackedAdapter):
     """An adapter as adapters.h describes it."""
 
     header: Tensor
-    """[4] int64, an `Adapter`."""
+    """[6] int64, an `Adapter`."""
     panels: Tensor
     """[panels, 4] int64, an `AdapterPanel` each."""
     a: Tensor
@@ -202,6 +202,12 @@ class PanelTable(AdapterTable):
     def pack(self, factors: Mapping[int, Factors], dtype: torch.dtype) -> PanelAdapter:
         if self._gated:
             factors = _of_equal_ranks(factors)
+        in_pairs = dtype == torch.bfloat16
+        if in_pairs:
+            factors = {
+                number: _of_rank(factor, factor.a.shape[0] + factor.a.shape[0] % 2)
+                for number, factor in factors.items()
+            }
         starts, rank = {}, 0
         for number, factor in sorted(factors.items()):
             starts[number] = rank
@@ -210,7 +216,7 @@ class PanelTable(AdapterTable):
         blocks = list(
             self._gated_blocks(factors, starts) if self._gated else self._plain_blocks(factors, starts)
         )
-        weights = torch.cat([block.weights.flatten() for block in blocks]).to(dtype)
+        weights = torch.cat([block.stored(in_pairs=in_pairs) for block in blocks]).to(dtype)
         panels = torch.empty(sum(len(block.weights) for block in blocks), 4, dtype=torch.int64)
         panel, address = 0, weights.data_ptr()
         for block in blocks:
@@ -221,7 +227,9 @@ class PanelTable(AdapterTable):
             own[:, 3] = address + size * torch.arange(num_panels)
             panel, address = panel + num_panels, address + size * num_panels
         a = (a.t() if self.is_lookup else a).to(dtype).contiguous()
-        header = torch.tensor([DTYPES[dtype], rank, a.data_ptr(), panels.data_ptr()])
+        header = torch.tensor(
+            [DTYPES[dtype], rank, a.data_ptr(), panels.data_ptr(), weights.data_ptr(), weights.nbytes]
+        )
         return PanelAdapter(header, panels, a, weights)
 
     def _plain_blocks(self, factors: Mapping[int, Factors], starts: Mapping[int, int]) -> Iterator[_Block]:
@@ -269,19 +277,19 @@ class PanelTable(AdapterTable):
                 outputs[:length] = b
             places.append(place)
             weights.append(outputs.view(-1, lanes, rank).transpose(1, 2))
-        yield _Block(places[0], places[1], torch.stack(weights, dim=2))
+        yield _Block(places[0], places[1], torch.stack(weights, dim=2).flatten(2))
 
 
 def _of_equal_ranks(factors: Mapping[int, Factors]) -> dict[int, Factors]:
     """Return factors of which the smaller ones are filled up with zeros."""
     rank = max(factor.a.shape[0] for factor in factors.values())
-    return {
-        number: Factors(
-            functional.pad(factor.a, (0, 0, 0, rank - factor.a.shape[0])),
-            functional.pad(factor.b, (0, rank - factor.b.shape[1])),
-        )
-        for number, factor in factors.items()
-    }
+    return {number: _of_rank(factor, rank) for number, factor in factors.items()}
+
+
+def _of_rank(factor: Factors, rank: int) -> Factors:
+    """Return factors with zeros up to a rank."""
+    missing = rank - factor.a.shape[0]
+    return Factors(functional.pad(factor.a, (0, 0, 0, missing)), functional.pad(factor.b, (0, missing)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,6 +300,13 @@ class _Block:
     second: int
     weights: Tensor
     """[panels, products, outputs of a panel]"""
+
+    def stored(self, *, in_pairs: bool) -> Tensor:
+        """Return the weights in their order in memory, by `AdapterPanel` in adapters.h."""
+        if not in_pairs:
+            return self.weights.flatten()
+        panels, count, size = self.weights.shape
+        return self.weights.reshape(panels, count // 2, 2, size).transpose(2, 3).flatten()
 
 
 def create_adapter_table(

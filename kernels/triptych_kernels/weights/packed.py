@@ -140,7 +140,7 @@ class PackedWeight(LinearWeight):
             "adapters": addresses,
             "num_adapters": 0 if addresses is None else len(addresses),
             "adapted": None,
-            "adapted_stride": 0,
+            "adapter_dtype": 0,
         }
 
 

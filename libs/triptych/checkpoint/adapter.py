@@ -43,6 +43,11 @@ class AdapterTensor:
     type: str
     """F32, F16 or BF16."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * _TYPE_SIZES[self.type]
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
@@ -74,7 +79,12 @@ class AdapterFiles:
         return self.directory / WEIGHTS_FILE
 
     @property
+    def tensors(self) -> tuple[AdapterTensor, ...]:
+        return tuple(part for module in self.modules.values() for part in (module.a, module.b))
+
+    @property
     def rank(self) -> int:
+        """The largest rank of its modules."""
         return max(module.rank for module in self.modules.values())
 
 

@@ -74,10 +74,6 @@ class SlotTable:
         self._digests[slot] = ""
         self._last_used[slot] = 0
 
-    def is_used(self, digest: str) -> bool:
-        """Return whether rows have this adapter."""
-        return digest in self._digests and self._num_rows[self._digests.index(digest)] > 0
-
     def idle(self) -> list[tuple[int, str]]:
         """Return slot and digest of each adapter without rows."""
         return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from triptych.checkpoint.adapter import AdapterFiles, read_adapter
 from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.errors import ModelError, WrongState
+from triptych.errors import MemoryShort, ModelError, WrongState
 from triptych.types.adapters import AdapterFacts
 from triptych_kernels.weights.adapters import PackedAdapter
 from triptych_services.worker.adapters.sites import ModelSites
@@ -54,13 +54,11 @@ class AdapterStore:
         self.limits = limits
         self._architecture = architecture
         self._lock = threading.Lock()
-        """Held for changes of the tables below, never while files are read or numbers are moved."""
+        """Held for changes of the tables below, never while files are read or packed."""
         self._loading = threading.Lock()
         """Held by the one load that is in progress, whose memory is then bounded, too."""
         self._loaded: dict[str, _Loaded] = {}
-        """By digest, the least recently used first."""
-        self._names: dict[str, str] = {}
-        """Name -> digest."""
+        """By digest."""
         self._sites: ModelSites | None = None
         self._slots = SlotTable(limits.max_adapters)
 
@@ -81,16 +79,16 @@ class AdapterStore:
         with self._lock:
             self._sites, self._slots = sites, SlotTable(self.limits.max_adapters)
 
-    def load(self, name: str, path: Path, *, source: str = "") -> AdapterFacts:
-        """Read an adapter and keep it; whatever had its name is forgotten once no row uses it.
+    def load(self, name: str, source: str, directory: Path) -> AdapterFacts:
+        """Read, check and pack an adapter, and keep it. One that is loaded is not packed again.
 
         Args:
-            path: Its directory.
-            source: What the operator wrote for it; empty: the directory.
+            name, source: As of `AdapterFacts`.
+            directory: Directory that it is read from.
 
         Raises:
-            ModelError: A file is missing or damaged, or asks for what is not served, or does not fit the model; or the
-                host's memory for adapters is in use.
+            ModelError: A file is missing or damaged, asks for what is not served, or does not fit the model; names it.
+            MemoryShort: All adapters together would take more than they may.
             WrongState: No model is loaded yet.
         """
         sites = self._sites
@@ -98,42 +96,34 @@ class AdapterStore:
             raise WrongState("adapters are loaded when the model is")
         with self._loading:
             files = read_adapter(
-                path,
+                directory,
                 max_rank=self.limits.max_rank,
                 max_bytes=self.limits.max_bytes,
                 num_layers=self._architecture.num_layers,
             )
-            facts = AdapterFacts(name, files.digest, files.rank, source or str(path))
+            facts = AdapterFacts(name, files.digest, files.rank, source)
             with self._lock:
                 known = self._loaded.get(files.digest)
             if known is None:
                 sites.check(files)
+                self._check_memory(name, sum(part.num_bytes for part in files.tensors))
                 packed = sites.pack(files, _read_tensors(files))
                 known = _Loaded(facts, packed, sum(part.num_bytes for part in packed.values()))
-            self._keep(name, facts, known)
-        log.info("adapter %s: %s, rank %d, %.1f MB", name, path, facts.rank, known.num_bytes / 1e6)
+                self._check_memory(name, known.num_bytes)
+            with self._lock:
+                self._loaded[files.digest] = _Loaded(facts, known.packed, known.num_bytes)
+        log.info("adapter %s: %s, rank %d, %.1f MB", name, directory, facts.rank, known.num_bytes / 1e6)
         return facts
 
-    def unload(self, name: str) -> bool:
-        """Forget a name, and the adapter if no other name has it; rows that use it end with it.
-
-        Returns:
-            Whether there was one.
-        """
+    def unload(self, digest: str) -> None:
+        """Forget an adapter; rows that have it keep it until they leave. No effect if it is not loaded."""
         with self._lock:
-            digest = self._names.pop(name, None)
-            if digest is not None:
-                self._forget_nameless(digest)
-            return digest is not None
+            self._loaded.pop(digest, None)
 
-    def list(self) -> Sequence[AdapterFacts]:
-        """Return the loaded adapters by their names."""
+    def list(self) -> tuple[AdapterFacts, ...]:
+        """Return the loaded adapters."""
         with self._lock:
-            return [
-                AdapterFacts(name, digest, facts.rank, facts.source)
-                for name, digest in sorted(self._names.items())
-                if (facts := self._loaded[digest].facts)
-            ]
+            return tuple(loaded.facts for loaded in self._loaded.values())
 
     def slot_of(self, digest: str) -> int:
         """See `AdapterSlots`."""
@@ -141,7 +131,6 @@ class AdapterStore:
             loaded = self._loaded.get(digest)
             if loaded is None or self._sites is None:
                 raise AdapterUnavailable(f"no adapter with digest {digest[:12]} is loaded")
-            self._loaded[digest] = self._loaded.pop(digest)  # the last is the most recently used
             sites = self._sites
             return self._slots.take(digest, lambda slot: sites.put(slot, loaded.packed))
 
@@ -155,44 +144,19 @@ class AdapterStore:
                         self._slots.clear(idle)
                         self._sites.put(idle, {})
 
-    def _keep(self, name: str, facts: AdapterFacts, loaded: _Loaded) -> None:
-        """Take an adapter into the tables, in place of the least recently used ones.
+    def _check_memory(self, name: str, num_bytes: int) -> None:
+        """Check that so many bytes more are within the bound.
 
         Raises:
-            ModelError: All others are in use by rows.
+            MemoryShort: They are not.
         """
         with self._lock:
-            others = {
-                digest: other.num_bytes for digest, other in self._loaded.items() if digest != facts.digest
-            }
-            excess = sum(others.values()) + loaded.num_bytes - self.limits.max_bytes
-            leaving = []
-            for digest, num_bytes in others.items():
-                if excess <= 0:
-                    break
-                if not self._slots.is_used(digest):
-                    leaving.append(digest)
-                    excess -= num_bytes
-            if excess > 0:
-                raise ModelError(
-                    f"adapter {name}: has {loaded.num_bytes} bytes, {excess} more than worker.adapter_gib leaves "
-                    "beside adapters in use"
-                )
-            for digest in leaving:
-                log.warning(
-                    "adapter %s leaves the host's memory for %s", self._loaded[digest].facts.name, name
-                )
-                del self._loaded[digest]
-                self._names = {other: its for other, its in self._names.items() if its != digest}
-            before = self._names.get(name)
-            self._loaded[facts.digest] = loaded
-            self._names[name] = facts.digest
-            if before is not None:
-                self._forget_nameless(before)
-
-    def _forget_nameless(self, digest: str) -> None:
-        if digest not in self._names.values():
-            self._loaded.pop(digest, None)
+            held = sum(loaded.num_bytes for loaded in self._loaded.values())
+        if held + num_bytes > self.limits.max_bytes:
+            raise MemoryShort(
+                f"adapter {name}: needs {num_bytes} bytes; adapters have {held} of {self.limits.max_bytes}, "
+                "worker.adapter_gib; unload another one"
+            )
 
 
 def _read_tensors(files: AdapterFiles) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from triptych.errors import MemoryShort, TriptychError
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
+from triptych_services.worker.adapters.store import AdapterStore
 from triptych_services.worker.context import host
 from triptych_services.worker.context.device import free_memory, held_memory
 from triptych_services.worker.context.rank_group import OneRank, RankGroup
@@ -58,6 +59,7 @@ class SleepableRunner(Runner):
         create: Callable[[CausalLM], ModelRunner | EncoderRunner],
         warm_up: Callable[[ModelRunner | EncoderRunner], None],
         group: RankGroup | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """Start the runner, ready for step 1.
 
@@ -66,7 +68,9 @@ class SleepableRunner(Runner):
             create: Creates the runner of a loaded model, with all its memory.
             warm_up: Prepares it for step 1, which all ranks do together.
             group: The connected ranks, of which all sleep or none; None: one rank.
+            adapters: Adapters that rows may name, which stay loaded while it sleeps; None: none are served.
         """
+        self._adapters = adapters
         self.device = device
         self._needs = needs
         self._load = load
@@ -85,6 +89,12 @@ class SleepableRunner(Runner):
     @property
     def facts(self) -> WorkerFacts:
         return self._facts
+
+    @property
+    def adapters(self) -> AdapterStore:
+        """The adapters that rows may name."""
+        assert self._adapters is not None, "worker.max_adapters is 0"
+        return self._adapters
 
     @property
     def model(self) -> CausalLM:

@@ -79,7 +79,7 @@ def say(
 def test_batches_say_what_merged_models_say(base, adapters, enforce_eager):
     runner, store = make_runner(base, max_adapters=8, enforce_eager=enforce_eager)
     names = list(KINDS)
-    digests = [store.load(name, adapters[name]).digest for name in names]
+    digests = [store.load(name, "", adapters[name]).digest for name in names]
     prompts = texts(1, 4, 5, 9, 11, 2, 7, 3)
     said = say(runner, prompts, [*digests, ""], 24)
     for prompt, tokens, name in zip(prompts, said, [*names, None], strict=True):
@@ -89,7 +89,7 @@ def test_batches_say_what_merged_models_say(base, adapters, enforce_eager):
 def test_log_probabilities_are_those_of_peft(base, adapters):
     runner, store = make_runner(base)
     (prompt,) = texts(9)
-    digest = store.load("ends", adapters["ends"]).digest
+    digest = store.load("ends", "", adapters["ends"]).digest
     asked = SamplingParams(temperature=0.0, logprobs=5, prompt_logprobs=0)
     runner.reset()
     row = new_row(0, prompt, range(1, 9), sampling=asked, adapter=digest)
@@ -107,7 +107,7 @@ def test_eight_adapters_share_four_slots_one_after_the_other(base, adapters, tmp
     runner, store = make_runner(base, max_adapters=4)
     (prompt,) = texts(6)
     paths = [save_adapter(base, tmp_path / str(seed), seed=100 + seed, r=4) for seed in range(8)]
-    digests = [store.load(str(number), path).digest for number, path in enumerate(paths)]
+    digests = [store.load(str(number), "", path).digest for number, path in enumerate(paths)]
     assert len(set(digests)) == 8
     expected = [greedy(merged(base, path), prompt, 4) for path in paths]
     for first in (0, 4, 0):
@@ -118,8 +118,8 @@ def test_eight_adapters_share_four_slots_one_after_the_other(base, adapters, tmp
 def test_a_row_of_an_adapter_that_is_not_loaded_fails_alone(base, adapters):
     runner, store = make_runner(base, max_adapters=1)
     one, other = texts(5, 6)
-    digest = store.load("all", adapters["all"]).digest
-    second = store.load("some", adapters["some"]).digest
+    digest = store.load("all", "", adapters["all"]).digest
+    second = store.load("some", "", adapters["some"]).digest
     rows = [
         new_row(0, one, range(1, 9), adapter=digest),
         new_row(1, other, range(9, 17), adapter="0" * 64),
@@ -146,22 +146,23 @@ def test_a_row_of_an_adapter_that_is_not_loaded_fails_alone(base, adapters):
 def test_an_unloaded_adapter_serves_the_rows_that_have_it(base, adapters):
     runner, store = make_runner(base)
     (prompt,) = texts(5)
-    digest = store.load("all", adapters["all"]).digest
+    digest = store.load("all", "", adapters["all"]).digest
     runner.reset()
     row = new_row(0, prompt, range(1, 9), adapter=digest)
     tokens = runner.execute(step_plan(1, new=[row], chunks={0: 5})).token_ids.tolist()
-    assert store.unload("all")
+    assert [facts.name for facts in store.list()] == ["all"]
+    store.unload(digest)
     assert not store.list()
     tokens += runner.execute(step_plan(2)).token_ids.tolist()
     assert tokens == greedy(merged(base, adapters["all"]), prompt, 2)
     later = replace(row, slot_version=2)
     assert runner.execute(step_plan(3, removed=[0], new=[later], chunks={0: 5})).row_errors
-    assert not store.unload("all")
+    store.unload(digest)
 
 
 def test_bits_do_not_depend_on_the_batch(base, adapters):
     runner, store = make_runner(base)
-    digests = [store.load(name, adapters[name]).digest for name in ("all", "half")]
+    digests = [store.load(name, "", adapters[name]).digest for name in ("all", "half")]
     prompts = texts(5, 9, 3, 7, 4, 8)
     asked = SamplingParams(temperature=0.0, logprobs=3)
 

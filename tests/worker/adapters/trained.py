@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from triptych_services.worker.adapters.store import AdapterLimits, AdapterStore
+from triptych_services.worker.adapters.store import AdapterStore
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup.create import create_runner
@@ -86,13 +86,13 @@ def make_runner(
     budget: int = 64,
     **worker: Any,
 ) -> tuple[SleepableRunner, AdapterStore]:
+    sizes = {"max_adapters": max_adapters, "max_adapter_rank": max_rank, "adapter_gib": max_bytes / 2**30}
     engine = EngineConfig(
         model=ModelConfig(model="somewhere/tiny"),
         cache=CacheConfig(block_size=BLOCK_SIZE),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
-        worker=WorkerConfig(**{"device": "cpu", "num_threads": 2, **worker}),
+        worker=WorkerConfig(**{"device": "cpu", "num_threads": 2, **sizes, **worker}),
     )
     config = resolve_config(engine, read_architecture(base))
-    store = AdapterStore(config.architecture, AdapterLimits(max_adapters, max_rank, max_bytes))
-    runner = create_runner(config, base, boot_id="b", on_phase=lambda phase, progress: None, adapters=store)
-    return runner, store
+    runner = create_runner(config, base, boot_id="b", on_phase=lambda phase, progress: None)
+    return runner, runner.adapters

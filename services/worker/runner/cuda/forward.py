@@ -10,7 +10,7 @@ from torch import Tensor
 from triptych_kernels.ops import gather_rows
 from triptych_services.worker.attention.base import KvCache
 from triptych_services.worker.layers.step_context import StepContext
-from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.models.base import CausalLM, logits_of
 from triptych_services.worker.runner.backend import StepOutput, without_samples
 from triptych_services.worker.runner.cuda.inputs import DeviceBatch, DeviceInputs, StepLengths, StepShape
 from triptych_services.worker.runner.step_inputs import StepSizes
@@ -64,7 +64,7 @@ class DeviceForward:
         """Launch the layers, which every token passes, and return the hidden states [num_tokens, hidden_size]."""
         inputs = batch.inputs
         token_ids = self._last_tokens.complete(batch)
-        context = StepContext(inputs.attention, self._kv_caches)
+        context = StepContext(inputs.attention, self._kv_caches, inputs.adapter_slots)
         return self._model(token_ids, inputs.positions, context)
 
     def sample(self, hidden: Tensor, batch: DeviceBatch) -> StepOutput:
@@ -73,7 +73,8 @@ class DeviceForward:
             return without_samples(hidden)
         inputs = batch.inputs
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for rows that sample
-        logits = self._model.compute_logits(gather_rows(hidden, inputs.sampling_tokens))
+        sampled = gather_rows(hidden, inputs.sampling_tokens)
+        logits = logits_of(self._model, sampled, inputs.sampling_adapters)
         chosen = inputs.sampling.choose(logits)
         self._last_tokens.keep(batch.sampling_slots, chosen)
         return StepOutput(logits, chosen, batch.sampling_slots, hidden)

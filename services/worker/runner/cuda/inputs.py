@@ -84,16 +84,21 @@ class DeviceInputs:
         self.device = stream.device
         self._stream = stream
         self._attention = inputs.attention
+        of_tokens = [] if inputs.adapter_slots is None else [inputs.adapter_slots]
+        of_samples = [] if inputs.sampling_adapters is None else [inputs.sampling_adapters]
+        self._has_adapters = bool(of_tokens)
         columns = (  # in the order of `batch`
             (inputs.token_ids, _Length.TOKENS),
             (inputs.positions, _Length.TOKENS),
             (inputs.slot_mapping, _Length.TOKENS),
             (feedback.is_awaited, _Length.TOKENS),
             (feedback.token_slots, _Length.TOKENS),
+            *((column, _Length.TOKENS) for column in of_tokens),
             (inputs.query_starts, _Length.ROW_BOUNDS),
             (inputs.seq_lens, _Length.ROWS),
             (inputs.sampling_tokens, _Length.SAMPLES),
             (feedback.sampling_slots, _Length.SAMPLES),
+            *((column, _Length.SAMPLES) for column in of_samples),
             *((column, _Length.SAMPLES) for column in sampling.values()),
         )
         self._dtypes = tuple(tensor.dtype for tensor, _ in columns)
@@ -138,6 +143,12 @@ class DeviceInputs:
         self, columns: Tensor, block_tables: Tensor, shape: StepShape, lengths: StepLengths
     ) -> DeviceBatch:
         """Return views of columns that have the layout of `upload`, wherever they have been copied since."""
+        views = [
+            columns[place.start : place.end].view(dtype)
+            for place, dtype in zip(_places(self._kinds, shape), self._dtypes, strict=True)
+        ]
+        adapter_slots = views.pop(5) if self._has_adapters else None
+        sampling_adapters = views.pop(9) if self._has_adapters else None
         (
             token_ids,
             positions,
@@ -149,10 +160,7 @@ class DeviceInputs:
             sampling_tokens,
             sampling_slots,
             *sampling,
-        ) = (
-            columns[place.start : place.end].view(dtype)
-            for place, dtype in zip(_places(self._kinds, shape), self._dtypes, strict=True)
-        )
+        ) = views
         attention = AttentionBatch(
             slot_mapping=slot_mapping,
             block_tables=block_tables,
@@ -165,7 +173,9 @@ class DeviceInputs:
             seq_lens_list=lengths.seq_lens,
         )
         batch = SamplingBatch(dict(zip(COLUMN_TO_DTYPE, sampling, strict=True)))
-        inputs = InputBatch(token_ids, positions, attention, sampling_tokens, batch)
+        inputs = InputBatch(
+            token_ids, positions, attention, sampling_tokens, batch, adapter_slots, sampling_adapters
+        )
         return DeviceBatch(inputs, is_awaited, token_slots, sampling_slots)
 
 

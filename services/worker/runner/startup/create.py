@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from triptych.errors import ModelError
+from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.facts import Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
 from triptych_kernels.cpu.library import amx_refusal, isa
 from triptych_kernels.cpu.machine import rates
-from triptych_services.worker.adapters.store import AdapterStore
+from triptych_services.worker.adapters.store import AdapterLimits, AdapterStore
 from triptych_services.worker.attention.create import create_attention
 from triptych_services.worker.context import host
 from triptych_services.worker.context.attention_choice import NATIVE_DTYPES
@@ -72,7 +72,6 @@ def create_runner(
     boot_id: str,
     on_phase: PhaseChange,
     place: GroupPlace | None = None,
-    adapters: AdapterStore | None = None,
 ) -> SleepableRunner:
     """Load the model, size and allocate its KV cache, and warm up. Called on the thread that will compute.
 
@@ -83,7 +82,6 @@ def create_runner(
         boot_id: A uuid drawn at process start.
         on_phase: Called while the runner starts, and again whenever it wakes.
         place: What several ranks know of each other if they have met before.
-        adapters: Adapters that rows may ask for; None: the worker serves none.
 
     Raises:
         ModelError: A file is missing, cut short or not understood.
@@ -121,7 +119,7 @@ def create_runner(
         load_s=load_s,
         served=served_tasks(config.architecture, directory),
     )
-    factory = RunnerFactory(config, directory, facts, group, on_phase, adapters=adapters)
+    factory = RunnerFactory(config, directory, facts, group, on_phase)
     return factory.sleepable(model, activation_bytes=kv.activation_bytes)
 
 
@@ -176,13 +174,11 @@ class RunnerFactory:
         group: RankGroup,
         on_phase: PhaseChange,
         held: HeldState | None = None,
-        adapters: AdapterStore | None = None,
     ) -> None:
         """
         Args:
             facts: Those of the worker with the weights that are loaded first.
             held: State of a runner that the first one goes on for; None: there is none.
-            adapters: Adapters that outlive the runners; None: the worker serves none.
         """
         self._config = config
         self._directory = directory
@@ -190,7 +186,7 @@ class RunnerFactory:
         self._group = group
         self._on_phase = on_phase
         self._held = held
-        self._adapters = adapters
+        self._adapters = _create_adapters(config)
         self._device = torch.device(config.rank.device)
         self._grammars = GrammarCompiler(
             directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
@@ -268,6 +264,7 @@ class RunnerFactory:
             create=self.create,
             warm_up=self.warm_up,
             group=self._group,
+            adapters=self._adapters,
         )
 
     def warm_up(self, runner: ModelRunner | EncoderRunner) -> None:
@@ -287,6 +284,23 @@ class RunnerFactory:
                 runner.capture_graphs(lambda progress: self._on_phase(Phase.WARMING, progress))
             warm_up(runner)
         log.info("warmed up in %.1f s", time.perf_counter() - started)
+
+
+def _create_adapters(config: ResolvedConfig) -> AdapterStore | None:
+    """Create the store of adapters, which outlives the runners; None: none are served.
+
+    Raises:
+        FeatureDisabled: The model is an encoder.
+    """
+    worker = config.engine.worker
+    if not worker.max_adapters:
+        return None
+    if config.architecture.encoder is not None:
+        raise FeatureDisabled(
+            "worker.max_adapters", f"{config.architecture.name} applies no adapters; set it to 0"
+        )
+    limits = AdapterLimits(worker.max_adapters, worker.max_adapter_rank, int(worker.adapter_gib * 2**30))
+    return AdapterStore(config.architecture, limits)
 
 
 def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, ModelIdentity]:

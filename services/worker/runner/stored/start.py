@@ -51,6 +51,7 @@ def may_store(config: EngineConfig) -> bool:
         and worker.attention_backend == "auto"
         and not worker.enforce_eager
         and not worker.kv_transfer
+        and not worker.max_adapters
     )
 
 

@@ -13,7 +13,7 @@ struct AdaptEmbedding {
 };
 
 constexpr int64_t kRowsPerIndex = 8;
-constexpr int64_t kMostProducts = 512;  // one more than an adapter of the largest rank, 256, has for one projection
+constexpr int64_t kMostProducts = 256;  // the largest rank
 
 template <typename T>
 void adapt(const AdaptEmbedding& args, const Adapter& adapter, int64_t row) {
@@ -23,7 +23,8 @@ void adapt(const AdaptEmbedding& args, const Adapter& adapter, int64_t row) {
   float* to = args.x + row * args.size;
   for (int64_t panel = 0; panel * kPanel < args.size; ++panel, to += kPanel) {
     vec first = zero(), second = zero();
-    add_panel<T>(adapter.panels[panel], products, first, second);
+    const AdapterPanel& own = adapter.panels[panel];
+    add_panel(own, static_cast<const T*>(own.weights), products, first, second);
     float sums[kPanel];
     store(sums, first);
     store(sums + kLanes, second);

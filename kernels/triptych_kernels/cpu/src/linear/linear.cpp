@@ -91,7 +91,7 @@ struct GatherRows {
 
 TRIPTYCH_KERNEL(linear, triptych::Linear,
                 dtype, out_dtype, x, x_stride, weight, bias, out, out_stride, in_features, out_features, activation,
-                gated, stages, slots, adapters, num_adapters, adapted, adapted_stride) {
+                gated, stages, slots, adapters, num_adapters, adapted, adapter_dtype) {
   triptych::with_adapters(args, rows, [&](const triptych::Linear& linear) {
     if (args.dtype == triptych::kFloat32) return triptych::multiply_floats<triptych::Float32Line>(linear, rows);
     triptych::multiply_bfloat16(linear, rows);

@@ -41,8 +41,8 @@ struct Linear {
   const int32_t* slots;     // [rows] of each row's adapter, -1 for none; or null: there are no adapters
   const Adapter* const* adapters;  // [num_adapters] by slot, null where it does nothing here
   int64_t num_adapters;
-  float* adapted;           // [rows, adapted_stride] products with A in a step with adapters, which `with_adapters` sets
-  int64_t adapted_stride;
+  const AdaptedRow* adapted;  // [rows] in a step with adapters, which `with_adapters` sets; else null
+  int64_t adapter_dtype;      // then that of the factors
 
   int64_t num_panels() const { return (out_features + kPanel - 1) / kPanel; }
 };
@@ -96,15 +96,22 @@ void store_vec(O* out, vec value, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store_one(out + i, lanes[i]);
 }
 
-// Adds what the row's adapter does. Not inlined: products are made for many heights of tiles.
-[[gnu::noinline]] inline void add_adapted(const Linear& args, int64_t row, int64_t panel, vec& first, vec& second) {
-  const int32_t slot = args.slots[row];
-  if (slot < 0 || args.adapters[slot] == nullptr) return;
-  const Adapter& adapter = *args.adapters[slot];
-  const float* products = args.adapted + row * args.adapted_stride;
-  if (adapter.dtype == kFloat32) return add_panel<float>(adapter.panels[panel], products, first, second);
-  add_panel<bf16>(adapter.panels[panel], products, first, second);
+// Adds what a row's adapter does. Not inlined: products are made for many heights of tiles.
+[[gnu::noinline]] inline void add_adapted(const Linear& args, const AdaptedRow& row, int64_t panel, vec& first,
+                                          vec& second) {
+  const AdapterPanel& own = row.panels[panel];
+  if (args.adapter_dtype == kFloat32) {
+    return add_panel(own, static_cast<const float*>(own.weights), static_cast<const float*>(row.products), first, second);
+  }
+  const auto* weights = static_cast<const bf16*>(own.weights);
+  if constexpr (kHasBf16Products) {
+    if (args.dtype == kBfloat16) return add_panel(own, weights, static_cast<const bf16*>(row.products), first, second);
+  }
+  add_panel(own, weights, static_cast<const float*>(row.products), first, second);
 }
+
+// Bytes of one adapter's B that are asked for before the product: of 8 adapters they fit the second-level cache.
+constexpr int64_t kAheadOfPanels = 64 << 10;
 
 // f(arguments of the product), which have the products with A of each row that has an adapter. Rows are made first if
 // there is such a row.
@@ -112,23 +119,34 @@ template <typename F>
 void with_adapters(const Linear& args, int64_t rows, const F& f) {
   if (args.slots == nullptr || !has_adapted_rows(args.slots, args.adapters, rows)) return f(args);
   make_all_rows(args.stages);
-  static thread_local Scratch tile_memory, open_memory, products_memory;
+  static thread_local Scratch tile_memory, open_memory, row_memory, products_memory;
   auto* tiles = static_cast<AdaptedTile*>(tile_memory.get(rows * sizeof(AdaptedTile)));
   auto** open = static_cast<AdaptedTile**>(open_memory.get(args.num_adapters * sizeof(AdaptedTile*)));
   const int64_t count = tile_adapted_rows(args.slots, args.adapters, args.num_adapters, rows, tiles, open);
   int64_t rank = 0;
   for (int64_t i = 0; i < count; ++i) rank = std::max(rank, tiles[i].adapter->rank);
+  auto* products = static_cast<float*>(products_memory.get(rows * rank * sizeof(float)));
+  auto* adapted_rows = static_cast<AdaptedRow*>(row_memory.get(rows * sizeof(AdaptedRow)));
+  for (int64_t row = 0; row < rows; ++row) {
+    const Adapter* adapter = args.slots[row] < 0 ? nullptr : args.adapters[args.slots[row]];
+    adapted_rows[row] = {adapter == nullptr ? nullptr : adapter->panels, products + row * rank};
+  }
   Linear adapted = args;
   adapted.stages = nullptr;
-  adapted.adapted_stride = rank;
-  adapted.adapted = static_cast<float*>(products_memory.get(rows * rank * sizeof(float)));
+  adapted.adapted = adapted_rows;
+  adapted.adapter_dtype = tiles[0].adapter->dtype;
   const int64_t chunks = (rank + kRanksPerIndex - 1) / kRanksPerIndex;
   parallel_for(count * chunks, [&](int64_t index) {
     const AdaptedTile& tile = tiles[index / chunks];
     const int64_t first = index % chunks * kRanksPerIndex, ranks = std::min(kRanksPerIndex, tile.adapter->rank - first);
     if (ranks <= 0) return;
+    if (tile.is_first) {  // B is read in pieces, row by row, which no processor foresees
+      const char* const end = tile.adapter->weights + std::min(tile.adapter->num_bytes, kAheadOfPanels);
+      for (const char* at = tile.adapter->weights + index % chunks * 64; at < end; at += chunks * 64) prefetch_line(at);
+    }
     const auto multiply = [&]<typename X, typename W>(const X* x, W) {
-      multiply_tile_by_a<X, W>(tile, x, args.x_stride, args.in_features, first, ranks, adapted.adapted, rank);
+      multiply_tile_by_a<X, W>(tile, x, args.x_stride, args.in_features, first, ranks,
+                               reinterpret_cast<Product<X, W>*>(products), rank * sizeof(float) / sizeof(Product<X, W>));
     };
     const bool is_wide = tile.adapter->dtype == kFloat32;
     if (args.dtype == kFloat32) {
@@ -149,7 +167,7 @@ void finish_row(const Linear& args, int64_t row, int64_t panel, vec first, vec s
     first = first + load(args.bias + panel * kPanel);
     second = second + load(args.bias + panel * kPanel + kLanes);
   }
-  if (args.adapted) add_adapted(args, row, panel, first, second);
+  if (args.adapted && args.adapted[row].panels) add_adapted(args, args.adapted[row], panel, first, second);
   O* out = static_cast<O*>(args.out) + row * args.out_stride;
   if (args.gated) {
     store_vec(out + panel * kLanes, activate_gated(args.activation, first, second),

@@ -244,7 +244,7 @@ TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear,
                 linear.dtype, linear.out_dtype, linear.x, linear.x_stride, linear.weight, linear.bias, linear.out,
                 linear.out_stride, linear.in_features, linear.out_features, linear.activation, linear.gated,
                 linear.stages, linear.slots, linear.adapters, linear.num_adapters, linear.adapted,
-                linear.adapted_stride, bits, affine, input_bits, wide_rows, wide_bits) {
+                linear.adapter_dtype, bits, affine, input_bits, wide_rows, wide_bits) {
   using namespace triptych;
   with_adapters(args.linear, rows, [&](const Linear& linear) {
     with_format(args.bits, args.affine, [&](auto format) {

@@ -85,7 +85,7 @@ TRIPTYCH_KERNEL(widened_linear, triptych::WidenedLinear,
                 linear.dtype, linear.out_dtype, linear.x, linear.x_stride, linear.weight, linear.bias, linear.out,
                 linear.out_stride, linear.in_features, linear.out_features, linear.activation, linear.gated,
                 linear.stages, linear.slots, linear.adapters, linear.num_adapters, linear.adapted,
-                linear.adapted_stride, form) {
+                linear.adapter_dtype, form) {
   using namespace triptych;
   with_adapters(args.linear, rows, [&](const Linear& linear) {
     with_line(args.form, [&](auto line) { multiply_floats<decltype(line)>(linear, rows); });

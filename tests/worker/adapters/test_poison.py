@@ -1,0 +1,136 @@
+"""Adapters that cannot be served are refused by name, and what was loaded goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.worker.adapters.trained import make_runner, save_adapter, save_base
+from triptych.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
+from triptych.errors import MemoryShort, ModelError
+from triptych_services.worker.adapters.store import AdapterStore
+
+NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def store(base: Path) -> AdapterStore:
+    return make_runner(base, max_rank=8)[1]
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    return save_adapter(base, tmp_path / "adapter", seed=1, r=4)
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / CONFIG_FILE
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        tensors = load_file(directory / WEIGHTS_FILE)
+        change(tensors)
+        save_file(tensors, directory / WEIGHTS_FILE)
+
+    return apply
+
+
+def cut(directory: Path) -> None:
+    path = directory / WEIGHTS_FILE
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def with_number(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[NAME][2, 3] = value
+
+    return change
+
+
+def renamed(new: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("lora_A", "lora_B"):
+            name = NAME.replace("lora_A", part)
+            tensors[name.replace("q_proj", new)] = tensors.pop(name)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("poison", "named"),
+    [
+        (change_config(use_dora=True), "use_dora"),
+        (change_config(bias="all"), "bias"),
+        (change_config(modules_to_save=["norm"]), "modules_to_save"),
+        (change_config(fan_in_fan_out=True), "fan_in_fan_out"),
+        (change_config(layers_to_transform=[0, 3]), "layer 3"),
+        (change_config(peft_type="IA3"), "IA3"),
+        (change_config(r=16), "rank 16"),
+        (change_config(r=0), "rank 0"),
+        (change_config(r=3), "rank 4; the config says 3"),
+        (change_config(lora_alpha=float("inf")), "alpha inf"),
+        (change_tensors(with_number(float("nan"))), f"{NAME}: holds numbers that are not finite"),
+        (change_tensors(with_number(float("inf"))), f"{NAME}: holds numbers that are not finite"),
+        (change_tensors(renamed("x_proj")), "x_proj: is no projection"),
+        (change_tensors(lambda tensors: tensors.pop(NAME)), "must have lora_A and lora_B"),
+        (change_tensors(lambda tensors: tensors.update({NAME: torch.zeros(4, 47)})), r"is for \[48, 47\]"),
+        (change_tensors(lambda tensors: tensors.update({NAME: torch.zeros(5, 48)})), "cannot be multiplied"),
+        (change_tensors(lambda tensors: tensors.update(magnitude=torch.zeros(4))), "magnitude: is no factor"),
+        (cut, "its header describes"),
+        (lambda directory: (directory / WEIGHTS_FILE).write_bytes(b"\xff" * 64), "no safetensors"),
+        (lambda directory: (directory / WEIGHTS_FILE).unlink(), WEIGHTS_FILE),
+        (lambda directory: (directory / CONFIG_FILE).write_text("[]"), "is no object"),
+        (lambda directory: (directory / CONFIG_FILE).unlink(), CONFIG_FILE),
+    ],
+)
+def test_poison_is_refused_by_name(store, adapter, poison, named):
+    before = store.list()
+    poison(adapter)
+    with pytest.raises(ModelError, match=named):
+        store.load("poison", "", adapter)
+    assert store.list() == before
+
+
+def test_what_does_not_fit_the_memory_is_refused(base, adapter, tmp_path):
+    size = (adapter / WEIGHTS_FILE).stat().st_size
+    _, store = make_runner(base, max_bytes=3 * size)
+    other = save_adapter(base, tmp_path / "other", seed=2, r=4)
+    kept = store.load("kept", "", adapter)
+    paths = [save_adapter(base, tmp_path / str(seed), seed=seed, r=4) for seed in (3, 4, 5)]
+
+    def load_all() -> None:
+        for path in paths:
+            store.load(path.name, "", path)
+
+    with pytest.raises(MemoryShort, match="unload another one"):
+        load_all()
+    assert kept in store.list()
+    _, small = make_runner(base, max_bytes=size - 1)
+    with pytest.raises(ModelError, match=f"has {(other / WEIGHTS_FILE).stat().st_size} bytes"):
+        small.load("other", "", other)
+
+
+def test_the_digest_is_that_of_what_decides(store, base, adapter, tmp_path):
+    first = store.load("one", "", adapter)
+    change_config(inference_mode=False, base_model_name_or_path="elsewhere")(adapter)
+    assert store.load("two", "", adapter).digest == first.digest
+    change_config(lora_alpha=17)(adapter)
+    assert store.load("three", "", adapter).digest != first.digest
+    again = save_adapter(base, tmp_path / "again", seed=1, r=4)
+    assert store.load("again", "", again).digest == first.digest
