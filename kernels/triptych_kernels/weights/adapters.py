@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from triptych_kernels.cpu.dtypes import DTYPES
 from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import Half, LinearWeight
 from triptych_kernels.weights.packed import PackedWeight, panel_size
 
@@ -181,6 +182,13 @@ class PanelAdapter(PackedAdapter):
     def num_bytes(self) -> int:
         return self.header.nbytes + self.panels.nbytes + self.a.nbytes + self.weights.nbytes
 
+    def moved(self, a: Tensor, weights: Tensor) -> PanelAdapter:
+        """Return the same adapter with its factors elsewhere."""
+        header, panels = self.header.clone(), self.panels.clone()
+        panels[:, 3] += weights.data_ptr() - self.weights.data_ptr()
+        header[2:5] = torch.tensor([a.data_ptr(), panels.data_ptr(), weights.data_ptr()])
+        return PanelAdapter(header, panels, a, weights)
+
 
 class PanelTable(AdapterTable):
     """Adapters for native products: a slot is an address, so one is loaded or exchanged by writing it."""
@@ -307,6 +315,33 @@ class _Block:
             return self.weights.flatten()
         panels, count, size = self.weights.shape
         return self.weights.reshape(panels, count // 2, 2, size).transpose(2, 3).flatten()
+
+
+_ALIGNMENT = 64  # bytes: a cache line, and a vector
+
+
+def in_one_memory(adapters: Mapping[int, PackedAdapter]) -> dict[int, PackedAdapter]:
+    """Return the parts of one adapter, those for native products in one piece of memory in the order of the layers.
+
+    It has huge pages, as weights have: a step reads all of it once.
+    """
+    moved = dict(adapters)
+    parts = {number: part for number, part in sorted(adapters.items()) if isinstance(part, PanelAdapter)}
+    sizes = [_aligned(tensor.nbytes) for part in parts.values() for tensor in (part.a, part.weights)]
+    memory = zeros_in_huge_pages((sum(sizes) + _ALIGNMENT,), torch.uint8)
+    start = -memory.data_ptr() % _ALIGNMENT
+    for number, part in parts.items():
+        tensors = []
+        for tensor in (part.a, part.weights):
+            place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensors.append(place.copy_(tensor))
+            start += _aligned(tensor.nbytes)
+        moved[number] = part.moved(*tensors)
+    return moved
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def create_adapter_table(

@@ -16,6 +16,7 @@ from triptych_kernels.weights.adapters import (
     Factors,
     PackedAdapter,
     create_adapter_table,
+    in_one_memory,
 )
 from triptych_kernels.weights.base import BlockWeight
 from triptych_services.worker.layers.adapted import AdaptedLayer, AdaptedPiece
@@ -103,7 +104,7 @@ class ModelSites:
             a, b = tensors[module.a.name].float(), tensors[module.b.name].float() * module.scaling
             for target in self.modules[name].targets:
                 factors.setdefault(target.site, {})[target.number] = _share(target, a, b)
-        return {site: self.tables[site].pack(own, self.dtype) for site, own in factors.items()}
+        return in_one_memory({site: self.tables[site].pack(own, self.dtype) for site, own in factors.items()})
 
     def check(self, files: AdapterFiles) -> None:
         """Check that the model has every module of an adapter, in its shape.
