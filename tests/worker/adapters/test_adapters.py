@@ -13,6 +13,7 @@ import torch
 from tests.worker.adapters.trained import (
     LLAMA,
     PROJECTIONS,
+    create,
     greedy,
     make_runner,
     merged,
@@ -191,3 +192,14 @@ def test_bits_do_not_depend_on_the_batch(base, adapters):
     together = logprobs(range(6), 4)
     for slot in range(6):
         np.testing.assert_array_equal(logprobs([slot], 4)[slot], together[slot])
+
+
+def test_serving_adapters_adds_no_call_but_that_of_the_embedding(base):
+    def kernels(max_adapters: int) -> list[tuple[str, ...]]:
+        recorded = create(base, max_adapters=max_adapters).runner.recorded()
+        assert recorded is not None
+        return [(*(stage.kernel for stage in call.stages), call.kernel) for call in recorded[0].calls]
+
+    without, serving = kernels(0), kernels(4)
+    assert [call for call in serving if call != ("adapt_embedding",)] == without
+    assert len(serving) == len(without) + 1

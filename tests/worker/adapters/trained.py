@@ -76,7 +76,13 @@ def greedy(oracle: Any, prompt: Sequence[int], num_new: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def make_runner(
+def make_runner(base: Path, **settings: Any) -> tuple[SleepableRunner, AdapterStore]:
+    """A runner with adapters, and its store."""
+    runner = create(base, **settings)
+    return runner, runner.adapters
+
+
+def create(
     base: Path,
     *,
     max_adapters: int = 4,
@@ -85,7 +91,7 @@ def make_runner(
     max_num_seqs: int = 8,
     budget: int = 64,
     **worker: Any,
-) -> tuple[SleepableRunner, AdapterStore]:
+) -> SleepableRunner:
     sizes = {"max_adapters": max_adapters, "max_adapter_rank": max_rank, "adapter_gib": max_bytes / 2**30}
     engine = EngineConfig(
         model=ModelConfig(model="somewhere/tiny"),
@@ -94,5 +100,4 @@ def make_runner(
         worker=WorkerConfig(**{"device": "cpu", "num_threads": 2, **sizes, **worker}),
     )
     config = resolve_config(engine, read_architecture(base))
-    runner = create_runner(config, base, boot_id="b", on_phase=lambda phase, progress: None)
-    return runner, runner.adapters
+    return create_runner(config, base, boot_id="b", on_phase=lambda phase, progress: None)

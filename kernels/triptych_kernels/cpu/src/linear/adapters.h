@@ -66,6 +66,7 @@ void multiply_adapted(const X* const (&x)[Rows], const W* a, int64_t size, Produ
       vec inputs[Rows];
       unroll<Rows>([&](auto row) { inputs[row] = load_pairs(x[row] + k); });
       unroll<Ranks>([&](auto rank) {
+        prefetch_line(a + (Ranks + rank) * size + k);  // rows of A are too short for the processor to foresee
         const vec weights = load_pairs(a + rank * size + k);
         unroll<Rows>([&](auto row) { sums[row][rank] = add_bf16_dot(sums[row][rank], inputs[row], weights); });
       });
