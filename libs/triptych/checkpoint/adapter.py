@@ -66,7 +66,7 @@ class AdapterModule:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter's directory whose config and header are understood."""
+    """The directory of an adapter with a config and a header that are understood."""
 
     directory: Path
     modules: Mapping[str, AdapterModule]

@@ -30,7 +30,7 @@ class AdapterSlots(Protocol):
 
 
 class SlotTable:
-    """Which adapter is in which slot. Those without rows stay until another one needs their slot, the oldest first."""
+    """The adapter in each slot. Those without rows stay until another one needs their slot, the oldest first."""
 
     def __init__(self, num_slots: int) -> None:
         self._digests: list[str] = [""] * num_slots

@@ -56,7 +56,7 @@ class AdapterStore:
         self._lock = threading.Lock()
         """Held for changes of the tables below, never while files are read or packed."""
         self._loading = threading.Lock()
-        """Held by the one load that is in progress, whose memory is then bounded, too."""
+        """Held by the one load that is in progress, and its memory is then bounded, too."""
         self._loaded: dict[str, _Loaded] = {}
         """By digest."""
         self._sites: ModelSites | None = None

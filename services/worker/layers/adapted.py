@@ -30,7 +30,7 @@ class AdaptedPiece:
 
 
 class AdaptedLayer(WeightedLayer):
-    """A layer whose output each row's adapter changes."""
+    """A layer with an output that each row's adapter changes."""
 
     weight: AnyWeight
     adapters: AdapterTable | None = None

@@ -72,7 +72,7 @@ class StagedModel(Protocol):
 
 @runtime_checkable
 class AdaptedModel(Protocol):
-    """A `CausalLM` whose layers read `StepContext.adapter_slots`."""
+    """A `CausalLM` with layers that read `StepContext.adapter_slots`."""
 
     applies_adapters: bool
 
