@@ -12,7 +12,7 @@ from triptych.types.pooling import PoolingParams, Task
 from triptych.types.step import F32
 from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.pooled_calls import PooledText, check_num_inputs
-from triptych_services.frontend.requests.raw import RawPair, RawRequest
+from triptych_services.frontend.requests.raw import RawPair, RawPrompt, RawRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def rank(values: Sequence[float], top_n: int | None) -> list[int]:
 
 
 def number_requests(
-    base: RawRequest, pooling: PoolingParams, inputs: Sequence[tuple[object, str]]
+    base: RawRequest, pooling: PoolingParams, inputs: Sequence[tuple[RawPrompt, str]]
 ) -> list[RawRequest]:
     """Return one request for each input of a call. Their ids are numbered where there are several.
 

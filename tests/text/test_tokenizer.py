@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -176,8 +176,6 @@ class TestDirectory:
     "decoder",
     [
         None,
-        decoders.WordPiece(),
-        decoders.Metaspace(),
         decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
     ],
 )
@@ -187,6 +185,43 @@ def test_a_decoder_of_another_family_is_refused_by_name(decoder: object) -> None
         backend.decoder = decoder
     with pytest.raises(ModelError, match=r"decoder: .* is not supported"):
         Tokenizer(backend, {})
+
+
+@pytest.mark.parametrize(
+    ("decoder", "token", "shown"),
+    [
+        (decoders.WordPiece(), "##ing", b"ing"),
+        (decoders.WordPiece(), "sing", b" sing"),
+        (decoders.Metaspace(), "\u2581sing", b" sing"),
+        (decoders.Metaspace(), "ing", b"ing"),
+    ],
+)
+def test_tokenizers_of_encoders_show_tokens_and_generate_nothing(
+    decoder: object, token: str, shown: bytes
+) -> None:
+    backend = Backend(models.WordLevel({token: 0}, token))
+    backend.decoder = decoder
+    tokenizer = Tokenizer(backend, {})
+    assert not tokenizer.can_generate
+    assert tokenizer.token_bytes(0) == shown
+    assert byte_tokenizer().can_generate
+
+
+@pytest.mark.parametrize("max_tokens", [None, 4, 5, 8, 9, 12, 13, 30])
+def test_pairs_are_joined_and_cut_as_the_library_does(max_tokens: int | None) -> None:
+    words = ["[CLS]", "[SEP]", *(f"w{number}" for number in range(20))]
+    backend = Backend(models.WordLevel({word: place for place, word in enumerate(words)}, "w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    backend.decoder = decoders.WordPiece()
+    library = Backend.from_str(backend.to_str())
+    tokenizer = Tokenizer(backend, {})
+    if max_tokens is not None:
+        library.enable_truncation(max_tokens, strategy="longest_first")
+    for lens in ((1, 9), (9, 1), (5, 5), (4, 6), (6, 4), (1, 1), (10, 3)):
+        first, second = (" ".join(words[2 : 2 + length]) for length in lens)
+        expected = library.encode(first, second).ids
+        assert tokenizer.encode_pair(first, second, max_tokens=max_tokens) == expected, lens
 
 
 # The end of a text, and how long a token can be

@@ -1,6 +1,7 @@
 """Serve a model on this machine: worker, engine core and frontend, watched and restarted if they die.
 
   triptych serve                              the embedded model, SmolLM2-135M-Instruct
+  triptych serve embedded-embedding           the embedded model for embeddings, all-MiniLM-L6-v2
   triptych serve HuggingFaceTB/SmolLM2-360M-Instruct --scheduler.max-num-seqs 16
   triptych serve /models/x.gguf --model.quantization q8 --frontend.http-port 8080
   triptych serve --sim --simulation.base-ms 20  all but the model itself: made-up words, no weights, modelled times

@@ -98,7 +98,7 @@ def _is_complete(target: Path, version: int) -> bool:
 
 
 def _write_marker(directory: Path, version: int) -> None:
-    sizes = {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
+    sizes = {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.is_file()}
     (directory / MARKER_FILE).write_text(json.dumps({"version": version, "files": sizes}, indent=2) + "\n")
 
 

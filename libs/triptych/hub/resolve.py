@@ -14,6 +14,9 @@ from triptych.hub.cache import cache_home
 EMBEDDED = "embedded"
 """Names the model that needs no hub: SmolLM2-135M-Instruct, from the Python package index."""
 
+EMBEDDED_EMBEDDING = "embedded-embedding"
+"""Names the model for embeddings that needs no hub: all-MiniLM-L6-v2, from there as well."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -25,7 +28,8 @@ def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> P
     processes at once.
 
     Args:
-        model: path of a Hugging Face model directory or of a .gguf file, a hub id, or `embedded`.
+        model: path of a Hugging Face model directory or of a .gguf file, a hub id, `embedded` or
+            `embedded-embedding`.
             A path that exists wins over a hub id of the same name.
         revision: branch, tag or commit of a hub id; empty: the newest of its main branch.
         progress: show work that takes longer than a moment on stderr.
@@ -35,7 +39,10 @@ def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> P
     """
     path = Path(model).expanduser()
     is_hub_id = (
-        _HUB_ID.fullmatch(model) and path.suffix != ".gguf" and model != EMBEDDED and not path.exists()
+        _HUB_ID.fullmatch(model)
+        and path.suffix != ".gguf"
+        and model not in (EMBEDDED, EMBEDDED_EMBEDDING)
+        and not path.exists()
     )
     if revision and not is_hub_id:
         raise ModelError(f"model.revision: {revision!r} has no meaning for {model!r}, which is no hub id")
@@ -44,6 +51,10 @@ def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> P
         from triptych.hub.embedded import prepare_embedded
 
         return prepare_embedded(progress=progress)
+    if model == EMBEDDED_EMBEDDING:
+        from triptych.hub.embedded_embedding import prepare_embedded_embedding
+
+        return prepare_embedded_embedding(progress=progress)
     if model and path.is_dir():  # an empty name would be the current directory
         return _check_directory(path.absolute())
     if path.is_file():

@@ -161,6 +161,11 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     @property
+    def can_generate(self) -> bool:
+        """Whether the text of an output can be told token by token. Otherwise the model serves pooled requests only."""
+        return self._spelling.is_exact
+
+    @property
     def strips_leading_space(self) -> bool:
         """Whether `encode` puts a space before every text, which `decode` then leaves out."""
         return self._spelling.strips_leading_space
@@ -237,6 +242,8 @@ def _default_template(value: Any) -> str | None:
 class Spelling(Protocol):
     """Text is the bytes of its tokens, joined: what makes it possible to decode token by token."""
 
+    is_exact: bool
+    """Whether the text of tokens is what the tokenizer's own decoder makes of them, so that a model can generate."""
     strips_leading_space: bool
     """Whether the first space of a text is the tokenizer's own and is left out of it."""
 
@@ -248,6 +255,7 @@ class Spelling(Protocol):
 class ByteLevelSpelling:
     """GPT-2 and after: each byte of a token is one of 256 printable characters."""
 
+    is_exact = True
     strips_leading_space = False
 
     def __init__(self) -> None:
@@ -263,6 +271,8 @@ class ByteLevelSpelling:
 class ByteFallbackSpelling:
     """SentencePiece: `▁` is a space, `<0x0A>` is a byte, all else is text."""
 
+    is_exact = True
+
     def __init__(self, space: str, *, strips_leading_space: bool) -> None:
         self._space = space
         self.strips_leading_space = strips_leading_space
@@ -271,6 +281,30 @@ class ByteFallbackSpelling:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
         return token.replace(self._space, " ").encode()
+
+
+class WordSpelling:
+    """Tokenizers of encoders, which generate nothing: a token is shown as a part of a text, with a space before words.
+
+    Their decoders join words by rules that look at several tokens, so a text is not the sum of its tokens.
+    """
+
+    is_exact = False
+    strips_leading_space = True
+
+    def __init__(self, *, prefix: str = "", space: str = "") -> None:
+        """
+        Args:
+            prefix: Marks a token that goes on with a word. Empty: no mark does.
+            space: Replaces the space before a word in a token. Empty: none does.
+        """
+        self._prefix = prefix
+        self._space = space
+
+    def bytes_of(self, token: str) -> bytes:
+        if self._prefix and token.startswith(self._prefix):
+            return token.removeprefix(self._prefix).encode()
+        return (token.replace(self._space, " ") if self._space else f" {token}").encode()
 
 
 def read_spelling(backend: Backend) -> Spelling:
@@ -297,9 +331,14 @@ def read_spelling(backend: Backend) -> Spelling:
             {"type": "Strip", "content": " ", "start": 1, "stop": 0},
         ]:
             return ByteFallbackSpelling(space, strips_leading_space=True)
+        case [{"type": "WordPiece", "prefix": prefix}]:
+            return WordSpelling(prefix=prefix)
+        case [{"type": "Metaspace", "replacement": space}]:
+            return WordSpelling(space=space)
     raise ModelError(
-        f"decoder: {description} is not supported, only ByteLevel (GPT-2, Llama 3, Qwen) and "
-        "Replace, ByteFallback, Fuse and Strip of one leading space (SentencePiece)"
+        f"decoder: {description} is not supported, only ByteLevel (GPT-2, Llama 3, Qwen), "
+        "Replace, ByteFallback, Fuse and Strip of one leading space (SentencePiece), WordPiece (BERT) and Metaspace "
+        "(XLM-R)"
     )
 
 

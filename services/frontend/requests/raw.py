@@ -81,13 +81,17 @@ class RawPair:
         return len(self.first) + len(self.second)
 
 
+RawPrompt = str | Sequence[int] | RawChat | RawPair | None
+"""A prompt as the client wrote it; None if there is none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRequest:
     """One request, unchecked. The same from every API."""
 
     api: str
     """grpc or http; for logs and metrics."""
-    prompt: str | Sequence[int] | RawChat | RawPair | None
+    prompt: RawPrompt
     """The prompt; None if the client gave none."""
     head: RequestHead = field(default_factory=RequestHead)
     """Without a request id, one is drawn."""

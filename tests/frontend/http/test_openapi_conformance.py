@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
@@ -65,6 +66,10 @@ WHY_REFUSED = (
     "the last turn is one of the assistant without text to go on with",
     "prompts with .* choices each are above the limit",
     "min_tokens: .* exceeds max_tokens",
+    "dimensions: .* is not within",
+    "but the model's vocabulary ends at",
+    "prompt_name: .* is no prompt of the model",
+    "texts are neither 1 nor as many as",
     "max_tokens: .* contradicts max_completion_tokens",
     "response_format.json_schema: is missing; the type json_schema needs it",
     "max_tokens: 0 is below the limit 1; without output there must be echo or prompt_logprobs",
@@ -84,4 +89,7 @@ def test_requests_are_taken_as_described(case: schemathesis.Case, base_url: str)
     if is_valid and response.status_code == 400:
         message = response.json()["error"]["message"]
         is_expected = any(re.search(pattern, message) for pattern in WHY_REFUSED)
-    case.validate_response(response, excluded_checks=[positive_data_acceptance] if is_expected else [])
+    excluded = [positive_data_acceptance] if is_expected else []
+    if response.status_code == 504 and "deadline of" in response.json()["error"]["message"]:
+        excluded.append(not_a_server_error)  # a time of 5e-324 s is one, and it passes
+    case.validate_response(response, excluded_checks=excluded)

@@ -78,7 +78,7 @@ def input_requests(
     given = body.input
     if given is None:
         raise InvalidRequest("input", "is missing; send a text, token ids, or a list of them")
-    inputs: Sequence[tuple[object, str]]
+    inputs: Sequence[tuple[str | list[int], str]]
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         inputs = [(given, "input")]
     else:
@@ -115,7 +115,8 @@ def score_pairs(body: ScoreRequest) -> list[tuple[Passage, Passage]]:
     Raises:
         InvalidRequest: One of the two lists is missing, or they do not fit each other.
     """
-    is_older = body.queries is None and body.documents is None
+    is_whole = body.queries is not None and body.documents is not None
+    is_older = not is_whole and (body.text_1 is not None or body.text_2 is not None)
     names = ("text_1", "text_2") if is_older else ("queries", "documents")
     sides = [_passages(getattr(body, name), name) for name in names]
     return pair_up(sides[0], sides[1], *names)

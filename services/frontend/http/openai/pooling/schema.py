@@ -100,7 +100,7 @@ class ClassificationRequest(InputsBody):
 class Document(JsonObject):
     """A document as Jina's clients write it."""
 
-    text: str
+    text: Text
     """The text."""
 
 
@@ -130,13 +130,16 @@ class RerankRequest(PooledBody):
 _Side = Annotated[Text | _Texts | None, must_be("a string or a list of strings")]
 
 
+def _given(*names: str) -> dict[str, Any]:
+    """Say in the document that these fields are given, and not as null."""
+    return {"required": list(names), "properties": {name: {"not": {"enum": [None]}} for name in names}}
+
+
 class ScoreRequest(PooledBody):
     """POST /score and /v1/score: `queries` and `documents`, or, as older clients name them, text_1 and text_2."""
 
     model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [{"required": ["queries", "documents"]}, {"required": ["text_1", "text_2"]}]
-        }
+        json_schema_extra={"oneOf": [_given("queries", "documents"), _given("text_1", "text_2")]}
     )
 
     queries: _Side = None
