@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from triptych.client.batch_stream import BatchStream, with_prompt
 from triptych.client.conversation import DEFAULT_CHAT, ChatOptions
 from triptych.client.dialer import Dialer, reason_of
+from triptych.client.pooled import PooledCalls
 from triptych.client.prompts import Prompt
 from triptych.client.request import (
     DEFAULT_OPTIONS,
@@ -95,6 +96,11 @@ class GenerationClient:
     @property
     def _models(self) -> model_pb2_grpc.ModelServiceStub:
         return self._dialer.stub(model_pb2_grpc.ModelServiceStub)
+
+    @property
+    def pooled(self) -> PooledCalls:
+        """The calls that return vectors, scores and classes."""
+        return PooledCalls(self._dialer, self._ask)
 
     async def __aenter__(self) -> GenerationClient:
         return self

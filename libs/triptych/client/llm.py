@@ -25,6 +25,7 @@ from triptych.client.connection import Connection
 from triptych.client.conversation import ChatOptions, Conversation, Tool
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.loop_thread import LoopThread
+from triptych.client.pooled import PooledCalls, PooledMethods, PooledOptions
 from triptych.client.prompts import AnyPrompts, parse_conversations, parse_prompts
 from triptych.client.request import RequestOptions
 from triptych.client.served_tokenizer import ServedTokenizer, fetch_tokenizer
@@ -36,7 +37,7 @@ from triptych.types.sampling import SamplingParams
 _T = TypeVar("_T")
 
 
-class LLM:
+class LLM(PooledMethods):
     """A model for plain programs.
 
         with LLM() as llm:                              # starts a stack of its own
@@ -300,6 +301,12 @@ class LLM:
             return await call(await self._connection.admin())
 
         return self._loop.run(run())
+
+    def _pool(self, call: Callable[[PooledCalls], Coroutine[Any, Any, _T]]) -> _T:
+        return self._loop.run(call(self._client().pooled))
+
+    def _pooled_options(self, **given: Any) -> PooledOptions:
+        return PooledOptions(model=self._connection.model_name, **given)
 
     def _client(self) -> GenerationClient:
         if not self._finalizer.alive:
