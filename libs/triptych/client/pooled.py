@@ -111,10 +111,11 @@ class PooledCalls:
     ) -> list[PooledRequestOutput[ClassificationOutput]]:
         """Return one number for each label, for each input."""
         fields, inputs = options.fields(), _to_inputs(parse_prompts(prompts))
-        raw_scores = None if activation is None else not activation
+        if activation is not None:
+            fields["raw_scores"] = not activation
 
         async def send(part: Sequence[embedding_pb2.EmbeddingInput]) -> list[Any]:
-            request = embedding_pb2.ClassifyRequest(inputs=part, raw_scores=raw_scores, **fields)
+            request = embedding_pb2.ClassifyRequest(inputs=part, **fields)
             answer = await self._ask(lambda: self._stub.Classify(request, timeout=options.timeout_s))
             labels = tuple(answer.labels)
             return [
@@ -140,14 +141,14 @@ class PooledCalls:
             why = f"{len(firsts)} texts are neither 1 nor as many as the {len(seconds)} documents"
             raise InvalidRequest("queries", why)
         pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], text) for i, text in enumerate(seconds)]
-        raw_scores = None if activation is None else not activation
+        if activation is not None:
+            fields["raw_scores"] = not activation
 
         async def send(part: Sequence[tuple[str, str]]) -> list[Any]:
             try:
                 request = embedding_pb2.ScoreRequest(
                     queries=[first for first, _ in part],
                     documents=[second for _, second in part],
-                    raw_scores=raw_scores,
                     **fields,
                 )
             except (TypeError, ValueError) as error:
