@@ -101,9 +101,8 @@ def _check(raw: RawRequest, pooling: PoolingParams, terms: ModelTerms, text: Tex
         violations.append(FieldViolation(raw.path("prompt_name"), why))
     if violations:
         raise InvalidRequest(violations)
-    unsupported = [*raw.unsupported, *([raw.path("adapter")] if raw.adapter else [])]
-    if unsupported:
-        raise FeatureDisabled(unsupported, _NOT_SERVED)
+    if raw.unsupported:
+        raise FeatureDisabled(raw.unsupported, _NOT_SERVED)
 
 
 async def _encode(raw: RawRequest, text: TextModel, limit: int) -> U32:
