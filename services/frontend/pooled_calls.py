@@ -2,7 +2,7 @@
 
     texts ──► in flight, at most as many as the engines take ──► vectors, in the order of the texts
 
-A call whose texts find the engines' queues full waits for its own, and fails only where it has none in flight.
+A text that finds the engines' queues full waits for another one of its call. The call fails if none is in flight.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tests.frontend.http.openai.test_pooling import CLASSIFIER, EMBEDDER, expect
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.fake_engine import MODEL, FakeEngine
 from tests.helpers.grpc_api import open_api
-from triptych import LLM
+from triptych import LLM, AsyncLLM
 from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.types.pooling import PoolingParams, Task
 
@@ -71,3 +71,18 @@ async def test_a_model_that_only_generates_refuses() -> None:
             llm.embed("x")
 
     await with_llm(MODEL, use)
+
+
+async def test_asyncio_programs_have_the_same_calls() -> None:
+    async with (
+        FakeEngine(model=EMBEDDER, pool=pool) as engine,
+        open_api(engine) as api,
+        AsyncLLM(address=api.address) as llm,
+    ):
+        (output,) = await llm.embed("abc", priority=3)
+        assert output.outputs.embedding == expected("abc")
+        assert engine.submitted[0].request.head.priority == 3
+        assert (await llm.encode("abc"))[0].outputs.data.shape == (len(TOKENIZER.encode("abc")), 2)
+        assert (await llm.score("a", "a"))[0].outputs.score == pytest.approx(1)
+        with pytest.raises(FeatureDisabled, match="serves embed"):
+            await llm.classify("x")

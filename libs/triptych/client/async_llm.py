@@ -15,12 +15,20 @@ from triptych.client.collect import OutputCollector, stream_outputs
 from triptych.client.connection import Connection
 from triptych.client.conversation import ChatOptions, Conversation, Tool
 from triptych.client.grpc_client import GenerationClient
-from triptych.client.prompts import AnyPrompt, ParsedPrompt, parse_conversations, parse_prompt
+from triptych.client.pooled import PooledOptions
+from triptych.client.prompts import AnyPrompt, AnyPrompts, ParsedPrompt, parse_conversations, parse_prompt
 from triptych.client.request import RequestOptions
 from triptych.client.served_tokenizer import ServedTokenizer, fetch_tokenizer
 from triptych.config import TlsConfig
 from triptych.errors import InvalidRequest
 from triptych.types.outputs import RequestOutput
+from triptych.types.pooling_outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PooledRequestOutput,
+    PoolingOutput,
+    ScoringOutput,
+)
 from triptych.types.sampling import OutputKind, SamplingParams
 
 
@@ -195,6 +203,47 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Check that the frontend takes requests now; raises EngineUnavailable, which says why it does not."""
         await (await self.start()).check_health()
+
+    async def embed(
+        self,
+        prompts: AnyPrompts,
+        *,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        **options: Any,
+    ) -> list[PooledRequestOutput[EmbeddingOutput]]:
+        """Return one vector for each prompt, as `LLM.embed` does."""
+        client, given = await self.start(), self._pooled_options(options)
+        return await client.pooled.embed(prompts, given, normalize=normalize, dimensions=dimensions)
+
+    async def encode(
+        self, prompts: AnyPrompts, *, normalize: bool | None = None, **options: Any
+    ) -> list[PooledRequestOutput[PoolingOutput]]:
+        """Return the vectors of all tokens of each prompt, as `LLM.encode` does."""
+        client, given = await self.start(), self._pooled_options(options)
+        return await client.pooled.encode(prompts, given, normalize=normalize)
+
+    async def classify(
+        self, prompts: AnyPrompts, *, activation: bool | None = None, **options: Any
+    ) -> list[PooledRequestOutput[ClassificationOutput]]:
+        """Return one number for each label of the model, for each prompt, as `LLM.classify` does."""
+        client, given = await self.start(), self._pooled_options(options)
+        return await client.pooled.classify(prompts, given, activation=activation)
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        activation: bool | None = None,
+        **options: Any,
+    ) -> list[PooledRequestOutput[ScoringOutput]]:
+        """Return how well each document fits its query, as `LLM.score` does."""
+        client, given = await self.start(), self._pooled_options(options)
+        return await client.pooled.score(queries, documents, given, activation=activation)
+
+    def _pooled_options(self, options: Mapping[str, Any]) -> PooledOptions:
+        return PooledOptions(model=self._connection.model_name, **options)
 
     async def get_tokenizer(self) -> ServedTokenizer:
         """Return the model's tokenizer; see `LLM.get_tokenizer`. Its own calls are plain ones."""

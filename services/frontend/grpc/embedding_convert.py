@@ -26,7 +26,7 @@ _PROMPT_NAMES: Mapping[int, Sequence[str]] = {
     embedding_pb2.TASK_TYPE_DOCUMENT: ("document", "passage", "corpus"),
     embedding_pb2.TASK_TYPE_SIMILARITY: ("similarity", "sts"),
 }
-"""What vectors are for -> the names that checkpoints have for it, as sentence-transformers looks for them."""
+"""The use of vectors -> the names that checkpoints have for it, as sentence-transformers looks for them."""
 _PATHS = {
     "truncate_prompt_tokens": "truncation.max_tokens",
     "request_id": "options.request_id",

@@ -117,7 +117,7 @@ class RawRequest:
     pooling: PoolingParams | None = None
     """How its text becomes vectors. None: it generates. A pooled request has no sampling fields."""
     prompt_name: str = ""
-    """Of a pooled request: the checkpoint's name for the sort of its text, such as query, which goes before it."""
+    """The checkpoint's name of a text, such as query, that precedes that of a pooled request. Empty: its default."""
     adapter: str = ""
     """Name of an adapter that is given beside the model's. Empty: none is."""
     echo: bool = False

@@ -51,7 +51,7 @@ class PoolingObject(Answer):
 
 
 class PoolingAnswer(_ListAnswer):
-    """What the model makes of each input."""
+    """The vectors or numbers of each input."""
 
     data: list[PoolingObject]
 
