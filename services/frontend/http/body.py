@@ -206,6 +206,8 @@ def unsupported_paths(part: JsonObject, path: str = "") -> Iterator[str]:
             yield from _unsupported_part(value, f"{path}{name}")
         elif isinstance(value, list) and value and isinstance(value[0], JsonObject):
             for number, entry in enumerate(value):
+                if not isinstance(entry, JsonObject):  # a list may have texts beside objects
+                    continue
                 yield from _unsupported_part(entry, f"{path}{name}[{number}]")
 
 

@@ -158,7 +158,7 @@ async def test_classes_have_labels() -> None:
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 async def test_a_cross_encoder_orders_documents(path: str) -> None:
     async with serve(CROSS_ENCODER, length_score) as (api, engine):
-        documents = ["ab", {"text": "abcdefgh"}, "abcd"]
+        documents: list[Any] = [{"text": "ab"}, {"text": "abcdefgh"}, "abcd"]
         body = {"model": "tiny", "query": "q", "documents": documents, "top_n": 2}
         answer = (await api.http.post(path, json=body)).json()
         assert [each["index"] for each in answer["results"]] == [1, 2]
