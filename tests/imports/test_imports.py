@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "triptych_services.frontend.app": {"prometheus_client"},
     "triptych_services.frontend.engines.outbox": {"grpc", "numpy"},
     "triptych_services.frontend.engines.status_watch": {"grpc"},
-    "triptych_services.frontend.grpc": {"grpc", "google"},
+    "triptych_services.frontend.grpc": {"grpc", "google", "numpy"},
     "triptych_services.frontend.requests.grammars.grammar_process": {"llguidance"},
     "triptych_services.frontend.offload.tokenizer_process": {"tokenizers"},
     "triptych_services.frontend.http": HTTP | {"prometheus_client", "numpy", "orjson"},
