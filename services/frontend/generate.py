@@ -23,8 +23,7 @@ from triptych_services.frontend.access.caller import Caller, current_caller, set
 from triptych_services.frontend.access.rate_limits import RateLimits
 from triptych_services.frontend.pooled_calls import PooledCalls
 from triptych_services.frontend.requests.parse import is_request_id
-from triptych_services.frontend.requests.pooled import check_task, prepare_pooled
-from triptych_services.frontend.requests.prepare import PreparedRequest, prepare
+from triptych_services.frontend.requests.prepare import PreparedRequest, check_task, prepare, prepare_pooled
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.routing.router import Router

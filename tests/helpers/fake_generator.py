@@ -22,7 +22,7 @@ from triptych.types.submit import EngineLimits, ModelTerms
 from triptych_services.frontend.generate import Generator, ServedModel
 from triptych_services.frontend.pooled_calls import PooledCalls
 from triptych_services.frontend.requests.parse import check_chat, fit_to_context, parse
-from triptych_services.frontend.requests.pooled import prepare_pooled
+from triptych_services.frontend.requests.prepare import prepare_pooled
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
 from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.streams.logprobs import PromptReport

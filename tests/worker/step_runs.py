@@ -17,7 +17,7 @@ from tests.worker.tiny import new_row, step_plan, tiny_facts
 from triptych.types.step import StepPlan, StepResult
 from triptych_services.worker.context.rank_group import RankGroup
 from triptych_services.worker.context.resolved_config import ResolvedConfig
-from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.model_runner import LastingParts, ModelRunner
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
@@ -41,7 +41,7 @@ def runner_for(
         enforce_eager=True,
         stream=stream,
         group=group,
-        grammars=grammars,
+        lasting=LastingParts(grammars),
     )
 
 

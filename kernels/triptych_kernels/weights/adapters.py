@@ -176,7 +176,7 @@ class PanelAdapter(PackedAdapter):
     a: Tensor
     """[rank, in_features], or of an embedding [in_features, rank]."""
     weights: Tensor
-    """What the panels point to."""
+    """The memory that the panels point to."""
 
     @property
     def num_bytes(self) -> int:

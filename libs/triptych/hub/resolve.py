@@ -52,7 +52,7 @@ def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> P
 
         return prepare_embedded(progress=progress)
     if model == EMBEDDED_EMBEDDING:
-        from triptych.hub.embedded_embedding import prepare_embedded_embedding
+        from triptych.hub.embedded import prepare_embedded_embedding
 
         return prepare_embedded_embedding(progress=progress)
     if model and path.is_dir():  # an empty name would be the current directory

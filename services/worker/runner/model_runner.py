@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -53,6 +53,16 @@ log = logging.getLogger(__name__)
 _PROGRESS_S = 5.0  # between two log lines on captured graphs
 
 
+@dataclass(frozen=True, slots=True)
+class LastingParts:
+    """Parts that outlive a runner, since they are as good for the next one."""
+
+    grammars: GrammarCompiler | None = None
+    """Compiler of structured outputs; None: they are refused."""
+    adapters: AdapterStore | None = None
+    """Adapters of the model; None: rows with one fail."""
+
+
 class ModelRunner(StepRunner):
     """The runner of one loaded model. Owned by the worker's runner thread, which makes all calls."""
 
@@ -68,8 +78,7 @@ class ModelRunner(StepRunner):
         group: RankGroup | None = None,
         stage: PipelineStage | None = None,
         max_graph_tokens: int = LEAST_GRAPH_TOKENS,
-        grammars: GrammarCompiler | None = None,
-        adapters: AdapterStore | None = None,
+        lasting: LastingParts | None = None,
     ) -> None:
         """Prepare for step 1.
 
@@ -82,35 +91,29 @@ class ModelRunner(StepRunner):
             group: The connected ranks, which compute the same steps; None: one rank.
             stage: The part of the layers that `model` is, computed without a `stream`; None: all of them.
             max_graph_tokens: Number of tokens of the longest step with prompts that an asynchronous device records.
-            grammars: Compiler of structured outputs, which may outlive the runner; None: they are refused.
-            adapters: Adapters of the model, which may outlive the runner; None: rows with one fail.
+            lasting: Parts that outlive the runner; None: none of them.
 
         Raises:
             FeatureDisabled: The model, or a kernel, computes no adapters.
         """
         self._group = group or OneRank()
         self._kv_caches = kv_caches
-        if adapters is not None:
+        lasting = lasting or LastingParts()
+        if lasting.adapters is not None:
             assert isinstance(model, nn.Module), "the contract of CausalLM"
-            adapters.attach(model)
-        self._rows = create_rows(facts, adapters)
+            lasting.adapters.attach(model)
+        self._rows = create_rows(facts, lasting.adapters)
         self._inputs = _create_inputs(
             self._rows, facts, attention or PagedAttention(), reads_last_tokens=stream is not None
         )
         self._forms = StructuredForms(
             facts.max_num_seqs,
-            compiler=grammars,
+            compiler=lasting.grammars,
             eos_token_ids=facts.model.eos_token_ids,
             history=self._rows.history,
             group=self._group,
         )
-        processors = create_logits_processors(
-            max_num_seqs=facts.max_num_seqs,
-            eos_token_ids=facts.model.eos_token_ids,
-            history=self._rows.history,
-            forms=self._forms,
-        )
-        sampler = Sampler(self._rows.sampling, self._rows.history, processors)
+        sampler = self._create_sampler(facts)
         scorer = PromptScorer(self._rows, partial(logits_of, model), self._inputs.adapter_slots)
         self._pooler = RowPooler(self._rows)
         self._generates = GENERATION in facts.model.tasks
@@ -123,6 +126,16 @@ class ModelRunner(StepRunner):
         kernels = describe_kernels(self._backend.description, self._inputs.attention)
         self._facts = replace(facts, kernels=kernels)
         self._last_step_id = 0
+
+    def _create_sampler(self, facts: WorkerFacts) -> Sampler:
+        history = self._rows.history
+        processors = create_logits_processors(
+            max_num_seqs=facts.max_num_seqs,
+            eos_token_ids=facts.model.eos_token_ids,
+            history=history,
+            forms=self._forms,
+        )
+        return Sampler(self._rows.sampling, history, processors)
 
     def _steps_on_host(
         self,

@@ -26,7 +26,7 @@ LENGTHS = (40, 24, 9)  # no multiples of a panel
 OUT_FEATURES = sum(LENGTHS)
 PIECES = [AdaptedRows(0, 40), AdaptedRows(40, 24), AdaptedRows(64, 9)]
 SLOTS: list[dict[int, int]] = [{0: 4, 1: 7, 2: 3}, {1: 1}, {0: 16, 2: 2}, {}]
-"""Of each slot: number of a piece -> rank. Nothing is ever put into the last."""
+"""Number of a piece -> rank, for each slot. Nothing is ever put into the last."""
 ROWS = [1, 2, 5, 37]
 
 
@@ -51,7 +51,7 @@ def factors(
 def deltas(
     x: Tensor, slots: Tensor, of_slots: list[dict[int, Factors]], starts: list[int], size: int
 ) -> Tensor:
-    """What is to be added, [num_rows, size] float64, by numpy's rules alone."""
+    """Return the sum to add, [num_rows, size] float64, by numpy's rules alone."""
     added = torch.zeros(len(x), size, dtype=torch.float64)
     for row, slot in enumerate(slots.tolist()):
         for number, factor in of_slots[slot].items() if slot >= 0 else ():

@@ -43,7 +43,7 @@ from triptych_services.worker.runner.base import PhaseChange
 from triptych_services.worker.runner.cuda.streams import CudaStream
 from triptych_services.worker.runner.encoder_runner import EncoderRunner
 from triptych_services.worker.runner.graph_sizes import graph_token_limit
-from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.model_runner import LastingParts, ModelRunner
 from triptych_services.worker.runner.pipeline_stage import create_stage
 from triptych_services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
 from triptych_services.worker.runner.startup.encoder import (
@@ -238,8 +238,7 @@ class RunnerFactory:
             group=self._group,
             stage=stage,
             max_graph_tokens=graph_token_limit(config.architecture),
-            grammars=self._grammars,
-            adapters=self._adapters,
+            lasting=LastingParts(self._grammars, self._adapters),
         )
         pooler = create_pooler(config.architecture, self._directory, model)
         if pooler is not None:

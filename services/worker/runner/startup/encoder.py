@@ -106,6 +106,9 @@ _TOKENIZER_FILE = "tokenizer.json"
 def read_pair_separator(directory: Path) -> int | None:
     """Return the token before the second text of a pair, where that text has token type 1.
 
+        [CLS] a a [SEP] b b b [SEP]      a pair; the separator is [SEP]
+        0     0 0 0     1 1 1 1          its token types
+
     None: there is no tokenizer.json, or it gives both texts type 0.
 
     Raises:

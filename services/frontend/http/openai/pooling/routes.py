@@ -15,7 +15,7 @@ from triptych_services.frontend.http.answers import GENERATE_ERRORS
 from triptych_services.frontend.http.document import takes
 from triptych_services.frontend.http.errors import json_response
 from triptych_services.frontend.http.generation import timeout_of
-from triptych_services.frontend.http.openai.pooling import answers, convert
+from triptych_services.frontend.http.openai.pooling import convert
 from triptych_services.frontend.http.openai.pooling.schema import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -44,7 +44,7 @@ class _Comparison(NamedTuple):
     returns_documents: bool = False
 
 
-@router.post("/v1/embeddings", responses={200: {"model": answers.EmbeddingAnswer}, **GENERATE_ERRORS})
+@router.post("/v1/embeddings", responses={200: {"model": convert.EmbeddingAnswer}, **GENERATE_ERRORS})
 @takes(EmbeddingRequest, has_timeout=True)
 async def create_embeddings(request: Request) -> Response:
     """Texts or token ids -> one vector each."""
@@ -61,7 +61,7 @@ async def create_embeddings(request: Request) -> Response:
     return await _vectors(request, raws, pooled, "embedding", "embedding", is_base64=is_base64)
 
 
-@router.post("/pooling", responses={200: {"model": answers.PoolingAnswer}, **GENERATE_ERRORS})
+@router.post("/pooling", responses={200: {"model": convert.PoolingAnswer}, **GENERATE_ERRORS})
 @takes(PoolingRequest, has_timeout=True)
 async def pool(request: Request) -> Response:
     """Texts or token ids -> what the model makes of each: a vector, one for each token, or numbers of its labels."""
@@ -83,7 +83,7 @@ async def pool(request: Request) -> Response:
     return await _vectors(request, raws, pooled, "pooling", "data", is_base64=is_base64)
 
 
-@router.post("/classify", responses={200: {"model": answers.ClassificationAnswer}, **GENERATE_ERRORS})
+@router.post("/classify", responses={200: {"model": convert.ClassificationAnswer}, **GENERATE_ERRORS})
 @takes(ClassificationRequest, has_timeout=True)
 async def classify(request: Request) -> Response:
     """Texts or token ids -> one number for each label of the model."""
@@ -108,8 +108,8 @@ async def classify(request: Request) -> Response:
     return json_response(_head(request, "classify", raws[0].model, _count(pooled)) | {"data": data})
 
 
-@router.post("/score", responses={200: {"model": answers.ScoreAnswer}, **GENERATE_ERRORS})
-@router.post("/v1/score", responses={200: {"model": answers.ScoreAnswer}, **GENERATE_ERRORS})
+@router.post("/score", responses={200: {"model": convert.ScoreAnswer}, **GENERATE_ERRORS})
+@router.post("/v1/score", responses={200: {"model": convert.ScoreAnswer}, **GENERATE_ERRORS})
 @takes(ScoreRequest, has_timeout=True)
 async def create_scores(request: Request) -> Response:
     """Pairs of texts -> how well the second of each fits the first."""
@@ -122,9 +122,9 @@ async def create_scores(request: Request) -> Response:
     return json_response(_head(request, "score", call.base.model, scores.num_tokens) | {"data": data})
 
 
-@router.post("/rerank", responses={200: {"model": answers.RerankAnswer}, **GENERATE_ERRORS})
-@router.post("/v1/rerank", responses={200: {"model": answers.RerankAnswer}, **GENERATE_ERRORS})
-@router.post("/v2/rerank", responses={200: {"model": answers.RerankAnswer}, **GENERATE_ERRORS})
+@router.post("/rerank", responses={200: {"model": convert.RerankAnswer}, **GENERATE_ERRORS})
+@router.post("/v1/rerank", responses={200: {"model": convert.RerankAnswer}, **GENERATE_ERRORS})
+@router.post("/v2/rerank", responses={200: {"model": convert.RerankAnswer}, **GENERATE_ERRORS})
 @takes(RerankRequest, has_timeout=True)
 async def rerank(request: Request) -> Response:
     """A query and documents -> the documents in the order in which they fit it, as Jina's and Cohere's clients ask."""
@@ -182,7 +182,7 @@ async def _vectors(
     head = _head(request, "embd" if kind == "embedding" else "pool", raws[0].model, _count(pooled))
     size = sum(vector.size for vector in vectors)
     text = generator_of(request).text_model
-    body = await text.run(size, answers.write_vectors, head, kind, field, vectors, is_base64=is_base64)
+    body = await text.run(size, convert.write_vectors, head, kind, field, vectors, is_base64=is_base64)
     return Response(body, media_type="application/json")
 
 
@@ -193,7 +193,7 @@ def _head(request: Request, prefix: str, model: str, num_tokens: int) -> dict[st
         "object": "list",
         "created": int(time.time()),
         "model": model or generator_of(request).find_model("").name,
-        "usage": answers.usage(num_tokens),
+        "usage": convert.usage(num_tokens),
     }
 
 
