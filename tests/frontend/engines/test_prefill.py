@@ -187,7 +187,7 @@ def test_an_engine_that_prefills_serves_only_where_there_is_no_other() -> None:
     other.num_in_flight, own.num_in_flight = 0, 9
     router.engines = [other, own]  # type: ignore[list-item]
     wanted = router.find("")
-    assert wanted.model is own.welcome.model
+    assert wanted.model == own.welcome.model
     assert router.choose(wanted) is own
     assert router.choose(wanted, tried=[own]) is other
     own.is_ready = False

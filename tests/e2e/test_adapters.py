@@ -1,0 +1,152 @@
+"""Adapters over the whole stack: tokens of merged models, side by side, loaded at the start and while it serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import peft
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.e2e.test_fine_tunes import write_fine_tune
+from tests.worker.models.checkpoints import greedy_tokens
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych.config.loader import load_config
+from triptych.launcher.local_cluster import LocalCluster
+
+READY_S = 120.0
+NUM_NEW = 24
+PROMPTS = [list(range(start, start + 40)) for start in (3, 50, 110, 180)]
+"""Longer than two blocks, so that prefixes are cached."""
+
+
+def write_adapter(base: Path, directory: Path, seed: int) -> list[list[int]]:
+    """Write a random adapter, and return the tokens of the merged model for each of PROMPTS."""
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    tuned.save_pretrained(directory)
+    return [greedy_tokens(tuned.merge_and_unload(), prompt, NUM_NEW) for prompt in PROMPTS]
+
+
+def post(address: str, path: str, body: object) -> tuple[int, dict]:
+    request = urllib.request.Request(
+        f"http://{address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read()
+            return answer.status, json.loads(text) if text.startswith(b"{") else {}
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+class Stack:
+    """A stack of one engine with the tokens that its models give."""
+
+    def __init__(self, cluster: LocalCluster, expected: dict[str, list[list[int]]], root: Path) -> None:
+        self.cluster, self.expected, self.root = cluster, expected, root
+
+    def tokens_of(self, model: str, prompt: list[int]) -> list[int]:
+        body = {
+            "model": model, "prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        status, answer = post(self.cluster.http_address, "/v1/completions", body)
+        assert status == 200, answer
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
+
+    def load(self, name: str, source: str) -> str:
+        """Load an adapter while the stack serves, and return its digest."""
+        with grpc.insecure_channel(self.cluster.admin_address) as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            request = admin_pb2.LoadAdapterRequest(name=name, source=source)
+            digest: str = stub.LoadAdapter(request, timeout=60).adapter.digest
+            return digest
+
+    def check(self, *models: str) -> None:
+        """Ask all models for all prompts at once."""
+        asked = [(model, number) for number in range(len(PROMPTS)) for model in models]
+        with ThreadPoolExecutor(len(asked)) as threads:
+            given = threads.map(lambda each: self.tokens_of(each[0], PROMPTS[each[1]]), asked)
+        for (model, number), tokens in zip(asked, given, strict=True):
+            assert tokens == self.expected[model][number], (model, number)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    root = tmp_path_factory.mktemp("adapters")
+    base = write_fine_tune(root / "base", seed=1)
+    expected = {name: write_adapter(base, root / name, seed) for name, seed in (("sql", 2), ("law", 3))}
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected["base"] = [greedy_tokens(model, prompt, NUM_NEW) for prompt in PROMPTS]
+    assert len({tuple(tokens[0]) for tokens in expected.values()}) == 3, "the adapters change nothing"
+    flags = {
+        "model.model": str(base),
+        "model.dtype": "float32",
+        "model.adapters": f"sql={root / 'sql'}",
+        "model.adapter_root": str(root),
+        "worker.max_adapters": "2",
+        "cache.num_blocks": "256",
+        "log.level": "warning",
+        **{f"{leaf}.port": "0" for leaf in ("frontend", "engine", "worker")},
+        **{f"{leaf}.metrics_port": "0" for leaf in ("frontend", "engine", "worker")},
+        "frontend.admin_port": "0",
+        "frontend.http_port": "0",
+    }
+    lines: list[str] = []
+    with LocalCluster(load_config(env={}, flags=flags), on_log_line=lines.append) as cluster:
+        try:
+            cluster.wait_ready(READY_S)
+            yield Stack(cluster, expected, root)
+        finally:
+            print("\n".join(lines[-40:]))
+
+
+def test_adapters_beside_their_base_give_the_tokens_of_merged_models(stack):
+    stack.check("base", "sql")
+    stack.check("sql", "base")  # by the prefix cache, which keeps them apart
+
+
+def test_an_adapter_is_loaded_beside_running_requests(stack):
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(stack.check, "base", "sql")
+        assert stack.load("law", "law")
+        running.result()
+    stack.check("law", "sql", "base")
+    with urllib.request.urlopen(f"http://{stack.cluster.http_address}/v1/models", timeout=60) as answer:
+        parents = {model["id"]: model.get("parent") for model in json.load(answer)["data"]}
+    assert parents == {"base": None, "sql": "base", "law": "base"}
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("../sql", "sql"), ("other", "../.."), ("other", "/etc"), ("other", "missing"), ("base", "sql")],
+)
+def test_what_cannot_be_loaded_is_refused_and_disturbs_no_other(stack, name, source):
+    with pytest.raises(grpc.RpcError) as refused:
+        stack.load(name, source)
+    assert refused.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+    stack.check("sql")
+    status, answer = post(stack.cluster.http_address, "/v1/completions", {"model": "other", "prompt": "x"})
+    assert status == 404, answer
+
+
+def test_a_worker_that_takes_the_place_of_another_has_all_adapters(stack):
+    os.kill(stack.cluster.pids["worker"], signal.SIGKILL)
+    stack.check("sql", "law", "base")
