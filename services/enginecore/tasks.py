@@ -12,6 +12,11 @@ MAX_VECTOR_BYTES = 16 << 20
 _F32_BYTES = 4
 
 
+def vector_bytes(num_vectors: int, num_columns: int) -> int:
+    """Return the bytes of vectors in a message."""
+    return num_vectors * num_columns * _F32_BYTES
+
+
 def check_task(pooling: PoolingParams | None, model: ModelFacts) -> None:
     """Refuse a task that the model does not have.
 
@@ -49,7 +54,7 @@ def _check_pooled(submit: SubmitRequest, pooling: PoolingParams, facts: WorkerFa
         raise InvalidRequest("dimensions", f"{pooling.dimensions} are none that {task.label} can have")
     if pooling.dimensions > size and task is Task.EMBED:
         raise InvalidRequest("dimensions", f"{pooling.dimensions} are more than the {size} of a whole vector")
-    num_bytes = len(submit.prompt_token_ids) * (pooling.dimensions or size) * _F32_BYTES
+    num_bytes = vector_bytes(len(submit.prompt_token_ids), pooling.dimensions or size)
     if task is Task.TOKEN_EMBED and num_bytes > MAX_VECTOR_BYTES:
         raise InvalidRequest(
             "prompt",

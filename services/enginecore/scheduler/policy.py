@@ -12,9 +12,14 @@ from typing import Protocol
 import numpy as np
 
 from triptych.config import SchedulerConfig
+from triptych.types.pooling import Task
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.heap import Key
 from triptych_services.enginecore.scheduler.running_rows import RunningRows, Slots
+from triptych_services.enginecore.tasks import MAX_VECTOR_BYTES, vector_bytes
+
+_MAX_STEP_VECTOR_BYTES = 3 * MAX_VECTOR_BYTES
+"""With the tokens of the other rows it stays below the 64 MiB of a message."""
 
 
 class SchedulingPolicy(Protocol):
@@ -159,17 +164,48 @@ class AdapterLimit:
             self._running.add(request.content.adapter)
 
 
-def create_limits(config: SchedulerConfig, max_adapters: int = 0) -> tuple[AdmissionLimit, ...]:
+class TokenVectorLimit:
+    """Bounds the bytes that rows with a vector for each token may report in one step, which is one message."""
+
+    def __init__(self, embedding_size: int) -> None:
+        self._embedding_size = embedding_size
+        self._num_bytes = 0
+
+    def group_of(self, request: Request) -> Hashable | None:
+        return "token vectors" if self._bytes_of(request) else None
+
+    def begin_step(self, rows: RunningRows, slots: Slots) -> None:
+        self._num_bytes = sum(map(self._bytes_of, rows.slot_to_request.values()))
+
+    def has_room(self, group: Hashable) -> bool:
+        return self._num_bytes <= _MAX_STEP_VECTOR_BYTES - MAX_VECTOR_BYTES
+
+    def note_admitted(self, request: Request, num_to_compute: int) -> None:
+        self._num_bytes += self._bytes_of(request)
+
+    def _bytes_of(self, request: Request) -> int:
+        pooling = request.content.pooling
+        if pooling is None or pooling.task is not Task.TOKEN_EMBED:
+            return 0
+        return vector_bytes(request.num_prompt_tokens, pooling.dimensions or self._embedding_size)
+
+
+def create_limits(
+    config: SchedulerConfig, max_adapters: int = 0, embedding_size: int = 0
+) -> tuple[AdmissionLimit, ...]:
     """Return the limits that a config and a worker set.
 
     Args:
         max_adapters: As of `WorkerFacts`. With 0, no request has an adapter.
+        embedding_size: As of `ModelFacts`. With 0, no request has vectors.
     """
     limits: list[AdmissionLimit] = []
     if config.max_long_partial_prefills:
         limits.append(LongPromptLimit(config.max_long_partial_prefills, config.long_prefill_token_threshold))
     if max_adapters:
         limits.append(AdapterLimit(max_adapters))
+    if embedding_size:
+        limits.append(TokenVectorLimit(embedding_size))
     return tuple(limits)
 
 

@@ -110,7 +110,7 @@ class Scheduler:
             soft_num_blocks=kv.soft_num_blocks,
         )
         self.cache_changes = self._blocks.pool.cache_changes
-        limits = create_limits(config, facts.max_adapters)
+        limits = create_limits(config, facts.max_adapters, facts.model.embedding_size)
         self._states = RequestStates(
             rows=self._rows, blocks=self._blocks, policy=policy, limits=limits, kv_lease_s=kv_lease_s
         )

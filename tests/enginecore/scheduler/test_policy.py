@@ -10,11 +10,13 @@ import pytest
 from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler, request_in, row_counts
 from triptych.config import SchedulerConfig
 from triptych.config.loader import iter_options
+from triptych.types.pooling import PoolingParams, Task
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.admission import limits_of
 from triptych_services.enginecore.scheduler.heap import Key, LazyHeap
-from triptych_services.enginecore.scheduler.policy import POLICIES
+from triptych_services.enginecore.scheduler.policy import POLICIES, TokenVectorLimit
 from triptych_services.enginecore.scheduler.running_rows import RunningRows, Slots
+from triptych_services.enginecore.tasks import MAX_VECTOR_BYTES
 
 
 class ShortestFirst:
@@ -197,3 +199,22 @@ def test_a_new_policy_keeps_its_order_whatever_happens(shortest_first: str, seed
     scheduler.restrict(None)
     engine.run()
     assert len(engine.outcomes) == 150
+
+
+def test_vectors_of_tokens_that_end_together_fit_into_one_message() -> None:
+    limit = TokenVectorLimit(embedding_size=MAX_VECTOR_BYTES // 4 // 8)
+    each, other = (
+        make_request(1, make_prompt(8), pooling=PoolingParams(Task.TOKEN_EMBED, dimensions=dimensions))
+        for dimensions in (0, 1)
+    )
+    group = limit.group_of(each)
+    assert group is not None
+    assert limit.group_of(make_request(2, make_prompt(8))) is None
+    assert limit.group_of(make_request(2, make_prompt(8), pooling=PoolingParams())) is None
+    for _ in range(2):
+        assert limit.has_room(group)
+        limit.note_admitted(each, 8)
+    limit.note_admitted(make_request(2, make_prompt(8)), 8)
+    assert limit.has_room(group)
+    limit.note_admitted(other, 8)
+    assert not limit.has_room(group), "what follows may be as large as a request's vectors are at most"
