@@ -116,6 +116,19 @@ def test_eight_adapters_share_four_slots_one_after_the_other(base, adapters, tmp
         assert say(runner, [prompt] * 4, [digests[n] for n in chosen], 4) == [expected[n] for n in chosen]
 
 
+@pytest.mark.thorough
+def test_sixty_four_adapters_run_in_one_batch(base, tmp_path):
+    runner, store = make_runner(base, max_adapters=64, max_num_seqs=65, budget=320)
+    prompts = texts(*(1 + number % 7 for number in range(65)))
+    paths = [save_adapter(base, tmp_path / str(seed), seed=seed, r=1 + seed % 16) for seed in range(64)]
+    digests = [store.load(str(number), "", path).digest for number, path in enumerate(paths)]
+    said = say(runner, prompts, [*digests, ""], 5)
+    expected = [
+        greedy(merged(base, path), prompt, 5) for prompt, path in zip(prompts, [*paths, None], strict=True)
+    ]
+    assert said == expected
+
+
 def test_a_row_of_an_adapter_that_is_not_loaded_fails_alone(base, adapters):
     runner, store = make_runner(base, max_adapters=1)
     one, other = texts(5, 6)
