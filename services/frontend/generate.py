@@ -58,6 +58,8 @@ class ServedModel(NamedTuple):
     """Names of what it computes: generate, embed, token_embed, classify."""
     num_labels: int = 0
     """Labels of its classifier. 0: it has none."""
+    embedding_size: int = 0
+    """Numbers of a vector of the whole length. 0: it makes none."""
     base_model: str = ""
     """The model that it adapts, of an adapter. Empty: it is none."""
 
@@ -327,6 +329,7 @@ class Generator:
             self._router.max_running(facts.name),
             facts.tasks,
             facts.num_labels,
+            facts.embedding_size,
         )
 
     def _with_adapter(self, terms: ModelTerms) -> ServedModel:

@@ -28,6 +28,8 @@ from triptych_services.frontend.routing.router import Router
 
 MAX_INPUTS = 2048
 """Texts of one call, as many as OpenAI takes."""
+MAX_CALL_BYTES = 16 << 20
+"""Bytes of the vectors of one call, as many as an engine takes for one text: 2,048 vectors of 2,048 numbers."""
 _MIN_IN_FLIGHT = 256
 
 
@@ -97,6 +99,7 @@ class PooledCalls:
 
         Raises:
             TriptychError: What ends one of the requests.
+            InvalidRequest: The vectors of all texts together are too large.
         """
         if not raws:
             return []
@@ -104,7 +107,8 @@ class PooledCalls:
         arrived = time.monotonic()
         if len(raws) == 1:
             return [await window.compute(lambda: self._generate(raws[0]))]
-        tasks = [asyncio.create_task(self._compute_one(raw, arrived, window)) for raw in raws]
+        held = _CallBytes()
+        tasks = [asyncio.create_task(self._compute_one(raw, arrived, window, held)) for raw in raws]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -112,11 +116,25 @@ class PooledCalls:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _compute_one(self, raw: RawRequest, arrived: float, window: Window) -> PooledText:
+    async def _compute_one(
+        self, raw: RawRequest, arrived: float, window: Window, held: _CallBytes
+    ) -> PooledText:
         def once() -> AsyncGenerator[Event]:
             return self._generate(_with_remaining_time(raw, arrived))
 
-        return await window.compute(once)
+        pooled = await window.compute(once)
+        held.num_bytes += pooled.vectors.nbytes
+        if held.num_bytes > MAX_CALL_BYTES:
+            why = f"their vectors have more than {MAX_CALL_BYTES} bytes, the limit of a call; split the call"
+            raise InvalidRequest(raw.path("prompt"), why)
+        return pooled
+
+
+@dataclass(slots=True)
+class _CallBytes:
+    """The vectors that one call holds until its last one is there."""
+
+    num_bytes: int = 0
 
 
 def check_num_inputs(num_inputs: int, path: str, limit: int = MAX_INPUTS) -> None:

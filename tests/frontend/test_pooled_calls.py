@@ -22,6 +22,7 @@ from triptych.errors import (
 )
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch
 from triptych.types.pooling import PoolingParams, Task
+from triptych_services.frontend import pooled_calls
 from triptych_services.frontend.pooled_calls import PooledText, check_num_inputs
 from triptych_services.frontend.requests.raw import RawPair
 from triptych_services.frontend.streams.migrator import MigrationTerms
@@ -222,3 +223,15 @@ def test_a_call_of_too_many_texts_names_field_value_and_limit() -> None:
     assert caught.value.metadata == {"field": "input", "value": "100000", "limit": "2048"}
     with pytest.raises(InvalidRequest, match="input: none is given"):
         check_num_inputs(0, "input")
+
+
+async def test_a_call_with_too_large_vectors_ends_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooled_calls, "MAX_CALL_BYTES", 10 * 16)
+    async with FakeEngine(model=EMBEDDER, pool=spread) as engine, frontend_core(engine) as core:
+        fits, refused = await asyncio.gather(
+            compute(core, *[raw()] * 10), compute(core, *[raw()] * 300), return_exceptions=True
+        )
+        assert isinstance(fits, list)
+        assert len(fits) == 10
+        assert isinstance(refused, InvalidRequest)
+        assert "more than 160 bytes" in str(refused)

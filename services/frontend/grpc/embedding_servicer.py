@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -24,14 +25,37 @@ from triptych_services.frontend.grpc.embedding_convert import (
 )
 from triptych_services.frontend.grpc.stall_watch import StallWatch
 from triptych_services.frontend.offload.fair_threads import FairThreads
-from triptych_services.frontend.pooled_calls import PooledText, Window
+from triptych_services.frontend.pooled_calls import MAX_CALL_BYTES, PooledText, Window
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.scores import Scores, pair_up, rank, score
 
 EMBEDDING_SERVICE = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
 
+_MAX_UNSENT_BYTES = 4 * MAX_CALL_BYTES
+_NUMBER_BYTES = 4
 _INLINE_BYTES = 8192  # more is read and written on a thread
 _MAX_ANSWER_BYTES = PUBLIC_MESSAGE_BYTES - (1 << 10)
+
+
+class UnsentAnswers:
+    """Bounds the bytes of one stream's answers that are computed, or wait for the client to read. One event loop's."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._has_space = asyncio.Event()
+
+    async def reserve(self, num_bytes: int) -> None:
+        """Wait until an answer of this size has space; one above the bound has it when there is no other."""
+        while self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
+            self._has_space.clear()
+            await self._has_space.wait()
+        self._num_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Give the space of an answer back."""
+        self._num_bytes -= num_bytes
+        self._has_space.set()
 
 
 class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
@@ -58,6 +82,9 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[embedding_pb2.EmbedStreamResponse]:
         windows: dict[str, Window] = {}
+        unsent = UnsentAnswers(_MAX_UNSENT_BYTES)
+        to_bytes: dict[int, int] = {}
+        """id() of each answer that is not sent, to what is reserved for it."""
 
         async def answer(
             item: embedding_pb2.EmbedStreamRequest,
@@ -71,8 +98,16 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
             window = windows.get(model)
             if window is None:
                 window = windows[model] = self._generator.pooled.open_window(model)
-            response = await self._embed(item.request, remaining_s, window)
-            yield embedding_pb2.EmbedStreamResponse(tag=item.tag, response=response)
+            num_bytes = self._most_bytes(item.request)
+            await unsent.reserve(num_bytes)
+            try:
+                embedded = await self._embed(item.request, remaining_s, window)
+            except BaseException:
+                unsent.release(num_bytes)
+                raise
+            response = embedding_pb2.EmbedStreamResponse(tag=item.tag, response=embedded)
+            to_bytes[id(response)] = num_bytes
+            yield response
 
         watch = StallWatch(context, self._client_timeout_s)
         try:
@@ -87,8 +122,17 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
                     watch.begin_write()
                     yield response
                     watch.end_write()
+                    unsent.release(to_bytes.pop(id(response), 0))
         finally:
             watch.close()
+
+    def _most_bytes(self, request: embedding_pb2.EmbedRequest) -> int:
+        """Return about the most bytes that the answer may have: a text has no more tokens than bytes."""
+        num_vectors = len(request.inputs)
+        if request.pooling == embedding_pb2.POOLING_TYPE_ALL:
+            num_vectors += request.ByteSize()
+        size = self._generator.find_model(request.model).embedding_size
+        return min(num_vectors * size * _NUMBER_BYTES, MAX_CALL_BYTES)
 
     async def Classify(
         self, request: embedding_pb2.ClassifyRequest, context: grpc.aio.ServicerContext

@@ -19,6 +19,7 @@ from triptych import errors
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.v1 import embedding_pb2 as pb
 from triptych.v1 import embedding_pb2_grpc
+from triptych_services.frontend.grpc.embedding_servicer import UnsentAnswers
 
 TOKENIZER = byte_tokenizer()
 
@@ -157,3 +158,35 @@ async def test_classes_scores_and_ranks() -> None:
         assert [result.index for result in ranked.results] == [1, 2]
         error = await error_of(stub.Rerank(pb.RerankRequest(query="", documents=documents)))
         assert error.violations[0].field == "query"  # type: ignore[attr-defined]
+
+
+async def test_a_stream_without_a_reader_computes_no_more_than_its_bound() -> None:
+    asked = 0
+
+    def large(request: SubmittedChoice) -> np.ndarray:
+        nonlocal asked
+        asked += 1
+        return np.zeros((1, 1 << 20), np.float32)
+
+    async def items() -> AsyncIterator[pb.EmbedStreamRequest]:
+        for tag in range(64):
+            request = pb.EmbedRequest(inputs=texts("x"), encoding=pb.EMBEDDING_ENCODING_FLOAT32_BYTES)
+            yield pb.EmbedStreamRequest(tag=tag, request=request)
+
+    async with serve(replace(EMBEDDER, embedding_size=1 << 20), large) as (stub, _):
+        call = stub.EmbedStream(items())
+        await eventually(lambda: asked >= 16)
+        await asyncio.sleep(1.5)
+        assert asked < 32, "16 answers of 4 MiB fill the bound, beside those that are in gRPC's buffers"
+        tags = [response.tag async for response in call]
+        assert sorted(tags) == list(range(64))
+
+
+async def test_an_answer_above_the_bound_waits_for_all_others() -> None:
+    unsent = UnsentAnswers(10)
+    await unsent.reserve(4)
+    waiting = asyncio.create_task(unsent.reserve(20))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    unsent.release(4)
+    await asyncio.wait_for(waiting, 1)
