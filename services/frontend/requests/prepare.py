@@ -257,7 +257,8 @@ async def _encode_pooled(raw: RawRequest, text: TextModel, limit: int) -> U32:
     if isinstance(prompt, str):
         name = raw.prompt_name or text.pooling.default_prompt_name
         prompt = text.pooling.prompts.get(name, "") + prompt
-        prompt = prompt.lower() if text.pooling.lower_case else prompt
+        if text.pooling.lower_case:
+            prompt = await text.run(len(prompt), str.lower, prompt)
     return await text.encode(
         prompt,
         path,
