@@ -148,5 +148,6 @@ def test_what_cannot_be_loaded_is_refused_and_disturbs_no_other(stack, name, sou
 
 
 def test_a_worker_that_takes_the_place_of_another_has_all_adapters(stack):
+    stack.load("law", "law")  # again, if it is loaded already
     os.kill(stack.cluster.pids["worker"], signal.SIGKILL)
     stack.check("sql", "law", "base")
