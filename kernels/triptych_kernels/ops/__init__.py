@@ -7,4 +7,5 @@ from triptych_kernels.ops.elementwise import *
 from triptych_kernels.ops.encode_attention import *
 from triptych_kernels.ops.linear import *
 from triptych_kernels.ops.moe import *
+from triptych_kernels.ops.recurrent import *
 from triptych_kernels.ops.sampling import *
