@@ -19,7 +19,7 @@ from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from triptych.config import SimulationConfig
 from triptych.config.step_times import StepTimeModel
-from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych_services.worker.runner.base import max_steps_in_flight
@@ -63,7 +63,7 @@ def simulate(num_stages: int, arguments: argparse.Namespace, *, is_divided: bool
             model=ModelFacts(
                 "none", ModelIdentity("0" * 64), VOCAB_SIZE, max_model_len, (), "bfloat16", "bfloat16", "none"
             ),
-            kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "bfloat16"),
+            kv=KvLayout(num_blocks, BLOCK_SIZE, 1, 1, 1, "bfloat16"),
             max_num_seqs=num_rows,
             max_num_batched_tokens=2048,
             max_steps_in_flight=max_steps_in_flight(num_stages),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from triptych.config import SchedulerConfig
-from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
@@ -94,7 +94,7 @@ def worker_facts(
             kv_dtype="float32",
             quantization="none",
         ),
-        kv=KvShape(num_blocks, block_size, 1, 1, 1, "float32"),
+        kv=KvLayout(num_blocks, block_size, 1, 1, 1, "float32"),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_steps_in_flight=4,

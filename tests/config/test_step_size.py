@@ -12,7 +12,7 @@ from triptych.config import EngineConfig, SchedulerConfig
 from triptych.config.loader import shared_config
 from triptych.config.step_size import next_smaller_step, size_for_device, size_for_worker
 from triptych.errors import ConfigError
-from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import single_choice
@@ -87,7 +87,7 @@ def test_a_worker_has_as_many_rows_as_its_device_takes(device: str, device_bytes
 
 def facts(rows: int, tokens: int) -> WorkerFacts:
     model = ModelFacts("m", ModelIdentity("0" * 64), 100, 512, (), "float32", "float32", "none")
-    kv = KvShape(1000, 16, 1, 1, 1, "float32")
+    kv = KvLayout(1000, 16, 1, 1, 1, "float32")
     return WorkerFacts(
         "b", model, kv, max_num_seqs=rows, max_num_batched_tokens=tokens, max_steps_in_flight=4
     )

@@ -27,7 +27,7 @@ from tests.helpers.scheduling import (
 from tests.helpers.stack import make_config
 from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure
 from triptych.prefix_hash import HASH_BYTES
-from triptych.types.facts import KvShape, ModelFacts, PauseMode, WorkerFacts
+from triptych.types.facts import KvLayout, ModelFacts, PauseMode, WorkerFacts
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, RequestFailure
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
@@ -92,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
                 tasks=NAIVE_TASKS,
                 embedding_size=4,
             ),
-            kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32", soft_num_blocks),
+            kv=KvLayout(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32", soft_num_blocks),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_steps_in_flight=MOST_IN_FLIGHT,

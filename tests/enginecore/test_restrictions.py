@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from tests.helpers.scheduling import BLOCK_SIZE, NAIVE_IDENTITY, make_request
 from tests.helpers.stack import make_config
 from triptych.errors import EngineFailure
-from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
@@ -223,7 +223,7 @@ def num_crashes_until_found(
             "float32",
             "none",
         ),
-        kv=KvShape(2 + max(longest, sum(prompts) * 2 // 3) // BLOCK_SIZE, BLOCK_SIZE, 1, 1, 1, "float32"),
+        kv=KvLayout(2 + max(longest, sum(prompts) * 2 // 3) // BLOCK_SIZE, BLOCK_SIZE, 1, 1, 1, "float32"),
         max_num_seqs=64,
         max_num_batched_tokens=budget,
         max_steps_in_flight=4,

@@ -17,7 +17,7 @@ import numpy as np
 
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_device
-from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
@@ -89,7 +89,7 @@ def make_scheduler(
     facts = WorkerFacts(
         boot_id="naive",
         model=model,
-        kv=KvShape(num_blocks, block_size, 1, 1, 1, "float32"),
+        kv=KvLayout(num_blocks, block_size, 1, 1, 1, "float32"),
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_steps_in_flight=2,

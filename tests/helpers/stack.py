@@ -25,7 +25,7 @@ from triptych.observe.metrics import EngineMetrics, WorkerMetrics
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.server import RpcServer
 from triptych.rpc.session.handshake import ENGINE_PROTOCOL, Protocol, SessionTerms, session_hello
-from triptych.types.facts import KvShape, ModelFacts, Phase, SleepLevel, WorkerFacts
+from triptych.types.facts import KvLayout, ModelFacts, Phase, SleepLevel, WorkerFacts
 from triptych.types.outputs import FinishedRequest, OutputBatch, RequestFailure
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
@@ -86,7 +86,7 @@ class NaiveRunner:
                 "float32",
                 "none",
             ),
-            kv=KvShape(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
+            kv=KvLayout(num_blocks, BLOCK_SIZE, 1, 1, 1, "float32"),
             max_num_seqs=sized.max_num_seqs,
             max_num_batched_tokens=sized.max_num_batched_tokens,
             max_steps_in_flight=4,

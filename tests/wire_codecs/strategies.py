@@ -288,6 +288,7 @@ def plans(draw: Any) -> StepPlan:
             chunk_lengths=u32_column(num_chunks),
             block_slots=u32_column(num_blocks),
             block_ids=u32_column(num_blocks),
+            block_groups=u32_column(draw(st.sampled_from([0, num_blocks]))),
             sample_slots=u32_column(num_samples),
             sample_limits=u32_column(num_samples),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,10 @@ from tests.wire_codecs.strategies import (
 from triptych.admin.v1 import admin_pb2
 from triptych.config import LogConfig
 from triptych.errors import FeatureDisabled, InvalidRequest, ProtocolViolation
-from triptych.internal.v1 import engine_core_pb2, sampling_pb2, step_pb2
+from triptych.internal.v1 import engine_core_pb2, sampling_pb2, step_pb2, worker_pb2
 from triptych.rpc.session.handshake import SessionTerms
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
-from triptych.types.facts import EngineCounters, EngineStatus
+from triptych.types.facts import EngineCounters, EngineStatus, KvGroup, KvKind, KvLayout
 from triptych.types.outputs import (
     FinishedRequest,
     FinishReason,
@@ -174,6 +175,42 @@ def test_default_sampling_takes_next_to_no_bytes():
 def test_an_empty_step_takes_few_bytes():
     plan = StepPlan(step_id=10_000, last_result_seen=9_999, num_tokens=64)
     assert len(step.plan_to_proto(plan).SerializeToString()) <= 8
+
+
+FULL = KvLayout(100, 16, 2, 2, 8, "float32", 50)
+OF_GROUPS = replace(
+    FULL,
+    groups=(
+        KvGroup(KvKind.FULL, 2, 16, FULL.block_bytes),
+        KvGroup(KvKind.WINDOW, 2, 16, FULL.block_bytes, 64),
+        KvGroup(KvKind.STATE, 2, 256, 1 << 20),
+    ),
+    num_state_blocks=9,
+)
+
+
+def test_one_full_group_is_the_message_of_before():
+    before = worker_pb2.KvLayout(
+        num_blocks=100,
+        block_size=16,
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype="float32",
+        soft_num_blocks=50,
+    )
+    codec = CODECS[KvLayout, "triptych.internal.v1.KvLayout"]
+    assert codec.encode(FULL) == before
+    assert codec.decode(before) == FULL
+    assert codec.decode(over_the_wire(codec.encode(OF_GROUPS))) == OF_GROUPS
+
+
+def test_a_group_of_an_unknown_kind_is_refused():
+    codec = CODECS[KvLayout, "triptych.internal.v1.KvLayout"]
+    message = codec.encode(OF_GROUPS)
+    message.groups[1].kind = 9
+    with pytest.raises(ProtocolViolation, match=r"kv\.groups: kind 9 is not known"):
+        codec.decode(message)
 
 
 def test_columns_are_little_endian():
@@ -388,6 +425,10 @@ def test_a_column_cut_short_is_refused(message_class, decode, name):
         ({"chunk_slots": u32(1, 2), "chunk_lengths": u32(5)}, "chunk_slots 2, chunk_lengths 1"),
         ({"chunk_lengths": u32(5)}, "chunk_slots 0, chunk_lengths 1"),
         ({"block_slots": u32(1)}, "block_slots 1, block_ids 0"),
+        (
+            {"block_slots": u32(1, 2), "block_ids": u32(3, 4), "block_groups": u32(1)},
+            "block_groups 1, block_slots 2",
+        ),
         ({"sample_slots": u32(1)}, "sample_slots 1, sample_limits 0"),
     ],
 )

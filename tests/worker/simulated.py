@@ -10,7 +10,7 @@ import numpy as np
 
 from triptych.checkpoint.pooling import PoolingSpec
 from triptych.config.step_times import StepTimeModel
-from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.pooling import PoolingKind
 from triptych_services.worker.sampling.grammars import GrammarCompiler
@@ -88,7 +88,7 @@ def simulated_runner(
             tasks=("generate", "embed", "token_embed") if makes_vectors else ("generate",),
             embedding_size=8 if makes_vectors else 0,
         ),
-        kv=KvShape(num_blocks, block_size, 1, 1, 8, "bfloat16"),
+        kv=KvLayout(num_blocks, block_size, 1, 1, 8, "bfloat16"),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_steps_in_flight=4,

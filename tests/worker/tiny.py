@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from triptych.checkpoint.architecture import BlockSpec, LayerSpec, ModelArchitecture, NormSpec
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan
@@ -70,7 +70,7 @@ def tiny_config(
     return resolve_config(engine, architecture or tiny_architecture())
 
 
-def tiny_facts(config: ResolvedConfig, max_model_len: int, kv: KvShape) -> WorkerFacts:
+def tiny_facts(config: ResolvedConfig, max_model_len: int, kv: KvLayout) -> WorkerFacts:
     model = ModelFacts(
         name="tiny",
         identity=ModelIdentity("f"),

@@ -16,16 +16,52 @@ _KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8
 _KV_SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # of each key and each value, where elements have one
 
 
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """The paged KV cache as the worker built it."""
+class KvKind(Enum):
+    """The positions that a query of a group's layers sees, its own included."""
 
-    num_blocks: int
-    """Including block 0, the null block, which no request ever holds."""
-    block_size: int
-    """Tokens per block."""
+    FULL = auto()
+    """All of them."""
+    WINDOW = auto()
+    """The last `window`."""
+    CHUNK = auto()
+    """Those of its own chunk of `window` positions, up to its own."""
+    STATE = auto()
+    """No others: the layers keep a recurrent state, which a step reads, and writes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers that keep the same positions. A request has one block table for all of them."""
+
+    kind: KvKind
     num_layers: int
     """Layers of this worker: its stage's if the model is computed in stages."""
+    block_size: int
+    """Tokens per block. Of a group of states: the block's page holds the state behind its last token that is computed,
+    and no step computes tokens of two blocks of a row."""
+    block_bytes: int
+    """Bytes of one block in all layers of the group, padding included."""
+    window: int = 0
+    """Positions of a window or a chunk. 0: the group has another kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The paged cache as the worker built it.
+
+    Groups of keys and values share one pool of equal blocks. Groups of states share another one.
+
+        num_blocks         [ null | 1 | 2 | 3 | … ]     a block holds tokens of one group: any of full, window, chunk
+        num_state_blocks   [ null | 1 | 2 | … ]         each a page of one group of states
+    """
+
+    num_blocks: int
+    """Blocks of keys and values, including block 0, the null block, which no request ever holds."""
+    block_size: int
+    """Tokens per block of the group with the smallest ones, of which those of the other groups are multiples. Block
+    hashes name so many tokens each."""
+    num_layers: int
+    """Layers of this worker with keys and values of the sizes below: its stage's if the model is computed in stages."""
     num_kv_heads: int
     """KV heads of this worker: its share if ranks divide the model's heads."""
     head_dim: int
@@ -33,17 +69,35 @@ class KvShape:
     soft_num_blocks: int | None = None
     """Blocks that the engine may touch without need, where a block takes memory once it is touched. None where all
     blocks have memory from the start."""
+    groups: tuple[KvGroup, ...] = ()
+    """Never empty. Where none are given, one full group of all layers."""
+    num_state_blocks: int = 0
+    """Blocks of states, including their null block; 0: no group has any."""
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            object.__setattr__(self, "groups", (self._one_group(),))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one full group of equal layers, as all were before there were groups."""
+        return self.groups == (self._one_group(),)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all blocks hold; the null block holds none."""
+        """Tokens that all blocks hold in one full group; the null block holds none."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
-        vector_bytes = self.head_dim * _KV_DTYPE_BYTES[self.dtype] + _KV_SCALE_BYTES.get(self.dtype, 0)
-        return self.num_layers * 2 * self.num_kv_heads * vector_bytes * self.block_size
+        """Bytes of one block of keys and values in all layers of its group; 0: there are only states."""
+        return next((group.block_bytes for group in self.groups if group.kind is not KvKind.STATE), 0)
+
+    def _one_group(self) -> KvGroup:
+        element_bytes = _KV_DTYPE_BYTES.get(self.dtype, 0)  # 0: a dtype of a later version
+        vector_bytes = self.head_dim * element_bytes + _KV_SCALE_BYTES.get(self.dtype, 0)
+        block_bytes = self.num_layers * 2 * self.num_kv_heads * vector_bytes * self.block_size
+        return KvGroup(KvKind.FULL, self.num_layers, self.block_size, block_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +134,7 @@ class WorkerFacts:
     boot_id: str
     """A uuid drawn at process start: another one means that every row and block is gone."""
     model: ModelFacts
-    kv: KvShape
+    kv: KvLayout
     max_num_seqs: int
     max_num_batched_tokens: int
     max_steps_in_flight: int
@@ -251,7 +305,7 @@ class EngineStatus:
     draining: bool = False
     """It takes no more requests, and goes on with those that it has."""
     soft_num_blocks: int | None = None
-    """As in `KvShape`."""
+    """As in `KvLayout`."""
     block_bytes: int = 0
     """Bytes of one block in all layers of a rank."""
     block_size: int = 0

@@ -49,6 +49,7 @@ _EMPTY_F32: F32 = np.empty(0, dtype=np.float32)
 _EMPTY_F32.flags.writeable = False
 _CONTENT_BYTES = 128  # of the adapter and the pooling of a content
 _ROW_BYTES = 64  # of a new row's scalar fields, with their tags
+_TABLE_BYTES = 8  # of a further table's tag and length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,12 +88,15 @@ class NewRow:
     `num_computed_tokens`, or one more when the whole prompt hit the cache and only its last token is
     computed again, for its logits."""
     block_ids: U32
-    """[ceil((num_computed_tokens + chunk) / block_size)] the blocks known so far, in order."""
+    """[ceil((num_computed_tokens + chunk) / block_size)] the blocks known so far, in order, of the first group. 0, the
+    null block, takes the place of a block that the row does not need any more."""
     seed: int
     """u64, never absent: the frontend draws one when the client gave none."""
     prompt_logprobs_start: int = 0
     """With `sampling.prompt_logprobs`: positions of the prompt below this have been reported, before a preemption or a
     crash. 0: none have."""
+    group_block_ids: tuple[U32, ...] = ()
+    """[num_groups - 1] the same as `block_ids`, of each further group of the worker's `KvLayout`."""
 
     @property
     def key(self) -> RowKey:
@@ -122,7 +126,10 @@ class NewRow:
     @property
     def num_bytes(self) -> int:
         """An upper bound of its size in a message without its content, in bytes."""
-        return self.emitted_token_ids.nbytes + self.block_ids.nbytes + _ROW_BYTES
+        num_bytes = self.emitted_token_ids.nbytes + self.block_ids.nbytes + _ROW_BYTES
+        for block_ids in self.group_block_ids:
+            num_bytes += block_ids.nbytes + _TABLE_BYTES
+        return num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +155,8 @@ class StepPlan:
     """[b] the slot that each new block is appended to, in any order."""
     block_ids: U32 = field(default_factory=empty_u32)
     """[b] the new blocks, parallel to `block_slots`."""
+    block_groups: U32 = field(default_factory=empty_u32)
+    """[b] the group of each new block, parallel to `block_slots`. Empty: all are of the first."""
     sample_slots: U32 = field(default_factory=empty_u32)
     """[m] sampling rows that may get several tokens. Each computes `sample_limits` - 1 positions more than its length
     says, and its blocks hold them all."""

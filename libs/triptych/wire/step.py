@@ -20,6 +20,8 @@ Step = step_pb2.Step
 def _check_tables(plan: StepPlan, message: object) -> StepPlan:
     check_equal_lengths(chunk_slots=plan.chunk_slots, chunk_lengths=plan.chunk_lengths)
     check_equal_lengths(block_slots=plan.block_slots, block_ids=plan.block_ids)
+    if plan.block_groups.size:
+        check_equal_lengths(block_groups=plan.block_groups, block_slots=plan.block_slots)
     check_equal_lengths(sample_slots=plan.sample_slots, sample_limits=plan.sample_limits)
     return plan
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from triptych.config import SchedulerConfig
 from triptych.errors import EngineFailure, FeatureDisabled
-from triptych.types.facts import EngineCounters, EngineStatus, KvShape, WorkerFacts
+from triptych.types.facts import EngineCounters, EngineStatus, KvLayout, WorkerFacts
 from triptych.types.outputs import LoadReport
 from triptych.types.step import RowKey, StepPlan, StepResult
 from triptych_services.enginecore.kv.manager import BlockManager
@@ -175,7 +175,7 @@ class Scheduler:
             counters=self.counters.copy(),
         )
 
-    def add_counts(self, status: EngineStatus, kv: KvShape, *, now: float) -> EngineStatus:
+    def add_counts(self, status: EngineStatus, kv: KvLayout, *, now: float) -> EngineStatus:
         """Return a status with the numbers of this scheduler and of its worker's KV cache.
 
         Its time does not depend on the number of waiting requests. `now`: on the engine's clock.

@@ -27,6 +27,7 @@ from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, credentials_of, open_ch
 from triptych.rpc.session.handshake import (
     WORKER_PROTOCOL,
     SessionTerms,
+    check_kv_groups,
     check_resumed,
     end_of,
     greet,
@@ -126,6 +127,8 @@ class GrpcExecutor:
             raise
         self._addresses.keep()
         terms = SessionTerms.from_proto(welcome.session, WORKER_PROTOCOL)
+        facts = worker_facts_from_proto(welcome.facts)
+        check_kv_groups(facts.kv, terms.agreement, other=WORKER_PROTOCOL.server)
         if terms.is_resumed:
             check_resumed(terms, self._session_name, self._steps)
         else:
@@ -140,7 +143,7 @@ class GrpcExecutor:
         self._reader = asyncio.create_task(self._read(self._call, on_event), name="read-results")
         self._writer = asyncio.create_task(self._write_to(self._call, on_event), name="write-steps")
         return Connected(
-            worker_facts_from_proto(welcome.facts),
+            facts,
             welcome.max_steps_in_flight,
             terms.resume_ttl_s,
             terms.is_resumed,

@@ -36,8 +36,14 @@ class KvTransferService:
 
         Raises:
             ConfigError: The port is taken.
-            FeatureDisabled: The runner's blocks cannot be transferred.
+            FeatureDisabled: The runner's blocks cannot be transferred, or are of several groups.
         """
+        if not facts.kv.is_plain:
+            raise FeatureDisabled(
+                "worker.kv_transfer",
+                f"the model's cache has {len(facts.kv.groups)} groups of layers, and blocks of other layouts than one "
+                "full group are not transferred yet; turn it off",
+            )
         store()
         self._store = store
         self._layout = layout_of(facts)
@@ -74,7 +80,12 @@ class KvTransferService:
 def layout_of(facts: WorkerFacts) -> bytes:
     """Return a hash of all that the bytes of a block depend on beside its tokens."""
     kv, model = asdict(facts.kv), asdict(facts.model)
-    for name in ("num_blocks", "soft_num_blocks"):
+    for name in (
+        "num_blocks",
+        "soft_num_blocks",
+        "groups",
+        "num_state_blocks",
+    ):  # one full group: it says no more
         del kv[name]
     for name in ("name", "max_model_len", "eos_token_ids"):
         del model[name]

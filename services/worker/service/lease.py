@@ -20,6 +20,7 @@ from triptych.errors import (
     WorkerHeld,
 )
 from triptych.rpc.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S
+from triptych.rpc.session.handshake import WORKER_PROTOCOL, check_kv_groups
 from triptych.types.facts import Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
 from triptych_services.worker.kv_transfer.service import KvTransferService
@@ -177,6 +178,7 @@ def _check_hello(hello: EngineHello, state: WorkerState, shared_config: Mapping[
         {"engine": hello.shared_config, "worker": shared_config},
         advice="give both processes the same file, environment and flags",
     )
+    check_kv_groups(state.facts.kv, hello.agreement, other=WORKER_PROTOCOL.client)
     if not hello.fingerprint:
         return
     # Other weights are the engine's affair, which knows what it has begun with the ones before.

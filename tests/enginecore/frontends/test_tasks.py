@@ -21,7 +21,7 @@ from tests.helpers.scheduling import (
 )
 from tests.helpers.stack import make_config
 from triptych.errors import ConfigError
-from triptych.types.facts import KvShape, ModelFacts, WorkerFacts
+from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
 from triptych.types.outputs import FinishReason, OutputBatch
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
@@ -46,7 +46,7 @@ FACTS = WorkerFacts(
         embedding_size=4,
         num_labels=4,
     ),
-    kv=KvShape(30, BLOCK_SIZE, 1, 1, 1, "float32"),
+    kv=KvLayout(30, BLOCK_SIZE, 1, 1, 1, "float32"),
     max_num_seqs=8,
     max_num_batched_tokens=100,
     max_steps_in_flight=4,

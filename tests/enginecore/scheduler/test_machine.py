@@ -24,7 +24,7 @@ from tests.helpers.scheduling import (
     row_counts,
 )
 from triptych.errors import DeadlineExceeded, DeadlineUnreachable, EngineFailure, InvalidRequest, QueueFull
-from triptych.types.facts import EngineStatus, KvShape
+from triptych.types.facts import EngineStatus, KvLayout
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
@@ -421,7 +421,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def status_counts_what_waits(self) -> None:
         scheduler, now = self.engine.scheduler, self.clock.now
         snapshot = scheduler.snapshot()
-        status = scheduler.add_counts(EngineStatus("e", True, ""), KvShape(9, 4, 1, 1, 1, "float32"), now=now)
+        status = scheduler.add_counts(
+            EngineStatus("e", True, ""), KvLayout(9, 4, 1, 1, 1, "float32"), now=now
+        )
         assert (status.num_running, status.num_waiting) == (len(snapshot.running), len(snapshot.waiting))
         assert status.num_waiting_by_priority == Counter(each.head.priority for each in snapshot.waiting)
         waited_s = [now - request.queued_at for request in snapshot.waiting]

@@ -27,7 +27,7 @@ from tests.worker.step_runs import runner_for
 from tests.worker.tiny import new_row, step_plan, tiny_architecture, tiny_config
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig, SchedulerConfig
-from triptych.types.facts import KvShape
+from triptych.types.facts import KvLayout
 from triptych.types.sampling import MAX_LOGPROBS, SamplingParams
 from triptych_kernels import registry
 from triptych_kernels.cpu.library import forced_isa
@@ -92,7 +92,7 @@ def store_tiles_of_few_rows(folder: Path) -> None:
 
 
 def _noted(model: CausalLM, sizes: Iterable[tuple[int, int]]) -> dict[NotedLaunch, None]:
-    kv = KvShape(num_blocks=1, block_size=16, num_layers=1, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    kv = KvLayout(num_blocks=1, block_size=16, num_layers=1, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     with noted_launches() as noted, torch.inference_mode():
         for num_tokens, num_rows in sizes:
             steps = LargestSteps(

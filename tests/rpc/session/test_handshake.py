@@ -14,10 +14,12 @@ from triptych.errors import EngineUnavailable, HandshakeMismatch, ProtocolViolat
 from triptych.rpc.session import handshake
 from triptych.rpc.session.handshake import (
     ENGINE_PROTOCOL,
+    KV_GROUPS,
     WORKER_PROTOCOL,
     Agreement,
     Protocol,
     SessionTerms,
+    check_kv_groups,
     check_resumed,
     end_of,
     greet,
@@ -25,6 +27,7 @@ from triptych.rpc.session.handshake import (
     session_hello,
 )
 from triptych.rpc.session.replay_buffer import ReplayBuffer
+from triptych.types.facts import KvKind, KvLayout
 
 FAST, SMALL, STRICT = 1, 2, 4
 PROTOCOL = Protocol("frontend", "engine core", version=8, features=FAST | SMALL)
@@ -126,6 +129,17 @@ def test_each_server_accepts_the_version_before_its_own(protocol: Protocol) -> N
     SessionTerms.from_proto(replace(TERMS, agreement=agreement).to_proto(), before)
     with pytest.raises(HandshakeMismatch, match=f"upgrade the {protocol.server} first"):
         before.agree(session_hello(protocol, "", 0))
+
+
+@pytest.mark.parametrize("other", ["engine core", "worker"])
+def test_groups_of_kv_blocks_need_both_ends(other: str) -> None:
+    before, now = Agreement(4), Agreement(4, KV_GROUPS)
+    full = KvLayout(9, 16, 1, 1, 8, "float32")
+    window = replace(full, groups=(replace(full.groups[0], kind=KvKind.WINDOW, window=32),))
+    for layout, agreement in ((full, before), (full, now), (window, now)):
+        check_kv_groups(layout, agreement, other=other)
+    with pytest.raises(HandshakeMismatch, match=rf"\(window\).*upgrade the {other} first"):
+        check_kv_groups(window, before, other=other)
 
 
 @pytest.mark.parametrize("messages", [(), (Message(step=1),)], ids=["nothing", "a step"])

@@ -14,6 +14,7 @@ import pytest
 from triptych.errors import (
     EngineFailure,
     EngineUnavailable,
+    HandshakeMismatch,
     ModelError,
     ProtocolViolation,
     SequenceGap,
@@ -21,8 +22,8 @@ from triptych.errors import (
     WorkerAsleep,
     WorkerHeld,
 )
-from triptych.rpc.session.handshake import WORKER_PROTOCOL, Agreement
-from triptych.types.facts import KvShape, ModelFacts, Phase, WorkerFacts
+from triptych.rpc.session.handshake import KV_GROUPS, WORKER_PROTOCOL, Agreement
+from triptych.types.facts import KvKind, KvLayout, ModelFacts, Phase, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.step import Step, plan_from_proto, plan_to_proto
@@ -52,7 +53,7 @@ class StepCounter:
         self.facts = WorkerFacts(
             "boot",
             ModelFacts("counter", ModelIdentity("f" * 64), 10, 64, (), "float32", "float32", "none"),
-            KvShape(8, 16, 1, 1, 1, "float32"),
+            KvLayout(8, 16, 1, 1, 1, "float32"),
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_steps_in_flight=4,
@@ -313,6 +314,16 @@ async def test_failing_step_ends_the_session_and_the_next_is_clean() -> None:
         second.submit(plan(1))
         assert await take(second, 1) == [1]
         assert runner.executed == [1, 1], "a step was computed on rows that are undefined"
+
+
+async def test_an_engine_that_knows_no_groups_is_refused() -> None:
+    async with ready_worker() as (lease, runner, status_publisher):
+        kv = runner.facts.kv
+        groups = (*kv.groups, replace(kv.groups[0], kind=KvKind.WINDOW, window=32))
+        status_publisher.change(facts=replace(runner.facts, kv=replace(kv, groups=groups)))
+        with pytest.raises(HandshakeMismatch, match="upgrade the engine core first"):
+            lease.open(HELLO)
+        lease.open(replace(HELLO, agreement=Agreement(WORKER_PROTOCOL.version, KV_GROUPS)))
 
 
 async def test_other_engines_are_refused_while_the_holder_lives() -> None:

@@ -45,7 +45,7 @@ ROW_ERROR_CODE_INVALID_REQUEST: RowErrorCode
 ROW_ERROR_CODE_NOT_READY: RowErrorCode
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents", "sample_slots", "sample_limits", "may_defer_rows", "kv_orders")
+    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents", "sample_slots", "sample_limits", "may_defer_rows", "block_groups", "kv_orders")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_RESULT_SEEN_FIELD_NUMBER: _ClassVar[int]
     REMOVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Step(_message.Message):
     SAMPLE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_LIMITS_FIELD_NUMBER: _ClassVar[int]
     MAY_DEFER_ROWS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_GROUPS_FIELD_NUMBER: _ClassVar[int]
     KV_ORDERS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     last_result_seen: int
@@ -75,8 +76,9 @@ class Step(_message.Message):
     sample_slots: bytes
     sample_limits: bytes
     may_defer_rows: bool
+    block_groups: bytes
     kv_orders: _kv_transfer_pb2.KvOrders
-    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ..., sample_slots: _Optional[bytes] = ..., sample_limits: _Optional[bytes] = ..., may_defer_rows: bool = ..., kv_orders: _Optional[_Union[_kv_transfer_pb2.KvOrders, _Mapping]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ..., sample_slots: _Optional[bytes] = ..., sample_limits: _Optional[bytes] = ..., may_defer_rows: bool = ..., block_groups: _Optional[bytes] = ..., kv_orders: _Optional[_Union[_kv_transfer_pb2.KvOrders, _Mapping]] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
     __slots__ = ("task", "kind", "normalize", "dimensions", "activation")
@@ -109,7 +111,7 @@ class RowContent(_message.Message):
     def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., task: _Optional[_Union[Task, str]] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class NewRow(_message.Message):
-    __slots__ = ("slot", "slot_version", "emitted_token_ids", "content_id", "num_computed_tokens", "num_cached_tokens", "block_ids", "seed", "prompt_logprobs_start")
+    __slots__ = ("slot", "slot_version", "emitted_token_ids", "content_id", "num_computed_tokens", "num_cached_tokens", "block_ids", "seed", "prompt_logprobs_start", "group_block_ids")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SLOT_VERSION_FIELD_NUMBER: _ClassVar[int]
     EMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +121,7 @@ class NewRow(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     slot_version: int
     emitted_token_ids: bytes
@@ -128,7 +131,8 @@ class NewRow(_message.Message):
     block_ids: bytes
     seed: int
     prompt_logprobs_start: int
-    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., emitted_token_ids: _Optional[bytes] = ..., content_id: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
+    group_block_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., emitted_token_ids: _Optional[bytes] = ..., content_id: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ..., group_block_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs", "mask_ns", "vectors")

@@ -3,12 +3,26 @@ from triptych.internal.v1 import kv_transfer_pb2 as _kv_transfer_pb2
 from triptych.internal.v1 import session_pb2 as _session_pb2
 from triptych.internal.v1 import step_pb2 as _step_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class KvKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_KIND_UNSPECIFIED: _ClassVar[KvKind]
+    KV_KIND_FULL: _ClassVar[KvKind]
+    KV_KIND_WINDOW: _ClassVar[KvKind]
+    KV_KIND_CHUNK: _ClassVar[KvKind]
+    KV_KIND_STATE: _ClassVar[KvKind]
+KV_KIND_UNSPECIFIED: KvKind
+KV_KIND_FULL: KvKind
+KV_KIND_WINDOW: KvKind
+KV_KIND_CHUNK: KvKind
+KV_KIND_STATE: KvKind
 
 class ExecuteRequest(_message.Message):
     __slots__ = ("hello", "step", "goodbye")
@@ -92,7 +106,7 @@ class WorkerFacts(_message.Message):
     MAX_ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     model: ModelFacts
-    kv: KvShape
+    kv: KvLayout
     max_num_seqs: int
     max_num_batched_tokens: int
     max_steps_in_flight: int
@@ -105,7 +119,7 @@ class WorkerFacts(_message.Message):
     kv_endpoint: _kv_transfer_pb2.KvEndpoint
     max_adapters: int
     max_adapter_rank: int
-    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ..., num_stages: _Optional[int] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ...) -> None: ...
+    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvLayout, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ..., num_stages: _Optional[int] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ...) -> None: ...
 
 class AdapterFacts(_message.Message):
     __slots__ = ("name", "digest", "rank", "source")
@@ -155,8 +169,22 @@ class ModelFacts(_message.Message):
     is_encoder: bool
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., numerics: _Optional[str] = ..., is_batch_invariant: bool = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ..., embedding_size: _Optional[int] = ..., num_labels: _Optional[int] = ..., is_encoder: bool = ...) -> None: ...
 
-class KvShape(_message.Message):
-    __slots__ = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype", "soft_num_blocks")
+class KvGroup(_message.Message):
+    __slots__ = ("kind", "num_layers", "block_size", "block_bytes", "window")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    kind: KvKind
+    num_layers: int
+    block_size: int
+    block_bytes: int
+    window: int
+    def __init__(self, kind: _Optional[_Union[KvKind, str]] = ..., num_layers: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
+
+class KvLayout(_message.Message):
+    __slots__ = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype", "soft_num_blocks", "groups", "num_state_blocks")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +192,8 @@ class KvShape(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SOFT_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     block_size: int
     num_layers: int
@@ -171,7 +201,9 @@ class KvShape(_message.Message):
     head_dim: int
     dtype: str
     soft_num_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., soft_num_blocks: _Optional[int] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
+    num_state_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., soft_num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., num_state_blocks: _Optional[int] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

@@ -24,6 +24,7 @@ from triptych.errors import EngineUnavailable, HandshakeMismatch, ProtocolViolat
 from triptych.internal.v1 import session_pb2
 from triptych.rpc.session.replay_buffer import ReplayBuffer
 from triptych.rpc.status import from_rpc_error, is_broken_write
+from triptych.types.facts import KvLayout
 
 HELLO_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_S = 10.0
@@ -97,7 +98,27 @@ BEATS = 1 << 0
 HANDOVER = 1 << 1
 """Feature of an engine core: it knows which frontends take up streams, and understands `detach` and short attaches."""
 ENGINE_PROTOCOL = Protocol("frontend", "engine core", version=4, features=BEATS | HANDOVER)
-WORKER_PROTOCOL = Protocol("engine core", "worker", version=4)
+KV_GROUPS = 1 << 0
+"""Feature of a worker: its cache may have other groups than one full one, and its rows a block table for each."""
+WORKER_PROTOCOL = Protocol("engine core", "worker", version=4, features=KV_GROUPS)
+
+
+def check_kv_groups(kv: KvLayout, agreement: Agreement, *, other: str) -> None:
+    """Check that both ends of a step stream know groups of KV blocks, if the worker's cache has any but one full one.
+
+    Args:
+        other: The end that this one talks to: it may be too old.
+
+    Raises:
+        HandshakeMismatch: The other end does not know them; says what to upgrade.
+    """
+    if kv.is_plain or agreement.has(KV_GROUPS):
+        return
+    kinds = ", ".join(group.kind.name.lower() for group in kv.groups)
+    raise HandshakeMismatch(
+        f"kv.groups: the worker's cache has other groups than one full one ({kinds}), and the {other} does not know "
+        f"groups; upgrade the {other} first ({UPGRADE_ORDER})"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from triptych.types.facts import KvShape
+from triptych.types.facts import KvLayout
 from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS
 from triptych_kernels.ops import gather_rows, token_logprobs
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
@@ -33,7 +33,7 @@ class LargestSteps:
     def __init__(
         self,
         model: CausalLM,
-        kv: KvShape,
+        kv: KvLayout,
         device: torch.device,
         *,
         attention: AttentionBackend,

@@ -12,7 +12,7 @@ import torch
 
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.errors import ConfigError
-from triptych.types.facts import KvShape, WorkerFacts
+from triptych.types.facts import KvLayout, WorkerFacts
 from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, empty_u32
@@ -44,7 +44,7 @@ def plan_encoder(config: ResolvedConfig) -> tuple[ResolvedConfig, KvPlan]:
             "computes a text whole; raise the first, or lower the second"
         )
     scheduler = replace(scheduler, max_num_batched_tokens=max(budget, max_model_len))
-    shape = KvShape(
+    shape = KvLayout(
         num_blocks=scheduler.max_num_seqs + 1,
         block_size=1 << (max_model_len - 1).bit_length(),
         num_layers=0,

@@ -14,7 +14,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from triptych.types.facts import KvShape
+from triptych.types.facts import KvLayout
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_services.worker.attention.base import KvCache
@@ -24,7 +24,7 @@ from triptych_services.worker.runner.startup.kv_plan import kv_parts
 _KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
-def allocate_kv_cache(shape: KvShape, device: torch.device) -> tuple[KvCache, ...]:
+def allocate_kv_cache(shape: KvLayout, device: torch.device) -> tuple[KvCache, ...]:
     """Allocate one cache per layer; the content of blocks other than block 0 is undefined.
 
     On a CPU the system allocates a page when it is first written, so blocks that no request has held take no memory;
@@ -41,7 +41,7 @@ def allocate_kv_cache(shape: KvShape, device: torch.device) -> tuple[KvCache, ..
     )
 
 
-def view_kv_cache(shape: KvShape, memory: mmap.mmap) -> tuple[KvCache, ...]:
+def view_kv_cache(shape: KvLayout, memory: mmap.mmap) -> tuple[KvCache, ...]:
     """Return the caches of all layers in memory that `kv_parts` divides, on the CPU."""
     scales_shape = (shape.num_blocks, 2, shape.num_kv_heads, shape.block_size)
     tensors: dict[str, Tensor] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from triptych.errors import ConfigError
-from triptych.types.facts import KvShape
+from triptych.types.facts import KvLayout
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.parallel.shares import share_kv_heads, stage_layers
 
@@ -19,7 +19,7 @@ _PART_ALIGNMENT = 1 << 21  # a huge page
 class KvPlan:
     """The size of a KV cache that is not allocated yet."""
 
-    shape: KvShape
+    shape: KvLayout
     max_model_len: int
     """Tokens of prompt and output together: min(the model's or the operator's, the tokens that the blocks hold)."""
     activation_bytes: int = 0
@@ -41,7 +41,7 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     """
     cache, architecture = config.engine.cache, config.architecture
     _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, rank=config.rank)  # of this rank
-    shape = KvShape(
+    shape = KvLayout(
         num_blocks=0,
         block_size=cache.block_size,
         num_layers=len(stage_layers(architecture, rank=config.rank)),
@@ -99,7 +99,7 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / _MIB:.1f} MiB"
 
 
-def kv_parts(shape: KvShape) -> list[tuple[str, int, int]]:
+def kv_parts(shape: KvLayout) -> list[tuple[str, int, int]]:
     """Return the name, the start and the bytes of each layer's blocks and scales in one piece of memory."""
     vectors = shape.num_blocks * 2 * shape.num_kv_heads * shape.block_size
     bytes_of_all = shape.block_bytes * shape.num_blocks // shape.num_layers
