@@ -30,7 +30,7 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, StepResult
 from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 from triptych_services.worker.runner.base import CompletedStep, do_nothing
-from triptych_services.worker.service.adapters import AdapterControl
+from triptych_services.worker.service.adapters import AdapterControl, RankAdapters
 from triptych_services.worker.service.lease import WorkerLease
 from triptych_services.worker.service.runner_app import SWITCH_INTERVAL_S
 from triptych_services.worker.service.runner_thread import RunnerThread
@@ -82,7 +82,7 @@ async def serve() -> None:
     )
     lease = WorkerLease(status_publisher, thread, {}, resume_ttl_s=0.0)
     sleep = SleepControl(lease, thread, status_publisher, set_ready=server.set_ready)
-    adapters = AdapterControl(EngineConfig(), lambda: None)
+    adapters = AdapterControl(RankAdapters(EngineConfig(), lambda: None, thread))
     metrics = WorkerMetrics.create(CollectorRegistry())
     servicer = WorkerServicer(lease, sleep, adapters, status_publisher, metrics)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)

@@ -22,9 +22,9 @@ from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.types.facts import Phase
 from triptych_services.worker.follower_app import FollowerApp
 from triptych_services.worker.group.leader import GroupLeader
-from triptych_services.worker.group.leader_thread import LeaderThread
+from triptych_services.worker.group.leader_thread import LeaderAdapters, LeaderThread
 from triptych_services.worker.kv_transfer.service import KvTransferService, check_kv_transfer
-from triptych_services.worker.service.adapters import AdapterControl
+from triptych_services.worker.service.adapters import AdapterControl, RankAdapters
 from triptych_services.worker.service.lease import WorkerLease
 from triptych_services.worker.service.runner_app import RunnerApp
 from triptych_services.worker.service.runner_thread import RunnerThread
@@ -55,7 +55,7 @@ class WorkerApp(RunnerApp):
             self.status_publisher, thread, shared_config(config), resume_ttl_s=config.engine.resume_ttl_s
         )
         sleep = SleepControl(self._lease, thread, self.status_publisher, set_ready=self.server.set_ready)
-        adapters = AdapterControl(config, lambda: self.runner)
+        adapters = AdapterControl(self._create_adapters())
         servicer = WorkerServicer(self._lease, sleep, adapters, self.status_publisher, self.metrics)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self.server.grpc)
 
@@ -99,6 +99,11 @@ class WorkerApp(RunnerApp):
         return LeaderThread(
             self._leader, self.loader(self._leader.place), on_phase=self.on_phase, on_ready=self.on_loaded
         )
+
+    def _create_adapters(self) -> RankAdapters:
+        if self._leader is None:
+            return RankAdapters(self.config, lambda: self.runner, self._thread)
+        return LeaderAdapters(self._leader, self.config, lambda: self.runner, self._thread)
 
     async def _lead(self, leader: GroupLeader) -> None:
         await leader.gather()

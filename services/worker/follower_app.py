@@ -14,6 +14,7 @@ from triptych.rpc.service_main import STOP_GRACE_S
 from triptych.types.facts import Phase
 from triptych_services.worker.group.follower import GroupFollower
 from triptych_services.worker.group.servicer import FollowerServicer
+from triptych_services.worker.service.adapters import RankAdapters
 from triptych_services.worker.service.runner_app import RunnerApp
 from triptych_services.worker.service.runner_thread import RunnerThread
 from triptych_services.worker.service.step_counter import StepCounter
@@ -35,6 +36,7 @@ class FollowerApp(RunnerApp):
             on_ready=self.on_loaded,
             is_one_of_several=True,
         )
+        self._adapters = RankAdapters(config, lambda: self.runner, self._thread)
         servicer = FollowerServicer(config, self.status_publisher)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self.server.grpc)
 
@@ -54,7 +56,7 @@ class FollowerApp(RunnerApp):
         await self.stop_thread(self._thread)
 
     async def _follow(self) -> None:
-        await self._follower.follow(self._thread)
+        await self._follower.follow(self._thread, self._adapters)
         if self._follower.has_left.is_set():
             os.kill(os.getpid(), signal.SIGTERM)  # as the process that stopped the leader may do as well
         await asyncio.Event().wait()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -22,9 +24,11 @@ from tests.worker.models.checkpoints import greedy_tokens
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.config.loader import load_config
 from triptych.launcher.local_cluster import LocalCluster
+from triptych.launcher.ports import with_free_ports
 
 READY_S = 120.0
 NUM_NEW = 24
+UNAVAILABLE = 503  # of HTTP
 PROMPTS = [list(range(start, start + 40)) for start in (3, 50, 110, 180)]
 """Longer than two blocks, so that prefixes are cached."""
 
@@ -67,6 +71,10 @@ class Stack:
             "return_token_ids": True,
         }  # fmt: skip
         status, answer = post(self.cluster.http_address, "/v1/completions", body)
+        deadline = time.monotonic() + READY_S
+        while status == UNAVAILABLE and time.monotonic() < deadline:  # a group of ranks starts anew
+            time.sleep(0.2)
+            status, answer = post(self.cluster.http_address, "/v1/completions", body)
         assert status == 200, answer
         tokens: list[int] = answer["choices"][0]["token_ids"]
         return tokens
@@ -88,34 +96,53 @@ class Stack:
             assert tokens == self.expected[model][number], (model, number)
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    root = tmp_path_factory.mktemp("adapters")
-    base = write_fine_tune(root / "base", seed=1)
-    expected = {name: write_adapter(base, root / name, seed) for name, seed in (("sql", 2), ("law", 3))}
-    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-    expected["base"] = [greedy_tokens(model, prompt, NUM_NEW) for prompt in PROMPTS]
-    assert len({tuple(tokens[0]) for tokens in expected.values()}) == 3, "the adapters change nothing"
+class Models:
+    """A base and two adapters in one directory, with the tokens of each."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        base = write_fine_tune(root / "base", seed=1)
+        self.expected = {
+            name: write_adapter(base, root / name, seed) for name, seed in (("sql", 2), ("law", 3))
+        }
+        model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+        self.expected["base"] = [greedy_tokens(model, prompt, NUM_NEW) for prompt in PROMPTS]
+        assert len({tuple(tokens[0]) for tokens in self.expected.values()}) == 3, (
+            "the adapters change nothing"
+        )
+
+
+@contextmanager
+def serving(models: Models, **more: str) -> Iterator[Stack]:
     flags = {
-        "model.model": str(base),
+        "model.model": str(models.root / "base"),
         "model.dtype": "float32",
-        "model.adapters": f"sql={root / 'sql'}",
-        "model.adapter_root": str(root),
+        "model.adapters": f"sql={models.root / 'sql'}",
+        "model.adapter_root": str(models.root),
         "worker.max_adapters": "2",
         "cache.num_blocks": "256",
         "log.level": "warning",
-        **{f"{leaf}.port": "0" for leaf in ("frontend", "engine", "worker")},
-        **{f"{leaf}.metrics_port": "0" for leaf in ("frontend", "engine", "worker")},
-        "frontend.admin_port": "0",
-        "frontend.http_port": "0",
+        **more,
     }
     lines: list[str] = []
-    with LocalCluster(load_config(env={}, flags=flags), on_log_line=lines.append) as cluster:
+    config = with_free_ports(load_config(env={}, flags=flags))
+    with LocalCluster(config, on_log_line=lines.append) as cluster:
         try:
             cluster.wait_ready(READY_S)
-            yield Stack(cluster, expected, root)
+            yield Stack(cluster, models.expected, models.root)
         finally:
             print("\n".join(lines[-40:]))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def stack(models: Models) -> Iterator[Stack]:
+    with serving(models) as stack:
+        yield stack
 
 
 def test_adapters_beside_their_base_give_the_tokens_of_merged_models(stack):
@@ -151,3 +178,31 @@ def test_a_worker_that_takes_the_place_of_another_has_all_adapters(stack):
     stack.load("law", "law")  # again, if it is loaded already
     os.kill(stack.cluster.pids["worker"], signal.SIGKILL)
     stack.check("sql", "law", "base")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("num_sharing", "num_stages"), [(2, 1), (1, 2), (2, 2)])
+def test_all_ranks_of_a_worker_have_an_adapter_or_none(models, num_sharing, num_stages):
+    sizes = {
+        "parallel.tensor_parallel_size": str(num_sharing),
+        "parallel.pipeline_parallel_size": str(num_stages),
+        "worker.num_threads": "1",
+    }
+    with serving(models, **sizes) as stack:
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(stack.check, "base", "sql")
+            assert stack.load("law", "law")
+            running.result()
+        stack.check("law", "sql", "base")
+        with pytest.raises(grpc.RpcError, match="is no directory"):
+            stack.load("missing", "missing")
+        with grpc.insecure_channel(stack.cluster.admin_address) as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            stub.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name="law"), timeout=60)
+        status, _ = post(stack.cluster.http_address, "/v1/completions", {"model": "law", "prompt": "x"})
+        assert status == 404
+        stack.check("sql")
+        assert stack.load("law", "law")
+        stack.check("law", "base")
+        os.kill(stack.cluster.pids["worker/1"], signal.SIGKILL)
+        stack.check("law", "sql", "base")  # all ranks are others now, and have been given both

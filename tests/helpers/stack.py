@@ -42,7 +42,7 @@ from triptych_services.enginecore.loop import EngineLoop
 from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 from triptych_services.enginecore.workers.steps_in_flight import MAX_STEPS_IN_FLIGHT
 from triptych_services.worker.runner.base import CompletedStep, do_nothing
-from triptych_services.worker.service.adapters import AdapterControl
+from triptych_services.worker.service.adapters import AdapterControl, RankAdapters
 from triptych_services.worker.service.lease import WorkerLease
 from triptych_services.worker.service.runner_thread import RunnerThread
 from triptych_services.worker.service.servicer import SERVICE as WORKER_SERVICE
@@ -148,7 +148,7 @@ class WorkerStack:
         sleep = SleepControl(
             self._lease, self._thread, self.status_publisher, set_ready=self._server.set_ready
         )
-        adapters = AdapterControl(config, lambda: runner)
+        adapters = AdapterControl(RankAdapters(config, lambda: runner, self._thread))
         servicer = WorkerServicer(
             self._lease, sleep, adapters, self.status_publisher, WorkerMetrics.create(CollectorRegistry())
         )

@@ -13,6 +13,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
@@ -40,6 +41,7 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup.create import create_runner
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,8 @@ class Case:
     enforce_eager: bool = False
     loses_a_rank: bool = False
     """In the end the last rank leaves, and the others go on."""
+    adapters: tuple[Path, ...] = ()
+    """Adapters of `adapted_prompts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,8 @@ class Answer:
     num_kv_heads: int
     num_layers: int
     weight_bytes: int
+    adapted: list[list[int]]
+    """Greedy tokens after each of `adapted_prompts`."""
     after_the_loss: tuple[str, ...] = ()
     """Errors of the next two steps after a rank had left."""
 
@@ -127,6 +133,31 @@ def pooling_plan() -> StepPlan:
     return step_plan(1, new=rows, chunks={row.slot: 9 for row in rows})
 
 
+def adapted_prompts(num_adapters: int) -> list[list[int]]:
+    """Ragged prompts, one for each adapter and the last for none."""
+    rng = np.random.default_rng(6)
+    return [rng.integers(3, 90, 3 + 4 * number).tolist() for number in range(num_adapters + 1)]
+
+
+def say_adapted(runner: SleepableRunner, adapters: Sequence[Path], num_new: int = 12) -> list[list[int]]:
+    """Let all prompts share each step."""
+    digests = [runner.adapters.load(path.name, "", path).digest for path in adapters]
+    prompts = adapted_prompts(len(adapters))
+    rows = [
+        new_row(slot, prompt, range(1 + 8 * slot, 9 + 8 * slot), adapter=digest)
+        for slot, (prompt, digest) in enumerate(zip(prompts, [*digests, ""], strict=True))
+    ]
+    runner.reset()
+    plan = step_plan(1, new=rows, chunks={slot: len(prompt) for slot, prompt in enumerate(prompts)})
+    steps = []
+    for step_id in range(2, num_new + 2):
+        result = runner.execute(plan)
+        assert not result.row_errors
+        steps.append(result.token_ids.tolist())
+        plan = step_plan(step_id)
+    return [list(tokens) for tokens in zip(*steps, strict=True)]
+
+
 def compute(case: Case, rank: int) -> Answer:
     """Create this rank's runner and carry out the plans."""
     engine = EngineConfig(
@@ -134,7 +165,12 @@ def compute(case: Case, rank: int) -> Answer:
         cache=CacheConfig(block_size=4, num_blocks=60),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         worker=WorkerConfig(
-            device=case.device, rank=rank, local_rank=rank, num_threads=1, enforce_eager=case.enforce_eager
+            device=case.device,
+            rank=rank,
+            local_rank=rank,
+            num_threads=1,
+            enforce_eager=case.enforce_eager,
+            max_adapters=len(case.adapters),
         ),
         parallel=ParallelConfig(
             tensor_parallel_size=case.num_ranks // case.num_stages,
@@ -151,6 +187,7 @@ def compute(case: Case, rank: int) -> Answer:
     results = [runner.execute(plan) for plan in plans()]
     runner.reset()
     pooled = runner.execute(pooling_plan())
+    adapted = say_adapted(runner, case.adapters) if case.adapters else []
     after_the_loss: list[str] = []
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # what the last one has sent may still be on its way
@@ -178,6 +215,7 @@ def compute(case: Case, rank: int) -> Answer:
         num_kv_heads=facts.kv.num_kv_heads,
         num_layers=facts.kv.num_layers,
         weight_bytes=facts.weight_bytes,
+        adapted=adapted,
         after_the_loss=tuple(after_the_loss),
     )
 

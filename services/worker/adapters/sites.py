@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from triptych_kernels.weights.adapters import (
 from triptych_kernels.weights.base import BlockWeight
 from triptych_services.worker.layers.adapted import AdaptedLayer, AdaptedPiece
 from triptych_services.worker.layers.checkpoint_tensors import rows_of_parts
+from triptych_services.worker.models.base import AdaptedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +58,7 @@ class ModelSites:
         Raises:
             FeatureDisabled: The model's layers, or the kernels of a weight, do not compute adapters.
         """
-        if not getattr(model, "applies_adapters", False):
+        if not isinstance(model, AdaptedModel):
             raise FeatureDisabled(
                 "worker.max_adapters", f"{type(model).__name__} applies no adapters; set it to 0"
             )
@@ -88,10 +89,17 @@ class ModelSites:
         for layer, table in zip(layers, self.tables, strict=True):
             layer.adapters = table
         self.modules = _modules(targets, lookups, architecture)
+        self._is_elsewhere = model.adapts_elsewhere
         self.dtype = _factor_dtype(layers)
 
-    def pack(self, files: AdapterFiles, tensors: Mapping[str, Tensor]) -> dict[int, PackedAdapter]:
-        """Bring an adapter into the form of the layers, this rank's share of it.
+    def own_modules(self, files: AdapterFiles) -> list[AdapterModule]:
+        """Return the modules of an adapter that this rank's stage computes, which `check` has found."""
+        return [module for name, module in files.modules.items() if name in self.modules]
+
+    def pack(
+        self, modules: Iterable[AdapterModule], tensors: Mapping[str, Tensor]
+    ) -> dict[int, PackedAdapter]:
+        """Bring modules of an adapter into the form of the layers, this rank's share of them.
 
         Args:
             tensors: By their names in the file.
@@ -100,20 +108,22 @@ class ModelSites:
             Number of the layer -> what it adds.
         """
         factors: dict[int, dict[int, Factors]] = {}
-        for name, module in files.modules.items():
+        for module in modules:
             a, b = tensors[module.a.name].float(), tensors[module.b.name].float() * module.scaling
-            for target in self.modules[name].targets:
+            for target in self.modules[module.name].targets:
                 factors.setdefault(target.site, {})[target.number] = _share(target, a, b)
         return in_one_memory({site: self.tables[site].pack(own, self.dtype) for site, own in factors.items()})
 
     def check(self, files: AdapterFiles) -> None:
-        """Check that the model has every module of an adapter, in its shape.
+        """Check that the model has every module of an adapter, in its shape. Each stage checks those of its layers.
 
         Raises:
             ModelError: It has not; names the module.
         """
         for name, module in files.modules.items():
-            _check_module(files, module, self.modules.get(name))
+            found = self.modules.get(name)
+            if found is not None or not self._is_elsewhere(name):
+                _check_module(files, module, found)
 
     def put(self, slot: int, packed: Mapping[int, PackedAdapter]) -> None:
         """Fill a slot of all layers, on the thread that computes steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from triptych.checkpoint.adapter import AdapterFiles, read_adapter
+from triptych.checkpoint.adapter import AdapterFiles, AdapterModule, read_adapter
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import MemoryShort, ModelError, WrongState
 from triptych.types.adapters import AdapterFacts
@@ -107,7 +107,8 @@ class AdapterStore:
             if known is None:
                 sites.check(files)
                 self._check_memory(name, sum(part.num_bytes for part in files.tensors))
-                packed = sites.pack(files, _read_tensors(files))
+                modules = sites.own_modules(files)
+                packed = sites.pack(modules, _read_tensors(files, modules))
                 known = _Loaded(facts, packed, sum(part.num_bytes for part in packed.values()))
                 self._check_memory(name, known.num_bytes)
             with self._lock:
@@ -159,8 +160,8 @@ class AdapterStore:
             )
 
 
-def _read_tensors(files: AdapterFiles) -> dict[str, Tensor]:
-    """Read the numbers of an adapter.
+def _read_tensors(files: AdapterFiles, modules: Sequence[AdapterModule]) -> dict[str, Tensor]:
+    """Read the numbers of some modules of an adapter.
 
     Raises:
         ModelError: The file is damaged, or a number is not finite; names the tensor.
@@ -168,7 +169,7 @@ def _read_tensors(files: AdapterFiles) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(files.weights, framework="pt", device="cpu") as file:
-            for module in files.modules.values():
+            for module in modules:
                 for part in (module.a, module.b):
                     tensors[part.name] = file.get_tensor(part.name).clone()
     except (OSError, SafetensorError) as error:

@@ -33,6 +33,7 @@ from triptych_services.worker.group.messages import (
     read_message,
     to_frame,
 )
+from triptych_services.worker.service.adapters import RankAdapters
 from triptych_services.worker.service.runner_thread import RunnerThread
 
 log = logging.getLogger(__name__)
@@ -73,8 +74,8 @@ class GroupFollower:
         self.has_left = asyncio.Event()
         """Set when the leader has ended the group in order."""
 
-    async def follow(self, thread: RunnerThread) -> None:
-        """Join the group, and have `thread` do what the leader relays, until the group ends."""
+    async def follow(self, thread: RunnerThread, adapters: RankAdapters) -> None:
+        """Join the group, and do with this rank's thread and adapters what the leader relays, until the group ends."""
         relay = self._relay = _LocalRelay()
         await relay.open()
         try:
@@ -96,7 +97,7 @@ class GroupFollower:
             GroupPlace(joined.generation, hosts, self._rank, f"{self._host}:{joined.store_port}")
         )
         try:
-            await self._obey(reader, thread)
+            await self._obey(reader, thread, adapters)
         except (OSError, asyncio.IncompleteReadError):
             if not self.has_left.is_set():
                 self._on_lost("the connection to rank 0, the leader, has ended")
@@ -182,7 +183,7 @@ class GroupFollower:
             self._on_lost(f"rank 0, the leader, does not answer at port {port}: {error}")
             raise
 
-    async def _obey(self, reader: asyncio.StreamReader, thread: RunnerThread) -> None:
+    async def _obey(self, reader: asyncio.StreamReader, thread: RunnerThread, adapters: RankAdapters) -> None:
         assert self._relay is not None
         while True:
             frame = await read_frame(reader)
@@ -195,7 +196,7 @@ class GroupFollower:
                     self._decoder = StepDecoder()
                     self._session = thread.open_session(self._take)
                 case "call":
-                    task = asyncio.create_task(self._carry_out(message.call, thread), name="call")
+                    task = asyncio.create_task(self._carry_out(message.call, thread, adapters), name="call")
                     self._calls.add(task)
                     task.add_done_callback(self._calls.discard)
                     await asyncio.sleep(0)  # it is in the thread's queue before the next message
@@ -206,17 +207,29 @@ class GroupFollower:
                 case other:
                     raise ProtocolViolation(f"unexpected from the leader: {other}")
 
-    async def _carry_out(self, call: group_pb2.Call, thread: RunnerThread) -> None:
-        """Do what the leader does as well. What one rank cannot do, none does: the runners agree on that."""
-        released_bytes = 0
+    async def _carry_out(self, call: group_pb2.Call, thread: RunnerThread, adapters: RankAdapters) -> None:
+        """Do what the leader does as well, and report what has come of it."""
+        done = group_pb2.CallDone(id=call.id)
         try:
-            if call.WhichOneof("what") == "sleep":
-                released_bytes = await thread.sleep(sleep_level_from_proto(call.sleep))
-            else:
-                await thread.wake()
-        except TriptychError as error:
+            match call.WhichOneof("what"):
+                case "sleep":
+                    done.released_bytes = await thread.sleep(sleep_level_from_proto(call.sleep))
+                case "wake":
+                    await thread.wake()
+                case "load_adapter":
+                    facts = await adapters.read(call.load_adapter.name, call.load_adapter.source)
+                    done.digest = facts.digest
+                case "settle_adapter":
+                    adapters.settle(keeps=call.settle_adapter)
+                case "unload_adapter":
+                    await adapters.free(call.unload_adapter)
+        except TriptychError as error:  # what one rank cannot do, none does
             log.warning("no rank does what was asked: %s", error)
-        self._tell(FollowerMessage(call_done={"id": call.id, "released_bytes": released_bytes}))
+            done.refusal = error.message
+        except Exception as error:  # the leader waits for an answer
+            log.exception("call %d has failed", call.id)
+            done.refusal = repr(error)
+        self._tell(FollowerMessage(call_done=done))
 
     def _take(self, outcome: StepResult | Exception) -> None:
         """Take what a step has come to. A refused plan is reported by the leader, which refuses it too."""

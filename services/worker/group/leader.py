@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, ProtocolViolation, RankUnavailable
+from triptych.internal.v1 import group_pb2
 from triptych_services.worker.context.group_place import GroupPlace, host_name, split_address
 from triptych_services.worker.group.liveness import Liveness, end_process
 from triptych_services.worker.group.messages import (
@@ -74,7 +75,7 @@ class GroupLeader:
         self._store_socket = socket.socket()
         self._liveness: Liveness | None = None
         self._num_calls = 0
-        self._calls: dict[int, dict[int, asyncio.Future[int]]] = {}
+        self._calls: dict[int, dict[int, asyncio.Future[group_pb2.CallDone]]] = {}
         """Number of a call -> rank -> what it answers."""
         self.place: Future[GroupPlace] = Future()
         """Set when all ranks have met; RankUnavailable if they did not in time."""
@@ -199,15 +200,22 @@ class GroupLeader:
 
         The group ends if one has not done it within `parallel.timeout_s`.
         """
-        answers = self._calls[call]
-        done, late = await asyncio.wait(answers.values(), timeout=self._parallel.timeout_s)
+        timeout_s = self._parallel.timeout_s
+        _, late = await asyncio.wait(self._calls[call].values(), timeout=timeout_s)
         if late:
-            ranks = [rank for rank, answer in answers.items() if answer in late]
-            self._on_lost(
-                f"ranks {ranks} have not answered within {self._parallel.timeout_s:g} s (parallel.timeout_s)"
-            )
+            ranks = [rank for rank, answer in self._calls[call].items() if answer in late]
+            self._on_lost(f"ranks {ranks} have not answered within {timeout_s:g} s (parallel.timeout_s)")
+        return sum(answer.released_bytes for answer in (await self.answers_to(call)).values())
+
+    async def answers_to(self, call: int) -> dict[int, group_pb2.CallDone]:
+        """Wait until every follower has carried out a call, however long it takes; return what each reports, by rank.
+
+        A follower that does not live any more ends the group.
+        """
+        answers = self._calls[call]
+        await asyncio.wait(answers.values())
         del self._calls[call]
-        return sum(answer.result() for answer in done)
+        return {rank: answer.result() for rank, answer in answers.items()}
 
     async def leave(self) -> None:
         """Have all followers end, and wait for that, a few seconds at most."""
@@ -277,7 +285,7 @@ class GroupLeader:
             case "call_done":
                 answer = self._calls.get(message.call_done.id, {}).get(follower.rank)
                 if answer is not None and not answer.done():
-                    answer.set_result(message.call_done.released_bytes)
+                    answer.set_result(message.call_done)
             case "leaving":
                 log.info("rank %d has been asked to stop, so all ranks stop", follower.rank)
                 self._on_leaving()

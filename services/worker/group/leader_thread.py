@@ -1,9 +1,13 @@
-"""The leader's runner thread: whatever it is given is relayed to the followers first, in the same order."""
+"""The leader's runner thread and adapters: what they are given is relayed to the followers first, in the same order."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
+from triptych.config import EngineConfig
+from triptych.errors import ModelError
+from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan
 from triptych.wire.admin import sleep_level_to_proto
@@ -11,6 +15,7 @@ from triptych.wire.step import Step
 from triptych_services.worker.group.leader import GroupLeader
 from triptych_services.worker.group.messages import LeaderMessage
 from triptych_services.worker.runner.base import PhaseChange, Runner, do_nothing
+from triptych_services.worker.service.adapters import RankAdapters
 from triptych_services.worker.service.runner_thread import RunnerThread
 from triptych_services.worker.service.session_steps import Deliver
 
@@ -53,3 +58,49 @@ class LeaderThread(RunnerThread):
             return await super().wake()
         finally:
             await self._leader.finish_call(call)
+
+
+class LeaderAdapters(RankAdapters):
+    """The adapters of all ranks, each of which has its share. Owned by the leader's event loop."""
+
+    def __init__(
+        self,
+        leader: GroupLeader,
+        config: EngineConfig,
+        runner: Callable[[], Runner | None],
+        thread: RunnerThread,
+    ) -> None:
+        super().__init__(config, runner, thread)
+        self._leader = leader
+
+    async def load(self, name: str, source: str) -> AdapterFacts:
+        self.holder()
+        call = self._leader.begin_call(load_adapter={"name": name, "source": source})
+        own, others = await asyncio.gather(
+            self.read(name, source), self._leader.answers_to(call), return_exceptions=True
+        )
+        if isinstance(others, BaseException):
+            raise others
+        digest = own.digest if isinstance(own, AdapterFacts) else ""
+        refusals = [
+            f"rank {rank} of its group: {answer.refusal or f'the files there have the digest {answer.digest}'}"
+            for rank, answer in sorted(others.items())
+            if answer.digest != digest
+        ]
+        keeps = isinstance(own, AdapterFacts) and not refusals
+        settled = self._leader.begin_call(settle_adapter=keeps)
+        self.settle(keeps=keeps)
+        await self._leader.answers_to(settled)
+        if isinstance(own, BaseException):
+            raise own
+        if refusals:
+            raise ModelError(
+                f"adapter {name!r} with the digest {digest} is not loaded: {'; '.join(refusals)}"
+            )
+        return own
+
+    async def unload(self, digest: str) -> None:
+        self.holder()
+        call = self._leader.begin_call(unload_adapter=digest)
+        await self.free(digest)
+        await self._leader.answers_to(call)

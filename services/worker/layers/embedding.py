@@ -168,8 +168,9 @@ class LogitsHead(AdaptedLayer):
         return targets
 
     def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
-        # a tied head is a module of its own in the model that adapters are trained on
-        name = f"{self.prefix.removesuffix('model.embed_tokens')}lm_head" if self.is_tied else self.prefix
+        # a head that reads the embedding's weight is a module of its own in the model that adapters are trained on
+        base, has_weight_of_embedding, _ = self.prefix.partition("model.embed_tokens")
+        name = f"{base}lm_head" if has_weight_of_embedding else self.prefix
         length, hidden_size = self.weight.shape
         rows = AdaptedRows(0, length)
         return (AdaptedPiece(name, (self.vocab_size, hidden_size), rows, start=self.start, length=length),)

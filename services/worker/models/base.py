@@ -74,7 +74,9 @@ class StagedModel(Protocol):
 class AdaptedModel(Protocol):
     """A `CausalLM` with layers that read `StepContext.adapter_slots`."""
 
-    applies_adapters: bool
+    def adapts_elsewhere(self, module: str) -> bool:
+        """Return whether what adapters add to a module of the checkpoint is computed by another stage."""
+        ...
 
     def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Return logits as `CausalLM` does.

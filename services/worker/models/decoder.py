@@ -31,8 +31,6 @@ class DecoderForCausalLM(nn.Module):
     Some checkpoints have a classifier in place of the head, or neither; `ModelArchitecture.head` says so.
     """
 
-    applies_adapters = True
-
     def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
         super().__init__()
         architecture = context.architecture
@@ -78,6 +76,12 @@ class DecoderForCausalLM(nn.Module):
         if module in (stored("model.norm"), stored("lm_head"), "score"):
             return not is_last
         return False
+
+    def adapts_elsewhere(self, module: str) -> bool:
+        names = self._architecture.names
+        if names.current(module.removeprefix(self._prefix)) == names.stored("model.embed_tokens"):
+            return self.model.embed_tokens is None  # a tied head's copy of the weight looks nothing up
+        return self.is_elsewhere(f"{module}.weight")
 
     def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         assert self.lm_head is not None, "asked of the last stage of a model that generates"

@@ -144,7 +144,8 @@ class Runner(StepRunner, Protocol):
 class AdapterHolder(Protocol):
     """LoRA adapters in the host's memory, from which the runner's thread takes those that rows name.
 
-    `load` and `unload` are called on one thread, which is not the runner's; `list` on any.
+    `load` and `unload` are called one at a time, on any thread, and `list` on any beside them. A load is not on the
+    runner's thread.
     """
 
     def load(self, name: str, source: str, directory: Path) -> AdapterFacts:

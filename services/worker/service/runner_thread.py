@@ -65,6 +65,17 @@ class _Asked:
     answer: asyncio.Future[Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ordered:
+    """Something to do behind the steps before it and ahead of those after it, while their session goes on."""
+
+    act: Callable[[], object]
+    answer: asyncio.Future[Any]
+
+
+_Item = _Opened | _Planned | _Asked | _Ordered
+
+
 class RunnerThread:
     """Owned by the app. All methods are called on the event loop; all callbacks arrive there."""
 
@@ -88,7 +99,7 @@ class RunnerThread:
         self._on_phase = on_phase
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[_Opened | _Planned | _Asked | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._current = 0
         self.steps = StepClock()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -133,6 +144,18 @@ class RunnerThread:
         answer: asyncio.Future[T] = self._loop.create_future()
         self._inbox.put(_Asked(act, answer))
         return await answer
+
+    async def between_steps(self, act: Callable[[], object]) -> None:
+        """Run `act` on the thread after all queued items and before later ones. The session and its steps go on.
+
+        It is queued when this is first awaited, so that ranks that are told in one order do it between the same steps.
+
+        Args:
+            act: Takes no time and raises nothing.
+        """
+        answer: asyncio.Future[None] = self._loop.create_future()
+        self._inbox.put(_Ordered(act, answer))
+        await answer
 
     async def sleep(self, level: SleepLevel) -> int:
         """Have the runner give its memory back; returns and raises as `Runner.sleep` does."""
@@ -183,6 +206,9 @@ class RunnerThread:
                 case _Asked():
                     steps.drop()
                     self._answer(item, runner)
+                case _Ordered():
+                    item.act()
+                    self._post(_settle, item.answer, item.answer.set_result, None)
 
     def _answer(self, asked: _Asked, runner: Runner) -> None:
         try:
@@ -194,7 +220,7 @@ class RunnerThread:
         else:
             self._post(_settle, asked.answer, asked.answer.set_result, outcome)
 
-    def _next_item(self, steps: SessionSteps) -> tuple[_Opened | _Planned | _Asked | None, int]:
+    def _next_item(self, steps: SessionSteps) -> tuple[_Item | None, int]:
         """Return the next item and the idle time before it. Results are delivered while waiting."""
         while steps.are_any:
             try:

@@ -63,7 +63,7 @@ from triptych_services.frontend.requests.grammars import compiler as grammars
 from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.routing.router import Router
 from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
-from triptych_services.worker.service.adapters import AdapterControl
+from triptych_services.worker.service.adapters import AdapterControl, RankAdapters
 from triptych_services.worker.service.lease import WorkerLease
 from triptych_services.worker.service.servicer import WorkerServicer
 from triptych_services.worker.service.session import EngineHello, Grant
@@ -390,7 +390,7 @@ class MemoryGround:
         lease.open = open_noted  # type: ignore[method-assign]
         self._workers[name] = (publisher, lease)
         sleep = SleepControl(lease, thread, publisher, set_ready=_do_nothing)  # type: ignore[arg-type]
-        adapters = AdapterControl(config, lambda: None)
+        adapters = AdapterControl(RankAdapters(config, lambda: None, thread))  # type: ignore[arg-type]
         metrics = WorkerMetrics.create(CollectorRegistry())
         servicer = WorkerServicer(lease, sleep, adapters, publisher, metrics)
         handlers = HandlerCollector()

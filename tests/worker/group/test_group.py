@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.adapter_stack import AdapterRunner, make_adapter
+from tests.helpers.stack import make_config
 from tests.worker.tiny import new_row, step_plan
-from triptych.config import EngineConfig, ParallelConfig, WorkerConfig
-from triptych.errors import ConfigError, HandshakeMismatch, RankUnavailable
+from triptych.config import EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
+from triptych.errors import ConfigError, HandshakeMismatch, ModelError, RankUnavailable
 from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan
 from triptych.wire.step import Step, StepEncoder
@@ -20,7 +23,9 @@ from triptych_services.worker.group import follower as follower_module
 from triptych_services.worker.group import leader as leader_module
 from triptych_services.worker.group.follower import GroupFollower
 from triptych_services.worker.group.leader import GroupLeader
+from triptych_services.worker.group.leader_thread import LeaderAdapters
 from triptych_services.worker.group.messages import LeaderMessage
+from triptych_services.worker.service.adapters import RankAdapters
 
 DEADLINE_S = 20.0
 
@@ -46,6 +51,10 @@ class RecordedThread:
     async def wake(self) -> None:
         self.others.append("wake")
 
+    async def between_steps(self, act: Callable[[], object]) -> None:
+        self.others.append(f"after {len(self.plans)} steps")
+        act()
+
 
 class Group:
     """One leader, and followers that run in this process."""
@@ -64,6 +73,7 @@ class Group:
         )
         self.followers: dict[int, GroupFollower] = {}
         self.threads: dict[int, RecordedThread] = {}
+        self.adapters: dict[int, RankAdapters] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
@@ -71,18 +81,22 @@ class Group:
         self.parallel = replace(self.parallel, rendezvous_address=f"127.0.0.1:{port}")
         self.tasks.append(asyncio.create_task(self.leader.gather()))
 
-    def follow(self, rank: int, **changes: Any) -> GroupFollower:
+    def follow(self, rank: int, adapter_root: Path | str = "", **changes: Any) -> GroupFollower:
         """Start a follower."""
-        config = EngineConfig(parallel=replace(self.parallel, **changes), worker=WorkerConfig(rank=rank))
+        model = ModelConfig(adapter_root=str(adapter_root))
+        parallel, worker = replace(self.parallel, **changes), WorkerConfig(rank=rank)
+        config = EngineConfig(model=model, parallel=parallel, worker=worker)
         follower = GroupFollower(config, on_result=lambda result: None, on_lost=self.lost.append)
         self.followers[rank], self.threads[rank] = follower, RecordedThread()
-        self.tasks.append(asyncio.create_task(self._run(follower, self.threads[rank])))
+        thread, runner = self.threads[rank], AdapterRunner(make_config())
+        self.adapters[rank] = RankAdapters(config, lambda: runner, thread)  # type: ignore[arg-type]
+        self.tasks.append(asyncio.create_task(self._run(follower, thread, self.adapters[rank])))
         return follower
 
-    async def _run(self, follower: GroupFollower, thread: RecordedThread) -> None:
+    async def _run(self, follower: GroupFollower, thread: RecordedThread, adapters: RankAdapters) -> None:
         """Follow until the leader ends the group, and close the connection then, as the end of a process does."""
         try:
-            await follower.follow(thread)  # type: ignore[arg-type]
+            await follower.follow(thread, adapters)  # type: ignore[arg-type]
         finally:
             if follower._writer is not None:
                 follower._writer.close()
@@ -143,6 +157,73 @@ async def test_every_rank_is_relayed_the_same_in_the_same_order(
         await group.leader.leave()
         assert all(follower.has_left.is_set() for follower in group.followers.values())
         assert group.lost == []
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> list[Path]:
+    """One directory for each of three ranks, with an adapter `sql` that is the same and `law` that is not."""
+    roots = [tmp_path / str(rank) for rank in range(3)]
+    for root in roots:
+        root.mkdir()
+        make_adapter(root, "sql")
+        (root / "law").mkdir()
+        (root / "law" / "adapter_config.json").write_text("law" if root is not roots[2] else "another")
+        if root is not roots[1]:
+            make_adapter(root, "poems")
+    return roots
+
+
+@asynccontextmanager
+async def group_with_adapters(roots: list[Path]) -> AsyncIterator[tuple[Group, LeaderAdapters]]:
+    async with group_of(len(roots)) as group:
+        for rank in range(1, len(roots)):
+            group.follow(rank, adapter_root=roots[rank])
+        await asyncio.wrap_future(group.leader.place)
+        config, runner = (
+            EngineConfig(model=ModelConfig(adapter_root=str(roots[0]))),
+            AdapterRunner(make_config()),
+        )
+        thread = group.threads[0] = RecordedThread()
+        yield group, LeaderAdapters(group.leader, config, lambda: runner, thread)  # type: ignore[arg-type]
+
+
+async def test_an_adapter_is_loaded_when_all_ranks_have_it(roots: list[Path]) -> None:
+    async with group_with_adapters(roots) as (group, leader):
+        facts = await leader.load("sql", "sql")
+        every = [leader, *group.adapters.values()]
+        assert [each.list() for each in every] == [(facts,)] * 3
+        with pytest.raises(ModelError, match=r"rank 1 of its group: .*'poems' is no directory"):
+            await leader.load("poems", "poems")
+        with pytest.raises(ModelError, match=r"rank 2 of its group: the files there have the digest \w+"):
+            await leader.load("law", "law")
+        (roots[0] / "law" / "adapter_config.json").unlink()
+        with pytest.raises(ModelError, match=r"adapter_config\.json"):  # the leader's own
+            await leader.load("law", "law")
+        for each in every:
+            assert each.list() == (facts,)
+            assert each.holder().list() == (facts,), "none keeps what another one lacks"
+        (roots[1] / "sql" / "adapter_config.json").unlink()
+        with pytest.raises(ModelError, match="rank 1 of its group"):
+            await leader.load("sql", "sql")
+        assert [each.list() for each in every] == [(facts,)] * 3, "what was loaded stays"
+
+
+async def test_an_adapter_is_freed_between_the_same_steps_on_all_ranks(roots: list[Path]) -> None:
+    async with group_with_adapters(roots) as (group, leader):
+        facts = await leader.load("sql", "sql")
+        encoder, steps = StepEncoder(), 5
+        group.leader.relay(LeaderMessage(session_begins={}))
+        for step_id in range(1, steps + 1):
+            plan = step_plan(step_id)
+            group.threads[0].plans.append(plan)
+            group.leader.relay(LeaderMessage(step=encoder.encode(plan)))
+        unloading = asyncio.create_task(leader.unload(facts.digest))
+        await asyncio.sleep(0)
+        group.leader.relay(LeaderMessage(step=encoder.encode(step_plan(steps + 1))))
+        await unloading
+        for rank, thread in group.threads.items():
+            assert thread.others[-1] == f"after {steps} steps", rank
+        assert not any(each.holder().list() for each in (leader, *group.adapters.values()))
 
 
 async def test_a_rank_that_leaves_is_reported_and_one_that_is_gone_ends_the_group() -> None:

@@ -16,7 +16,7 @@ from triptych.config import EngineConfig
 from triptych.config.adapters import read_adapters
 from triptych.errors import ConfigError, EngineUnavailable, FeatureDisabled, QueueFull
 from triptych.types.adapters import AdapterFacts
-from triptych_services.worker.service.adapters import MAX_WAITING, AdapterControl
+from triptych_services.worker.service.adapters import MAX_WAITING, AdapterControl, RankAdapters
 
 
 @pytest.fixture
@@ -41,6 +41,12 @@ class HeldRunner(AdapterRunner):
         self.adapters.load = load_held  # type: ignore[method-assign]
 
 
+def control_of(config: EngineConfig, runner: NaiveRunner | None, **options: float) -> AdapterControl:
+    """Adapters of one rank without a thread, which only an unload needs."""
+    adapters = RankAdapters(config, lambda: runner, thread=None)  # type: ignore[arg-type]
+    return AdapterControl(adapters, **options)
+
+
 @pytest.fixture
 def runner(config: EngineConfig) -> Iterator[HeldRunner]:
     runner = HeldRunner(config)
@@ -51,7 +57,7 @@ def runner(config: EngineConfig) -> Iterator[HeldRunner]:
 async def test_load_that_takes_too_long_is_given_up_and_goes_on(
     config: EngineConfig, runner: HeldRunner
 ) -> None:
-    control = AdapterControl(config, lambda: runner, timeout_s=0.05)
+    control = control_of(config, runner, timeout_s=0.05)
     with pytest.raises(EngineUnavailable, match=r"takes longer than 0\.05 s"):
         await control.load("sql", "sql")
     runner.may_load.set()
@@ -60,7 +66,7 @@ async def test_load_that_takes_too_long_is_given_up_and_goes_on(
 
 
 async def test_loads_wait_for_their_turn_up_to_a_bound(config: EngineConfig, runner: HeldRunner) -> None:
-    control = AdapterControl(config, lambda: runner)
+    control = control_of(config, runner)
     loads = [asyncio.create_task(control.load("sql", "sql")) for _ in range(MAX_WAITING + 1)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match=f"{MAX_WAITING} loads of adapters wait"):
@@ -72,14 +78,11 @@ async def test_loads_wait_for_their_turn_up_to_a_bound(config: EngineConfig, run
 
 async def test_worker_that_serves_no_adapters_says_so(config: EngineConfig) -> None:
     with pytest.raises(EngineUnavailable, match="on its way to readiness"):
-        await AdapterControl(config, lambda: None).load("sql", "sql")
-    control = AdapterControl(config, lambda: NaiveRunner(config))
+        await control_of(config, None).load("sql", "sql")
+    control = control_of(config, NaiveRunner(config))
     with pytest.raises(FeatureDisabled, match=r"worker\.max_adapters is 0"):
         await control.load("sql", "sql")
     assert control.list() == ()
-    several = replace(config, parallel=replace(config.parallel, tensor_parallel_size=2))
-    with pytest.raises(FeatureDisabled, match="of one rank only"):
-        await AdapterControl(several, lambda: AdapterRunner(config)).load("sql", "sql")
 
 
 @pytest.mark.parametrize(

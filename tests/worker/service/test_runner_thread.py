@@ -165,6 +165,22 @@ async def test_a_result_leaves_when_the_next_step_is_prepared() -> None:
         await it.until(lambda: it.answers == [1, 2])
 
 
+async def test_what_is_ordered_between_steps_leaves_their_session_alone() -> None:
+    async with stand() as it:
+        it.submit(1)
+        await it.launched(1)
+        seen: list[int] = []
+        ordered = asyncio.create_task(it.thread.between_steps(lambda: seen.append(len(it.runner.launched))))
+        await asyncio.sleep(0)
+        it.submit(2, 3)
+        await it.launched(3)
+        await ordered
+        assert seen == [1], "behind the step before it and ahead of those after it"
+        for step in it.runner.launched:
+            step.end()
+        await it.until(lambda: it.answers == [1, 2, 3])
+
+
 async def test_results_leave_in_the_order_of_the_plans() -> None:
     async with stand() as it:
         it.submit(1, 2, 3)

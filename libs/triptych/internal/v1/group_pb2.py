@@ -26,7 +26,7 @@ from triptych.admin.v1 import admin_pb2 as triptych_dot_admin_dot_v1_dot_admin__
 from triptych.internal.v1 import step_pb2 as triptych_dot_internal_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n triptych/internal/v1/group.proto\x12\x14triptych.internal.v1\x1a\x1dtriptych/admin/v1/admin.proto\x1a\x1ftriptych/internal/v1/step.proto\"\xe1\x01\n\x0f\x46ollowerMessage\x12*\n\x04join\x18\x01 \x01(\x0b\x32\x1a.triptych.internal.v1.JoinH\x00\x12\x30\n\x05ready\x18\x02 \x01(\x0b\x32\x1f.triptych.internal.v1.RankReadyH\x00\x12\x33\n\tcall_done\x18\x03 \x01(\x0b\x32\x1e.triptych.internal.v1.CallDoneH\x00\x12\x30\n\x07leaving\x18\x04 \x01(\x0b\x32\x1d.triptych.internal.v1.LeavingH\x00\x42\t\n\x07message\"\xc1\x02\n\rLeaderMessage\x12.\n\x06joined\x18\x01 \x01(\x0b\x32\x1c.triptych.internal.v1.JoinedH\x00\x12\x30\n\x07refused\x18\x02 \x01(\x0b\x32\x1d.triptych.internal.v1.RefusedH\x00\x12=\n\x0esession_begins\x18\x03 \x01(\x0b\x32#.triptych.internal.v1.SessionBeginsH\x00\x12*\n\x04step\x18\x04 \x01(\x0b\x32\x1a.triptych.internal.v1.StepH\x00\x12*\n\x04\x63\x61ll\x18\x05 \x01(\x0b\x32\x1a.triptych.internal.v1.CallH\x00\x12,\n\x05leave\x18\x06 \x01(\x0b\x32\x1b.triptych.internal.v1.LeaveH\x00\x42\t\n\x07message\"[\n\x04Join\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x12\n\nrelay_port\x18\x05 \x01(\r\"f\n\x06Joined\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x02 \x01(\r\x12\x11\n\tbeat_port\x18\x03 \x01(\r\x12\x12\n\nrelay_port\x18\x04 \x01(\r\x12\r\n\x05hosts\x18\x05 \x03(\t\"/\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x14\n\x0cis_temporary\x18\x02 \x01(\x08\"\x0f\n\rSessionBegins\"Z\n\x04\x43\x61ll\x12\n\n\x02id\x18\x01 \x01(\r\x12.\n\x05sleep\x18\x02 \x01(\x0e\x32\x1d.triptych.admin.v1.SleepLevelH\x00\x12\x0e\n\x04wake\x18\x03 \x01(\x08H\x00\x42\x06\n\x04what\".\n\x08\x43\x61llDone\x12\n\n\x02id\x18\x01 \x01(\r\x12\x16\n\x0ereleased_bytes\x18\x02 \x01(\x04\"L\n\tRankReady\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x04\"\t\n\x07Leaving\"\x07\n\x05Leaveb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n triptych/internal/v1/group.proto\x12\x14triptych.internal.v1\x1a\x1dtriptych/admin/v1/admin.proto\x1a\x1ftriptych/internal/v1/step.proto\"\xe1\x01\n\x0f\x46ollowerMessage\x12*\n\x04join\x18\x01 \x01(\x0b\x32\x1a.triptych.internal.v1.JoinH\x00\x12\x30\n\x05ready\x18\x02 \x01(\x0b\x32\x1f.triptych.internal.v1.RankReadyH\x00\x12\x33\n\tcall_done\x18\x03 \x01(\x0b\x32\x1e.triptych.internal.v1.CallDoneH\x00\x12\x30\n\x07leaving\x18\x04 \x01(\x0b\x32\x1d.triptych.internal.v1.LeavingH\x00\x42\t\n\x07message\"\xc1\x02\n\rLeaderMessage\x12.\n\x06joined\x18\x01 \x01(\x0b\x32\x1c.triptych.internal.v1.JoinedH\x00\x12\x30\n\x07refused\x18\x02 \x01(\x0b\x32\x1d.triptych.internal.v1.RefusedH\x00\x12=\n\x0esession_begins\x18\x03 \x01(\x0b\x32#.triptych.internal.v1.SessionBeginsH\x00\x12*\n\x04step\x18\x04 \x01(\x0b\x32\x1a.triptych.internal.v1.StepH\x00\x12*\n\x04\x63\x61ll\x18\x05 \x01(\x0b\x32\x1a.triptych.internal.v1.CallH\x00\x12,\n\x05leave\x18\x06 \x01(\x0b\x32\x1b.triptych.internal.v1.LeaveH\x00\x42\t\n\x07message\"[\n\x04Join\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x12\n\nrelay_port\x18\x05 \x01(\r\"f\n\x06Joined\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x02 \x01(\r\x12\x11\n\tbeat_port\x18\x03 \x01(\r\x12\x12\n\nrelay_port\x18\x04 \x01(\r\x12\r\n\x05hosts\x18\x05 \x03(\t\"/\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x14\n\x0cis_temporary\x18\x02 \x01(\x08\"\x0f\n\rSessionBegins\"\xc9\x01\n\x04\x43\x61ll\x12\n\n\x02id\x18\x01 \x01(\r\x12.\n\x05sleep\x18\x02 \x01(\x0e\x32\x1d.triptych.admin.v1.SleepLevelH\x00\x12\x0e\n\x04wake\x18\x03 \x01(\x08H\x00\x12\x39\n\x0cload_adapter\x18\x04 \x01(\x0b\x32!.triptych.internal.v1.LoadAdapterH\x00\x12\x18\n\x0esettle_adapter\x18\x05 \x01(\x08H\x00\x12\x18\n\x0eunload_adapter\x18\x06 \x01(\tH\x00\x42\x06\n\x04what\"+\n\x0bLoadAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\"O\n\x08\x43\x61llDone\x12\n\n\x02id\x18\x01 \x01(\r\x12\x16\n\x0ereleased_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0f\n\x07refusal\x18\x04 \x01(\t\"L\n\tRankReady\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x04\"\t\n\x07Leaving\"\x07\n\x05Leaveb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,14 +45,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REFUSED']._serialized_end=918
   _globals['_SESSIONBEGINS']._serialized_start=920
   _globals['_SESSIONBEGINS']._serialized_end=935
-  _globals['_CALL']._serialized_start=937
-  _globals['_CALL']._serialized_end=1027
-  _globals['_CALLDONE']._serialized_start=1029
-  _globals['_CALLDONE']._serialized_end=1075
-  _globals['_RANKREADY']._serialized_start=1077
-  _globals['_RANKREADY']._serialized_end=1153
-  _globals['_LEAVING']._serialized_start=1155
-  _globals['_LEAVING']._serialized_end=1164
-  _globals['_LEAVE']._serialized_start=1166
-  _globals['_LEAVE']._serialized_end=1173
+  _globals['_CALL']._serialized_start=938
+  _globals['_CALL']._serialized_end=1139
+  _globals['_LOADADAPTER']._serialized_start=1141
+  _globals['_LOADADAPTER']._serialized_end=1184
+  _globals['_CALLDONE']._serialized_start=1186
+  _globals['_CALLDONE']._serialized_end=1265
+  _globals['_RANKREADY']._serialized_start=1267
+  _globals['_RANKREADY']._serialized_end=1343
+  _globals['_LEAVING']._serialized_start=1345
+  _globals['_LEAVING']._serialized_end=1354
+  _globals['_LEAVE']._serialized_start=1356
+  _globals['_LEAVE']._serialized_end=1363
 # @@protoc_insertion_point(module_scope)

@@ -77,22 +77,40 @@ class SessionBegins(_message.Message):
     def __init__(self) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("id", "sleep", "wake")
+    __slots__ = ("id", "sleep", "wake", "load_adapter", "settle_adapter", "unload_adapter")
     ID_FIELD_NUMBER: _ClassVar[int]
     SLEEP_FIELD_NUMBER: _ClassVar[int]
     WAKE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SETTLE_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     id: int
     sleep: _admin_pb2.SleepLevel
     wake: bool
-    def __init__(self, id: _Optional[int] = ..., sleep: _Optional[_Union[_admin_pb2.SleepLevel, str]] = ..., wake: bool = ...) -> None: ...
+    load_adapter: LoadAdapter
+    settle_adapter: bool
+    unload_adapter: str
+    def __init__(self, id: _Optional[int] = ..., sleep: _Optional[_Union[_admin_pb2.SleepLevel, str]] = ..., wake: bool = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., settle_adapter: bool = ..., unload_adapter: _Optional[str] = ...) -> None: ...
+
+class LoadAdapter(_message.Message):
+    __slots__ = ("name", "source")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    source: str
+    def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class CallDone(_message.Message):
-    __slots__ = ("id", "released_bytes")
+    __slots__ = ("id", "released_bytes", "digest", "refusal")
     ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     id: int
     released_bytes: int
-    def __init__(self, id: _Optional[int] = ..., released_bytes: _Optional[int] = ...) -> None: ...
+    digest: str
+    refusal: str
+    def __init__(self, id: _Optional[int] = ..., released_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class RankReady(_message.Message):
     __slots__ = ("num_blocks", "max_model_len", "weight_bytes")
