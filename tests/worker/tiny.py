@@ -185,7 +185,7 @@ class EchoModel(nn.Module):
         self.num_logit_rows = 0
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
-        batch = context.attention
+        (batch,) = context.attention
         cache = context.kv_caches[0].blocks[
             :, :, 0, :, 0
         ]  # [num_blocks, 2, block_size]: token ids, then positions

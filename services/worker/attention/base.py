@@ -20,6 +20,8 @@ class KvCache:
     implementation of the ops: `AttentionBackend.writer`."""
     scales: Tensor | None = None
     """[num_blocks, 2, num_kv_heads, block_size] float32 if the blocks hold 8 bits, else None: docs/adr/0007."""
+    group: int = 0
+    """Number of the layer's KV group, which holds blocks of its own in these tensors: docs/adr/0087."""
 
     @property
     def device(self) -> torch.device:
@@ -28,7 +30,7 @@ class KvCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
-    """The layout of one step's tokens, the same for every layer.
+    """The layout of one step's tokens, the same for every layer of a KV group.
 
     Row r owns the tokens `query_starts[r]:query_starts[r + 1]` of the step, which are the last
     `query_lens_list[r]` of the `seq_lens_list[r]` positions of its sequence.

@@ -45,7 +45,8 @@ class Attention(nn.Module):
         Returns:
             [num_tokens, num_heads * head_dim].
         """
-        batch, kv_cache = context.attention, context.kv_caches[self.layer_index]
+        kv_cache = context.kv_caches[self.layer_index]
+        batch = context.attention[kv_cache.group]
         cache: dict[str, Any] = {"kv_scales": kv_cache.scales, "impl": batch.backend.writer}
         if self.rotary is None:
             write_kv(key, value, kv_cache.blocks, batch.slot_mapping, **cache)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 
 
@@ -17,9 +18,11 @@ class StepContext:
     A new kind of per-step input becomes a field here, and no `forward` between the model and the layer changes.
     """
 
-    attention: AttentionBatch
-    """Layout of the step's tokens, the same for every layer."""
+    attention: tuple[AttentionBatch, ...]
+    """Layout of the step's tokens by group of keys and values: a layer takes that of `KvCache.group`."""
     kv_caches: Sequence[KvCache]
     """Paged keys and values, one entry per layer, by the layer's index."""
+    state: StateBatch | None = None
+    """Pages of the rows' states. None: the model has no states."""
     adapter_slots: Tensor | None = None
     """[num_tokens] int32, the slot of each token's low-rank adapter, -1 for none. None: the worker serves none."""

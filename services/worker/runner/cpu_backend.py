@@ -13,6 +13,7 @@ from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import Program, record
 from triptych_kernels.cpu.recording import NotRecordable, Recording
 from triptych_kernels.ops import gather_rows
+from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.models.base import CausalLM, logits_of
@@ -83,17 +84,29 @@ def _record(
         def slots_input(slots: Tensor | None, count: str) -> Tensor | None:
             return None if slots is None else recording.input(slots, count=count)
 
-        attention = AttentionBatch(
-            slot_mapping=recording.input(inputs.slot_mapping, count="tokens"),
-            block_tables=recording.input(inputs.block_tables, count="rows"),
-            query_starts=recording.input(inputs.query_starts, count="rows"),
-            seq_lens=recording.input(inputs.seq_lens, count="rows"),
-            backend=inputs.attention,
+        query_starts = recording.input(inputs.query_starts, count="rows")
+        seq_lens = recording.input(inputs.seq_lens, count="rows")
+        attention = tuple(
+            AttentionBatch(
+                slot_mapping=recording.input(group.slot_mapping, count="tokens"),
+                block_tables=recording.input(group.block_tables, count="rows"),
+                query_starts=query_starts,
+                seq_lens=seq_lens,
+                backend=inputs.attention,
+            )
+            for group in inputs.groups
         )
+        state = None
+        if inputs.state is not None:
+            state = StateBatch(
+                recording.input(inputs.state.read_pages, count="rows"),
+                recording.input(inputs.state.write_pages, count="rows"),
+                query_starts,
+            )
         hidden = model(
             recording.input(entry, count="tokens"),
             recording.input(inputs.positions, count="tokens"),
-            StepContext(attention, kv_caches, slots_input(inputs.adapter_slots, "tokens")),
+            StepContext(attention, kv_caches, state, slots_input(inputs.adapter_slots, "tokens")),
         )
         if not samples:
             return (hidden,)
@@ -147,7 +160,7 @@ class EagerBackend:
 
     def _run(self, batch: InputBatch) -> Tensor:
         entry = batch.token_ids if self._received is None else self._received[: len(batch.token_ids)]
-        context = StepContext(batch.attention, self._kv_caches, batch.adapter_slots)
+        context = StepContext(batch.attention, self._kv_caches, batch.state, batch.adapter_slots)
         return self._model(entry, batch.positions, context)
 
     def graph_captures(self) -> Sequence[Callable[[], None]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.adapters.slots import NO_ADAPTER
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
+from triptych_services.worker.runner.block_tables import BlockTable
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
-from triptych_services.worker.runner.step_inputs import StepInputs, StepSizes
+from triptych_services.worker.runner.step_inputs import GroupInputs, StateInputs, StepInputs, StepSizes
 from triptych_services.worker.sampling.batch import SamplingBatch, SamplingBuffers
 
 I64 = NDArray[np.int64]
@@ -27,10 +29,13 @@ class InputBatch:
     """[num_tokens] int64; the tokens of a row are contiguous, rows in ascending slot order."""
     positions: Tensor
     """[num_tokens] int64, index of each token in its sequence."""
-    attention: AttentionBatch
+    attention: tuple[AttentionBatch, ...]
+    """By group of keys and values."""
     sampling_tokens: Tensor
     """[num_sampling] int64, the last token of each sampling row: the hidden states that become logits."""
     sampling: SamplingBatch
+    state: StateBatch | None = None
+    """Pages of the rows' states. None: the model has no states."""
     adapter_slots: Tensor | None = None
     """[num_tokens] int32, -1 for none. None: the worker serves no adapters."""
     sampling_adapters: Tensor | None = None
@@ -76,6 +81,24 @@ class FeedbackBuffers:
         self._sampling_slots[sizes.num_sampling : num_rows] = self._sampling_slots.size
 
 
+class GroupBuffers:
+    """The memory of `GroupInputs` as tensors."""
+
+    def __init__(self, arrays: GroupInputs) -> None:
+        self.block_size = arrays.block_size
+        """Tokens per block."""
+        self.slot_mapping = torch.from_numpy(arrays.slot_mapping)
+        self.block_tables = torch.from_numpy(arrays.block_tables)
+
+
+class StateBuffers:
+    """The memory of `StateInputs` as tensors."""
+
+    def __init__(self, arrays: StateInputs) -> None:
+        self.read_pages = torch.from_numpy(arrays.read_pages)
+        self.write_pages = torch.from_numpy(arrays.write_pages)
+
+
 class InputBuffers:
     """The inputs of the current step in the host's memory, allocated once, as long as the longest step.
 
@@ -87,13 +110,14 @@ class InputBuffers:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_blocks: int,
+        tables: Sequence[BlockTable],
         attention: AttentionBackend,
         feedback: FeedbackBuffers | None = None,
         has_adapters: bool = False,
     ) -> None:
         """
         Args:
+            tables: The rows' block tables by group.
             attention: Attention backend of every step.
             has_adapters: Whether the worker serves adapters.
             feedback: Buffers for a device that keeps the tokens it samples; None for a CPU.
@@ -101,12 +125,14 @@ class InputBuffers:
         self.attention = attention
         self.feedback = feedback
         self._arrays = arrays = StepInputs(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_blocks=max_blocks
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, tables=tables
         )
         self.token_ids = torch.from_numpy(arrays.token_ids)
         self.positions = torch.from_numpy(arrays.positions)
-        self.slot_mapping = torch.from_numpy(arrays.slot_mapping)
-        self.block_tables = torch.from_numpy(arrays.block_tables)
+        self.groups = [GroupBuffers(group) for group in arrays.groups]
+        """By group of keys and values."""
+        self.state = None if arrays.state is None else StateBuffers(arrays.state)
+        """Pages of the group of states; None: there is none."""
         self.query_starts = torch.from_numpy(arrays.query_starts)
         self.seq_lens = torch.from_numpy(arrays.seq_lens)
         self.sampling_tokens = torch.from_numpy(arrays.sampling_tokens)
@@ -116,8 +142,6 @@ class InputBuffers:
         # the same memory without the overhead of tensors
         self._token_ids = arrays.token_ids
         self._positions = arrays.positions
-        self._slot_mapping = arrays.slot_mapping
-        self._block_tables = arrays.block_tables
         self._query_starts = arrays.query_starts
         self._seq_lens = arrays.seq_lens
         self._sampling_tokens = arrays.sampling_tokens
@@ -138,7 +162,8 @@ class InputBuffers:
         used = sizes.num_tokens
         self._token_ids[used:num_tokens] = 0
         self._positions[used:num_tokens] = 0
-        self._slot_mapping[used:num_tokens] = -1
+        for group in self._arrays.groups:
+            group.slot_mapping[used:num_tokens] = -1
         self._arrays.adapter_slots[used:num_tokens] = NO_ADAPTER
         if self.feedback is not None:
             self.feedback.pad_tokens(sizes, num_tokens)
@@ -149,7 +174,10 @@ class InputBuffers:
         """
         used = sizes.num_rows
         self.pad_tokens(sizes, num_rows)
-        self._block_tables[used:num_rows, : sizes.max_blocks] = 0
+        for group in self._arrays.groups:
+            group.block_tables[used:num_rows, : sizes.max_blocks(group.block_size)] = 0
+        if self._arrays.state is not None:
+            self._arrays.state.pad(used, num_rows)
         self._query_starts[used : num_rows + 1] = np.arange(used, num_rows + 1)
         self._seq_lens[used:num_rows] = 1
         self._sampling_tokens[used:num_rows] = np.arange(used, num_rows)
@@ -160,25 +188,47 @@ class InputBuffers:
 
     def batch(self, sizes: StepSizes, device: torch.device) -> InputBatch:
         """Return the step on a device; on a CPU these are views, valid until the next `gather`."""
-        num_tokens, num_rows = sizes.num_tokens, sizes.num_rows
+        num_tokens = sizes.num_tokens
         return InputBatch(
             token_ids=self.token_ids[:num_tokens].to(device),
             positions=self.positions[:num_tokens].to(device),
-            attention=AttentionBatch(
-                slot_mapping=self.slot_mapping[:num_tokens].to(device),
-                block_tables=self.block_tables[:num_rows, : sizes.max_blocks].to(device),
-                query_starts=self.query_starts[: num_rows + 1].to(device),
-                seq_lens=self.seq_lens[:num_rows].to(device),
-                backend=self.attention,
-                max_query_len=int(sizes.query_lens.max()),
-                max_seq_len=int(sizes.seq_lens.max()),
-                query_lens_list=tuple(sizes.query_lens.tolist()),
-                seq_lens_list=tuple(sizes.seq_lens.tolist()),
-            ),
+            attention=self._attention_batches(sizes, device),
             sampling_tokens=self.sampling_tokens[: sizes.num_sampling].to(device),
             sampling=self.sampling.batch(sizes.num_sampling, device),
+            state=None if self.state is None else self._state_batch(self.state, sizes, device),
             adapter_slots=None if self.adapter_slots is None else self.adapter_slots[:num_tokens].to(device),
             sampling_adapters=None
             if self.sampling_adapters is None
             else self.sampling_adapters[: sizes.num_sampling].to(device),
+        )
+
+    def _attention_batches(self, sizes: StepSizes, device: torch.device) -> tuple[AttentionBatch, ...]:
+        """Return the layout of the step for each group, which differs in the blocks only."""
+        num_rows = sizes.num_rows
+        query_starts = self.query_starts[: num_rows + 1].to(device)
+        seq_lens = self.seq_lens[:num_rows].to(device)
+        max_query_len = int(sizes.query_lens.max())
+        lists = tuple(sizes.query_lens.tolist()), tuple(sizes.seq_lens.tolist())
+        return tuple(
+            AttentionBatch(
+                group.slot_mapping[: sizes.num_tokens].to(device),
+                group.block_tables[:num_rows, : sizes.max_blocks(group.block_size)].to(device),
+                query_starts,
+                seq_lens,
+                self.attention,
+                max_query_len,
+                sizes.max_seq_len,
+                *lists,
+            )
+            for group in self.groups
+        )
+
+    def _state_batch(self, state: StateBuffers, sizes: StepSizes, device: torch.device) -> StateBatch:
+        """Return the pages of the step's rows."""
+        num_rows = sizes.num_rows
+        return StateBatch(
+            state.read_pages[:num_rows].to(device),
+            state.write_pages[:num_rows].to(device),
+            self.query_starts[: num_rows + 1].to(device),
+            tuple(sizes.query_lens.tolist()),
         )

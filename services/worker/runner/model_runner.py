@@ -300,12 +300,14 @@ def _create_inputs(
     Args:
         reads_last_tokens: Whether a step is launched before the tokens of the one before it are on the host.
     """
-    max_num_seqs, max_blocks = rows.block_table.shape
-    sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": facts.max_num_batched_tokens}
+    sizes = {
+        "max_num_seqs": facts.max_num_seqs,
+        "max_num_batched_tokens": facts.max_num_batched_tokens,
+    }
     feedback = FeedbackBuffers(**sizes) if reads_last_tokens else None
     return InputBuffers(
         **sizes,
-        max_blocks=max_blocks,
+        tables=rows.tables,
         attention=attention,
         feedback=feedback,
         has_adapters=rows.adapters is not None,

@@ -1,6 +1,6 @@
 """The worker's memory of the requests that it serves: one row per slot, columns in numpy, changed only by plans.
 
-    slot  token_ids            num_prompt  num_computed  num_known  block_table
+    slot  token_ids            num_prompt  num_computed  num_known  tables[0]
     0     p p p p o o . . .    4           5             6          5 9 0 0
     1     p p p p p p p . .    7           4             7          2 3 0 0      in the middle of its prompt
     2     (not live)
@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
-from triptych.types.facts import WorkerFacts
+from triptych.types.facts import KvLayout, WorkerFacts
 from triptych.types.pooling import GENERATION
 from triptych.types.step import U32, NewRow, RowError, RowErrorCode, RowKey, StepPlan
 from triptych_services.worker.adapters.slots import NO_ADAPTER, AdapterSlots, AdapterUnavailable
+from triptych_services.worker.runner.block_tables import append_new_blocks, create_tables, tables_of
 from triptych_services.worker.runner.pooling import PooledSlots
 from triptych_services.worker.sampling.params import SamplingColumns, TokenHistory
 
@@ -74,8 +75,7 @@ class RequestRows:
         max_num_seqs: int,
         max_model_len: int,
         max_num_batched_tokens: int,
-        num_blocks: int,
-        block_size: int,
+        kv: KvLayout,
         vocab_size: int,
         max_samples_per_row: int = 1,
         tasks: tuple[str, ...] = (GENERATION,),
@@ -88,8 +88,6 @@ class RequestRows:
         self.adapters = adapters
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_samples_per_row = max_samples_per_row
-        self._num_blocks = num_blocks
-        self.block_size = block_size
         self.live: Flags = np.zeros(max_num_seqs, np.bool_)
         self.slot_version: U32 = np.zeros(max_num_seqs, np.uint32)
         self.token_ids: I32 = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -98,10 +96,9 @@ class RequestRows:
         self.num_computed: I64 = np.zeros(max_num_seqs, np.int64)
         self.write_start: I64 = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] positions below are in shared blocks and are never written."""
-        max_blocks = -(-max_model_len // block_size)
-        self.block_table: I32 = np.zeros((max_num_seqs, max_blocks), np.int32)
-        """[max_num_seqs, max_blocks]; 0, the null block, beyond `num_held`."""
-        self.num_held: I64 = np.zeros(max_num_seqs, np.int64)
+        self.tables = create_tables(kv, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        """[num_groups] the blocks of the rows, by group."""
+        self._states = next((table for table in self.tables if table.is_state), None)
         self._entered_in: I64 = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] the step with which the row entered."""
         self._sampled_in: I64 = np.zeros(max_num_seqs, np.int64)
@@ -130,7 +127,7 @@ class RequestRows:
             row.key: error for row in plan.new_rows if (error := self._enter(row, plan.step_id)) is not None
         }
         if plan.block_slots.size or plan.block_ids.size:
-            self._append_blocks(plan.block_slots, plan.block_ids)
+            self._append_blocks(plan)
         slots, query_lens = self._select(plan)
         starts = self.num_computed[slots]
         ends = starts + query_lens
@@ -200,19 +197,19 @@ class RequestRows:
         stays = np.ones(step.slots.size, np.bool_)
         stays[prompts[prompts.size // 2 :]] = False
         ends = step.starts + step.query_lens
-        first_written = np.maximum(step.starts, self.write_start[step.slots]) // self.block_size
-        held = [
-            self.block_table[slot, : -(-end // self.block_size)]
-            for slot, end in zip(step.slots, ends, strict=True)
-        ]
+        first_written = np.maximum(step.starts, self.write_start[step.slots])
+        columns = step.slots.tolist(), step.starts.tolist(), first_written.tolist(), ends.tolist()
+        spans = list(zip(*columns, strict=True))
         leaving = np.flatnonzero(~stays).tolist()
         while leaving:
-            row = leaving.pop()
-            written = held[row][first_written[row] :]
-            for other in np.flatnonzero(stays).tolist():
-                if np.isin(held[other], written).any():
-                    stays[other] = False
-                    leaving.append(other)
+            slot, _, first, end = spans[leaving.pop()]
+            for table in self.tables:
+                written = table.blocks_written(slot, first, end)
+                for other in np.flatnonzero(stays).tolist():
+                    reader, start, _, reader_end = spans[other]
+                    if np.isin(table.blocks_read(reader, start, reader_end), written).any():
+                        stays[other] = False
+                        leaving.append(other)
         return stays if 0 < stays.sum() < stays.size else None
 
     def take_over(self, other: RequestRows) -> None:
@@ -220,6 +217,8 @@ class RequestRows:
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
                 array[...] = getattr(other, name)
+        for table, of_other in zip(self.tables, other.tables, strict=True):
+            table.take_over(of_other)
         self._last_recorded = other._last_recorded
         self.sampling.take_over(other.sampling)
 
@@ -236,7 +235,8 @@ class RequestRows:
         self._require_live(slots, "removed_slots")
         self.live[slots] = False
         for slot in slots.tolist():
-            self.block_table[slot, : self.num_held[slot]] = 0
+            for table in self.tables:
+                table.leave(slot)
             self.sampling.leave(slot)
             self._release_adapter(slot)
             self.slot_to_prompt_top.pop(slot, None)
@@ -246,7 +246,7 @@ class RequestRows:
         """Fill a slot. Returns why the row cannot be served, None if it can."""
         token_ids = row.token_ids
         self._check_new(row, token_ids)
-        slot, num_known, num_held = row.slot, token_ids.size, row.block_ids.size
+        slot, num_known = row.slot, token_ids.size
         self.live[slot] = True
         self.slot_version[slot] = row.slot_version
         self.token_ids[slot, :num_known] = token_ids
@@ -254,8 +254,8 @@ class RequestRows:
         self.num_known[slot] = num_known
         self.num_computed[slot] = row.num_computed_tokens
         self.write_start[slot] = row.num_cached_tokens
-        self.block_table[slot, :num_held] = row.block_ids
-        self.num_held[slot] = num_held
+        for table, block_ids in zip(self.tables, tables_of(row, len(self.tables)), strict=True):
+            table.enter(slot, block_ids)
         self._entered_in[slot], self._sampled_in[slot] = step_id, 0
         refusal = self._take_adapter(slot, row.content.adapter)
         if not self.pooled.samples(row):
@@ -315,29 +315,21 @@ class RequestRows:
             raise ProtocolViolation(
                 f"{name} holds token id {token_ids.max()}; the vocabulary has {self.sampling.vocab_size}"
             )
-        if row.block_ids.size > self.block_table.shape[1]:
-            raise ProtocolViolation(
-                f"{name} holds {row.block_ids.size} blocks; a row has at most {self.block_table.shape[1]}"
-            )
-        self._check_block_ids(row.block_ids, "new_rows")
+        for table, block_ids in zip(self.tables, tables_of(row, len(self.tables)), strict=True):
+            if table.is_state and cached != computed:
+                raise ProtocolViolation(
+                    f"{name} has num_computed_tokens {computed} and num_cached_tokens {cached}; they are equal in a "
+                    "model with states, since a state holds all tokens before it"
+                )
+            table.check_new(row, block_ids)
 
-    def _append_blocks(self, slots: U32, block_ids: U32) -> None:
-        """Append `block_ids[i]` to the row of `slots[i]`, keeping the order within each row."""
+    def _append_blocks(self, plan: StepPlan) -> None:
+        """Append a plan's new blocks to the rows of their slots, keeping the order within each row."""
+        slots, block_ids = plan.block_slots, plan.block_ids
         if slots.size != block_ids.size:
             raise ProtocolViolation(f"block_slots has {slots.size} entries, block_ids {block_ids.size}")
         self._require_live(slots, "block_slots", distinct=False)
-        self._check_block_ids(block_ids, "block_ids")
-        order = np.argsort(slots, kind="stable")
-        slots, block_ids = slots[order], block_ids[order]
-        nth_of_slot = np.arange(slots.size) - np.searchsorted(slots, slots)  # 0, 1, 2 … within equal slots
-        columns = self.num_held[slots] + nth_of_slot
-        if columns.max() >= self.block_table.shape[1]:
-            raise ProtocolViolation(
-                f"block_slots: slot {slots[columns.argmax()]} would hold {columns.max() + 1} "
-                f"blocks; a row has at most {self.block_table.shape[1]}"
-            )
-        self.block_table[slots, columns] = block_ids
-        np.add.at(self.num_held, slots, 1)
+        append_new_blocks(self.tables, plan)
 
     def _select(self, plan: StepPlan) -> tuple[I64, I64]:
         """Return the computing slots, ascending, and how many known tokens each computes."""
@@ -386,12 +378,20 @@ class RequestRows:
             is_unknown: [num_rows] whether the row's own length goes beyond what is known.
         """
         max_model_len = self.token_ids.shape[1]
-        capacity = self.num_held[slots] * self.block_size
-        for wrong, why in (
+        first_table, *others = self.tables
+        capacity = first_table.num_held[slots] * first_table.block_size
+        for table in others:
+            capacity = np.minimum(capacity, table.num_held[slots] * table.block_size)
+        checks = [
             (is_unknown, "more tokens than are known"),
             (ends > capacity, "more tokens than its blocks hold"),
             (samples & (ends >= max_model_len), f"a token past max_model_len {max_model_len}"),
-        ):
+        ]
+        if self._states is not None:
+            interval = self._states.block_size
+            is_cut = self.num_computed[slots] // interval == (ends - 1) // interval
+            checks.append((~is_cut, f"tokens of two blocks of states, each of {interval}"))
+        for wrong, why in checks:
             if wrong.any():
                 first = wrong.argmax()
                 raise ProtocolViolation(
@@ -408,13 +408,6 @@ class RequestRows:
         if distinct and np.unique(slots).size != slots.size:
             raise ProtocolViolation(f"{name} names a slot twice: {slots.tolist()}")
 
-    def _check_block_ids(self, block_ids: U32, name: str) -> None:
-        if block_ids.size and not 0 < block_ids.min() <= block_ids.max() < self._num_blocks:
-            raise ProtocolViolation(
-                f"{name}: block ids {block_ids.min()}..{block_ids.max()} are not within "
-                f"1..{self._num_blocks - 1}"
-            )
-
 
 def create_rows(facts: WorkerFacts, adapters: AdapterSlots | None = None) -> RequestRows:
     """Return rows for a worker with these facts.
@@ -426,8 +419,7 @@ def create_rows(facts: WorkerFacts, adapters: AdapterSlots | None = None) -> Req
         max_num_seqs=facts.max_num_seqs,
         max_model_len=facts.model.max_model_len,
         max_num_batched_tokens=facts.max_num_batched_tokens,
-        num_blocks=facts.kv.num_blocks,
-        block_size=facts.kv.block_size,
+        kv=facts.kv,
         vocab_size=facts.model.vocab_size,
         max_samples_per_row=facts.max_samples_per_row,
         tasks=facts.model.tasks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych_services.worker.adapters.slots import NO_ADAPTER
+from triptych_services.worker.runner.block_tables import BlockTable
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 from triptych_services.worker.sampling.params import SamplingArrays
 
@@ -28,26 +29,73 @@ class StepSizes:
     """[num_rows]"""
     seq_lens: I64
     """[num_rows]"""
-    max_blocks: int
-    """Columns of the block table that hold the longest row."""
+    max_seq_len: int
+    """The largest of `seq_lens`; 1 without rows."""
+
+    def max_blocks(self, block_size: int) -> int:
+        """Return the columns of a block table that hold the longest row."""
+        return -(-self.max_seq_len // block_size)
 
     @staticmethod
     def of_nothing() -> StepSizes:
         """Return the sizes of a step without rows, to be padded."""
         none = np.zeros(0, np.int64)
         return StepSizes(
-            num_tokens=0, num_rows=0, num_sampling=0, query_lens=none, seq_lens=none, max_blocks=1
+            num_tokens=0, num_rows=0, num_sampling=0, query_lens=none, seq_lens=none, max_seq_len=1
         )
+
+
+class GroupInputs:
+    """The places of the keys and values of one group."""
+
+    def __init__(self, table: BlockTable, *, max_num_batched_tokens: int) -> None:
+        self.block_size = table.block_size
+        """Tokens per block."""
+        self.slot_mapping: I64 = np.zeros(max_num_batched_tokens, np.int64)
+        self.block_tables: I32 = np.zeros(table.ids.shape, np.int32)
+
+
+class StateInputs:
+    """The pages of states, as in `StateBatch`."""
+
+    def __init__(self, table: BlockTable) -> None:
+        self.read_pages: I32 = np.zeros(len(table.ids), np.int32)
+        self.write_pages: I32 = np.zeros(len(table.ids), np.int32)
+
+    def gather(self, table: BlockTable, slots: I64, starts: I64, ends: I64) -> None:
+        """Fill in the page before each row's first token, and that of its last one."""
+        interval, num_rows = table.block_size, slots.size
+        self.read_pages[:num_rows] = np.where(
+            starts > 0, table.ids[slots, np.maximum(starts - 1, 0) // interval], 0
+        )
+        self.write_pages[:num_rows] = table.ids[slots, (ends - 1) // interval]
+
+    def pad(self, used: int, num_rows: int) -> None:
+        """Give rows that pad a step no page: they neither read nor write one."""
+        self.read_pages[used:num_rows] = 0
+        self.write_pages[used:num_rows] = 0
 
 
 class StepInputs:
     """The inputs of the current step, allocated once, as long as the longest step."""
 
-    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_num_batched_tokens: int, tables: Sequence[BlockTable]
+    ) -> None:
+        """
+        Args:
+            tables: The rows' block tables by group.
+        """
         self.token_ids: I64 = np.zeros(max_num_batched_tokens, np.int64)
         self.positions: I64 = np.zeros(max_num_batched_tokens, np.int64)
-        self.slot_mapping: I64 = np.zeros(max_num_batched_tokens, np.int64)
-        self.block_tables: I32 = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.groups = [
+            GroupInputs(table, max_num_batched_tokens=max_num_batched_tokens)
+            for table in tables
+            if not table.is_state
+        ]
+        """By group of keys and values."""
+        self.state = next((StateInputs(table) for table in tables if table.is_state), None)
+        """Pages of the group of states; None: there is none."""
         self.query_starts: I32 = np.zeros(max_num_seqs + 1, np.int32)
         self.seq_lens: I32 = np.zeros(max_num_seqs, np.int32)
         self.sampling_tokens: I64 = np.zeros(max_num_seqs, np.int64)
@@ -60,8 +108,17 @@ class StepInputs:
     @property
     def arrays(self) -> Mapping[str, NDArray[Any]]:
         """Name of each array -> itself."""
-        own = {name: array for name, array in vars(self).items() if isinstance(array, np.ndarray)}
-        return {**own, **{f"sampling.{name}": array for name, array in self.sampling.columns.items()}}
+        parts: list[tuple[str, object]] = [("", self)]
+        parts += [(f"group{number}." if number else "", group) for number, group in enumerate(self.groups)]
+        if self.state is not None:
+            parts.append(("state.", self.state))
+        named = {
+            f"{prefix}{name}": array
+            for prefix, part in parts
+            for name, array in vars(part).items()
+            if isinstance(array, np.ndarray)
+        }
+        return {**named, **{f"sampling.{name}": array for name, array in self.sampling.columns.items()}}
 
     def gather(self, rows: RequestRows, step: StepRows) -> StepSizes:
         """Fill in a step with at least one row; a loop-free pass over columns.
@@ -73,7 +130,7 @@ class StepInputs:
         seq_lens = starts + query_lens  # [num_rows] = length of keys and values
         query_starts = self.query_starts[: num_rows + 1]
         np.cumsum(query_lens, out=query_starts[1:])
-        num_tokens, max_blocks = int(query_starts[-1]), -(-int(seq_lens.max()) // rows.block_size)
+        num_tokens, max_seq_len = int(query_starts[-1]), int(seq_lens.max())
         positions = self.positions[:num_tokens]
         if num_tokens == num_rows:  # one token each
             slot_of_token, positions[:] = slots, starts
@@ -82,13 +139,19 @@ class StepInputs:
             positions[:] = np.arange(num_tokens) + (starts - query_starts[:-1])[row_of_token]
             slot_of_token = slots[row_of_token]
         self.token_ids[:num_tokens] = rows.token_ids[slot_of_token, positions]
-        blocks, offsets = np.divmod(positions, rows.block_size)
-        slot_mapping = self.slot_mapping[:num_tokens]
-        slot_mapping[:] = rows.block_table[slot_of_token, blocks]
-        slot_mapping *= rows.block_size
-        slot_mapping += offsets
-        slot_mapping[positions < rows.write_start[slot_of_token]] = -1
-        self.block_tables[:num_rows, :max_blocks] = rows.block_table[slots, :max_blocks]
+        is_shared = positions < rows.write_start[slot_of_token]
+        for table, group in zip(rows.tables, self.groups, strict=False):  # groups of states come last
+            block_size = table.block_size
+            blocks, offsets = np.divmod(positions, block_size)
+            slot_mapping = group.slot_mapping[:num_tokens]
+            slot_mapping[:] = table.ids[slot_of_token, blocks]
+            slot_mapping *= block_size
+            slot_mapping += offsets
+            slot_mapping[is_shared] = -1
+            max_blocks = -(-max_seq_len // block_size)
+            group.block_tables[:num_rows, :max_blocks] = table.ids[slots, :max_blocks]
+        if self.state is not None:
+            self.state.gather(rows.tables[-1], slots, starts, seq_lens)
         self.seq_lens[:num_rows] = seq_lens
         sampling_slots = step.sampling_slots
         num_sampling = sampling_slots.size
@@ -97,4 +160,4 @@ class StepInputs:
             self.adapter_slots[:num_tokens] = rows.adapter_slots[slot_of_token]
             self.sampling_adapters[:num_sampling] = rows.adapter_slots[sampling_slots]
         self.sampling.gather(rows.sampling, rows.history, sampling_slots)
-        return StepSizes(num_tokens, num_rows, num_sampling, query_lens, seq_lens, max_blocks)
+        return StepSizes(num_tokens, num_rows, num_sampling, query_lens, seq_lens, max_seq_len)

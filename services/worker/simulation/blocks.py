@@ -25,16 +25,17 @@ class SimulatedBlocks:
         """`rows`: hold the ids of all known tokens, the sampled ones included."""
         max_num_seqs, max_model_len = rows.token_ids.shape
         self._rows = rows
-        self._block_size = rows.block_size
-        self._content: U64 = np.zeros((num_blocks, rows.block_size), np.uint64)
-        self.block_bytes = rows.block_size * self._content.itemsize
+        self._table = table = rows.tables[0]
+        self._block_size = block_size = table.block_size
+        self._content: U64 = np.zeros((num_blocks, block_size), np.uint64)
+        self.block_bytes = block_size * self._content.itemsize
         self._powers: U64 = np.cumprod(np.full(max_model_len, BASE, np.uint64), dtype=np.uint64)
         """[max_model_len] factor of the token at each position."""
         self._sums: U64 = np.zeros(max_num_seqs, np.uint64)
         """[max_num_seqs] sum of the terms of each row's tokens that have been computed."""
         self._salts: U64 = np.zeros(max_num_seqs, np.uint64)
         """[max_num_seqs] number of each row's adapter, from which its sums begin."""
-        self._block_names: U64 = np.zeros(rows.block_table.shape, np.uint64)
+        self._block_names: U64 = np.zeros(table.ids.shape, np.uint64)
         """[max_num_seqs, max_blocks] name of the last token of each full block of a row."""
 
     def read(self, block: int, offset: int, buffer: memoryview) -> None:
@@ -82,7 +83,7 @@ class SimulatedBlocks:
         content = np.concatenate((names, np.full(end - num_computed, _WRONG)))
         first = max(start, int(self._rows.write_start[slot]))
         positions = np.arange(first, end)
-        blocks = self._rows.block_table[slot, positions // self._block_size]
+        blocks = self._table.ids[slot, positions // self._block_size]
         self._content[blocks, positions % self._block_size] = content[first - start :]
 
     def _check_running(self, slots: I64, starts: I64) -> dict[RowKey, RowError]:
@@ -95,12 +96,12 @@ class SimulatedBlocks:
             starts: [num_rows] how many.
         """
         last = starts - 1
-        blocks = self._rows.block_table[slots, last // self._block_size]
+        blocks = self._table.ids[slots, last // self._block_size]
         wrong = self._content[blocks, last % self._block_size] != self._sums[slots] | np.uint64(1)
         num_full: I64 = starts // self._block_size
         width = int(num_full.max(initial=0))
         is_full = np.arange(width) < num_full[:, None]  # [num_rows, width]
-        found = self._content[self._rows.block_table[slots, :width], self._block_size - 1]
+        found = self._content[self._table.ids[slots, :width], self._block_size - 1]
         wrong |= (is_full & (found != self._block_names[slots, :width])).any(axis=1)
         return {
             self._rows.key_of(slot): RowError(f"a position below {start} holds the KV of another prefix")

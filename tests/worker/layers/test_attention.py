@@ -37,7 +37,7 @@ def attend(rope: RopeParameters | None, positions: Tensor) -> Tensor:
         seq_lens_list=(NUM_TOKENS,),
     )
     context = StepContext(
-        attention=batch, kv_caches=[KvCache(torch.zeros(3, 2, KV_HEADS, 4, HEAD_DIM), None)]
+        attention=(batch,), kv_caches=[KvCache(torch.zeros(3, 2, KV_HEADS, 4, HEAD_DIM), None)]
     )
     out: Tensor = layer(*packed.split((HEADS, KV_HEADS, KV_HEADS), dim=1), positions, context)
     return out

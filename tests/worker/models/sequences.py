@@ -62,7 +62,7 @@ class Sequences:
         token_ids = torch.cat(
             [self.token_ids[row][place] for row, place in zip(rows, positions, strict=True)]
         )
-        hidden = self.model(token_ids, torch.cat(positions), StepContext(batch, self.kv_caches))
+        hidden = self.model(token_ids, torch.cat(positions), StepContext((batch,), self.kv_caches))
         for row, count in row_to_count.items():
             self.num_computed[row] += count
         return dict(zip(rows, self.model.compute_logits(hidden).split(query_lens), strict=True))

@@ -8,6 +8,7 @@ import torch
 
 from tests.worker.tiny import GREEDY, new_row, step_plan, u32
 from triptych.errors import ProtocolViolation
+from triptych.types.facts import KvLayout
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
 from triptych_services.worker.attention.paged import PagedAttention
@@ -16,22 +17,16 @@ from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 
 
 def make_rows(**changes: int) -> RequestRows:
-    sizes = {
-        "max_num_seqs": 4,
-        "max_model_len": 20,
-        "max_num_batched_tokens": 32,
-        "num_blocks": 30,
-        "block_size": 4,
-    }
-    return RequestRows(**{**sizes, **changes}, vocab_size=100)
+    sizes = {"max_num_seqs": 4, "max_model_len": 20, "max_num_batched_tokens": 32}
+    kv = KvLayout(changes.pop("num_blocks", 30), changes.pop("block_size", 4), 1, 1, 8, "float32")
+    return RequestRows(**{**sizes, **changes}, kv=kv, vocab_size=100)
 
 
 def gather_input_batch(rows: RequestRows, step: StepRows) -> InputBatch:
-    max_num_seqs, max_blocks = rows.block_table.shape
     inputs = InputBuffers(
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=rows.live.size,
         max_num_batched_tokens=rows.max_num_batched_tokens,
-        max_blocks=max_blocks,
+        tables=rows.tables,
         attention=PagedAttention(),
     )
     return inputs.batch(inputs.gather(rows, step), torch.device("cpu"))
@@ -50,8 +45,8 @@ def test_a_new_row_computes_its_chunk_and_samples_at_its_end():
     batch = gather_input_batch(rows, step)
     assert batch.token_ids.tolist() == [5, 6, 7]
     assert batch.positions.tolist() == [0, 1, 2]
-    assert batch.attention.slot_mapping.tolist() == [36, 37, 38]
-    assert batch.attention.block_tables.tolist() == [[9]]
+    assert batch.attention[0].slot_mapping.tolist() == [36, 37, 38]
+    assert batch.attention[0].block_tables.tolist() == [[9]]
     assert batch.sampling_tokens.tolist() == [2]
     assert step.sampling_slots.tolist() == [2]
 
@@ -62,9 +57,9 @@ def test_a_sampled_token_is_the_next_input_in_a_new_block():
     batch = gather_input_batch(rows, rows.apply(step_plan(2, blocks=[(0, 3)])))
     assert batch.token_ids.tolist() == [42]
     assert batch.positions.tolist() == [4]
-    assert batch.attention.slot_mapping.tolist() == [12]
-    assert batch.attention.block_tables.tolist() == [[9, 3]]
-    assert batch.attention.seq_lens.tolist() == [5]
+    assert batch.attention[0].slot_mapping.tolist() == [12]
+    assert batch.attention[0].block_tables.tolist() == [[9, 3]]
+    assert batch.attention[0].seq_lens.tolist() == [5]
 
 
 def test_a_chunk_that_ends_early_samples_nothing():
@@ -74,7 +69,7 @@ def test_a_chunk_that_ends_early_samples_nothing():
     step = rows.apply(step_plan(2, chunks={1: 4}, blocks=[(1, 5)]))
     batch = gather_input_batch(rows, step)
     assert batch.token_ids.tolist() == [13, 14, 15, 16]
-    assert batch.attention.slot_mapping.tolist() == [19, 20, 21, 22]
+    assert batch.attention[0].slot_mapping.tolist() == [19, 20, 21, 22]
     assert batch.sampling_tokens.tolist() == [3]
 
 
@@ -90,10 +85,10 @@ def test_rows_stand_in_slot_order_whatever_the_plans_order():
     assert step.slots.tolist() == [0, 2, 3]
     assert step.sampling_slots.tolist() == [2, 3]
     assert batch.token_ids.tolist() == [1, 2, 20, 30, 31]
-    assert batch.attention.query_starts.tolist() == [0, 2, 3, 5]
-    assert batch.attention.query_lens_list == (2, 1, 2)
-    assert batch.attention.seq_lens_list == (2, 1, 2)
-    assert (batch.attention.max_query_len, batch.attention.max_seq_len) == (2, 2)
+    assert batch.attention[0].query_starts.tolist() == [0, 2, 3, 5]
+    assert batch.attention[0].query_lens_list == (2, 1, 2)
+    assert batch.attention[0].seq_lens_list == (2, 1, 2)
+    assert (batch.attention[0].max_query_len, batch.attention[0].max_seq_len) == (2, 2)
     assert batch.sampling_tokens.tolist() == [2, 4]
 
 
@@ -101,7 +96,7 @@ def test_tensors_have_the_dtypes_of_the_attention_contract():
     rows = make_rows()
     plan = step_plan(1, new=[new_row(0, [1, 2, 3, 4, 5], [2, 3]), new_row(1, [1], [4])], chunks={0: 5})
     batch = gather_input_batch(rows, rows.apply(plan))
-    attention = batch.attention
+    (attention,) = batch.attention
     assert {batch.token_ids.dtype, batch.positions.dtype, attention.slot_mapping.dtype} == {torch.int64}
     assert {attention.block_tables.dtype, attention.query_starts.dtype, attention.seq_lens.dtype} == {
         torch.int32
@@ -125,9 +120,9 @@ def test_a_slot_is_reused_in_the_plan_that_frees_it():
     plan = step_plan(2, removed=[0], new=[new_row(0, [7, 8], [3], slot_version=2)], chunks={0: 2})
     batch = gather_input_batch(rows, take_step(rows, plan, 51) and rows.apply(step_plan(3)))
     assert rows.slot_version[0] == 2
-    assert rows.block_table[0].tolist() == [3, 0, 0, 0, 0]
+    assert rows.tables[0].ids[0].tolist() == [3, 0, 0, 0, 0]
     assert batch.token_ids.tolist() == [51]
-    assert batch.attention.block_tables.tolist() == [[3]]
+    assert batch.attention[0].block_tables.tolist() == [[3]]
 
 
 def test_a_prefix_hit_starts_behind_the_cached_tokens():
@@ -135,8 +130,8 @@ def test_a_prefix_hit_starts_behind_the_cached_tokens():
     row = new_row(0, range(10, 16), [7, 8], computed=4)
     batch = gather_input_batch(rows, rows.apply(step_plan(1, new=[row], chunks={0: 2})))
     assert batch.positions.tolist() == [4, 5]
-    assert batch.attention.slot_mapping.tolist() == [32, 33]
-    assert batch.attention.seq_lens.tolist() == [6]
+    assert batch.attention[0].slot_mapping.tolist() == [32, 33]
+    assert batch.attention[0].seq_lens.tolist() == [6]
 
 
 def test_a_whole_prompt_hit_recomputes_its_last_token_and_writes_nothing():
@@ -145,13 +140,13 @@ def test_a_whole_prompt_hit_recomputes_its_last_token_and_writes_nothing():
     step = rows.apply(step_plan(1, new=[row]))
     batch = gather_input_batch(rows, step)
     assert batch.token_ids.tolist() == [17]
-    assert batch.attention.slot_mapping.tolist() == [-1]
+    assert batch.attention[0].slot_mapping.tolist() == [-1]
     assert step.samples.tolist() == [True]
     rows.advance(step)
     rows.record(step, np.array([55]))
     batch = gather_input_batch(rows, rows.apply(step_plan(2, blocks=[(0, 9)])))
     assert batch.token_ids.tolist() == [55]
-    assert batch.attention.slot_mapping.tolist() == [36]
+    assert batch.attention[0].slot_mapping.tolist() == [36]
 
 
 def test_counts_advance_before_the_sampled_ids_are_known():
@@ -170,8 +165,8 @@ def test_new_blocks_keep_their_order_within_each_slot():
         rows, step_plan(1, new=[new_row(0, range(16), [1]), new_row(1, range(9), [2])], chunks={0: 4, 1: 4})
     )
     rows.apply(step_plan(2, chunks={0: 8, 1: 5}, blocks=[(1, 20), (0, 11), (1, 21), (0, 10)]))
-    assert rows.block_table[0].tolist() == [1, 11, 10, 0, 0]
-    assert rows.block_table[1].tolist() == [2, 20, 21, 0, 0]
+    assert rows.tables[0].ids[0].tolist() == [1, 11, 10, 0, 0]
+    assert rows.tables[0].ids[1].tolist() == [2, 20, 21, 0, 0]
 
 
 def test_removed_rows_compute_no_more():
@@ -185,7 +180,7 @@ def test_clearing_forgets_every_row():
     rows.apply(step_plan(1, new=[new_row(0, [1], [1]), new_row(3, [2], [2])]))
     rows.clear()
     assert not rows.live.any()
-    assert not rows.block_table.any()
+    assert not rows.tables[0].ids.any()
     assert rows.apply(step_plan(1)).slots.size == 0
 
 

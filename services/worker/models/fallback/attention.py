@@ -85,8 +85,8 @@ class PagedCalls:
         self.num_calls = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
-        step, batch = self._step, self._step.attention
-        cache = step.kv_caches[self.num_calls]
+        cache = self._step.kv_caches[self.num_calls]
+        batch = self._step.attention[cache.group]
         self.num_calls += 1
         num_kv_heads, head_dim = cache.blocks.shape[2], cache.blocks.shape[4]
         key, value = (

@@ -97,7 +97,7 @@ def create_cuda_backend(
                 forward, device_inputs, recorder=recorder, max_seq_len=max_model_len, vocab_size=vocab_size
             )
         )
-    if recorder is not None:
+    if recorder is not None and inputs.state is None:  # scans depend on the rows as attention does
         paths.append(
             PiecewiseGraphPath(forward, device_inputs, recorder=recorder, max_graph_tokens=max_graph_tokens)
         )

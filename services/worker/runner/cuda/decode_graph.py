@@ -53,7 +53,10 @@ class DecodeGraphPath:
         self._buckets: dict[int, _Bucket] = {}
         largest, device = _decodes(inputs.max_num_seqs), inputs.device
         self._columns = torch.zeros(inputs.columns_bytes(largest), dtype=torch.uint8, device=device)
-        self._tables = torch.zeros(inputs.max_num_seqs, inputs.max_blocks, dtype=torch.int32, device=device)
+        self._tables = [
+            torch.zeros(inputs.max_num_seqs, width, dtype=torch.int32, device=device)
+            for width in inputs.table_widths
+        ]
         # Outputs are outside the pool, or each bucket would keep logits of its own there: 2 GiB for 256 x 128k and
         # smaller. Copying them moves 0.26 GB.
         self._logits = torch.zeros(inputs.max_num_seqs, vocab_size, device=device)
@@ -80,9 +83,10 @@ class DecodeGraphPath:
         if bucket is None:
             bucket = self._buckets[size] = _Bucket(size, self._static_batch(size))
         self._host.pad_rows(sizes, size)
-        columns, tables = self._inputs.upload(_decodes(size), sizes.max_blocks)
+        columns, tables = self._inputs.upload(_decodes(size), sizes.max_seq_len)
         self._columns[: columns.numel()].copy_(columns)
-        self._tables[:size, : sizes.max_blocks].copy_(tables)
+        for static, table in zip(self._tables, tables, strict=True):
+            static[:size, : table.shape[1]].copy_(table)
         if bucket.replay is not None:
             bucket.replay()
         else:
@@ -95,7 +99,8 @@ class DecodeGraphPath:
         """Return the place of the inputs of every step of `size` rows."""
         columns = self._columns[: self._inputs.columns_bytes(_decodes(size))]
         lengths = StepLengths((1,) * size, (self._max_seq_len,) * size)
-        return self._inputs.batch(columns, self._tables[:size], _decodes(size), lengths)
+        tables = [table[:size] for table in self._tables]
+        return self._inputs.batch(columns, tables, _decodes(size), lengths)
 
     def _launch(self, bucket: _Bucket) -> None:
         output = self._forward(bucket.batch)

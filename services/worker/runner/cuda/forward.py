@@ -64,7 +64,7 @@ class DeviceForward:
         """Launch the layers, which every token passes, and return the hidden states [num_tokens, hidden_size]."""
         inputs = batch.inputs
         token_ids = self._last_tokens.complete(batch)
-        context = StepContext(inputs.attention, self._kv_caches, inputs.adapter_slots)
+        context = StepContext(inputs.attention, self._kv_caches, inputs.state, inputs.adapter_slots)
         return self._model(token_ids, inputs.positions, context)
 
     def sample(self, hidden: Tensor, batch: DeviceBatch) -> StepOutput:
@@ -95,7 +95,7 @@ class EagerPath:
     def forward(self, sizes: StepSizes) -> StepOutput:
         shape = StepShape(sizes.num_tokens, sizes.num_rows, sizes.num_sampling)
         lengths = StepLengths(tuple(sizes.query_lens.tolist()), tuple(sizes.seq_lens.tolist()))
-        columns, tables = self._inputs.upload(shape, sizes.max_blocks)
+        columns, tables = self._inputs.upload(shape, sizes.max_seq_len)
         return self._forward(self._inputs.batch(columns, tables, shape, lengths))
 
     def graph_captures(self) -> Sequence[Callable[[], None]]:

@@ -1,6 +1,6 @@
 """A step's inputs on an asynchronous device: one block of memory, packed on the host and copied at once.
 
-    token_ids | positions | slot_mapping | is_awaited | … | sampling positions | block_tables
+    token_ids | positions | is_awaited | … | slot_mapping of each group | … | sampling positions | block_tables of each
 
 Columns are as long as the step, so a decode of few rows sends little. The places of all columns follow from the step's
 shape, except for the block tables, which are as wide as the longest row and come last.
@@ -8,6 +8,7 @@ shape, except for the block tables, which are as wide as the longest row and com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBatch
 from triptych_services.worker.runner.cuda.streams import DeviceStream
 from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers
@@ -86,16 +88,18 @@ class DeviceInputs:
         self._attention = inputs.attention
         of_tokens = [] if inputs.adapter_slots is None else [inputs.adapter_slots]
         of_samples = [] if inputs.sampling_adapters is None else [inputs.sampling_adapters]
-        self._has_adapters = bool(of_tokens)
+        self._has_adapters, self._has_states = bool(of_tokens), inputs.state is not None
+        of_states = [] if inputs.state is None else [inputs.state.read_pages, inputs.state.write_pages]
         columns = (  # in the order of `batch`
             (inputs.token_ids, _Length.TOKENS),
             (inputs.positions, _Length.TOKENS),
-            (inputs.slot_mapping, _Length.TOKENS),
             (feedback.is_awaited, _Length.TOKENS),
             (feedback.token_slots, _Length.TOKENS),
+            *((group.slot_mapping, _Length.TOKENS) for group in inputs.groups),
             *((column, _Length.TOKENS) for column in of_tokens),
             (inputs.query_starts, _Length.ROW_BOUNDS),
             (inputs.seq_lens, _Length.ROWS),
+            *((pages, _Length.ROWS) for pages in of_states),
             (inputs.sampling_tokens, _Length.SAMPLES),
             (feedback.sampling_slots, _Length.SAMPLES),
             *((column, _Length.SAMPLES) for column in of_samples),
@@ -104,11 +108,14 @@ class DeviceInputs:
         self._dtypes = tuple(tensor.dtype for tensor, _ in columns)
         self._kinds = tuple((length, tensor.itemsize) for tensor, length in columns)
         self._sources = tuple(tensor.view(torch.uint8).numpy() for tensor, _ in columns)
-        self._block_tables: NDArray[np.int32] = inputs.block_tables.numpy()
-        self.max_num_seqs, self.max_blocks = self._block_tables.shape
+        self._tables: list[NDArray[np.int32]] = [group.block_tables.numpy() for group in inputs.groups]
+        self._block_sizes = [group.block_size for group in inputs.groups]
+        self.table_widths = [table.shape[1] for table in self._tables]
+        """Columns of each group's block table."""
+        self.max_num_seqs = len(inputs.seq_lens)
         self.max_num_tokens = inputs.token_ids.numel()
         longest = StepShape(self.max_num_tokens, self.max_num_seqs, self.max_num_seqs)
-        stream.reserve(self.columns_bytes(longest) + self._block_tables.nbytes)
+        stream.reserve(self.columns_bytes(longest) + sum(_align(table.nbytes) for table in self._tables))
 
     def columns_bytes(self, shape: StepShape) -> int:
         """Return the bytes of a block before its block tables."""
@@ -123,58 +130,66 @@ class DeviceInputs:
             if length is not _Length.TOKENS
         )
 
-    def upload(self, shape: StepShape, max_blocks: int) -> tuple[Tensor, Tensor]:
+    def upload(self, shape: StepShape, max_seq_len: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Copy the gathered step to the device. The next step may be gathered at once.
 
+        Args:
+            max_seq_len: Length of the longest row.
+
         Returns:
-            The columns, [columns_bytes] uint8, and the block tables, [num_rows, max_blocks] int32.
+            The columns, [columns_bytes] uint8, and each group's block tables, [num_rows, max_blocks] int32.
         """
         block = self._stream.host_block()
         for source, place in zip(self._sources, _places(self._kinds, shape), strict=True):
             block[place.start : place.end] = source[: place.end - place.start]
         size = self.columns_bytes(shape)
-        end = size + shape.num_rows * max_blocks * self._block_tables.itemsize
-        tables = block[size:end].view(np.int32).reshape(shape.num_rows, max_blocks)
-        tables[:] = self._block_tables[: shape.num_rows, :max_blocks]
+        num_rows, end, spans = shape.num_rows, size, []
+        for table, block_size in zip(self._tables, self._block_sizes, strict=True):
+            start, max_blocks = _align(end), -(-max_seq_len // block_size)
+            end = start + num_rows * max_blocks * table.itemsize
+            block[start:end].view(np.int32).reshape(num_rows, max_blocks)[:] = table[:num_rows, :max_blocks]
+            spans.append((start, end, max_blocks))
         uploaded = self._stream.upload(end)
-        return uploaded[:size], uploaded[size:].view(torch.int32).view(shape.num_rows, max_blocks)
+        return uploaded[:size], tuple(
+            uploaded[start:end].view(torch.int32).view(num_rows, max_blocks)
+            for start, end, max_blocks in spans
+        )
 
     def batch(
-        self, columns: Tensor, block_tables: Tensor, shape: StepShape, lengths: StepLengths
+        self, columns: Tensor, tables: Sequence[Tensor], shape: StepShape, lengths: StepLengths
     ) -> DeviceBatch:
         """Return views of columns that have the layout of `upload`, wherever they have been copied since."""
         views = [
             columns[place.start : place.end].view(dtype)
             for place, dtype in zip(_places(self._kinds, shape), self._dtypes, strict=True)
         ]
-        adapter_slots = views.pop(5) if self._has_adapters else None
-        sampling_adapters = views.pop(9) if self._has_adapters else None
-        (
-            token_ids,
-            positions,
-            slot_mapping,
-            is_awaited,
-            token_slots,
-            query_starts,
-            seq_lens,
-            sampling_tokens,
-            sampling_slots,
-            *sampling,
-        ) = views
-        attention = AttentionBatch(
-            slot_mapping=slot_mapping,
-            block_tables=block_tables,
-            query_starts=query_starts,
-            seq_lens=seq_lens,
-            backend=self._attention,
-            max_query_len=max(lengths.query_lens),
-            max_seq_len=max(lengths.seq_lens),
-            query_lens_list=lengths.query_lens,
-            seq_lens_list=lengths.seq_lens,
+        token_ids, positions, is_awaited, token_slots, *rest = views
+        slot_mappings, rest = rest[: len(tables)], rest[len(tables) :]
+        adapter_slots = rest.pop(0) if self._has_adapters else None
+        query_starts, seq_lens, *rest = rest
+        state = None
+        if self._has_states:
+            read_pages, write_pages, *rest = rest
+            state = StateBatch(read_pages, write_pages, query_starts, lengths.query_lens)
+        sampling_adapters = rest.pop(2) if self._has_adapters else None
+        sampling_tokens, sampling_slots, *sampling = rest
+        limits = max(lengths.query_lens), max(lengths.seq_lens)
+        attention = tuple(
+            AttentionBatch(
+                slot_mapping,
+                block_tables,
+                query_starts,
+                seq_lens,
+                self._attention,
+                *limits,
+                lengths.query_lens,
+                lengths.seq_lens,
+            )
+            for slot_mapping, block_tables in zip(slot_mappings, tables, strict=True)
         )
         batch = SamplingBatch(dict(zip(COLUMN_TO_DTYPE, sampling, strict=True)))
         inputs = InputBatch(
-            token_ids, positions, attention, sampling_tokens, batch, adapter_slots, sampling_adapters
+            token_ids, positions, attention, sampling_tokens, batch, state, adapter_slots, sampling_adapters
         )
         return DeviceBatch(inputs, is_awaited, token_slots, sampling_slots)
 

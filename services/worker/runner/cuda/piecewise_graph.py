@@ -72,7 +72,7 @@ class PiecewiseGraphPath:
         self._host.pad_tokens(sizes, size)
         shape = StepShape(size, sizes.num_rows, sizes.num_sampling)
         lengths = StepLengths(tuple(sizes.query_lens.tolist()), tuple(sizes.seq_lens.tolist()))
-        batch = self._upload(shape, sizes.max_blocks, lengths)
+        batch = self._upload(shape, sizes.max_seq_len, lengths)
         self._attention.begin(batch.inputs.attention, sizes.num_tokens)
         if bucket.pieces:
             self._replay(bucket)
@@ -96,9 +96,9 @@ class PiecewiseGraphPath:
         self._launch(bucket)
         self._record(bucket)
 
-    def _upload(self, shape: StepShape, max_blocks: int, lengths: StepLengths) -> DeviceBatch:
+    def _upload(self, shape: StepShape, max_seq_len: int, lengths: StepLengths) -> DeviceBatch:
         """Copy the gathered step to the device, and its tokens to their static place."""
-        columns, tables = self._inputs.upload(shape, max_blocks)
+        columns, tables = self._inputs.upload(shape, max_seq_len)
         num_bytes = self._inputs.token_bytes(shape.num_tokens)
         self._columns[:num_bytes].copy_(columns[:num_bytes])
         return self._inputs.batch(columns, tables, shape, lengths)
@@ -107,9 +107,10 @@ class PiecewiseGraphPath:
         """Return a batch with the static place of a step's tokens. Its rows are not used."""
         shape = _of_tokens(size)
         columns = self._columns[: self._inputs.columns_bytes(shape)]
-        tables = torch.zeros(1, 1, dtype=torch.int32, device=columns.device)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=columns.device)
+        tables = [table] * len(self._inputs.table_widths)
         batch = self._inputs.batch(columns, tables, shape, StepLengths((size,), (size,)))
-        attention = replace(batch.inputs.attention, backend=self._attention)
+        attention = tuple(replace(group, backend=self._attention) for group in batch.inputs.attention)
         return replace(batch, inputs=replace(batch.inputs, attention=attention))
 
     def _launch(self, bucket: _Bucket) -> Tensor:
@@ -163,19 +164,20 @@ class _AttentionBetweenGraphs:
         self.supported = attention.supported
         self._attention = attention
         self._max_num_tokens = max_num_tokens
-        self._batch: AttentionBatch | None = None
+        self._batches: tuple[AttentionBatch, ...] = ()
         self._num_tokens = 0
         self._memory: tuple[Tensor, Tensor] | None = None
         self._cut: Cut | None = None
         self._calls: list[_Call] = []
 
-    def begin(self, batch: AttentionBatch, num_tokens: int) -> None:
+    def begin(self, batches: tuple[AttentionBatch, ...], num_tokens: int) -> None:
         """Set the step to attend for.
 
         Args:
+            batches: Its layout by group of keys and values.
             num_tokens: Number of tokens without padding; 0: no attention is computed.
         """
-        self._batch, self._num_tokens = batch, num_tokens
+        self._batches, self._num_tokens = batches, num_tokens
 
     @contextmanager
     def recording(self, cut: Cut, calls: list[_Call]) -> Iterator[None]:
@@ -206,11 +208,12 @@ class _AttentionBetweenGraphs:
     def run(self, call: _Call) -> None:
         """Attend for one layer of the step that `begin` set."""
         assert self._memory is not None, "the first step is never replayed"
-        assert self._batch is not None, "a step begins before it attends"
+        assert self._batches, "a step begins before it attends"
         if not self._num_tokens:
             return
         queries, attended = (memory[: self._num_tokens] for memory in self._memory)
-        attended.copy_(self._attention.attend(queries, call.kv_cache, self._batch, call.options))
+        batch = self._batches[call.kv_cache.group]
+        attended.copy_(self._attention.attend(queries, call.kv_cache, batch, call.options))
 
 
 @dataclass(slots=True, eq=False)

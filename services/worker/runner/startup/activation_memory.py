@@ -54,7 +54,7 @@ class LargestSteps:
         self._model = model
         self._device = device
         self._attention = attention
-        self._block_size = kv.block_size
+        self._block_size, self._num_groups = kv.block_size, len(kv.groups)
         self._kv_caches = allocate_kv_cache(replace(kv, num_blocks=1), device)
         self._max_num_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
@@ -104,7 +104,7 @@ class LargestSteps:
         entry = zeros
         if not self._rank.is_first_stage:
             entry = torch.zeros(num_tokens, self._hidden_size, device=device)
-        hidden = self._model(entry, zeros, StepContext(batch, self._kv_caches))
+        hidden = self._model(entry, zeros, StepContext((batch,) * self._num_groups, self._kv_caches))
         if not self._rank.is_last_stage:
             return
         logits = self._model.compute_logits(gather_rows(hidden, torch.arange(num_sampling, device=device)))

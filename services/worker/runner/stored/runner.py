@@ -84,7 +84,7 @@ class StoredRunner(Runner):
         self._inputs = StepInputs(
             max_num_seqs=facts.max_num_seqs,
             max_num_batched_tokens=facts.max_num_batched_tokens,
-            max_blocks=self._rows.block_table.shape[1],
+            tables=self._rows.tables,
         )
         _, last_start, last_bytes = kv_parts(facts.kv)[-1]
         self._kv_memory = map_zeros(last_start + last_bytes)

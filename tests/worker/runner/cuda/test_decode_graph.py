@@ -63,7 +63,7 @@ class LengthsFromTensors(nn.Module):
         self.model = model
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
-        batch = context.attention
+        (batch,) = context.attention
         seq_lens = tuple(batch.seq_lens.tolist())
         query_lens = tuple(batch.query_starts.diff().tolist())
         assert all(own <= bound for own, bound in zip(seq_lens, batch.seq_lens_list, strict=True))
@@ -71,7 +71,7 @@ class LengthsFromTensors(nn.Module):
         num_padding = int((batch.block_tables[:, 0] == 0).sum())
         assert not token_ids[len(token_ids) - num_padding :].any()
         exact = replace(batch, seq_lens_list=seq_lens, query_lens_list=query_lens, max_seq_len=max(seq_lens))
-        hidden: Tensor = self.model(token_ids, positions, replace(context, attention=exact))
+        hidden: Tensor = self.model(token_ids, positions, replace(context, attention=(exact,)))
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def measured(*, max_graph_tokens: int, peaks: dict[int, int]) -> tuple[int, list
 
     def note(_: object, arguments: tuple) -> None:
         token_ids, _, context = arguments
-        batch = context.attention
+        (batch,) = context.attention
         assert context.kv_caches[0].blocks.shape[0] == 1, "there is no other block yet"
         assert (batch.slot_mapping == -1).all()
         seen.append((token_ids.numel(), *batch.seq_lens_list))
