@@ -337,7 +337,9 @@ class Generator:
         served = self._served(terms.model)
         if terms.adapter is None:
             return served
-        return served._replace(name=terms.name, base_model=served.name, aliases=())
+        return served._replace(
+            name=terms.name, base_model=served.name, aliases=(), fingerprint=terms.fingerprint
+        )
 
 
 def _admitted(request: PreparedRequest, outputs: RequestOutputs) -> AdmittedEvent:

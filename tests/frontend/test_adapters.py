@@ -101,8 +101,12 @@ async def test_adapter_is_served_as_a_model_of_its_own(tmp_path: Path) -> None:
         answered = (await s.complete(model="sql")).json()
         assert answered["model"] == "sql"
         assert s.entered == [digest]
-        assert (await s.complete(model="naive")).json()["model"] == "naive"
+        plain = (await s.complete(model="naive")).json()
+        assert plain["model"] == "naive"
         assert s.entered.count("") == 1
+        again = (await s.complete(model="sql")).json()["system_fingerprint"]
+        assert answered["system_fingerprint"] == again != plain["system_fingerprint"]
+        assert (await s.complete(model="other")).json()["system_fingerprint"] == plain["system_fingerprint"]
         unloaded = await s.operators.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
         assert unloaded.json() == {"status": "unloaded", "lora_name": "sql"}
         await s.knows()
@@ -126,6 +130,8 @@ async def test_grpc_lists_adapters_and_takes_them_beside_the_model(tmp_path: Pat
             ("naive", ""),
             ("sql", "naive"),
         ]
+        base, adapted = models.models
+        assert base.fingerprint == s.one.runner.facts.model.identity.fingerprint != adapted.fingerprint
         for model in ("naive", "other", ""):
             await answer(s.core.generator, raw_request([1, 2, 3], model=model, adapter="sql"))
         assert s.entered == [digest] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
@@ -201,6 +202,14 @@ class ModelTerms:
     def adapter_digest(self) -> str:
         """Digest of the adapter. Empty: there is none."""
         return "" if self.adapter is None else self.adapter.digest
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the checkpoint; with an adapter, of both. Equal where the same weights compute."""
+        base = self.model.identity.fingerprint
+        if self.adapter is None or not base:
+            return base
+        return hashlib.sha256(f"{base} {self.adapter.digest}".encode()).hexdigest()
 
     def context_for(self, num_prompt_tokens: int) -> int:
         """Return the tokens that such a request may fill; more than `default_len` if that leaves it little."""

@@ -54,8 +54,8 @@ class PreparedRequest:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the model's checkpoint."""
-        return self.terms.model.identity.fingerprint
+        """As of `ModelTerms`."""
+        return self.terms.fingerprint
 
 
 async def prepare(
