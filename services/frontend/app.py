@@ -102,6 +102,7 @@ class FrontendApp(ServiceApp):
             config.frontend.max_logit_bias,
             self._status_watch.why_waiting,
             lambda caller, unit: note_rate_limited(metrics, self._keys, caller, unit),
+            config.frontend.max_unsent_bytes,
         )
         self._discovery = _create_discovery(config, self._router, self._status_watch, metrics)
         gauges = EngineGauges(

@@ -77,6 +77,7 @@ class Generator:
         max_biases: int = MAX_BIASES,
         why_waiting: Callable[[], str] = str,
         on_rate_limited: Callable[[Caller, str], None] = lambda caller, unit: None,
+        max_unsent_bytes: int = 256 << 20,
     ) -> None:
         """
         Args:
@@ -85,6 +86,7 @@ class Generator:
             max_messages_per_s: See `Pace`.
             keep_s: Seconds for which engines keep streams without a frontend. 0: not at all.
             max_biases: Most entries of `logit_bias` in a request.
+            max_unsent_bytes: See `PooledCalls`.
         """
         self.why_waiting = why_waiting
         """Returns why requests that are taken wait; empty if they do not."""
@@ -98,7 +100,7 @@ class Generator:
         self._pace = Pace(max_messages_per_s, self.alive.__len__)
         self._rate_limits = RateLimits(on_refused=on_rate_limited)
         self.text = TextCalls(router, self._rate_limits, lambda: self.text_model)
-        self.pooled = PooledCalls(self.generate, router)
+        self.pooled = PooledCalls(self.generate, router, max_unsent_bytes)
         self._is_draining = False
         self._started_unix_s = int(time.time())
 

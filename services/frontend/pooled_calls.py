@@ -3,6 +3,8 @@
     texts ──► in flight, at most as many as the engines take ──► vectors, in the order of the texts
 
 A text that finds the engines' queues full waits for another one of its call. The call fails if none is in flight.
+
+Vectors that have come are counted until their answer is sent, since clients may ask for more than they read.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ MAX_INPUTS = 2048
 MAX_CALL_BYTES = 16 << 20
 """Bytes of the vectors of one call, as many as an engine takes for one text: 2,048 vectors of 2,048 numbers."""
 _MIN_IN_FLIGHT = 256
+_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,10 +82,21 @@ class Window:
 class PooledCalls:
     """Owned by the generator, with which it shares limits, tenants, deadlines and moves. Bound to one event loop."""
 
-    def __init__(self, generate: Callable[[RawRequest], AsyncGenerator[Event]], router: Router) -> None:
-        """`generate`: As `Generator.generate`."""
+    def __init__(
+        self, generate: Callable[[RawRequest], AsyncGenerator[Event]], router: Router, max_bytes: int
+    ) -> None:
+        """
+        Args:
+            generate: As `Generator.generate`.
+            max_bytes: Bytes that all answers together may have until they are sent.
+        """
         self._generate = generate
         self._router = router
+        self._unsent = _UnsentBytes(max_bytes)
+
+    def open_answer(self) -> AnswerBytes:
+        """Return the bytes of a new answer, none yet, which its caller closes when it is sent or given up."""
+        return AnswerBytes(self._unsent)
 
     def open_window(self, model: str) -> Window:
         """Return the places of a call's texts: enough to have the next ones waiting, and no more than are taken."""
@@ -90,25 +104,30 @@ class PooledCalls:
         limit = self._router.max_choices(model)
         return Window(min(size, limit) if limit else size)
 
-    async def compute(self, raws: Sequence[RawRequest], window: Window | None = None) -> list[PooledText]:
+    async def compute(
+        self, raws: Sequence[RawRequest], answer: AnswerBytes, window: Window | None = None
+    ) -> list[PooledText]:
         """Return the vectors of texts, in their order. The first error ends all.
 
         Args:
             raws: One request for each text, with `pooling`.
+            answer: Counts the vectors.
             window: The places of the call, if others share them. None: it has its own.
 
         Raises:
             TriptychError: What ends one of the requests.
             InvalidRequest: The vectors of all texts together are too large.
+            QueueFull: The unsent answers of all calls are.
         """
         if not raws:
             return []
         window = window or self.open_window(raws[0].model)
         arrived = time.monotonic()
         if len(raws) == 1:
-            return [await window.compute(lambda: self._generate(raws[0]))]
-        held = _CallBytes()
-        tasks = [asyncio.create_task(self._compute_one(raw, arrived, window, held)) for raw in raws]
+            pooled = await window.compute(lambda: self._generate(raws[0]))
+            answer.add(pooled.vectors.nbytes)
+            return [pooled]
+        tasks = [asyncio.create_task(self._compute_one(raw, arrived, window, answer)) for raw in raws]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -117,24 +136,55 @@ class PooledCalls:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _compute_one(
-        self, raw: RawRequest, arrived: float, window: Window, held: _CallBytes
+        self, raw: RawRequest, arrived: float, window: Window, answer: AnswerBytes
     ) -> PooledText:
         def once() -> AsyncGenerator[Event]:
             return self._generate(_with_remaining_time(raw, arrived))
 
         pooled = await window.compute(once)
-        held.num_bytes += pooled.vectors.nbytes
-        if held.num_bytes > MAX_CALL_BYTES:
+        answer.add(pooled.vectors.nbytes)
+        if answer.num_bytes > MAX_CALL_BYTES:
             why = f"their vectors have more than {MAX_CALL_BYTES} bytes, the limit of a call; split the call"
             raise InvalidRequest(raw.path("prompt"), why)
         return pooled
 
 
 @dataclass(slots=True)
-class _CallBytes:
-    """The vectors that one call holds until its last one is there."""
+class _UnsentBytes:
+    """The bytes of all answers of this process that are not sent."""
 
+    max_bytes: int
     num_bytes: int = 0
+
+
+class AnswerBytes:
+    """The bytes of one answer: of its vectors as they come, then of what is written of them."""
+
+    def __init__(self, all_unsent: _UnsentBytes) -> None:
+        self._all = all_unsent
+        self.num_bytes = 0
+        """Bytes of this answer."""
+
+    def add(self, num_bytes: int) -> None:
+        """Count so many bytes more; fewer if negative.
+
+        Raises:
+            QueueFull: All answers together would be above the bound. Nothing was counted.
+        """
+        limit, others = self._all.max_bytes, self._all.num_bytes - self.num_bytes
+        if num_bytes > 0 and self._all.num_bytes + num_bytes > limit and others:
+            raise QueueFull(
+                f"{self._all.num_bytes} bytes of answers with vectors are computed and not read by their clients, and "
+                f"{num_bytes} more would exceed {limit}, frontend.max_unsent_bytes; read the answers, or try again",
+                _RETRY_AFTER_S,
+            )
+        self._all.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+    def close(self) -> None:
+        """Count it no more. A second call does nothing."""
+        self._all.num_bytes -= self.num_bytes
+        self.num_bytes = 0
 
 
 def check_num_inputs(num_inputs: int, path: str, limit: int = MAX_INPUTS) -> None:

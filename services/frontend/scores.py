@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,7 +77,8 @@ async def score(
             pooling,
             [(RawPair(first.text, second.text, second.path), first.path) for first, second in pairs],
         )
-        pooled = await generator.pooled.compute(raws)
+        with closing(generator.pooled.open_answer()) as answer:  # a score is less than the vectors
+            pooled = await generator.pooled.compute(raws, answer)
         return _scores([float(text.vectors[0, 0]) for text in pooled], pooled)
     if Task.EMBED.label not in model.tasks:
         tasks = ", ".join(model.tasks)
@@ -86,10 +88,13 @@ async def score(
     places = {text: place for place, text in enumerate(texts)}
     pooling = PoolingParams(Task.EMBED, normalize=True)
     inputs = [(passage.text, passage.path) for passage in texts.values()]
-    pooled = await generator.pooled.compute(number_requests(base, pooling, inputs))
-    vectors = [text.vectors[0] for text in pooled]
-    values = [_cosine(vectors[places[first.text]], vectors[places[second.text]]) for first, second in pairs]
-    return _scores(values, pooled)
+    with closing(generator.pooled.open_answer()) as answer:
+        pooled = await generator.pooled.compute(number_requests(base, pooling, inputs), answer)
+        vectors = [text.vectors[0] for text in pooled]
+        values = [
+            _cosine(vectors[places[first.text]], vectors[places[second.text]]) for first, second in pairs
+        ]
+        return _scores(values, pooled)
 
 
 def rank(values: Sequence[float], top_n: int | None) -> list[int]:

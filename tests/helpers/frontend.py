@@ -63,6 +63,7 @@ async def frontend_core(
     moves: MigrationTerms = NEVER,
     keep_s: float = 0.0,
     policy: RoutingPolicy | None = None,
+    max_unsent_bytes: int = 256 << 20,
     **parsers: str,
 ) -> AsyncIterator[FrontendCore]:
     """Dial the engines; with `waits`, until all are ready. Nothing moves unless asked for.
@@ -76,7 +77,7 @@ async def frontend_core(
     ]
     metrics = FrontendMetrics.create(registry)
     migrator = Migrator(router, metrics, moves)
-    generator = Generator(router, metrics, migrator, keep_s=keep_s)
+    generator = Generator(router, metrics, migrator, keep_s=keep_s, max_unsent_bytes=max_unsent_bytes)
     generator.set_text_model(TextModel(tokenizer or byte_tokenizer(), defaults or {}, directory, **parsers))
     tasks = [asyncio.create_task(client.run()) for client in router.engines]
     tasks.append(asyncio.create_task(migrator.run()))

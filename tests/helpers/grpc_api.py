@@ -74,7 +74,13 @@ async def open_api(
     **options: float | str,
 ) -> AsyncIterator[Api]:
     config = FrontendConfig(**options)  # type: ignore[arg-type]
-    async with frontend_core(*engines, waits=waits, tokenizer=tokenizer, directory=directory) as core:
+    async with frontend_core(
+        *engines,
+        waits=waits,
+        tokenizer=tokenizer,
+        directory=directory,
+        max_unsent_bytes=config.max_unsent_bytes,
+    ) as core:
         keys = create_api_keys(config)
         watch = StatusWatch()
         core.generator.why_waiting = watch.why_waiting

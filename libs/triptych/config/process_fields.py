@@ -172,6 +172,13 @@ class FrontendConfig:
         FRONTEND,
         ge=0,
     )
+    max_unsent_bytes: int = value(
+        256 << 20,
+        "Bytes that all answers with vectors together may have from when these are computed until clients have read "
+        "them. A call that needs more gets 429 or RESOURCE_EXHAUSTED.",
+        FRONTEND,
+        ge=16 << 20,
+    )
     max_grpc_connections: int = value(
         4096, "gRPC connections at once to the public port; one more is closed.", FRONTEND, ge=1
     )

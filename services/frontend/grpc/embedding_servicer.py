@@ -25,7 +25,7 @@ from triptych_services.frontend.grpc.embedding_convert import (
 )
 from triptych_services.frontend.grpc.stall_watch import StallWatch
 from triptych_services.frontend.offload.fair_threads import FairThreads
-from triptych_services.frontend.pooled_calls import MAX_CALL_BYTES, PooledText, Window
+from triptych_services.frontend.pooled_calls import MAX_CALL_BYTES, AnswerBytes, PooledText, Window
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.scores import Scores, pair_up, rank, score
 
@@ -74,7 +74,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         self, request: embedding_pb2.EmbedRequest, context: grpc.aio.ServicerContext
     ) -> embedding_pb2.EmbedResponse:
         _name(request.options)
-        return await self._embed(request, context.time_remaining())
+        return await self._embed(request, context.time_remaining(), self._open_answer(context))
 
     async def EmbedStream(
         self,
@@ -83,8 +83,8 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     ) -> AsyncIterator[embedding_pb2.EmbedStreamResponse]:
         windows: dict[str, Window] = {}
         unsent = UnsentAnswers(_MAX_UNSENT_BYTES)
-        to_bytes: dict[int, int] = {}
-        """id() of each answer that is not sent, to what is reserved for it."""
+        to_bytes: dict[int, tuple[int, AnswerBytes]] = {}
+        """id() of each answer that is not sent, to what is reserved for it and what it has."""
 
         async def answer(
             item: embedding_pb2.EmbedStreamRequest,
@@ -100,13 +100,15 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
                 window = windows[model] = self._generator.pooled.open_window(model)
             num_bytes = self._most_bytes(item.request)
             await unsent.reserve(num_bytes)
+            own = self._generator.pooled.open_answer()
             try:
-                embedded = await self._embed(item.request, remaining_s, window)
+                embedded = await self._embed(item.request, remaining_s, own, window)
             except BaseException:
+                own.close()
                 unsent.release(num_bytes)
                 raise
             response = embedding_pb2.EmbedStreamResponse(tag=item.tag, response=embedded)
-            to_bytes[id(response)] = num_bytes
+            to_bytes[id(response)] = num_bytes, own
             yield response
 
         watch = StallWatch(context, self._client_timeout_s)
@@ -122,9 +124,14 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
                     watch.begin_write()
                     yield response
                     watch.end_write()
-                    unsent.release(to_bytes.pop(id(response), 0))
+                    num_bytes, own = to_bytes.pop(id(response), (0, None))
+                    unsent.release(num_bytes)
+                    if own is not None:
+                        own.close()
         finally:
             watch.close()
+            for _, own in to_bytes.values():
+                own.close()
 
     def _most_bytes(self, request: embedding_pb2.EmbedRequest) -> int:
         """Return about the most bytes that the answer may have: a text has no more tokens than bytes."""
@@ -140,7 +147,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         base = self._base(request, context)
         pooling = PoolingParams(Task.CLASSIFY, activation=_activation(request))
         raws = await self._threads.run(request.ByteSize(), input_requests, base, pooling, request.inputs, "")
-        pooled = await self._generator.pooled.compute(raws)
+        pooled = await self._generator.pooled.compute(raws, self._open_answer(context))
         return embedding_pb2.ClassifyResponse(
             classifications=[
                 embedding_pb2.Classification(scores=text.vectors[0].tolist(), num_tokens=text.num_tokens)
@@ -181,7 +188,11 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         )
 
     async def _embed(
-        self, request: embedding_pb2.EmbedRequest, remaining_s: float | None, window: Window | None = None
+        self,
+        request: embedding_pb2.EmbedRequest,
+        remaining_s: float | None,
+        answer: AnswerBytes,
+        window: Window | None = None,
     ) -> embedding_pb2.EmbedResponse:
         _check_time(remaining_s)
         pooling = pooling_params(request)
@@ -190,7 +201,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         raws = await self._threads.run(
             request.ByteSize(), input_requests, base, pooling, request.inputs, prompt_name
         )
-        pooled = await self._generator.pooled.compute(raws, window)
+        pooled = await self._generator.pooled.compute(raws, answer, window)
         num_bytes = sum(text.vectors.nbytes for text in pooled)
         if num_bytes > 4 * _MAX_ANSWER_BYTES:  # even in one byte each
             raise _too_large()
@@ -198,6 +209,12 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         if response.ByteSize() > _MAX_ANSWER_BYTES:
             raise _too_large()
         return response
+
+    def _open_answer(self, context: grpc.aio.ServicerContext) -> AnswerBytes:
+        """Return the bytes of the answer to a call, which are counted until it has ended: the answer is sent then."""
+        answer = self._generator.pooled.open_answer()
+        context.add_done_callback(lambda _: answer.close())
+        return answer
 
     def _base(
         self,

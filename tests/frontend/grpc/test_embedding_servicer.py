@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import grpc.aio
 import numpy as np
 import pytest
 
@@ -25,8 +26,10 @@ TOKENIZER = byte_tokenizer()
 
 
 @asynccontextmanager
-async def serve(model: Any = EMBEDDER, pool: Any = pool) -> AsyncIterator[tuple[Any, FakeEngine]]:
-    async with FakeEngine(model=model, pool=pool) as engine, open_api(engine) as api:
+async def serve(
+    model: Any = EMBEDDER, pool: Any = pool, **options: Any
+) -> AsyncIterator[tuple[Any, FakeEngine]]:
+    async with FakeEngine(model=model, pool=pool) as engine, open_api(engine, **options) as api:
         yield embedding_pb2_grpc.EmbeddingServiceStub(api.channel), engine
 
 
@@ -190,3 +193,48 @@ async def test_an_answer_above_the_bound_waits_for_all_others() -> None:
     assert not waiting.done()
     unsent.release(4)
     await asyncio.wait_for(waiting, 1)
+
+
+async def test_answers_of_all_calls_are_bounded_until_they_are_sent() -> None:
+    def large(request: SubmittedChoice) -> np.ndarray:
+        return np.zeros((1, 1 << 20), np.float32)
+
+    packed = pb.EMBEDDING_ENCODING_FLOAT32_BYTES
+    request = pb.EmbedRequest(inputs=texts("x"), encoding=packed)
+    may_read = asyncio.Event()
+
+    async def items() -> AsyncIterator[pb.EmbedStreamRequest]:
+        for tag in range(16):
+            yield pb.EmbedStreamRequest(tag=tag, request=request)
+        await may_read.wait()
+
+    model = replace(EMBEDDER, embedding_size=1 << 20)
+    async with serve(model, large, max_unsent_bytes=16 << 20) as (stub, engine):
+        stream = stub.EmbedStream(items())
+        await eventually(lambda: len(engine.submitted) == 16)
+        error: Any = None
+        async with asyncio.timeout(10):
+            while error is None:  # the first answers may fit into gRPC's buffers
+                try:
+                    await stub.Embed(request)
+                except grpc.aio.AioRpcError as refused:
+                    error = refused
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "frontend.max_unsent_bytes" in error.details()
+        may_read.set()
+        answers = [answer async for answer in stream]
+        refusals = [answer for answer in answers if answer.HasField("error")]
+        assert len(answers) == 16
+        assert all("frontend.max_unsent_bytes" in answer.error.message for answer in refusals)
+        for _ in range(6):  # one after the other, beyond the bound: each gives its space back
+            assert len((await stub.Embed(request)).embeddings[0].packed) == 4 << 20
+        left = stub.EmbedStream(items())
+        may_read.clear()
+        await left.read()
+        left.cancel()
+        async with asyncio.timeout(10):
+            while True:  # what the stream had is given back
+                with suppress(grpc.aio.AioRpcError):
+                    four = await asyncio.gather(*(stub.Embed(request) for _ in range(3)))
+                    break
+        assert len(four) == 3

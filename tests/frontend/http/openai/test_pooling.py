@@ -19,6 +19,7 @@ from tests.helpers.fake_engine import MODEL, FakeEngine, SubmittedChoice
 from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import HttpApi, open_api
 from triptych.types.pooling import PoolingParams, Task
+from triptych_services.frontend.http.connections import ConnectionLimits
 
 TOKENIZER = byte_tokenizer()
 EMBEDDER = replace(MODEL, tasks=("embed", "token_embed"), embedding_size=4)
@@ -43,11 +44,13 @@ def length_score(request: SubmittedChoice) -> np.ndarray:
 
 
 @asynccontextmanager
-async def serve(model: Any = EMBEDDER, pool: Any = pool) -> AsyncIterator[tuple[HttpApi, FakeEngine]]:
+async def serve(
+    model: Any = EMBEDDER, pool: Any = pool, limits: ConnectionLimits | None = None, **options: Any
+) -> AsyncIterator[tuple[HttpApi, FakeEngine]]:
     async with (
         FakeEngine(model=model, pool=pool) as engine,
-        frontend_core(engine, directory=Path("no-checkpoint")) as core,
-        open_api(core.generator) as api,
+        frontend_core(engine, directory=Path("no-checkpoint"), **options) as core,
+        open_api(core.generator, limits=limits) as api,
     ):
         yield api, engine
 
@@ -201,3 +204,58 @@ async def test_bad_comparisons_are_named(path: str, body: dict[str, Any], param:
         answer = await api.http.post(path, json=body)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
+
+
+LARGE = 1 << 20
+"""Numbers of a vector of 4 MiB, in base64 5.6 MB: more than the buffers of a connection on loopback take."""
+
+
+def large(request: SubmittedChoice) -> np.ndarray:
+    return np.ones((1, LARGE), np.float32)
+
+
+async def until_served(api: HttpApi, body: object) -> None:
+    """Ask again until others' answers leave space for one."""
+    async with asyncio.timeout(10):
+        while (await api.http.post("/v1/embeddings", json=body)).status_code != 200:
+            await asyncio.sleep(0.05)
+
+
+async def test_answers_that_are_not_read_are_bounded_together() -> None:
+    body = {"input": "x", "model": "tiny", "encoding_format": "base64"}
+    model = replace(EMBEDDER, embedding_size=LARGE)
+    async with serve(model, large, max_unsent_bytes=20 << 20) as (api, engine):
+        unread = []
+        for number in range(3):  # 16.8 MB
+            unread.append(await api.connect("/v1/embeddings", body))
+            assert b" 200 " in await unread[-1][0].readline()
+            assert len(engine.submitted) == number + 1
+        refused = await api.http.post("/v1/embeddings", json=body)
+        assert refused.status_code == 429
+        assert "frontend.max_unsent_bytes" in refused.json()["error"]["message"]
+        assert str(20 << 20) in refused.json()["error"]["message"]
+        for path, more in (("/pooling", {}), ("/score", {"text_1": "x", "text_2": ["y", "z"]})):
+            given = {"model": "tiny", **more} if more else body
+            assert (await api.http.post(path, json=given)).status_code == 429, path
+        reader, writer = unread[0]
+        piece = b""
+        while not piece.endswith(b"}"):
+            piece = await reader.read(1 << 16)
+        assert (await api.http.post("/v1/embeddings", json=body)).status_code == 200
+        unread[1][1].close()  # one that is given up has space, too
+        writer.close()
+        await until_served(api, body)
+
+
+async def test_answers_that_are_never_read_give_their_space_back() -> None:
+    body = {"input": "x", "model": "tiny", "encoding_format": "base64"}
+    limits = ConnectionLimits(client_timeout_s=0.5)
+    model = replace(EMBEDDER, embedding_size=LARGE)
+    async with serve(model, large, limits, max_unsent_bytes=16 << 20) as (api, _):
+        unread = [await api.connect("/v1/embeddings", body) for _ in range(2)]
+        for reader, _ in unread:
+            assert b" 200 " in await reader.readline()
+        assert (await api.http.post("/v1/embeddings", json=body)).status_code == 429
+        await until_served(api, body)
+        for _ in range(5):  # beyond the bound, one after the other: nothing is counted for ever
+            assert (await api.http.post("/v1/embeddings", json=body)).status_code == 200

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from triptych.types.pooling import PoolingParams, Task
 from triptych_services.frontend.http.answers import GENERATE_ERRORS
@@ -25,13 +27,47 @@ from triptych_services.frontend.http.openai.pooling.schema import (
     ScoreRequest,
 )
 from triptych_services.frontend.http.state import generator_of, reader_of
-from triptych_services.frontend.pooled_calls import PooledText
+from triptych_services.frontend.pooled_calls import AnswerBytes, PooledText
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.scores import Passage, Scores, rank, score
 
 router = APIRouter(tags=["pool"])
 
 _T = TypeVar("_T")
+_LAST_BYTES = 64 << 10
+"""Bytes of a body that are sent when the connection has taken those before: it buffers about as many."""
+
+
+class CountedResponse(Response):
+    """JSON that is counted as unsent until all but its last bytes have left for the client."""
+
+    media_type = "application/json"
+
+    def __init__(self, body: str | bytes | memoryview, answer: AnswerBytes) -> None:
+        """
+        Args:
+            answer: Of the vectors, which are in the body now.
+
+        Raises:
+            QueueFull: The body is larger than they are, and too large beside other answers.
+        """
+        super().__init__(body)
+        answer.add(len(self.body) - answer.num_bytes)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        last = max(len(self.body) - _LAST_BYTES, 0)
+        try:
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            if last:
+                await send({"type": "http.response.body", "body": self.body[:last], "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": self.body[last:]}
+            )  # waits for the client to read
+        finally:
+            self._answer.close()
 
 
 class _Comparison(NamedTuple):
@@ -57,8 +93,10 @@ async def create_embeddings(request: Request) -> Response:
         return body.encoding_format == "base64", raws
 
     is_base64, raws = await reader_of(request).read(request, EmbeddingRequest, to_raws)
-    pooled = await _run(request, generator_of(request).pooled.compute(raws))
-    return await _vectors(request, raws, pooled, "embedding", "embedding", is_base64=is_base64)
+    with _answer_of(request) as answer:
+        pooled = await _run(request, generator_of(request).pooled.compute(raws, answer))
+        body = await _vectors(request, raws, pooled, "embedding", "embedding", is_base64=is_base64)
+        return CountedResponse(body, answer)
 
 
 @router.post("/pooling", responses={200: {"model": convert.PoolingAnswer}, **GENERATE_ERRORS})
@@ -79,8 +117,10 @@ async def pool(request: Request) -> Response:
         return Task.CLASSIFY if is_classifier else Task.EMBED
 
     is_base64, raws = await reader_of(request).read(request, PoolingRequest, to_raws)
-    pooled = await _run(request, generator.pooled.compute(raws))
-    return await _vectors(request, raws, pooled, "pooling", "data", is_base64=is_base64)
+    with _answer_of(request) as answer:
+        pooled = await _run(request, generator.pooled.compute(raws, answer))
+        body = await _vectors(request, raws, pooled, "pooling", "data", is_base64=is_base64)
+        return CountedResponse(body, answer)
 
 
 @router.post("/classify", responses={200: {"model": convert.ClassificationAnswer}, **GENERATE_ERRORS})
@@ -94,18 +134,20 @@ async def classify(request: Request) -> Response:
         return convert.input_requests(body, params, label=request.state.request_id, deadline_s=deadline_s)
 
     raws = await reader_of(request).read(request, ClassificationRequest, to_raws)
-    pooled = await _run(request, generator.pooled.compute(raws))
-    labels = generator.text_model.labels(pooled[0].vectors.shape[1])
-    data = [
-        {
-            "index": index,
-            "label": labels[int(np.argmax(text.vectors[0]))],
-            "probs": text.vectors[0].tolist(),
-            "num_classes": len(labels),
-        }
-        for index, text in enumerate(pooled)
-    ]
-    return json_response(_head(request, "classify", raws[0].model, _count(pooled)) | {"data": data})
+    with _answer_of(request) as answer:
+        pooled = await _run(request, generator.pooled.compute(raws, answer))
+        labels = generator.text_model.labels(pooled[0].vectors.shape[1])
+        data = [
+            {
+                "index": index,
+                "label": labels[int(np.argmax(text.vectors[0]))],
+                "probs": text.vectors[0].tolist(),
+                "num_classes": len(labels),
+            }
+            for index, text in enumerate(pooled)
+        ]
+        head = _head(request, "classify", raws[0].model, _count(pooled))
+        return CountedResponse(json_response(head | {"data": data}).body, answer)
 
 
 @router.post("/score", responses={200: {"model": convert.ScoreAnswer}, **GENERATE_ERRORS})
@@ -143,6 +185,17 @@ async def rerank(request: Request) -> Response:
     return json_response({name: head[name] for name in ("id", "model", "usage")} | {"results": results})
 
 
+@contextmanager
+def _answer_of(request: Request) -> Iterator[AnswerBytes]:
+    """Count the bytes of an answer, which a `CountedResponse` closes, or what ends the call before."""
+    answer = generator_of(request).pooled.open_answer()
+    try:
+        yield answer
+    except BaseException:
+        answer.close()
+        raise
+
+
 _B = TypeVar("_B", bound=PooledBody)
 
 
@@ -174,16 +227,15 @@ async def _vectors(
     field: str,
     *,
     is_base64: bool,
-) -> Response:
-    """Return the answer of a call for vectors, written on a thread if it is long."""
+) -> str:
+    """Return the body of the answer to a call for vectors, written on a thread if it is long."""
     tasks = {raw.pooling.task for raw in raws if raw.pooling is not None}
     is_whole = Task.TOKEN_EMBED in tasks
     vectors = [text.vectors if is_whole else text.vectors[0] for text in pooled]
     head = _head(request, "embd" if kind == "embedding" else "pool", raws[0].model, _count(pooled))
     size = sum(vector.size for vector in vectors)
     text = generator_of(request).text_model
-    body = await text.run(size, convert.write_vectors, head, kind, field, vectors, is_base64=is_base64)
-    return Response(body, media_type="application/json")
+    return await text.run(size, convert.write_vectors, head, kind, field, vectors, is_base64=is_base64)
 
 
 def _head(request: Request, prefix: str, model: str, num_tokens: int) -> dict[str, Any]:
