@@ -105,9 +105,12 @@ def test_a_token_id_that_is_no_u32_is_refused():
 
 
 def test_options_travel():
-    options = RequestOptions("r1", "m", -3, "me", "salt", 5, whole_choices=True, emitted={1: [7, 8]})
+    options = RequestOptions(
+        "r1", "m", -3, "me", "salt", 5, whole_choices=True, emitted={1: [7, 8]}, adapter="sql"
+    )
     generation = build_generation("text", None, options)
     assert (generation.model, generation.priority, generation.tenant) == ("m", -3, "me")
+    assert generation.adapter == "sql"
     assert (generation.cache.salt, generation.truncation.max_tokens) == ("salt", 5)
     assert generation.response.whole_choices
     assert [(each.index, list(each.token_ids)) for each in generation.emitted] == [(1, [7, 8])]

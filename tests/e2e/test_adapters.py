@@ -21,8 +21,10 @@ from transformers import LlamaForCausalLM
 
 from tests.e2e.test_fine_tunes import write_fine_tune
 from tests.worker.models.checkpoints import greedy_tokens
+from triptych import LLM, AsyncLLM, SamplingParams
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.config.loader import load_config
+from triptych.errors import InvalidRequest, ModelNotFound
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.launcher.ports import with_free_ports
 
@@ -178,6 +180,58 @@ def test_a_worker_that_takes_the_place_of_another_has_all_adapters(stack):
     stack.load("law", "law")  # again, if it is loaded already
     os.kill(stack.cluster.pids["worker"], signal.SIGKILL)
     stack.check("sql", "law", "base")
+
+
+def options_of(models: Models) -> dict[str, object]:
+    return {"dtype": "float32", "num_blocks": 256, "max_adapters": 2, "adapter_root": str(models.root)}
+
+
+def test_a_plain_program_loads_and_names_adapters(models):
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    base, sql, law = (models.expected[name][0] for name in ("base", "sql", "law"))
+    at_start = {"sql": models.root / "sql"}
+    with LLM(str(models.root / "base"), adapters=at_start, **options_of(models)) as llm:
+        assert [facts.name for facts in llm.list_adapters()] == ["sql"]
+        with pytest.raises(ModelNotFound, match=r"adapter: .*'law'"):
+            llm.generate(PROMPTS[0], params, use_tqdm=False, adapter="law")
+        facts = llm.load_adapter("law", models.root / "law")
+        assert llm.load_adapter("law", models.root / "law") == facts
+        outputs = llm.generate([PROMPTS[0]] * 3, params, use_tqdm=False, adapter=["", "sql", "law"])
+        assert [list(output.outputs[0].token_ids) for output in outputs] == [base, sql, law]
+        with pytest.raises(InvalidRequest, match="source"):
+            llm.load_adapter("other", "/etc")
+        with LLM("law", address=llm.address) as named:  # an adapter is a model to clients
+            [output] = named.generate(PROMPTS[0], params, use_tqdm=False)
+            assert list(output.outputs[0].token_ids) == law
+        llm.unload_adapter("law")
+        with pytest.raises(InvalidRequest, match="'law' is not loaded"):
+            llm.unload_adapter("law")
+
+
+async def test_an_asyncio_program_loads_and_names_adapters(models):
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    async with AsyncLLM(str(models.root / "base"), **options_of(models)) as llm:
+        await llm.load_adapter("sql", "sql")
+        assert [facts.source for facts in await llm.list_adapters()] == ["sql"]
+        async for output in llm.generate(PROMPTS[0], params, adapter="sql"):
+            tokens = list(output.outputs[0].token_ids)
+        assert tokens == models.expected["sql"][0]
+        await llm.unload_adapter("sql")
+        assert await llm.list_adapters() == []
+
+
+@pytest.mark.thorough
+def test_a_program_for_vllm_brings_its_adapter(models):
+    from triptych import vllm
+    from triptych.vllm.lora.request import LoRARequest
+
+    params = vllm.SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    with vllm.LLM(str(models.root / "base"), dtype="float32", enable_lora=True, max_loras=2) as llm:
+        request = LoRARequest("law", 1, str(models.root / "law"))
+        [output] = llm.generate(
+            {"prompt_token_ids": PROMPTS[0]}, params, use_tqdm=False, lora_request=request
+        )
+        assert list(output.outputs[0].token_ids) == models.expected["law"][0]
 
 
 @pytest.mark.thorough

@@ -14,6 +14,7 @@ from triptych.client.dialer import Dialer
 from triptych.config import TlsConfig
 from triptych.errors import FeatureDisabled, InvalidRequest, TriptychError
 from triptych.rpc.status import from_rpc_error
+from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import EngineStatus, PauseMode, SleepLevel
 from triptych.wire.admin import pause_mode_to_proto, sleep_level_to_proto, status_from_proto
 
@@ -118,6 +119,21 @@ class AdminClient:
 
         return sum(response.num_blocks for response in await self._each(ask))
 
+    async def load_adapter(self, name: str, source: str) -> AdapterFacts:
+        """Load a LoRA adapter into all engines, from a directory on the workers' machines."""
+        request = admin_pb2.LoadAdapterRequest(name=name, source=source)
+        return _adapter((await self._answer(self._stub.LoadAdapter(request, timeout=CALL_TIMEOUT_S))).adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter in all engines. Requests that run with it go on."""
+        request = admin_pb2.UnloadAdapterRequest(name=name)
+        await self._answer(self._stub.UnloadAdapter(request, timeout=CALL_TIMEOUT_S))
+
+    async def list_adapters(self) -> list[AdapterFacts]:
+        """Return the adapters that requests may name."""
+        listed = self._stub.ListAdapters(admin_pb2.ListAdaptersRequest(), timeout=_LIST_TIMEOUT_S)
+        return [_adapter(adapter) for adapter in (await self._answer(listed)).adapters]
+
     @property
     def _stub(self) -> admin_pb2_grpc.AdminServiceStub:
         return self._dialer.stub(admin_pb2_grpc.AdminServiceStub)
@@ -151,6 +167,10 @@ class AdminClient:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise admin_error(error, self._dialer.address) from None
             raise self._dialer.to_typed_error(error, has_output=False) from None
+
+
+def _adapter(adapter: admin_pb2.Adapter) -> AdapterFacts:
+    return AdapterFacts(adapter.name, adapter.digest, adapter.rank, adapter.source)
 
 
 def admin_error(error: grpc.RpcError, address: str) -> TriptychError:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
+from triptych.client.adapter_methods import AsyncAdapterMethods
 from triptych.client.admin_client import EngineMetric, to_pause_mode, to_sleep_level
 from triptych.client.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from triptych.client.collect import OutputCollector, stream_outputs
@@ -32,7 +33,7 @@ from triptych.types.pooling_outputs import (
 from triptych.types.sampling import OutputKind, SamplingParams
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncAdapterMethods):
     """A model for asyncio programs.
 
         async with AsyncLLM() as llm:
@@ -98,6 +99,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str = "",
         *,
+        adapter: str = "",
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
@@ -113,12 +115,14 @@ class AsyncLLM:
         Args:
             sampling_params: sent unchanged, with every field; None leaves all but the output kind to the
                 model's generation_config.json and the server's defaults.
+            adapter: name of a LoRA adapter that is applied; empty: none. See `load_adapter`.
             request_id: a name for it, unique while it runs, for `abort` and the server's log. Empty: one is drawn.
             timeout_s: the request's deadline.
         """
         options = RequestOptions(
             request_id=request_id,
             model=self._connection.model_name,
+            adapter=adapter,
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
@@ -142,6 +146,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        adapter: str = "",
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
@@ -159,6 +164,7 @@ class AsyncLLM:
         options = RequestOptions(
             request_id=request_id,
             model=self._connection.model_name,
+            adapter=adapter,
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
@@ -176,13 +182,18 @@ class AsyncLLM:
         prompt: AnyPrompt,
         params: BeamSearchParams,
         *,
+        adapter: str = "",
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
     ) -> BeamSearchOutput:
         """Search the likeliest sequences after one prompt; see `LLM.beam_search`."""
         options = RequestOptions(
-            model=self._connection.model_name, priority=priority, tenant=tenant, cache_salt=cache_salt
+            model=self._connection.model_name,
+            adapter=adapter,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
         )
         [output] = await beam_search(
             await self.start(),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+from triptych.client.adapter_methods import AdapterMethods
 from triptych.client.admin_client import AdminClient, EngineMetric, to_pause_mode, to_sleep_level
 from triptych.client.batch import (
     MAX_IN_FLIGHT,
@@ -37,7 +38,7 @@ from triptych.types.sampling import SamplingParams
 _T = TypeVar("_T")
 
 
-class LLM(PooledMethods):
+class LLM(PooledMethods, AdapterMethods):
     """A model for plain programs.
 
         with LLM() as llm:                              # starts a stack of its own
@@ -121,6 +122,7 @@ class LLM(PooledMethods):
         use_tqdm: UseTqdm = True,
         *,
         on_error: Literal["raise", "return"] = "raise",
+        adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
         cache_salt: str | Sequence[str] = "",
@@ -142,6 +144,7 @@ class LLM(PooledMethods):
             on_error: what follows when a prompt has failed and the others are finished. `raise` its error where it
                 is the only one, or else PartialFailure, which has all `outputs`; `return` them: those of prompts
                 that failed have an `error` and no choices.
+            adapter: name of a LoRA adapter that is applied; empty: none. See `load_adapter`.
             priority: lower runs first. This and the next may be lists with one entry for each prompt.
             tenant: the tenant that the tokens are charged to.
             cache_salt: share cached prefixes only with requests of the same salt.
@@ -157,6 +160,7 @@ class LLM(PooledMethods):
             parse_prompts(prompts),
             sampling_params,
             RequestOptions(model=self._connection.model_name, truncate_prompt_tokens=truncate_prompt_tokens),
+            adapter=adapter,
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
@@ -177,6 +181,7 @@ class LLM(PooledMethods):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         on_error: Literal["raise", "return"] = "raise",
+        adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
         cache_salt: str | Sequence[str] = "",
@@ -204,6 +209,7 @@ class LLM(PooledMethods):
             parse_conversations(messages),
             sampling_params,
             RequestOptions(model=self._connection.model_name, chat=chat),
+            adapter=adapter,
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
@@ -218,6 +224,7 @@ class LLM(PooledMethods):
         use_tqdm: UseTqdm = False,
         *,
         concurrency_limit: int | None = None,
+        adapter: str = "",
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
@@ -232,7 +239,11 @@ class LLM(PooledMethods):
             InvalidRequest: a prompt or a parameter is refused; names it.
         """
         options = RequestOptions(
-            model=self._connection.model_name, priority=priority, tenant=tenant, cache_salt=cache_salt
+            model=self._connection.model_name,
+            adapter=adapter,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
         )
         parsed = parse_prompts(prompts)
         with ProgressBar(len(parsed), use_tqdm) as bar:

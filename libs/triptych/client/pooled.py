@@ -42,6 +42,8 @@ class PooledOptions:
     cache_salt: str = ""
     timeout_s: float | None = None
     """Seconds for each message of a call."""
+    adapter: str = ""
+    """Name of a LoRA adapter, which these calls take in place of the model's."""
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that all messages have.
@@ -53,7 +55,7 @@ class PooledOptions:
             options = embedding_pb2.PoolingCallOptions(
                 priority=self.priority, tenant=self.tenant, cache_salt=self.cache_salt
             )
-            fields: dict[str, Any] = {"model": self.model, "options": options}
+            fields: dict[str, Any] = {"model": self.adapter or self.model, "options": options}
             if self.truncate_prompt_tokens is not None:
                 fields["truncation"] = common_pb2.Truncation(
                     max_tokens=self.truncate_prompt_tokens, side=common_pb2.TRUNCATION_SIDE_RIGHT
@@ -248,6 +250,7 @@ class PooledMethods:
         *,
         normalize: bool | None = None,
         dimensions: int | None = None,
+        adapter: str = "",
         truncate_prompt_tokens: int | None = None,
         priority: int = 0,
         tenant: str = "",
@@ -260,6 +263,7 @@ class PooledMethods:
             prompts: as `generate` takes them.
             normalize: scale vectors to length 1. None: as the model has it.
             dimensions: numbers of each vector to keep. None: all.
+            adapter: name of a LoRA adapter that is applied.
             truncate_prompt_tokens: keep only the first tokens of a prompt, this many. None: what is too long is
                 refused.
             priority, tenant, cache_salt: as `generate` takes them.
@@ -270,6 +274,7 @@ class PooledMethods:
             FeatureDisabled: the model serves no embeddings; says what it serves.
         """
         options = self._pooled_options(
+            adapter=adapter,
             truncate_prompt_tokens=truncate_prompt_tokens,
             priority=priority,
             tenant=tenant,

@@ -23,6 +23,7 @@ stand for what is not sent."""
 
 _OPTION_PATHS = {
     "model": "model",
+    "adapter": "adapter",
     "priority": "priority",
     "tenant": "tenant",
     "cache_salt": "cache.salt",
@@ -47,6 +48,8 @@ class RequestOptions:
     """Options of a conversation; others ignore them."""
     emitted: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Go on with an answer that broke off: index of each choice to go on with -> its output tokens so far."""
+    adapter: str = ""
+    """Name of a LoRA adapter of the model. Empty: none, unless the model's name is one's."""
 
 
 DEFAULT_OPTIONS = RequestOptions()

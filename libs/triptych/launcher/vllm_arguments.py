@@ -7,6 +7,7 @@ and hints on speed and memory that have no counterpart here. What would change a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -165,6 +166,7 @@ def _adapter_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "worker.max_adapters": arguments.get("max_loras") or _VLLM_MAX_LORAS,
         "worker.max_adapter_rank": arguments.get("max_lora_rank") or _VLLM_MAX_LORA_RANK,
+        "model.adapter_root": "/",  # a LoRARequest may have any path
         **({"model.adapters": ",".join(map(_adapter_entry, modules))} if modules else {}),
     }
 
@@ -196,6 +198,8 @@ def _is_neutral(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _to_ours(name: str, value: Any) -> Any:
+    if name in ("adapters", "model.adapters") and isinstance(value, Mapping):
+        return ",".join(f"{adapter}={os.fspath(path)}" for adapter, path in value.items())
     if name == "dtype" and value is not None and not isinstance(value, str):
         value = str(value).removeprefix("torch.")
     if name == "served_model_name" and isinstance(value, list | tuple):

@@ -15,7 +15,6 @@ from triptych.vllm.sampling_params import SamplingParams
 
 _WHY = {
     "data_parallel_rank": "the frontend chooses the engine",
-    "lora_request": "adapters are not served",
     "mm_processor_kwargs": "pictures and sounds are not served",
     "stat_loggers": "read get_metrics() or the metrics port",
     "tokenization_kwargs": "give SamplingParams(truncate_prompt_tokens=…), or token ids as the prompt",

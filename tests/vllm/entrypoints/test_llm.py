@@ -12,6 +12,7 @@ from tests.helpers.fake_frontend import MAX_MODEL_LEN, FakeFrontend
 from triptych import vllm
 from triptych.errors import ConfigError, FeatureDisabled, InvalidRequest
 from triptych.vllm import LLM, AsyncEngineArgs, EngineArgs, SamplingParams
+from triptych.vllm.lora.request import LoRARequest
 from triptych.vllm.outputs import RequestOutput
 from triptych.vllm.v1.engine.async_llm import AsyncLLM
 
@@ -82,10 +83,25 @@ def test_arguments_that_ask_for_nothing_are_taken(llm, frontend):
     assert {request.generation.truncation.max_tokens for request in frontend.requests[1:]} == {3}
 
 
+def test_an_adapter_is_loaded_by_the_first_request_that_brings_it(llm, frontend, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(llm, "load_adapter", lambda name, path: loaded.append((name, path)))
+    sql, law = LoRARequest("sql", 1, "/a/sql"), LoRARequest("law", 2, lora_path="/a/law")
+    llm.generate(["a", "b"], SamplingParams(), use_tqdm=False, lora_request=sql)
+    llm.generate(["c", "d", "e"], SamplingParams(), use_tqdm=False, lora_request=[law, None, sql])
+    llm.chat(HELLO, SamplingParams(), use_tqdm=False, lora_request=law)
+    assert loaded == [("sql", "/a/sql"), ("law", "/a/law")]
+    named = [request.generation.adapter for request in frontend.requests]
+    assert sorted(named[:2]) == ["sql", "sql"]
+    assert sorted(named[2:5]) == ["", "law", "sql"]
+    assert named[5:] == ["law"]
+    with pytest.raises(InvalidRequest, match="lora_request: expected a LoRARequest"):
+        llm.generate("a", use_tqdm=False, lora_request=object())
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"lora_request": object()}, "lora_request: .* adapters are not served"),
         (
             {"tokenization_kwargs": {"add_special_tokens": False}},
             "tokenization_kwargs: .*token ids as the prompt",

@@ -17,6 +17,7 @@ from triptych.client.served_tokenizer import ServedTokenizer
 from triptych.errors import InvalidRequest
 from triptych.types.outputs import RequestOutput
 from triptych.vllm.engine.arg_utils import EngineArgs
+from triptych.vllm.lora.request import LoadedAdapters, LoRARequest, LoRARequests, names_of
 from triptych.vllm.requests import Seeds, read_template, refuse, to_template_messages
 from triptych.vllm.sampling_params import SamplingParams
 
@@ -58,6 +59,7 @@ class LLM(llm.LLM):
         """
         self._chat_template = read_template(chat_template)
         self._seeds = Seeds(seed)
+        self._loaded = LoadedAdapters()
         super().__init__(model, **arguments)
 
     @classmethod
@@ -70,19 +72,16 @@ class LLM(llm.LLM):
         prompts: AnyPrompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; see `triptych.LLM.generate`, which has the options."""
-        refuse(
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            mm_processor_kwargs=mm_processor_kwargs,
-        )
+        refuse(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         priority = 0 if priority is None else priority
+        options = {**options, **self._adapters_of(lora_request)}
         return super().generate(prompts, sampling_params, use_tqdm, priority=priority, **options)
 
     def chat(  # type: ignore[override]
@@ -90,7 +89,7 @@ class LLM(llm.LLM):
         messages: Conversation | Iterable[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | Path | None = None,
         chat_template_content_format: str = "auto",
@@ -138,13 +137,13 @@ class LLM(llm.LLM):
         self,
         prompts: AnyPrompts,
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
         **options: Any,
     ) -> list[BeamSearchOutput]:
         """Search the likeliest sequences; see `triptych.LLM.beam_search`."""
-        refuse(lora_request=lora_request)
+        options = {**options, **self._adapters_of(lora_request)}
         return super().beam_search(prompts, params, use_tqdm, concurrency_limit=concurrency_limit, **options)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -180,6 +179,13 @@ class LLM(llm.LLM):
     def llm_engine(self) -> Engine:
         """The part of the engine that programs look into."""
         return Engine(self.model_config, self.get_tokenizer())
+
+    def _adapters_of(self, given: LoRARequests) -> dict[str, Any]:
+        """Load the adapters that are not, and return the option that names those of the prompts."""
+        for request in self._loaded.missing(given):
+            self.load_adapter(request.lora_name, request.lora_path)
+            self._loaded.note(request)
+        return {} if given is None else {"adapter": names_of(given)}
 
     def _served_model(self) -> ServedModel:
         return self._loop.run(self._client().get_model(self._connection.model_name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from triptych.client import async_llm
@@ -11,6 +12,7 @@ from triptych.client.prompts import AnyPrompt
 from triptych.types.outputs import RequestOutput
 from triptych.vllm.engine.arg_utils import EngineArgs
 from triptych.vllm.entrypoints.llm import ModelConfig, check_tags
+from triptych.vllm.lora.request import LoadedAdapters, LoRARequest
 from triptych.vllm.requests import Seeds, refuse
 from triptych.vllm.sampling_params import SamplingParams
 
@@ -29,6 +31,7 @@ class AsyncLLM(async_llm.AsyncLLM):
     def __init__(self, model: str | None = None, *, seed: int | None = 0, **arguments: Any) -> None:
         """See `triptych.vllm.LLM`. The stack is started by the first call."""
         self._seeds = Seeds(seed)
+        self._loaded = LoadedAdapters()
         self._closing: set[asyncio.Task[None]] = set()
         super().__init__(model, **arguments)
 
@@ -54,7 +57,7 @@ class AsyncLLM(async_llm.AsyncLLM):
         sampling_params: SamplingParams | None = None,
         request_id: str = "",
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -68,15 +71,24 @@ class AsyncLLM(async_llm.AsyncLLM):
         Args:
             trace_headers: Have no effect.
         """
-        refuse(
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            data_parallel_rank=data_parallel_rank,
-        )
+        refuse(tokenization_kwargs=tokenization_kwargs, data_parallel_rank=data_parallel_rank)
         if isinstance(sampling_params, SamplingParams) and sampling_params.truncate_prompt_tokens is not None:
             options.setdefault("truncate_prompt_tokens", sampling_params.truncate_prompt_tokens)
         params: Any = sampling_params if sampling_params is None else self._seeds.freeze(sampling_params)
-        return super().generate(prompt, params, request_id, priority=priority, **options)
+        if lora_request is None:
+            return super().generate(prompt, params, request_id, priority=priority, **options)
+        options = {**options, "adapter": lora_request.lora_name, "priority": priority}
+        return self._with_adapter(lora_request, prompt, params, request_id, options)
+
+    async def _with_adapter(
+        self, adapter: LoRARequest, prompt: AnyPrompt, params: Any, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        for request in self._loaded.missing(adapter):
+            await self.load_adapter(request.lora_name, request.lora_path)
+            self._loaded.note(request)
+        async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """Return the model's own sampling parameters, which may be changed."""

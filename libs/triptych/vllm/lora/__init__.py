@@ -1,0 +1,1 @@
+"""The place of vLLM's `lora` package."""
