@@ -15,6 +15,9 @@ from triptych.checkpoint.tensor_names import TensorNames
 TRANSFORMERS_MODEL = "TransformersForCausalLM"
 """Name of the decoders that the modules of transformers compute."""
 
+TRANSFORMERS_ENCODER = "TransformersEncoder"
+"""Name of the encoders that they compute."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
@@ -161,7 +164,7 @@ class EncoderHead:
     dense_bias: bool = True
     has_norm: bool = False
     pooling: str = "first"
-    """The states that it reads: first, or mean."""
+    """The state that it reads: first, last, or mean, that of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,8 @@ class EncoderSpec:
     """Whether a norm follows the last layer."""
     head: EncoderHead | None = None
     """The head that classifies; None: it has none."""
+    is_by_text: bool = False
+    """Whether each text is a call of transformers' modules, since something beside attention may mix its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from triptych.checkpoint.architecture import TRANSFORMERS_MODEL, ModelArchitecture
+from triptych.checkpoint.architecture import TRANSFORMERS_ENCODER, TRANSFORMERS_MODEL, ModelArchitecture
 from triptych.config import EngineConfig
 from triptych.config.step_size import size_for_device
 from triptych.errors import ConfigError, FeatureDisabled
@@ -232,7 +232,7 @@ def _batch_dependence(attention: str, site: AttentionSite, quantization: str) ->
     """Return what makes sums depend on the rows that share a step, and the remedy; None if they do not."""
     if attention not in BATCH_INVARIANT_CHOICES:
         return f"worker.attention_backend = {attention} cuts its sums by the rows that share a step; set that to auto"
-    if site.architecture.name == TRANSFORMERS_MODEL:
+    if site.architecture.name in (TRANSFORMERS_MODEL, TRANSFORMERS_ENCODER):
         return (
             "transformers' modules compute this model, and products of theirs in plain torch cut their sums by the "
             "number of rows; set model.backend to native where a native model serves it"

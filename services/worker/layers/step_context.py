@@ -26,3 +26,17 @@ class StepContext:
     """Pages of the rows' states. None: the model has no states."""
     adapter_slots: Tensor | None = None
     """[num_tokens] int32, the slot of each token's low-rank adapter, -1 for none. None: the worker serves none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextLayout:
+    """The texts of one step, the same for every layer."""
+
+    query_starts: Tensor
+    """[num_texts + 1] int32, the first token of each text."""
+    seq_lens: Tensor
+    """[num_texts] int32."""
+    token_types: Tensor
+    """[num_tokens] int64, the text of a pair that a token is in."""
+    seq_lens_list: tuple[int, ...] | None = None
+    """Values of `seq_lens`; None in a recording."""

@@ -7,8 +7,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from triptych.types.step import F32
 from triptych_services.worker.context.model_context import ModelContext
-from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.layers.step_context import StepContext, TextLayout
 from triptych_services.worker.layers.weights import LoadedTensor
 
 
@@ -53,6 +54,34 @@ class CausalLM(Protocol):
 
         Raises:
             ModelError: A tensor is missing, unexpected, given twice or of another shape; names it.
+        """
+        ...
+
+
+class TextClassifier(Protocol):
+    """The interface of what an encoder has behind its last layer to classify texts."""
+
+    pooling: str
+    """The state that it reads: first, last, or mean, that of all."""
+
+    def of_vector(self, pooled: F32) -> F32:
+        """Return the scores [num_labels] of one text, of which the pooled states are [hidden_size]."""
+        ...
+
+
+class EncoderModel(Protocol):
+    """A model in which a token sees its whole text; as of `CausalLM`, but for what is said here."""
+
+    classifier: TextClassifier | None
+    """The classifier; None: the model only makes vectors."""
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, layout: TextLayout) -> Tensor:
+        """Return the states [num_tokens, hidden_size] after the last layer.
+
+        Args:
+            token_ids: [num_tokens] int64, text after text.
+            positions: [num_tokens] int64, the position of each token in its text.
+            layout: Where each text begins and ends.
         """
         ...
 

@@ -61,9 +61,12 @@ def _describe(directory: Path, refusal: FeatureDisabled | None = None) -> ModelA
             refusal.features, f"{refusal.why}; transformers may compute it, and is not installed; {install}"
         )
     from triptych_services.worker.models.fallback.describe import describe
+    from triptych_services.worker.models.fallback.describe_encoder import describe_encoder
+    from triptych_services.worker.models.fallback.skeleton import find_encoder
 
     try:
-        architecture = describe(directory)
+        is_encoder = find_encoder(ConfigFile.read(directory / CONFIG_FILE).values) is not None
+        architecture = describe_encoder(directory) if is_encoder else describe(directory)
     except FeatureDisabled as other:
         if refusal is None:
             raise

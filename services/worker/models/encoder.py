@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,24 +22,11 @@ from triptych_services.worker.layers.linear import ColumnLinear, QKVLinear, RowL
 from triptych_services.worker.layers.mlp import create_mlp
 from triptych_services.worker.layers.norm import create_norm
 from triptych_services.worker.layers.rotary import RotaryTables
+from triptych_services.worker.layers.step_context import TextLayout
 from triptych_services.worker.layers.weights import LoadedTensor, WeightedLayer, WeightTarget, empty_parameter
 
 _FAR = 128
 """Distance from which on there is one bucket."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TextLayout:
-    """The texts of one step, the same for every layer."""
-
-    query_starts: Tensor
-    """[num_texts + 1] int32, the first token of each text."""
-    seq_lens: Tensor
-    """[num_texts] int32."""
-    token_types: Tensor
-    """[num_tokens] int64, the text of a pair that a token is in."""
-    seq_lens_list: tuple[int, ...] | None = None
-    """Values of `seq_lens`; None in a recording."""
 
 
 class Encoder(nn.Module):
@@ -349,8 +335,7 @@ class Classifier(nn.Module):
         spec = _spec_of(context).head
         assert spec is not None, "described with a head"
         hidden_size = context.architecture.hidden_size
-        self.reads_mean = spec.pooling == "mean"
-        """Whether it reads the mean of all states, rather than the first one."""
+        self.pooling = spec.pooling
         self.is_tanh = spec.activation == "tanh"
         self.dtype, self.device = context.dtype, context.device
         self.dense = ColumnLinear(

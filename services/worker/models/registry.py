@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from triptych.checkpoint.architecture import TRANSFORMERS_MODEL
+from triptych.checkpoint.architecture import TRANSFORMERS_ENCODER, TRANSFORMERS_MODEL
 from triptych.checkpoint.families.registry import own_architectures, own_encoders
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.context.model_context import ModelContext
@@ -22,6 +22,7 @@ _name_to_model: dict[str, type[CausalLM] | str] = {
     **dict.fromkeys(own_architectures(), _DECODER),
     **dict.fromkeys(own_encoders(), _ENCODER),
     TRANSFORMERS_MODEL: "triptych_services.worker.models.fallback.model:TransformersForCausalLM",
+    TRANSFORMERS_ENCODER: "triptych_services.worker.models.fallback.encoder:TransformersEncoder",
 }
 
 
@@ -53,7 +54,7 @@ def find_model(name: str) -> type[CausalLM]:
         installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
         model = installed.get(name)
     if model is None:
-        known = sorted({*_name_to_model, *installed} - {TRANSFORMERS_MODEL})
+        known = sorted({*_name_to_model, *installed} - {TRANSFORMERS_MODEL, TRANSFORMERS_ENCODER})
         near = ", ".join(get_close_matches(name, known, n=3, cutoff=0.0))
         raise FeatureDisabled(
             f"architecture {name}",

@@ -34,7 +34,8 @@ from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import record
 from triptych_kernels.cpu.recording import NotRecordable, Recording
 from triptych_services.worker.kv_transfer.base import BlockStore
-from triptych_services.worker.models.encoder import Encoder, TextLayout
+from triptych_services.worker.layers.step_context import TextLayout
+from triptych_services.worker.models.base import EncoderModel
 from triptych_services.worker.runner.base import CompletedStep, StepRunner, do_nothing
 from triptych_services.worker.runner.pooling import Pooler
 
@@ -96,7 +97,7 @@ class RecordedEncoder:
 
     computes_with_torch = False
 
-    def __init__(self, model: Encoder, inputs: EncoderInputs) -> None:
+    def __init__(self, model: EncoderModel, inputs: EncoderInputs) -> None:
         """
         Raises:
             NotRecordable: The model computes something that no native kernel does; names it.
@@ -127,7 +128,7 @@ class EagerEncoder:
 
     computes_with_torch = True
 
-    def __init__(self, model: Encoder, inputs: EncoderInputs, device: torch.device) -> None:
+    def __init__(self, model: EncoderModel, inputs: EncoderInputs, device: torch.device) -> None:
         self._model, self._inputs, self._device = model, inputs, device
         native = device.type == "cpu" and isa()
         self.description = f"{isa()} eager" if native else "torch"
@@ -147,7 +148,7 @@ class EagerEncoder:
 
 
 def create_encoder_backend(
-    model: Encoder, inputs: EncoderInputs, device: torch.device, *, enforce_eager: bool
+    model: EncoderModel, inputs: EncoderInputs, device: torch.device, *, enforce_eager: bool
 ) -> EncoderBackend:
     """Create the backend for a device.
 
@@ -261,7 +262,7 @@ class EncoderRunner(StepRunner):
     def __init__(
         self,
         *,
-        model: Encoder,
+        model: EncoderModel,
         facts: WorkerFacts,
         device: torch.device,
         pooler: Pooler,

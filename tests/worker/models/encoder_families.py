@@ -65,6 +65,44 @@ HEADS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
+DEBERTA = {
+    **SIZES,
+    "relative_attention": True,
+    "position_buckets": 8,
+    "pos_att_type": ["p2c", "c2p"],
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+}
+"""As of DeBERTa v3."""
+
+AT_ONCE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "ALBERT": ("AlbertForSequenceClassification", {**SIZES, "embedding_size": 16, "num_hidden_groups": 2}),
+    "ELECTRA": ("ElectraForSequenceClassification", {**SIZES, "embedding_size": 16, "num_labels": 3}),
+    "ERNIE": ("ErnieForSequenceClassification", {**SIZES, "num_labels": 1}),
+    "EuroBERT": ("EuroBertModel", SIZES),
+    "Data2Vec": ("Data2VecTextModel", {**SIZES, "pad_token_id": 1}),
+    "Jina v3": ("JinaEmbeddingsV3Model", SIZES),
+    "RoBERTa, norms first": ("RobertaPreLayerNormForSequenceClassification", {**SIZES, "pad_token_id": 1}),
+    "XLM-R XL": ("XLMRobertaXLForSequenceClassification", {**SIZES, "pad_token_id": 1}),
+}
+"""Encoders without a native model, of which transformers' modules compute all texts of a step at once."""
+
+BY_TEXT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "FNet": ("FNetForSequenceClassification", SIZES),
+    "ConvBERT": ("ConvBertForSequenceClassification", {**SIZES, "embedding_size": 16}),
+    "DeBERTa": ("DebertaModel", {**SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
+    "DeBERTa v3": ("DebertaV2ForSequenceClassification", DEBERTA),
+    "LUKE": ("LukeModel", {**SIZES, "pad_token_id": 1, "entity_vocab_size": 10}),
+    "MegatronBERT": ("MegatronBertForSequenceClassification", SIZES),
+    "RemBERT": ("RemBertForSequenceClassification", {**SIZES, "input_embedding_size": 16}),
+    "RoFormer": ("RoFormerForSequenceClassification", {**SIZES, "embedding_size": 16}),
+    "T5": ("T5EncoderModel", {**SIZES, "d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4}),
+    "XLM": ("XLMForSequenceClassification", {**SIZES, "emb_dim": 32, "n_layers": 2, "n_heads": 4}),
+}
+"""Likewise those of which they compute text after text."""
+
+
 def create_encoder(class_name: str, arguments: Mapping[str, Any]) -> Any:
     """Return a model of transformers with random weights, in float32."""
     model_class = getattr(transformers, class_name)

@@ -111,7 +111,9 @@ def test_scores_equal_transformers(name: str, saved: Any) -> None:
     model, inputs, texts = load_encoder(directory), new_inputs(), random_texts(*LENGTHS)
     assert model.classifier is not None
     for states, text in zip(states_of(RecordedEncoder(model, inputs), inputs, texts), texts, strict=True):
-        scores = model.classifier(states.mean(0, keepdim=True) if model.classifier.reads_mean else states[:1])
+        scores = model.classifier(
+            states.mean(0, keepdim=True) if model.classifier.pooling == "mean" else states[:1]
+        )
         expected = oracle(torch.from_numpy(text)[None]).logits
         torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
 

@@ -217,7 +217,8 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        FeatureDisabled, match=r"no decoder of that name; `auto_map` names code in the checkpoint"
+        FeatureDisabled,
+        match=r"no decoder or encoder of texts of that name; `auto_map` names code in the checkpoint",
     ):
         choose_architecture(tmp_path, "auto")
 

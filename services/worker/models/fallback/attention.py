@@ -12,9 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from triptych.errors import FeatureDisabled
 from triptych_kernels.attend_options import AttendOptions
-from triptych_kernels.ops import write_kv
+from triptych_kernels.ops import encode_attention, write_kv
 from triptych_services.worker.attention.base import AttentionBackend
-from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.layers.step_context import StepContext, TextLayout
 from triptych_services.worker.models.fallback import IMPLEMENTATION
 from triptych_services.worker.models.fallback.masks import Mask
 
@@ -47,7 +47,9 @@ class AttentionCall:
     def options(self) -> AttendOptions:
         sinks = None if self.sinks is None else self.sinks.float().flatten()
         mask = self.mask
-        return AttendOptions(self.scale, mask.window, mask.chunk, self.soft_cap, sinks)
+        return AttendOptions(
+            self.scale, mask.window, mask.chunk, self.soft_cap, sinks, is_causal=mask.is_causal
+        )
 
 
 class Attention(Protocol):
@@ -65,6 +67,8 @@ class AttentionCalls:
     attention: Attention | None = None
     names: dict[int, str] = field(default_factory=dict)
     """Identity of a module -> its path."""
+    is_causal: bool = True
+    """Whether a token must see those before it only; every call must agree."""
 
     def connect(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
@@ -101,6 +105,35 @@ class PagedCalls:
         out = batch.backend.attend(query, cache, batch, self._options[self.num_calls - 1])
         value_dim = call.value.shape[2]
         return out if value_dim == head_dim else out[:, :, :value_dim]
+
+
+class TextCalls:
+    """Answers by attention within each text of a step."""
+
+    def __init__(self, layout: TextLayout, options: list[AttendOptions]) -> None:
+        """
+        Args:
+            options: As of `PagedCalls`.
+        """
+        self._layout = layout
+        self._options = options
+        self.num_calls = 0
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        layout = self._layout
+        if len(self._options) == self.num_calls:  # the first pass; each has the same calls
+            self._options.append(call.options())
+        options = self._options[self.num_calls]
+        self.num_calls += 1
+        return encode_attention(
+            call.query,
+            call.key,
+            call.value,
+            layout.query_starts,
+            layout.seq_lens,
+            options,
+            seq_lens_list=layout.seq_lens_list,
+        )
 
 
 def _supported(call: AttentionCall, backend: AttentionBackend) -> AttendOptions:
@@ -151,13 +184,15 @@ def _attend(
     if unknown:
         raise FeatureDisabled(_FEATURE, f"{name} gives {unknown[0]} to its attention")
     if attention_mask is None:
-        if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
-            raise FeatureDisabled(_FEATURE, f"{name} is not causal")
-        attention_mask = Mask(window=int(window or 0))
+        # in an encoder nothing says on which side of a token its window is
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if window and not causal:
+            raise FeatureDisabled(_FEATURE, f"{name} gives a window without a mask to its attention")
+        attention_mask = Mask(window=int(window or 0), is_causal=bool(causal))
     if not isinstance(attention_mask, Mask):
         raise FeatureDisabled(_FEATURE, f"{name} gives a mask of its own to its attention")
-    if not attention_mask.is_causal:
-        raise FeatureDisabled(_FEATURE, f"{name} is not causal")
+    if attention_mask.is_causal != calls.is_causal:
+        raise FeatureDisabled(_FEATURE, f"{name} is {'not ' if calls.is_causal else ''}causal")
     if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise FeatureDisabled(
             _FEATURE,

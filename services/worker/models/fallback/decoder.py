@@ -29,7 +29,7 @@ class Decoder(nn.Module):
         self.calls = AttentionCalls()
         self.calls.connect(model)
         describe_masks(model)
-        self.given = _Given()
+        self.given = Given()
         setattr(model, name, self.given)
         self.ends = model
         """The model with its body replaced by given hidden states."""
@@ -58,25 +58,28 @@ class Decoder(nn.Module):
         return logits
 
 
-class _Given(nn.Module):
+class Given(nn.Module):
     """Hidden states that are known, in the place of the body that computes them."""
 
     hidden: Tensor
+    pooled: Tensor | None = None
+    """The body's pooler's output, if the body has a pooler."""
 
     @property
-    def decoder(self) -> _Given:
+    def decoder(self) -> Given:
         """For classes that call a part of their body."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _Output(last_hidden_state=self.hidden)
+        return Output(last_hidden_state=self.hidden, pooler_output=self.pooled)
 
 
 @dataclass
-class _Output(ModelOutput):
+class Output(ModelOutput):
     """The output of a body; what a class asks for besides is None."""
 
     last_hidden_state: Tensor | None = None
+    pooler_output: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from triptych.checkpoint.architecture import (
@@ -19,8 +20,9 @@ from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.config_json import CONFIG_FILE, GGUF_INDEX_FILE, read_eos_token_ids
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.models.fallback.attention import AttentionCall
+from triptych_services.worker.models.fallback.decoder import Decoder
 from triptych_services.worker.models.fallback.probe import Probe
-from triptych_services.worker.models.fallback.skeleton import read_config
+from triptych_services.worker.models.fallback.skeleton import build
 
 _LENGTHS = (
     "max_position_embeddings",
@@ -30,7 +32,7 @@ _LENGTHS = (
     "n_ctx",
     "max_target_positions",
 )
-_NOTES = ("_name_or_path", "transformers_version")  # of who wrote the file; they change no token
+NOTES = ("_name_or_path", "transformers_version")  # of who wrote the file; they change no token
 _UNLIMITED = 1 << 17  # positions of a model that names no limit
 
 
@@ -46,10 +48,10 @@ def describe(directory: Path) -> ModelArchitecture:
     values = file.values
     if (directory / GGUF_INDEX_FILE).is_file():
         raise FeatureDisabled("model.backend = transformers", "GGUF files are read by native models only")
-    config = read_config(values)
-    text = config.get_text_config(decoder=True)
-    max_positions = _max_positions(text)
-    probe = Probe(values, max_positions=max_positions)
+    model = build(values, torch.float32)
+    text = model.config.get_text_config(decoder=True)
+    max_positions = read_max_positions(text)
+    probe = Probe(model, Decoder, max_positions=max_positions)
     calls = probe.attention_calls()
     probe.check_rows()
     first_position = probe.first_position()
@@ -57,10 +59,10 @@ def describe(directory: Path) -> ModelArchitecture:
         name=TRANSFORMERS_MODEL,
         vocab_size=probe.vocab_size,
         hidden_size=probe.hidden_size,
-        layers=tuple(_layer(call, probe.input_sizes) for call in calls),
+        layers=tuple(describe_layer(call, probe.input_sizes) for call in calls),
         max_position_embeddings=max_positions - first_position,
         tie_word_embeddings=probe.is_tied,
-        dtype=_dtype(values),
+        dtype=read_dtype(values),
         bos_token_id=bos if isinstance(bos := getattr(text, "bos_token_id", None), int) else None,
         eos_token_ids=read_eos_token_ids(directory),
         block=BlockSpec(
@@ -68,11 +70,11 @@ def describe(directory: Path) -> ModelArchitecture:
             has_sinks=any(call.sinks is not None for call in calls),
         ),
         ends=EndsSpec(learned_position_offset=first_position),
-        config={key: value for key, value in values.items() if key not in _NOTES},
+        config={key: value for key, value in values.items() if key not in NOTES},
     )
 
 
-def _layer(call: AttentionCall, input_sizes: Sequence[int]) -> LayerSpec:
+def describe_layer(call: AttentionCall, input_sizes: Sequence[int]) -> LayerSpec:
     _, num_heads, head_dim = call.query.shape
     mask = call.mask
     attention, window = (
@@ -89,12 +91,12 @@ def _layer(call: AttentionCall, input_sizes: Sequence[int]) -> LayerSpec:
     )
 
 
-def _max_positions(text: PreTrainedConfig) -> int:
+def read_max_positions(text: PreTrainedConfig) -> int:
     lengths = [length for name in _LENGTHS if isinstance(length := getattr(text, name, None), int)]
     return lengths[0] if lengths and lengths[0] > 0 else _UNLIMITED
 
 
-def _dtype(values: Mapping[str, Any]) -> str:
+def read_dtype(values: Mapping[str, Any]) -> str:
     text = values.get("text_config") or {}
     for section in (values, text):
         for key in ("dtype", "torch_dtype"):

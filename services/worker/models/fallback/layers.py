@@ -56,7 +56,8 @@ class Projection(WeightedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        out = linear(x.reshape(-1, self.in_features), self.weight, self.bias)
+        rows = x.reshape(-1, self.in_features)
+        out = linear(rows if rows.stride(1) == 1 else rows.contiguous(), self.weight, self.bias)
         return out.view(*x.shape[:-1], self.out_features)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
@@ -130,25 +131,31 @@ class OtherParameters(WeightedLayer):
         }
 
 
-def replace_layers(model: PreTrainedModel, context: ModelContext) -> None:
-    """Put our layers into a model on the meta device, and give what remains of it memory.
+def replace_layers(model: PreTrainedModel, context: ModelContext, *, has_head: bool = True) -> None:
+    """Put our layers into a model on the meta device.
+
+    Args:
+        has_head: Whether the model predicts tokens.
 
     Raises:
         FeatureDisabled: The embedding or the head is of an unknown kind.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings() if has_head else None
+    if not isinstance(embedding, nn.Embedding) or (has_head and not isinstance(head, nn.Linear)):
         raise FeatureDisabled(
             "model.backend = transformers",
             f"{type(model).__name__} has {type(embedding).__name__} and {type(head).__name__} for its vocabulary",
         )
-    is_tied = head.weight is embedding.weight
     own_embedding = InputEmbedding(embedding, context=context, prefix=names[id(embedding)])
-    own_head = OutputHead(
-        head, tied_to=own_embedding.table if is_tied else None, context=context, prefix=names[id(head)]
-    )
-    ours: dict[int, nn.Module] = {id(embedding): own_embedding, id(head): own_head}
+    ours: dict[int, nn.Module] = {
+        id(module): own_embedding
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is embedding.weight
+    }
+    if isinstance(head, nn.Linear):
+        tied_to = own_embedding.table if head.weight is embedding.weight else None
+        ours[id(head)] = OutputHead(head, tied_to=tied_to, context=context, prefix=names[id(head)])
     num_experts = _expert_counts(model)
     kept = kept_in_float32(model, context.dtype)
     for name, module in model.named_modules():

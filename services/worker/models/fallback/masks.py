@@ -17,10 +17,10 @@ from triptych_services.worker.models.fallback import IMPLEMENTATION
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The keys before its own that a token sees; it goes through a model in the place of a mask's tensor."""
+    """The keys that a token sees; it goes through a model in the place of a mask's tensor."""
 
     window: int = 0
-    """Number of keys, the token's own included; 0: all."""
+    """Number of keys, the token's own included, on each side of it if the mask is not causal; 0: all."""
     chunk: int = 0
     """Positions of a chunk, inside of which keys are seen; 0: all."""
     is_causal: bool = True
@@ -48,12 +48,16 @@ def _bidirectional(config: Any) -> Mask:
     return Mask(is_causal=False)
 
 
+def _bidirectional_sliding(config: Any) -> Mask:
+    return Mask(window=int(config.sliding_window) + 1, is_causal=False)
+
+
 _BUILDERS: dict[str, Callable[[Any], Mask]] = {
     "create_causal_mask": _causal,
     "create_sliding_window_causal_mask": _sliding,
     "create_chunked_causal_mask": _chunked,
     "create_bidirectional_mask": _bidirectional,
-    "create_bidirectional_sliding_window_mask": _bidirectional,
+    "create_bidirectional_sliding_window_mask": _bidirectional_sliding,
 }
 """Functions of transformers.masking_utils -> what their masks say."""
 
@@ -84,7 +88,7 @@ def _describing(function: Callable[..., Any], describe: Callable[[Any], Mask]) -
             if arguments.get(name) is not None:
                 raise FeatureDisabled("model.backend = transformers", f"{function.__name__} is given {name}")
         if not getattr(config, "is_causal", True):
-            return Mask(is_causal=False)
+            return _bidirectional_sliding(config) if describe is _sliding else Mask(is_causal=False)
         return describe(config)
 
     build.builds_descriptions = True  # type: ignore[attr-defined]

@@ -6,9 +6,9 @@ row by row, so that the pass takes no memory and no time. All else is the model'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from triptych.errors import FeatureDisabled
-from triptych_services.worker.models.fallback.attention import AttentionCall
-from triptych_services.worker.models.fallback.decoder import Decoder
+from triptych_services.worker.models.fallback.attention import Attention, AttentionCall, AttentionCalls
 from triptych_services.worker.models.fallback.experts import is_stacked
 from triptych_services.worker.models.fallback.layers import features, is_projection
-from triptych_services.worker.models.fallback.skeleton import build
 
 _FEATURE = "model.backend = transformers"
 _NUM_TOKENS = 5
@@ -29,38 +27,49 @@ _GIVEN = torch.empty(0)
 """Default of an argument: the positions of the probe."""
 
 
+class Parts(Protocol):
+    """The interface of a model that has been cut at its ends."""
+
+    body: nn.Module
+    calls: AttentionCalls
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Return all modules, those of the model included."""
+        ...
+
+    def __call__(self, token_ids: Tensor, positions: Tensor | None, attention: Attention | None) -> Tensor:
+        """Compute the states [num_tokens, hidden_size] of tokens [num_tokens]."""
+        ...
+
+
 class Probe:
     """A model of transformers that computes with numbers of no meaning."""
 
-    def __init__(self, values: Mapping[str, Any], *, max_positions: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cut: Callable[[PreTrainedModel], Parts], *, max_positions: int
+    ) -> None:
         """
         Args:
-            values: The keys of config.json.
+            model: On the meta device.
+            cut: Makes the model's body callable by itself; afterwards the model may lack it.
             max_positions: Number of positions that the model may be called with.
         """
-        model = build(values, torch.float32)
         self.class_name = type(model).__name__
         self._stacks = _stacks(model)
-        embedding = model.get_input_embeddings()
-        if not isinstance(embedding, nn.Embedding):
-            raise FeatureDisabled(
-                _FEATURE, f"{self.class_name} has {type(embedding).__name__} for its embedding"
-            )
-        self._embedding = embedding
+        self._embedding = embedding = input_embedding(model)
         self.vocab_size = embedding.num_embeddings
         self.hidden_size = embedding.embedding_dim
         self.input_sizes = sorted({features(m)[0] for m in model.modules() if is_projection(m)})
         """Lengths of the projections' inputs."""
         head = model.get_output_embeddings()
-        self.is_tied = head is not None and head.weight is self._embedding.weight
-        self._decoder = Decoder(model)
-        _simplify(self._decoder)
+        self.is_tied = head is not None and head.weight is embedding.weight
+        self._parts = cut(model)
+        simplify(self._parts)
         self._embedding.register_forward_hook(self._spoil)
         self._dirty: int | None = None
         last = max_positions - 1
         self._positions = torch.tensor([0, min(1, last), min(7, last), last // 2, last])
-        # not the first ids, of which one may be padding
-        self._ids = torch.tensor([13, 11, 14, 11, 15]) % self.vocab_size
+        self._ids = probe_ids(_NUM_TOKENS, self.vocab_size)
 
     @torch.inference_mode()
     def attention_calls(self) -> list[AttentionCall]:
@@ -69,8 +78,8 @@ class Probe:
         Raises:
             FeatureDisabled: A layer does not attend, or what it does is not supported; names it.
         """
-        recorder = _RowWise()
-        self._run(slice(None), recorder)
+        recorder = RowWise()
+        self.hidden_size = self._run(slice(None), recorder).shape[1]
         names = [call.name for call in recorder.calls]
         for layers in self._stacks:
             idle = [
@@ -96,16 +105,16 @@ class Probe:
         Raises:
             FeatureDisabled: Something beside attention mixes tokens; names the module.
         """
-        expected = self._run(slice(None), _RowWise())
+        expected = self._run(slice(None), RowWise())
         for dirty in (0, _NUM_TOKENS - 1):
             clean = [row for row in range(_NUM_TOKENS) if row != dirty]
             with self._nan_in(dirty), self._culprits(dirty) as culprits:
-                found = self._run(slice(None), _RowWise())
+                found = self._run(slice(None), RowWise())
             if not torch.allclose(found[clean], expected[clean], rtol=1e-4, atol=1e-4):
                 where = f"{culprits[0]} of " if culprits else ""
                 raise FeatureDisabled(_FEATURE, f"{where}{self.class_name} mixes tokens outside of attention")
         some = [3, 1]
-        found = self._run(some, _RowWise(), shifted=len(some))
+        found = self._run(some, RowWise(), shifted=len(some))
         if not torch.allclose(found, expected[some], rtol=1e-4, atol=1e-4):
             raise FeatureDisabled(
                 _FEATURE,
@@ -119,9 +128,9 @@ class Probe:
         Raises:
             FeatureDisabled: It does not count on from there.
         """
-        own = self._run(slice(None), _RowWise(), positions=None)
+        own = self._run(slice(None), RowWise(), positions=None)
         for first in range(_MAX_FIRST_POSITION + 1):
-            counted = self._run(slice(None), _RowWise(), positions=first + torch.arange(_NUM_TOKENS))
+            counted = self._run(slice(None), RowWise(), positions=first + torch.arange(_NUM_TOKENS))
             if torch.allclose(own, counted, rtol=1e-4, atol=1e-4):
                 return first
         raise FeatureDisabled(_FEATURE, f"{self.class_name} does not number a sequence's tokens one by one")
@@ -129,14 +138,14 @@ class Probe:
     def _run(
         self,
         rows: slice | Sequence[int],
-        attention: _RowWise,
+        attention: RowWise,
         *,
         positions: Tensor | None = _GIVEN,
         shifted: int = 0,
     ) -> Tensor:
         try:
-            with _StandIns(shifted):
-                hidden: Tensor = self._decoder(
+            with StandIns(shifted):
+                hidden: Tensor = self._parts(
                     self._ids[rows], self._positions[rows] if positions is _GIVEN else positions, attention
                 )
         except FeatureDisabled:
@@ -164,7 +173,7 @@ class Probe:
     def _culprits(self, dirty: int) -> Iterator[list[str]]:
         """Note the modules that return a NaN in a row that was clean."""
         found: list[str] = []
-        names = self._decoder.calls.names
+        names = self._parts.calls.names
 
         def look(module: nn.Module, arguments: Any, out: Any) -> None:
             first = out[0] if isinstance(out, (tuple, list)) and out else out
@@ -178,7 +187,7 @@ class Probe:
                 if rows.any():
                     found.append(f"{type(module).__name__} at {names.get(id(module), '')}")
 
-        hooks = [module.register_forward_hook(look) for module in self._decoder.body.modules()]
+        hooks = [module.register_forward_hook(look) for module in self._parts.body.modules()]
         try:
             yield found
         finally:
@@ -186,7 +195,7 @@ class Probe:
                 hook.remove()
 
 
-class _RowWise:
+class RowWise:
     """Answers each token by its own value alone, and keeps the calls."""
 
     def __init__(self) -> None:
@@ -199,10 +208,10 @@ class _RowWise:
         return value * (1 + torch.tanh((call.query * key).mean(-1, keepdim=True)))
 
 
-class _StandIns(TorchDispatchMode):
+class StandIns(TorchDispatchMode):
     """Looks up waves in place of rows of tables, which are all the same here."""
 
-    def __init__(self, shifted: int) -> None:
+    def __init__(self, shifted: int = 0) -> None:
         """
         Args:
             shifted: Length of `arange`s that begin one later: the places of tokens in a step. 0: of none.
@@ -222,9 +231,30 @@ class _StandIns(TorchDispatchMode):
         return out
 
 
-def _simplify(decoder: Decoder) -> None:
+def input_embedding(model: PreTrainedModel) -> nn.Embedding:
+    """Return the table of the vocabulary.
+
+    Raises:
+        FeatureDisabled: The class has none, or one of another kind.
+    """
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        embedding = None
+    if not isinstance(embedding, nn.Embedding):
+        kind = "no table" if embedding is None else type(embedding).__name__
+        raise FeatureDisabled(_FEATURE, f"{type(model).__name__} has {kind} for its embedding")
+    return embedding
+
+
+def probe_ids(num_tokens: int, vocab_size: int) -> Tensor:
+    """Return token ids [num_tokens] that are not all different, and none of the first, of which one may be padding."""
+    return torch.tensor([13, 11, 14, 11, 15]).repeat(-(-num_tokens // 5))[:num_tokens] % vocab_size
+
+
+def simplify(model: Parts) -> None:
     """Give each parameter one number, and let projections depend on their inputs row by row."""
-    for module in decoder.modules():
+    for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 number = (
@@ -245,13 +275,19 @@ def _mix(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
 
 
 class _Spread:
-    """Takes the place of a projection."""
+    """Takes the place of a projection: two sums of its inputs, each times numbers of its own.
+
+    One sum would not do: a norm behind it makes all rows equal.
+    """
 
     def __init__(self, out_features: int) -> None:
         self._ramp = torch.linspace(-1.0, 1.3, out_features)
+        self._wave = torch.sin(torch.arange(out_features) * 0.7)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return (x.mean(-1, keepdim=True) + 0.1 * x[..., :1]) * self._ramp + 0.1
+        wave = torch.cos(torch.arange(x.shape[-1]) * 0.61)
+        total = x.mean(-1, keepdim=True) + 0.1 * x[..., :1]
+        return total * self._ramp + (x * wave).mean(-1, keepdim=True) * self._wave + 0.1
 
 
 def _stacks(model: PreTrainedModel) -> list[list[str]]:

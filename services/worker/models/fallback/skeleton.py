@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,26 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
+from triptych.checkpoint.families.registry import CLASSIFIER_SUFFIX
 from triptych.errors import FeatureDisabled, ModelError
 from triptych_services.worker.models.fallback import IMPLEMENTATION
 from triptych_services.worker.models.fallback.attention import register_attention
 from triptych_services.worker.models.fallback.experts import register_experts
 
 log = logging.getLogger(__name__)
+
+_FEATURE = "model.backend = transformers"
+_OTHER_HEADS = ("ForMaskedLM", "ForPreTraining", "WithLMHeadModel")
+"""Endings of classes of an encoder with a head that is left out."""
 
 
 def find_class(values: Mapping[str, Any]) -> type[PreTrainedModel]:
@@ -44,25 +56,71 @@ def find_class(values: Mapping[str, Any]) -> type[PreTrainedModel]:
             "; `auto_map` names code in the checkpoint, which is never run" if "auto_map" in values else ""
         )
         raise FeatureDisabled(
-            what, f"transformers {transformers.__version__} has no decoder of that name{remote}"
+            what,
+            f"transformers {transformers.__version__} has no decoder or encoder of texts of that name{remote}",
         )
     model_class: type[PreTrainedModel] = getattr(transformers, found)
     return model_class
 
 
-def read_config(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the config of transformers for the class, which calls our attention.
+def find_encoder(values: Mapping[str, Any]) -> type[PreTrainedModel] | None:
+    """Return the class that computes an encoder, with its classifier if the checkpoint has one; None for others.
+
+    A head for masked words, or for another task of pretraining, is left out.
+    """
+    for name in map(str, values.get("architectures") or ()):
+        for kind in _encoder_types():
+            body = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(kind) or _first(MODEL_MAPPING_NAMES[kind])
+            found: str | None = None
+            if name == MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind):
+                found = name
+            elif name in (body, _first(MODEL_MAPPING_NAMES[kind])) or (
+                name.endswith(_OTHER_HEADS)
+                and name
+                in (
+                    MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(kind),
+                    MODEL_FOR_PRETRAINING_MAPPING_NAMES.get(kind),
+                )
+            ):
+                found = body
+            if found is not None:
+                model_class: type[PreTrainedModel] = getattr(transformers, found)
+                return model_class
+    return None
+
+
+def _encoder_types() -> list[str]:
+    """Return the types of models that may be encoders of texts; a probe says which of them are."""
+    classifiers = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.keys()
+    kinds = {
+        *MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        *MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+        *(classifiers - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()),
+    }
+    return sorted(kinds & MODEL_MAPPING_NAMES.keys())
+
+
+def _first(names: str | Sequence[str]) -> str:
+    return names if isinstance(names, str) else names[0]
+
+
+def read_config(
+    values: Mapping[str, Any], wanted: type[PreTrainedConfig], *, attention: str = IMPLEMENTATION
+) -> PreTrainedConfig:
+    """Return the config of transformers for a class.
+
+    Args:
+        wanted: Type of the class's config.
+        attention: Name of the attention that the class calls.
 
     Raises:
-        FeatureDisabled: The weights are quantized by another tool, or there is no such class.
+        FeatureDisabled: The weights are quantized by another tool.
         ModelError: transformers does not take these values.
     """
-    wanted = find_class(values).config_class
     if values.get("quantization_config"):
         raise FeatureDisabled(
             "quantization_config", "model.backend = transformers reads weights in floating point only"
         )
-    assert wanted is not None, "every class of a decoder has one"
     config_class, model_type = wanted, str(values.get("model_type"))
     if model_type in CONFIG_MAPPING:  # a composite's, maybe
         config_class = CONFIG_MAPPING[model_type]
@@ -74,14 +132,14 @@ def read_config(values: Mapping[str, Any]) -> PreTrainedConfig:
         raise ModelError(f"config.json: transformers cannot read it: {error}") from error
     if not isinstance(config, wanted):
         config = config.get_text_config(decoder=True)  # of a checkpoint that has other parts besides
-    config._attn_implementation = IMPLEMENTATION
+    config._attn_implementation = attention
     config._experts_implementation = IMPLEMENTATION
     config.use_cache = False
     return config
 
 
 def build(values: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """Create the model of a config.json without memory for its parameters, which are on the meta device.
+    """Create the decoder of a config.json without memory for its parameters, which are on the meta device.
 
     Args:
         values: The keys of config.json.
@@ -90,20 +148,61 @@ def build(values: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         FeatureDisabled, ModelError: As `find_class` and `read_config`.
     """
+    model_class = find_class(values)
+    assert model_class.config_class is not None, "every class of a decoder has one"
+    model = _build(model_class, read_config(values, model_class.config_class), dtype)
+    _drop_other_parts(model)
+    return model
+
+
+def build_encoder(values: Mapping[str, Any], dtype: torch.dtype, *, is_by_text: bool) -> PreTrainedModel:
+    """Create the encoder of a config.json likewise, without a pooler that no classifier reads.
+
+    Args:
+        is_by_text: Whether each text is a call of its own, with the attention that the class has.
+    """
+    model_class = find_encoder(values)
+    assert model_class is not None, "the caller has found it"
+    assert model_class.config_class is not None, "every class of an encoder has one"
+    attention = IMPLEMENTATION
+    if is_by_text:
+        attention = "sdpa" if model_class._supports_sdpa else "eager"
+    config = read_config(values, model_class.config_class, attention=attention)
+    if (
+        config.is_encoder_decoder
+        and model_class.__name__ not in MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.values()
+    ):
+        raise FeatureDisabled(_FEATURE, f"{model_class.__name__} has a decoder behind its encoder")
+    config.chunk_size_feed_forward = 0  # tokens that an MLP computes at once; they change no number
+    model = _build(model_class, config, dtype)
+    pooler = getattr(model, "pooler", None)
+    if pooler is not None and not model_class.__name__.endswith(CLASSIFIER_SUFFIX):
+        # some classes call it without a question; one that is a bare layer is asked for
+        model.pooler = None if isinstance(pooler, nn.Linear) else _NoPooler()  # type: ignore[assignment]
+    return model
+
+
+class _NoPooler(nn.Module):
+    """Makes nothing of a text's states."""
+
+    def forward(self, hidden: Any) -> None:
+        return None
+
+
+def _build(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
     register_attention()
     register_experts()
-    model_class, config = find_class(values), read_config(values)
     try:
         with _parameters_on_meta(), _WithoutMemory(), no_init_weights():
             model = model_class._from_config(config, dtype=dtype)
     except Exception as error:  # whatever a class raises that has only attention of its own
         raise FeatureDisabled(
-            "model.backend = transformers",
-            f"{model_class.__name__} cannot be built with our attention: {error!r}",
+            _FEATURE, f"{model_class.__name__} cannot be built with our attention: {error!r}"
         ) from error
     # `post_init` has been kept from setting weights; ties are no weights
     model.tie_weights()
-    _drop_other_parts(model)
     return model.eval()
 
 
@@ -116,9 +215,7 @@ def text_body(model: PreTrainedModel) -> tuple[str, nn.Module]:
     name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
     body = getattr(model, name, None)
     if not isinstance(body, nn.Module):
-        raise FeatureDisabled(
-            "model.backend = transformers", f"{type(model).__name__} keeps its layers beside its head"
-        )
+        raise FeatureDisabled(_FEATURE, f"{type(model).__name__} keeps its layers beside its head")
     return name, getattr(body, "language_model", body)
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -36,8 +37,7 @@ from triptych_services.worker.layers.attention import check_layers
 from triptych_services.worker.layers.weights import weight_bytes
 from triptych_services.worker.loader.base import Checkpoint, digest_weights, fingerprint
 from triptych_services.worker.loader.load import DuringLoad, load_model, open_checkpoint
-from triptych_services.worker.models.base import CausalLM
-from triptych_services.worker.models.encoder import Encoder
+from triptych_services.worker.models.base import CausalLM, EncoderModel
 from triptych_services.worker.parallel.create import check_agreement, create_rank_group
 from triptych_services.worker.runner.base import PhaseChange
 from triptych_services.worker.runner.cuda.streams import CudaStream
@@ -214,8 +214,9 @@ class RunnerFactory:
     def create(self, model: CausalLM) -> ModelRunner | EncoderRunner:
         """Create the runner of a loaded model, with all its memory."""
         runner: ModelRunner | EncoderRunner
-        if isinstance(model, Encoder):
-            runner = create_encoder_runner(self._config, self._directory, self._facts, model)
+        if self._config.architecture.encoder is not None:
+            encoder = cast(EncoderModel, model)
+            runner = create_encoder_runner(self._config, self._directory, self._facts, encoder)
         else:
             runner = self._create_for_decoder(model)
         if not runner.computes_with_torch:

@@ -17,7 +17,7 @@ from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, empty_u32
 from triptych_services.worker.context.resolved_config import ResolvedConfig
-from triptych_services.worker.models.encoder import Encoder
+from triptych_services.worker.models.base import EncoderModel
 from triptych_services.worker.runner.encoder_runner import EncoderRunner
 from triptych_services.worker.runner.startup.kv_plan import KvPlan
 from triptych_services.worker.runner.startup.pooler import create_pooler
@@ -57,7 +57,7 @@ def plan_encoder(config: ResolvedConfig) -> tuple[ResolvedConfig, KvPlan]:
 
 
 def create_encoder_runner(
-    config: ResolvedConfig, directory: Path, facts: WorkerFacts, model: Encoder
+    config: ResolvedConfig, directory: Path, facts: WorkerFacts, model: EncoderModel
 ) -> EncoderRunner:
     """Create the runner of a loaded encoder."""
     spec = config.architecture.encoder

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from triptych.checkpoint.architecture import TRANSFORMERS_MODEL, ModelArchitecture
+from triptych.checkpoint.architecture import TRANSFORMERS_ENCODER, TRANSFORMERS_MODEL, ModelArchitecture
 from triptych.checkpoint.config_json import CONFIG_FILE
 from triptych.checkpoint.pooling import PoolingSpec, read_pooling
 from triptych.errors import FeatureDisabled, ModelError
@@ -180,7 +180,7 @@ def numerics_of(config: ResolvedConfig, *, processor: str, block_size: int, num_
 
 
 def _packages(config: ResolvedConfig) -> tuple[str, ...]:
-    is_transformers = config.architecture.name == TRANSFORMERS_MODEL
+    is_transformers = config.architecture.name in (TRANSFORMERS_MODEL, TRANSFORMERS_ENCODER)
     return (*_PACKAGES, *_PACKAGES_OF_ATTENTION, *(("transformers",) if is_transformers else ()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,14 +17,16 @@ from triptych.types.pooling import PoolingKind
 from triptych.types.step import F32
 from triptych_services.worker.layers.weights import check_shape
 from triptych_services.worker.loader.safetensors import SafetensorsCheckpoint
-from triptych_services.worker.models.base import CausalLM
-from triptych_services.worker.models.encoder import Encoder
+from triptych_services.worker.models.base import CausalLM, EncoderModel
 from triptych_services.worker.runner.pooling import DenseLayer, Pooler
 from triptych_services.worker.runner.startup.facts import served_tasks
 
+_NAME_TO_KIND = {"first": PoolingKind.FIRST, "last": PoolingKind.LAST, "mean": PoolingKind.MEAN}
+"""`EncoderHead.pooling` -> the kind of pooling."""
+
 
 def create_pooler(
-    architecture: ModelArchitecture, directory: Path, model: CausalLM | Encoder
+    architecture: ModelArchitecture, directory: Path, model: CausalLM | EncoderModel
 ) -> Pooler | None:
     """Create the pooler of a loaded model; None if its vectors are not served.
 
@@ -36,15 +39,15 @@ def create_pooler(
         return None
     dense = [load_dense(directory, spec) for spec in pooling.dense]
     own = find_own_pooler(pooling.own_pooler) if pooling.own_pooler else None
-    if isinstance(model, Encoder):
-        head = model.classifier
+    if architecture.encoder is not None:
+        head = cast(EncoderModel, model).classifier
         return Pooler(
             pooling,
             architecture.hidden_size,
             dense=dense,
             own=own,
             classifier=None if head is None else head.of_vector,
-            classifier_kind=PoolingKind.MEAN if head is not None and head.reads_mean else PoolingKind.FIRST,
+            classifier_kind=PoolingKind.FIRST if head is None else _NAME_TO_KIND[head.pooling],
         )
     score = getattr(getattr(model, "score", None), "weight", None)
     classifier = DenseLayer(_on_host(score)) if isinstance(score, Tensor) else None
