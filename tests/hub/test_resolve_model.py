@@ -119,6 +119,43 @@ def test_a_hub_id_without_a_network_says_so_and_names_the_embedded_model(tmp_pat
     assert "`embedded`" in result.stderr
 
 
+def write_cached(home: Path, hub_id: str, commit: str) -> Path:
+    """Write a snapshot as the hub's client caches one."""
+    repository = home / "hub" / f"models--{hub_id.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "adapter_config.json").write_text("{}")
+    return snapshot
+
+
+def test_an_adapter_is_a_directory_or_a_hub_id_with_a_revision(tmp_path: Path) -> None:
+    commit = "0" * 40
+    program = (
+        "import os, sys; from triptych.hub import resolve_adapter\n"
+        "os.chdir(sys.argv[2]); print(resolve_adapter(sys.argv[1]))"
+    )
+    snapshot = write_cached(tmp_path, "some-org/sql", commit)
+
+    def resolve(source: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", program, source, str(tmp_path)],
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    for source in ("some-org/sql", "some-org/sql@main", f"some-org/sql@{commit}"):
+        assert resolve(source).stdout.strip() == str(snapshot)
+    refused = resolve("some-org/sql@v2").stderr
+    assert "model.adapters: 'some-org/sql' (revision v2) is no directory here" in refused
+    (tmp_path / "some-org" / "sql").mkdir(parents=True)
+    assert resolve("some-org/sql").stdout.strip() == "some-org/sql", "a path that exists wins"
+
+
 @pytest.fixture
 def hub() -> Iterator[str]:
     """The address of a hub with one model, as far as its client needs one."""

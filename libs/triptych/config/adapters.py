@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from triptych.errors import ConfigError, FeatureDisabled, InvalidRequest
@@ -52,23 +53,27 @@ def read_adapters(text: str) -> dict[str, str]:
     return sources
 
 
-def find_adapter(name: str, source: str, *, root: str, at_start: dict[str, str]) -> Path:
+def find_adapter(
+    name: str, source: str, *, root: str, at_start: dict[str, str], resolve: Callable[[str], Path]
+) -> Path:
     """Return the directory of an adapter that is to be loaded.
 
     Args:
         source: As the operator gives it; a relative one is taken from the root.
         root: `model.adapter_root`.
         at_start: What the config lists, which may lie anywhere.
+        resolve: Returns the directory of one that the config lists, which may be a hub id.
 
     Raises:
         InvalidRequest: The name cannot be one, or the source is no directory within the root, links resolved.
+        ModelNotFound: The hub does not give one that the config lists.
         FeatureDisabled: There is no root, so only what the config lists may be loaded.
     """
     check_adapter_name(name)
     if not 1 <= len(source) <= _MAX_SOURCE_CHARS or "\0" in source:
         raise InvalidRequest("source", f"is no path of 1..{_MAX_SOURCE_CHARS} characters")
     if at_start.get(name) == source:
-        return _check_directory(Path(source), source)
+        return _check_directory(resolve(source), source)
     if not root:
         raise FeatureDisabled(
             "source", "model.adapter_root is empty: only adapters of model.adapters are loaded"

@@ -38,7 +38,8 @@ class ModelConfig:
     adapters: str = value(
         "",
         "LoRA adapters that are loaded at the start, comma-separated: `sql=/adapters/sql` is the directory of the one "
-        "that requests name as the model `sql`. `worker.max_adapters` says how many may run at once.",
+        "that requests name as the model `sql`, and `law=org/name` or `law=org/name@revision` a hub id. "
+        "`worker.max_adapters` says how many may run at once.",
         ENGINE + WORKER,
     )
     adapter_root: str = value(

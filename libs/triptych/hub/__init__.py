@@ -1,6 +1,6 @@
 """A model's name -> a directory with config.json, tokenizer.json and weights."""
 
 from triptych.hub.cache import cache_home
-from triptych.hub.resolve import EMBEDDED, resolve_model
+from triptych.hub.resolve import EMBEDDED, resolve_adapter, resolve_model
 
-__all__ = ["EMBEDDED", "cache_home", "resolve_model"]
+__all__ = ["EMBEDDED", "cache_home", "resolve_adapter", "resolve_model"]

@@ -70,6 +70,24 @@ def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> P
     )
 
 
+def resolve_adapter(source: str, *, progress: bool = True) -> Path:
+    """Return the directory of a LoRA adapter.
+
+    Args:
+        source: A directory, or a hub id, perhaps with a branch, tag or commit: `org/name@revision`. A path that exists
+            wins over a hub id of the same name.
+        progress: As of `resolve_model`.
+
+    Raises:
+        ModelNotFound: No such hub id, or no network.
+    """
+    path = Path(source).expanduser()
+    hub_id, _, revision = source.partition("@")
+    if path.exists() or not _HUB_ID.fullmatch(hub_id):
+        return path
+    return fetch_snapshot(hub_id, revision=revision, progress=progress, option="model.adapters")
+
+
 def _check_directory(directory: Path) -> Path:
     """Raise for what is missing before a service starts with it."""
     if not (directory / CONFIG_FILE).is_file():
@@ -94,8 +112,11 @@ ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.jinja")
 IGNORE_PATTERNS = ("original/*", "onnx/*", "consolidated*")
 
 
-def fetch_snapshot(hub_id: str, *, revision: str, progress: bool) -> Path:
+def fetch_snapshot(hub_id: str, *, revision: str, progress: bool, option: str = "model") -> Path:
     """Return the directory of a revision; what is cached already is not fetched again. Empty: the newest.
+
+    Args:
+        option: Names what has the id, for the error.
 
     Without a network the cached snapshot serves, if there is one. Set HF_HOME to move the cache,
     HF_TOKEN for gated models, HF_HUB_OFFLINE=1 to stay off the network.
@@ -117,10 +138,10 @@ def fetch_snapshot(hub_id: str, *, revision: str, progress: bool) -> Path:
         )
     except Exception as error:  # the client raises its own, its transport's and OSError, by version
         reason = f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}"
-        of_revision = f" (model.revision {revision})" if revision else ""
+        of_revision = f" (revision {revision})" if revision else ""
         raise ModelNotFound(
-            f"model: {hub_id!r}{of_revision} is no directory here, and the Hugging Face hub did not give it: {reason} "
-            "(a wrong name, a gated model without HF_TOKEN, or no network). A directory or .gguf file "
+            f"{option}: {hub_id!r}{of_revision} is no directory here, and the Hugging Face hub did not give it: "
+            f"{reason} (a wrong name, a gated model without HF_TOKEN, or no network). A directory or .gguf file "
             "works without a network, and so does `embedded` once it is in the cache"
         ) from error
     return Path(directory)

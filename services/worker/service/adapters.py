@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from triptych.config import EngineConfig
 from triptych.config.adapters import find_adapter, read_adapters
 from triptych.errors import EngineUnavailable, FeatureDisabled, QueueFull
+from triptych.hub import resolve_adapter
 from triptych.observe.logging import with_fields
 from triptych.types.adapters import AdapterFacts
 from triptych_services.worker.runner.base import AdapterHolder, Runner, ServesAdapters
@@ -99,6 +100,7 @@ class RankAdapters:
         Raises:
             InvalidRequest: The name or the source cannot be one.
             FeatureDisabled: This worker serves no adapters, or none from there.
+            ModelNotFound: The hub does not give the adapter.
             ModelError: The files are none of an adapter that this model can have.
             MemoryShort: All adapters together would take more than they may.
             EngineUnavailable: There is no runner yet.
@@ -106,7 +108,9 @@ class RankAdapters:
         holder = self.holder()
 
         def load() -> AdapterFacts:
-            directory = find_adapter(name, source, root=self._root, at_start=self._at_start)
+            directory = find_adapter(
+                name, source, root=self._root, at_start=self._at_start, resolve=resolve_adapter
+            )
             return holder.load(name, source, directory)
 
         facts = await asyncio.get_running_loop().run_in_executor(self._threads, load)

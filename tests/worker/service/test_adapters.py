@@ -14,7 +14,8 @@ from tests.helpers.adapter_stack import AdapterRunner, make_adapter, until
 from tests.helpers.stack import DEADLINE_S, NaiveRunner, make_config
 from triptych.config import EngineConfig
 from triptych.config.adapters import read_adapters
-from triptych.errors import ConfigError, EngineUnavailable, FeatureDisabled, QueueFull
+from triptych.errors import ConfigError, EngineUnavailable, FeatureDisabled, InvalidRequest, QueueFull
+from triptych.hub import resolve
 from triptych.types.adapters import AdapterFacts
 from triptych_services.worker.service.adapters import MAX_WAITING, AdapterControl, RankAdapters
 
@@ -74,6 +75,25 @@ async def test_loads_wait_for_their_turn_up_to_a_bound(config: EngineConfig, run
     runner.may_load.set()
     assert len(set(await asyncio.gather(*loads))) == 1
     assert (await control.load("sql", "sql")).name == "sql"
+
+
+async def test_hub_ids_are_for_what_the_config_lists(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def fetch(hub_id: str, *, revision: str, progress: bool, option: str) -> Path:
+        asked.append((hub_id, revision))
+        return tmp_path / "sql"
+
+    monkeypatch.setattr(resolve, "fetch_snapshot", fetch)
+    config = replace(config, model=replace(config.model, adapters="law=some-org/law@v2"))
+    control = control_of(config, AdapterRunner(config))
+    facts = await control.load("law", "some-org/law@v2")
+    assert (facts.name, facts.source) == ("law", "some-org/law@v2")
+    with pytest.raises(InvalidRequest, match="'some-org/law@v2' is no directory"):
+        await control.load("other", "some-org/law@v2")
+    assert asked == [("some-org/law", "v2")]
 
 
 async def test_worker_that_serves_no_adapters_says_so(config: EngineConfig) -> None:
