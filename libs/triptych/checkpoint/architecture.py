@@ -6,6 +6,7 @@ A family that can be described here needs no code of its own: the worker builds 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,65 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """A mixer of tokens with a recurrent state, and the sizes of what a request keeps of it in one layer.
+
+    kind           conv channels                              state
+    gated_delta    queries, keys, values                      a matrix for each head, [key_dim, value_dim]
+    mamba2         x, B, C                                    a matrix for each head, [key_dim, value_dim]
+    mamba          x: num_heads * value_dim channels          key_dim elements for each channel
+    short_conv     x: num_heads * value_dim channels          none
+    """
+
+    kind: str
+    """gated_delta (Qwen3-Next), mamba2, mamba (the first), short_conv (LFM2)."""
+    taps: int
+    """Inputs that the convolution sees, the token's own included."""
+    num_heads: int
+    """Heads of values."""
+    value_dim: int
+    """Elements of a head's values."""
+    num_key_heads: int = 0
+    """Heads of keys and queries, or groups of B and C; each serves an equal number of the others. 0 if the convolution
+    does not see them."""
+    key_dim: int = 0
+    """Elements of a head's keys, or of a channel's state."""
+    conv_bias: bool = False
+    bias: bool = False
+    """Whether the first and the last projection have one."""
+    norm: str = "gated"
+    """Norm of what comes out. gated: it is multiplied by its gate, then normalised. before_gate: the other way round.
+    none: there is only a gate."""
+    norm_groups: int = 1
+    """Parts of the channels that are normalised each by itself; of gated_delta each head is."""
+    dt_rank: int = 0
+    """mamba: inputs of the projection to the step sizes."""
+    dt_norm: str = "none"
+    """mamba: norms of step sizes, B and C. none, weighted, or plain: without weights."""
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+    """mamba2: the smallest and the largest step size."""
+    input_multipliers: tuple[float, ...] = ()
+    """mamba2: factors of the gate, x, B, C and step sizes; empty: none."""
+    output_multiplier: float = 1.0
+    """Factor of what the mixer gives."""
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the values of all heads."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution."""
+        return self.num_channels + 2 * self.num_key_heads * self.key_dim
+
+    @property
+    def page_elements(self) -> int:
+        """Numbers, in float32, that one request keeps: past inputs of the convolution, then the state."""
+        return (self.taps - 1) * self.conv_channels + self.num_channels * self.key_dim
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The properties of one layer that may differ from its neighbours'."""
 
@@ -83,6 +143,8 @@ class LayerSpec:
     mlp: str = "gated"
     """gated: `down(act(gate(x)) * up(x))`. plain: `down(act(up(x)))`. experts: as `experts`. none."""
     experts: ExpertsSpec | None = None
+    state: StateSpec | None = None
+    """A mixer with a recurrent state, in place of the attention or beside it; their outputs are added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +174,10 @@ class BlockSpec:
     """no: the MLP follows the attention. one_norm, two_norms: both read the layer's input, `x + attention + mlp`."""
     residual_multiplier: float = 1.0
     """Factor of what attention and MLP add to the residual."""
+    attention_multiplier: float = 1.0
+    """Factor of what the attention gives."""
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
+    """Factors of what enters the MLP, and of what it gives."""
     qk_norm: str = "none"
     """none. head: each head's queries and keys are normalised. all: those of all heads together."""
     qk_norm_spec: NormSpec = field(default_factory=NormSpec)
@@ -129,6 +195,8 @@ class BlockSpec:
     """Factor of the products of queries and keys; 0: 1 / sqrt(head_dim)."""
     attention_soft_cap: float = 0.0
     """Scores become `cap * tanh(score / cap)`; 0: they stay."""
+    has_output_gate: bool = False
+    """Whether what a head attends to is multiplied by the sigmoid of a projection of its own, `gate_proj`."""
     has_sinks: bool = False
     """Whether each head has one more score in its softmax, without a value."""
     alibi_slopes: tuple[float, ...] = ()

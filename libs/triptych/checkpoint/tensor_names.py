@@ -27,7 +27,8 @@ class FusedTensor:
     """The projections in their order, under the names of our layers: `self_attn.q_proj`, …"""
     interleaved: str = "no"
     """no: one projection after the other. kv_heads: for each key head its queries, its key, its value. rows: one row of
-    each projection in turn."""
+    each projection in turn. groups: for each of `num_groups` its part of each projection."""
+    num_groups: int = 0
     of_experts: bool = False
     """Whether it holds the projections of all experts of a mixture, expert by expert along an axis before the others.
     The parts are then those of one expert, without its number: `mlp.experts.down_proj`."""

@@ -166,7 +166,8 @@ def rows_of_parts(
             yield slice(first, first + count)
             first += count
         return
-    num_groups = architecture.num_kv_heads if fusion.interleaved == "kv_heads" else rows[0]
+    groups = {"kv_heads": architecture.num_kv_heads, "rows": rows[0], "groups": fusion.num_groups}
+    num_groups = groups[fusion.interleaved]
     group = torch.arange(num_groups)[:, None] * (sum(rows) // num_groups)
     first = 0
     for count in rows:
