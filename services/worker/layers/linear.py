@@ -122,17 +122,24 @@ class QKVLinear(PackedLinear):
         head_dim: int,
         *,
         bias: bool,
+        has_gate: bool = False,
         context: ModelContext,
         prefix: str,
     ) -> None:
+        """
+        Args:
+            has_gate: Whether there is a fourth projection, `gate_proj`, like that of the queries.
+        """
         heads = share(num_heads, what="num_heads", rank=context.rank)
         kv_heads = share_kv_heads(num_kv_heads, rank=context.rank)
+        gates = (("gate_proj", num_heads, heads),) if has_gate else ()
         pieces = tuple(
             Piece(name, total * head_dim, first * head_dim, length * head_dim)
             for name, total, (first, length) in (
                 ("q_proj", num_heads, heads),
                 ("k_proj", num_kv_heads, kv_heads),
                 ("v_proj", num_kv_heads, kv_heads),
+                *gates,
             )
         )
         super().__init__(hidden_size, pieces, bias=bias, context=context, prefix=prefix)
@@ -146,7 +153,8 @@ class QKVLinear(PackedLinear):
         """Return views of the output of `forward`: query [num_tokens, num_heads, head_dim], key and value likewise."""
         heads = packed.view(packed.shape[0], -1, self.head_dim)
         first_key, first_value = self.num_heads, self.num_heads + self.num_kv_heads
-        return heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
+        last = first_value + self.num_kv_heads
+        return heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:last]
 
 
 class GatedLinear(AdaptedLayer):

@@ -53,9 +53,11 @@ class SelfAttention(nn.Module):
             spec.num_kv_heads,
             head_dim,
             bias=block.qkv_bias,
+            has_gate=block.has_output_gate,
             context=context,
             prefix=prefix,
         )
+        self.has_gate = block.has_output_gate
         self.clip_qkv = block.clip_qkv
         self.qk_norm = block.qk_norm
         if self.qk_norm != "none":
@@ -125,6 +127,8 @@ class SelfAttention(nn.Module):
         if self.query_scales is not None:
             query = query * self.query_scales(positions).to(query.dtype)
         attended = self.attention(query, key, value, positions, context)
+        if self.has_gate:
+            attended = attended * torch.sigmoid(packed[:, -attended.shape[1] :])
         out: Tensor = self.o_proj(attended, context.adapter_slots)
         return out
 

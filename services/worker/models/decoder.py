@@ -18,6 +18,7 @@ from triptych_services.worker.layers.checkpoint_tensors import load_weights
 from triptych_services.worker.layers.embedding import LogitsHead, PositionEmbedding, ScoreHead, VocabEmbedding
 from triptych_services.worker.layers.mlp import create_mlp
 from triptych_services.worker.layers.norm import create_norm
+from triptych_services.worker.layers.recurrent import create_mixer
 from triptych_services.worker.layers.rotary import RotaryTables
 from triptych_services.worker.layers.self_attention import SelfAttention
 from triptych_services.worker.layers.step_context import StepContext
@@ -177,6 +178,9 @@ class Decoder(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and the MLP, with norms before them, after them or both, one after the other or side by side.
 
+    A mixer with a recurrent state takes the attention's place or reads the same beside it. A layer may lack
+    either half.
+
     The residual is kept in float32 (docs/adr/0003). A norm before a block first adds the output of the block before it,
     so the last block's output is returned beside the residual, not yet added.
     """
@@ -192,7 +196,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         """
         Args:
-            layer_index: Index of the layer's KV cache in `StepContext.kv_caches`.
+            layer_index: Index of the layer's KV cache in `StepContext.kv_caches`, and of its states in `state_pages`.
             tables: Rotary tables of the whole model.
         """
         super().__init__()
@@ -200,10 +204,22 @@ class DecoderLayer(nn.Module):
         self.parallel = block.parallel
         self.dtype = context.dtype
         self.multiplier = block.residual_multiplier
-        self.self_attn = SelfAttention(
-            spec, layer_index=layer_index, tables=tables, context=context, prefix=f"{prefix}.self_attn"
-        )
-        self.mlp = create_mlp(spec, context=context, prefix=f"{prefix}.mlp")
+        self.attention_multiplier = block.attention_multiplier
+        self.mixer_multiplier = 1.0 if spec.state is None else spec.state.output_multiplier
+        self.mlp_multipliers = block.mlp_multipliers
+        self.self_attn: nn.Module | None = None
+        self.mixer: nn.Module | None = None
+        self.mlp: nn.Module | None = None
+        if spec.attention != "none":
+            self.self_attn = SelfAttention(
+                spec, layer_index=layer_index, tables=tables, context=context, prefix=f"{prefix}.self_attn"
+            )
+        if spec.state is not None:
+            self.mixer = create_mixer(
+                spec.state, layer_index=layer_index, context=context, prefix=f"{prefix}.mixer"
+            )
+        if spec.mlp != "none":
+            self.mlp = create_mlp(spec, context=context, prefix=f"{prefix}.mlp")
 
         def norm(name: str) -> nn.Module:
             return create_norm(
@@ -212,12 +228,13 @@ class DecoderLayer(nn.Module):
 
         # the names that families with these norms have in common
         has_pre, has_post = block.norms in ("pre", "both"), block.norms in ("post", "both")
-        self.attention_norm = norm("input_layernorm") if has_pre else None
-        self.attention_out_norm = norm("post_attention_layernorm") if has_post else None
+        mixes, has_mlp = self.self_attn is not None or self.mixer is not None, self.mlp is not None
+        self.attention_norm = norm("input_layernorm") if has_pre and mixes else None
+        self.attention_out_norm = norm("post_attention_layernorm") if has_post and mixes else None
         self.mlp_norm: nn.Module | None = None
-        if has_pre and block.parallel != "one_norm":
+        if has_pre and has_mlp and block.parallel != "one_norm":
             self.mlp_norm = norm("pre_feedforward_layernorm" if has_post else "post_attention_layernorm")
-        self.mlp_out_norm = norm("post_feedforward_layernorm") if has_post else None
+        self.mlp_out_norm = norm("post_feedforward_layernorm") if has_post and has_mlp else None
 
     def forward(
         self, hidden: Tensor | None, residual: Tensor, positions: Tensor, context: StepContext
@@ -231,19 +248,35 @@ class DecoderLayer(nn.Module):
         Returns:
             The layer's last output, not yet added, and the residual.
         """
-        normalised, residual = self._add_and_normalise(self.attention_norm, hidden, residual)
-        attended: Tensor = self.self_attn(normalised, positions, context)
-        if self.parallel != "no":
-            if self.mlp_norm is not None:
-                normalised = self.mlp_norm(residual)
-            return self._scaled(attended.float() + self.mlp(normalised, context.adapter_slots)), residual
-        if self.attention_out_norm is not None:
-            attended = self.attention_out_norm(attended)
-        normalised, residual = self._add_and_normalise(self.mlp_norm, self._scaled(attended), residual)
-        hidden = self.mlp(normalised, context.adapter_slots)
+        if self.self_attn is not None or self.mixer is not None:
+            normalised, residual = self._add_and_normalise(self.attention_norm, hidden, residual)
+            hidden = self._mix(normalised, positions, context)
+            if self.parallel != "no":
+                if self.mlp_norm is not None:
+                    normalised = self.mlp_norm(residual)
+                assert self.mlp is not None, "see `check_supported`"
+                return self._scaled(hidden.float() + self.mlp(normalised, context.adapter_slots)), residual
+            if self.attention_out_norm is not None:
+                hidden = self.attention_out_norm(hidden)
+            hidden = self._scaled(hidden)
+        if self.mlp is None:
+            assert hidden is not None, "see `check_supported`"
+            return hidden, residual
+        normalised, residual = self._add_and_normalise(self.mlp_norm, hidden, residual)
+        before, after = self.mlp_multipliers
+        hidden = _times(self.mlp(_times(normalised, before), context.adapter_slots), after)
         if self.mlp_out_norm is not None:
             hidden = self.mlp_out_norm(hidden)
         return self._scaled(hidden), residual
+
+    def _mix(self, normalised: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        """Return what the attention gives, or the mixer with a state, or the sum of both."""
+        outputs: list[Tensor] = []
+        if self.self_attn is not None:
+            outputs.append(_times(self.self_attn(normalised, positions, context), self.attention_multiplier))
+        if self.mixer is not None:
+            outputs.append(_times(self.mixer(normalised, context), self.mixer_multiplier))
+        return outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
 
     def _add_and_normalise(
         self, norm: nn.Module | None, hidden: Tensor | None, residual: Tensor
@@ -259,31 +292,40 @@ class DecoderLayer(nn.Module):
         return normalised, residual
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        return hidden if self.multiplier == 1.0 else hidden * self.multiplier
+        return _times(hidden, self.multiplier)
+
+
+def _times(hidden: Tensor, factor: float) -> Tensor:
+    return hidden if factor == 1.0 else hidden * factor
 
 
 def check_supported(architecture: ModelArchitecture) -> None:
     """Refuse what the description can say and nothing here computes.
 
     Raises:
-        FeatureDisabled: Layers need caches of several shapes, or have no attention.
+        FeatureDisabled: Layers need caches of several shapes, or compute nothing.
     """
-    first = architecture.layers[0]
+    attending = [layer for layer in architecture.layers if layer.attention != "none"]
+    keys = {(layer.num_kv_heads, layer.head_dim) for layer in attending[:1]}
+    is_parallel = architecture.block.parallel != "no"
     for index, layer in enumerate(architecture.layers):
+        attends, is_half = layer.attention != "none", "none" in (layer.attention, layer.mlp)
         for what, is_missing in (
-            (f"attention = {layer.attention}", layer.attention == "none"),
             (f"kv_from = {layer.kv_from}", layer.kv_from >= 0),
             (f"value_dim = {layer.value_dim}", layer.value_dim not in (0, layer.head_dim)),
             (
                 f"{layer.num_kv_heads} key heads of {layer.head_dim}",
-                (layer.num_kv_heads, layer.head_dim) != (first.num_kv_heads, first.head_dim),
+                attends and (layer.num_kv_heads, layer.head_dim) not in keys,
             ),
-            (f"mlp = {layer.mlp}", layer.mlp == "none"),
+            (
+                f"attention = {layer.attention}, mlp = {layer.mlp}, parallel = {architecture.block.parallel}",
+                is_half and (is_parallel or (not attends and layer.mlp == "none" and layer.state is None)),
+            ),
         ):
             if is_missing:
                 raise FeatureDisabled(
                     f"{architecture.name}, layer {index}: {what}",
-                    "the cache has one shape, and each layer its own keys, values and MLP",
+                    "the cache has one shape, and a layer its own keys and values, a state or an MLP",
                 )
     if architecture.tie_word_embeddings and architecture.ends.head_bias:
         raise FeatureDisabled(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import KvLayout
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.parallel.shares import share_kv_heads, stage_layers
@@ -38,8 +38,14 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
 
     Raises:
         ConfigError: The operator's blocks do not fit, or not even one block does; or ranks cannot share the heads.
+        FeatureDisabled: Layers have a recurrent state.
     """
     cache, architecture = config.engine.cache, config.architecture
+    if any(layer.state for layer in architecture.layers):
+        # TODO(worker): plan a group of states beside the keys and values
+        raise FeatureDisabled(
+            f"{architecture.name}: layers with a recurrent state", "the worker's cache has no pages for states yet"
+        )
     _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, rank=config.rank)  # of this rank
     shape = KvLayout(
         num_blocks=0,
