@@ -62,9 +62,9 @@ class CausalConv(WeightedLayer):
         Args:
             pages: [num_pages, page elements of the mixer] float32.
         """
-        assert context.states is not None, "a step of a model with states has a StateBatch"
+        assert context.state is not None, "a step of a model with states has a StateBatch"
         state = pages[:, : self.page_elements].unflatten(1, (self.taps - 1, self.channels))
-        return causal_conv(x, self.weight, self.bias, state, context.states, activation=self.activation)
+        return causal_conv(x, self.weight, self.bias, state, context.state, activation=self.activation)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}

@@ -76,11 +76,11 @@ class GatedDeltaNet(nn.Module):
         query, key, value = mixed.split((num_keys, num_keys, sizes[1]), dim=1)
         own = self.parameters_of_heads
         assert own.dt_bias is not None, "see the constructor"
-        assert context.states is not None, "see `CausalConv`"
+        assert context.state is not None, "see `CausalConv`"
         out = gated_delta_scan(
             query.unflatten(1, (-1, self.key_dim)), key.unflatten(1, (-1, self.key_dim)),
             value.unflatten(1, (-1, self.value_dim)), decay, beta, own.rates, own.dt_bias,
-            _matrices(pages, self.conv, (self.num_heads, self.key_dim, self.value_dim)), context.states,
+            _matrices(pages, self.conv, (self.num_heads, self.key_dim, self.value_dim)), context.state,
         )  # fmt: skip
         mapped: Tensor = self.out_proj(self.norm(out, gate), context.adapter_slots)
         return mapped
@@ -137,12 +137,12 @@ class Mamba2(nn.Module):
         own = self.parameters_of_heads
         assert own.dt_bias is not None, "see the constructor"
         assert own.skip is not None, "see the constructor"
-        assert context.states is not None, "see `CausalConv`"
+        assert context.state is not None, "see `CausalConv`"
         out = state_space_scan(
             x.unflatten(1, (-1, spec.value_dim)), dt,
             b.unflatten(1, (-1, spec.key_dim)), c.unflatten(1, (-1, spec.key_dim)),
             own.rates, own.dt_bias, own.skip,
-            _matrices(pages, self.conv, (spec.num_heads, spec.key_dim, spec.value_dim)), context.states,
+            _matrices(pages, self.conv, (spec.num_heads, spec.key_dim, spec.value_dim)), context.state,
             dt_limits=spec.dt_limits,
         )  # fmt: skip
         mapped: Tensor = self.out_proj(self.norm(out, gate), context.adapter_slots)
@@ -201,10 +201,10 @@ class Mamba(nn.Module):
         dt, b, c = selected
         own = self.parameters_of_channels
         assert own.skip is not None, "see the constructor"
-        assert context.states is not None, "see `CausalConv`"
+        assert context.state is not None, "see `CausalConv`"
         out = selective_scan(
             x, self.dt_proj(dt, adapters), b, c, own.rates, own.skip,
-            _matrices(pages, self.conv, (spec.key_dim, spec.num_channels)), context.states,
+            _matrices(pages, self.conv, (spec.key_dim, spec.num_channels)), context.state,
         )  # fmt: skip
         mapped: Tensor = self.out_proj(out * silu(gate), adapters)
         return mapped

@@ -26,8 +26,6 @@ class StepContext:
     """Pages of the rows' states. None: the model has no states."""
     adapter_slots: Tensor | None = None
     """[num_tokens] int32, the slot of each token's low-rank adapter, -1 for none. None: the worker serves none."""
-    states: StateBatch | None = None
-    """Pages of the rows' recurrent states, the same for every layer that has one; None: no layer has."""
     state_pages: Sequence[Tensor | None] = ()
     """[num_pages, page elements] float32, one entry per layer, by the layer's index: see `StateSpec.page_elements`.
     None for a layer without a state; empty where no layer has one."""

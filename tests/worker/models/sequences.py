@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from triptych.checkpoint.architecture import ModelArchitecture
+from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 from triptych_services.worker.attention.paged import PagedAttention
 from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.models.base import CausalLM
 
 BLOCK_SIZE = 4
+STATE_INTERVAL = 8
+"""Tokens of a page of recurrent state: a row is in the next page from then on, and what it leaves is a snapshot."""
 
 
 class Sequences:
@@ -34,6 +37,14 @@ class Sequences:
             self.block_tables[row, :count] = torch.tensor([next(blocks) for _ in range(count)])
         shape = (sum(num_blocks) + 1, 2, architecture.num_kv_heads, BLOCK_SIZE, architecture.head_dim)
         self.kv_caches = [KvCache(torch.full(shape, torch.nan)) for _ in range(architecture.num_layers)]
+        self.interval = STATE_INTERVAL if any(layer.state for layer in architecture.layers) else max(lengths)
+        num_pages = [-(-length // self.interval) for length in lengths]
+        pages = torch.randperm(sum(num_pages), generator=generator) + 1
+        self.page_tables = [own.tolist() for own in pages.split(num_pages)]
+        self.state_pages = [
+            torch.full((sum(num_pages) + 1, layer.state.page_elements), torch.nan) if layer.state else None
+            for layer in architecture.layers
+        ]
 
     def step(self, row_to_count: dict[int, int]) -> dict[int, Tensor]:
         """Compute the next tokens of some rows; row -> logits [count, vocab_size]."""
@@ -62,17 +73,33 @@ class Sequences:
         token_ids = torch.cat(
             [self.token_ids[row][place] for row, place in zip(rows, positions, strict=True)]
         )
-        hidden = self.model(token_ids, torch.cat(positions), StepContext((batch,), self.kv_caches))
+        tables = [self.page_tables[row] for row in rows]
+        read = [
+            table[(start - 1) // self.interval] if start else 0
+            for table, start in zip(tables, starts, strict=True)
+        ]
+        write = [table[(end - 1) // self.interval] for table, end in zip(tables, seq_lens, strict=True)]
+        pages = (torch.tensor(each, dtype=torch.int32) for each in (read, write))
+        state = StateBatch(*pages, query_starts=batch.query_starts, query_lens_list=query_lens)
+        context = StepContext((batch,), self.kv_caches, state, state_pages=self.state_pages)
+        hidden = self.model(token_ids, torch.cat(positions), context)
         for row, count in row_to_count.items():
             self.num_computed[row] += count
         return dict(zip(rows, self.model.compute_logits(hidden).split(query_lens), strict=True))
 
     def run(self, next_count: Any) -> list[Tensor]:
-        """Step until every sequence is done; `next_count(row, remaining)` says how many tokens a row takes."""
+        """Step until every sequence is done; `next_count(row, remaining)` says how many tokens a row takes at most.
+
+        No step goes beyond a page of recurrent state.
+        """
         logits: list[list[Tensor]] = [[] for _ in self.token_ids]
         while True:
             remaining = [len(ids) - done for ids, done in zip(self.token_ids, self.num_computed, strict=True)]
-            row_to_count = {row: next_count(row, left) for row, left in enumerate(remaining) if left}
+            row_to_count = {
+                row: min(next_count(row, left), self.interval - self.num_computed[row] % self.interval)
+                for row, left in enumerate(remaining)
+                if left
+            }
             if not row_to_count:
                 return [torch.cat(parts) for parts in logits]
             for row, part in self.step(row_to_count).items():

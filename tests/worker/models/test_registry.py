@@ -33,9 +33,9 @@ def test_built_in_architectures_are_found(name: str) -> None:
 
 def test_an_unknown_architecture_names_the_nearest_ones() -> None:
     with pytest.raises(
-        FeatureDisabled, match=r"MambaForCausalLM: no native model .*, but for \d+, the nearest"
+        FeatureDisabled, match=r"RwkvForCausalLM: no native model .*, but for \d+, the nearest"
     ):
-        registry.create_model(context=ModelContext(tiny_config(tiny_architecture(name="MambaForCausalLM"))))
+        registry.create_model(context=ModelContext(tiny_config(tiny_architecture(name="RwkvForCausalLM"))))
 
 
 def test_a_model_can_be_registered_by_class_or_by_path() -> None:

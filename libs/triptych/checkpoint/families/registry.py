@@ -59,6 +59,12 @@ _GROUPS = {
         "Gemma3ForConditionalGeneration": "gemma3_with_images",
         "GemmaForCausalLM": "gemma",
     },
+    "hybrid": {
+        "FalconH1ForCausalLM": "falcon_h1",
+        "GraniteMoeHybridForCausalLM": "granite_hybrid",
+        "JambaForCausalLM": "jamba",
+        "NemotronHForCausalLM": "nemotron_h",
+    },
     "parallel": {
         "CohereForCausalLM": "cohere",
         "Cohere2ForCausalLM": "cohere",
@@ -76,6 +82,14 @@ _GROUPS = {
         "NemotronForCausalLM": "nemotron",
         "OPTForCausalLM": "opt",
         "Starcoder2ForCausalLM": "starcoder2",
+    },
+    "recurrent": {
+        "Lfm2ForCausalLM": "lfm2",
+        "MambaForCausalLM": "mamba",
+        "Mamba2ForCausalLM": "mamba2",
+        "Qwen3NextForCausalLM": "qwen3_next",
+        "Qwen3_5ForCausalLM": "qwen3_5",
+        "Qwen3_5ForConditionalGeneration": "qwen3_5_with_images",
     },
 }
 """Module in this package -> architecture of a decoder -> its function."""

@@ -44,7 +44,8 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     if any(layer.state for layer in architecture.layers):
         # TODO(worker): plan a group of states beside the keys and values
         raise FeatureDisabled(
-            f"{architecture.name}: layers with a recurrent state", "the worker's cache has no pages for states yet"
+            f"{architecture.name}: layers with a recurrent state",
+            "the worker's cache has no pages for states yet",
         )
     _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, rank=config.rank)  # of this rank
     shape = KvLayout(

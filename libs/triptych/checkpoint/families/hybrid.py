@@ -1,0 +1,293 @@
+"""Families of Mamba layers beside attention: Falcon-H1, Granite 4, Jamba, Nemotron-H."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from triptych.checkpoint.architecture import (
+    BlockSpec,
+    EndsSpec,
+    LayerSpec,
+    ModelArchitecture,
+    NormSpec,
+    StateSpec,
+)
+from triptych.checkpoint.config_file import ConfigFile
+from triptych.checkpoint.families.keys import (
+    FULL,
+    Sizes,
+    describe,
+    describe_layers,
+    read_activation,
+    read_experts,
+    read_rope,
+    read_sizes,
+)
+from triptych.checkpoint.families.llama import rms_block
+from triptych.checkpoint.families.recurrent import (
+    LINEAR,
+    MIXER_ONLY,
+    OF_TRAINING,
+    read_dt_rank,
+    read_limits,
+    with_states,
+)
+from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+from triptych.errors import FeatureDisabled
+
+
+def _mamba2_of_hybrid(config: ConfigFile, hidden_size: int, *, inner: int = 0) -> StateSpec:
+    """Read the keys that begin with `mamba_`.
+
+    Args:
+        inner: Channels of the values; 0: `mamba_expand` times the hidden size.
+    """
+    config.pass_over(*OF_TRAINING)
+    inner = inner or config.integer("mamba_expand", default=2) * hidden_size
+    config.pass_over("mamba_expand")
+    heads = config.integer("mamba_n_heads", default=128)
+    if config.values.get("mamba_d_head", "auto") == "auto":
+        config.pass_over("mamba_d_head")
+        head_dim = inner // heads
+    else:
+        head_dim = config.integer("mamba_d_head")
+    if heads * head_dim != inner:
+        config.fail(
+            "mamba_n_heads",
+            heads,
+            f"times mamba_d_head {head_dim} must be {inner}, the channels of the mixer",
+        )
+    return StateSpec(
+        kind="mamba2",
+        taps=config.integer("mamba_d_conv", default=4, minimum=2),
+        num_heads=heads,
+        value_dim=head_dim,
+        num_key_heads=config.integer("mamba_n_groups", default=1),
+        key_dim=config.integer("mamba_d_state", default=256),
+        conv_bias=config.boolean("mamba_conv_bias", default=True),
+        bias=config.boolean("mamba_proj_bias", default=False),
+        norm_groups=config.integer("mamba_n_groups", default=1),
+        dt_limits=read_limits(config),
+    )
+
+
+def granite_hybrid(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    config.expect("num_local_experts", 0, otherwise="the layers have experts beside the shared MLP")
+    if not config.has("num_local_experts"):
+        config.fail("num_local_experts", None, "must be 0: experts beside the shared MLP are not built")
+    config.pass_over("num_experts_per_tok", "intermediate_size", "normalization_function", "init_method")
+    names = {"mamba": LINEAR, LINEAR: LINEAR, "attention": FULL, FULL: FULL}
+    key = "layers_block_type" if config.has("layers_block_type") else "layer_types"
+    config.pass_over("layer_types")
+    kinds = config.words(key, length=sizes.num_layers, among=names)
+    state = _mamba2_of_hybrid(config, sizes.hidden_size)
+    has_positions = config.text("position_embedding_type", default="") == "rope"
+    rope = read_rope(config, sizes)
+    layers = with_states(
+        describe_layers(
+            sizes,
+            intermediate_size=config.integer("shared_intermediate_size", default=1024),
+            rope=rope if has_positions else None,
+        ),
+        {index: state for index, kind in enumerate(kinds) if names[kind] == LINEAR},
+    )
+    bias = config.boolean("attention_bias", default=False)
+    block = replace(
+        rms_block(config),
+        qkv_bias=bias,
+        out_bias=bias,
+        residual_multiplier=config.number("residual_multiplier", default=1.0),
+        attention_scale=config.number("attention_multiplier", default=1.0),
+    )
+    ends = EndsSpec(
+        embedding_multiplier=config.number("embedding_multiplier", default=1.0),
+        logits_multiplier=1.0 / config.positive("logits_scaling", default=1.0),
+    )
+    tensors = TensorNames(
+        renamed=((".mixer.", ".mamba."), (".mlp.down_proj", ".shared_mlp.output_linear")),
+        fused=(FusedTensor("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),),
+    )
+    return describe(config, sizes, layers=layers, block=block, ends=ends, names=tensors)
+
+
+def falcon_h1(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    inner = config.integer("mamba_d_ssm", default=1024) if config.has("mamba_d_ssm") else 0
+    state = _mamba2_of_hybrid(config, sizes.hidden_size, inner=inner)
+    has_norm = config.boolean("mamba_rms_norm", default=False)
+    if config.boolean("mamba_norm_before_gate", default=True) and has_norm:
+        config.assume(mamba_norm_before_gate=True)
+        config.expect("mamba_norm_before_gate", False, otherwise="a norm of all channels before the gate")
+    bias = config.boolean("attention_bias", default=False) or config.boolean("projectors_bias", default=False)
+    entering = config.number("ssm_in_multiplier", default=1.0)
+    attended = config.number("attention_in_multiplier", default=1.0)
+    if (state.bias and entering != 1.0) or (bias and attended != 1.0):
+        config.expect("mamba_proj_bias", False, otherwise="biases beside multipliers of what enters")
+        config.expect("attention_bias", False, otherwise="biases beside multipliers of what enters")
+    factors = config.numbers("ssm_multipliers", length=5) if config.has("ssm_multipliers") else (1.0,) * 5
+    state = replace(
+        state,
+        norm="gated" if has_norm else "none",
+        input_multipliers=tuple(entering * factor for factor in factors),
+        output_multiplier=config.number("ssm_out_multiplier", default=1.0),
+    )
+    rope = read_rope(config, sizes)
+    layers = tuple(
+        replace(layer, state=state)
+        for layer in describe_layers(sizes, intermediate_size=config.integer("intermediate_size"), rope=rope)
+    )
+    gate, down = config.numbers("mlp_multipliers", length=2) if config.has("mlp_multipliers") else (1.0, 1.0)
+    if not gate:
+        config.fail("mlp_multipliers", [gate, down], "must not begin with 0")
+    # queries, keys and values are linear in what enters, and so are gate and up
+    key_factor = config.number("key_multiplier", default=1.0)
+    block = replace(
+        rms_block(config, eps=1e-5),
+        qkv_bias=bias,
+        out_bias=config.boolean("attention_bias", default=False),
+        mlp_bias=config.boolean("mlp_bias", default=False),
+        attention_scale=sizes.head_dim**-0.5 * attended * attended * key_factor,
+        attention_multiplier=attended * config.number("attention_out_multiplier", default=1.0),
+        mlp_multipliers=(gate, down / gate),
+    )
+    ends = EndsSpec(
+        embedding_multiplier=config.number("embedding_multiplier", default=1.0),
+        logits_multiplier=config.number("lm_head_multiplier", default=1.0),
+    )
+    names = TensorNames(
+        renamed=(
+            (".mixer.", ".mamba."),
+            ("post_attention_layernorm", "pre_ff_layernorm"),
+            (".mlp.", ".feed_forward."),
+            ("model.norm", "model.final_layernorm"),
+        )
+    )
+    return describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
+
+
+_NEMOTRON_KINDS = {"M": LINEAR, "mamba": LINEAR, LINEAR: LINEAR, "*": FULL, "attention": FULL, FULL: FULL}
+_NEMOTRON_KINDS |= {"-": "mlp", "mlp": "mlp", "E": "moe", "moe": "moe"}
+
+
+def nemotron_h(config: ConfigFile) -> ModelArchitecture:
+    pattern = config.values.get("hybrid_override_pattern")
+    config.pass_over("hybrid_override_pattern")
+    key = next((key for key in ("layers_block_type", "layer_types") if config.has(key)), "layers_block_type")
+    listed = list(pattern) if isinstance(pattern, str) else config.values.get(key)
+    config.pass_over("layers_block_type", "layer_types")
+    if not isinstance(listed, list) or not all(kind in _NEMOTRON_KINDS for kind in listed):
+        config.fail(key, listed, f"must be a list of {', '.join(_NEMOTRON_KINDS)}")
+    kinds = [_NEMOTRON_KINDS[kind] for kind in listed]
+    if "moe" in kinds:
+        raise FeatureDisabled(f"{key} with moe", f"{config.path}: layers of experts, which are not built")
+    config.pass_over(*(key for key in config.values if key.startswith(("moe_", "mtp_"))))
+    config.pass_over(
+        *("n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
+        *("num_nextn_predict_layers", "routed_scaling_factor", "topk_group"),
+    )
+    config.assume(num_hidden_layers=len(kinds))
+    sizes = read_sizes(config, default_head_dim=128)
+    heads, head_dim = (
+        config.integer("mamba_num_heads", default=128),
+        config.integer("mamba_head_dim", default=64),
+    )
+    groups, bias = config.integer("n_groups", default=8), config.boolean("use_bias", default=False)
+    state = StateSpec(
+        kind="mamba2",
+        taps=config.integer("conv_kernel", default=4, minimum=2),
+        num_heads=heads,
+        value_dim=head_dim,
+        num_key_heads=groups,
+        key_dim=config.integer("ssm_state_size", default=128),
+        conv_bias=config.boolean("use_conv_bias", default=True),
+        bias=bias,
+        norm_groups=groups,
+        dt_limits=(config.number("time_step_min", default=0.001), math.inf),
+    )
+    config.expect("mamba_hidden_act", "silu", otherwise="the convolution has another activation")
+    config.expect("mamba_proj_bias", bias, otherwise="the mixer has biases that use_bias does not name")
+    config.pass_over("expand", "time_step_limit", "sliding_window", *OF_TRAINING)
+    layers = tuple(_nemotron_layer(kind, sizes, state, config.integer("intermediate_size")) for kind in kinds)
+    attention_bias = config.boolean("attention_bias", default=False)
+    block = BlockSpec(
+        norm=NormSpec(eps=config.number("layer_norm_epsilon", default=1e-5)),
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=config.boolean("mlp_bias", default=False),
+        activation=read_activation(config, "mlp_hidden_act", default="relu2"),
+    )
+    return describe(config, sizes, layers=layers, block=block, names=_NEMOTRON_NAMES)
+
+
+_NEMOTRON_NAMES = TensorNames(
+    renamed=(
+        ("model.embed_tokens", "backbone.embeddings"),
+        ("model.norm", "backbone.norm_f"),
+        ("model.layers", "backbone.layers"),
+        ("input_layernorm", "norm"),
+        ("post_attention_layernorm", "norm"),
+        (".self_attn.", ".mixer."),
+        (".mlp.", ".mixer."),
+    ),
+    ignored_prefixes=("mtp.",),
+)
+
+
+def _nemotron_layer(kind: str, sizes: Sizes, state: StateSpec, width: int) -> LayerSpec:
+    """Describe a layer of one block: a mixer, attention without positions, or an MLP."""
+    if kind == FULL:
+        return LayerSpec(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, 0, rope=None, mlp="none")
+    is_mixer = kind == LINEAR
+    return LayerSpec(
+        **MIXER_ONLY,
+        intermediate_size=0 if is_mixer else width,
+        mlp="none" if is_mixer else "plain",
+        state=state if is_mixer else None,
+    )
+
+
+def jamba(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    every = config.integer("attn_layer_period", default=8)
+    first = config.integer("attn_layer_offset", default=4, minimum=0)
+    inner = config.integer("mamba_expand", default=2) * sizes.hidden_size
+    state = StateSpec(
+        kind="mamba",
+        taps=config.integer("mamba_d_conv", default=4, minimum=2),
+        num_heads=1,
+        value_dim=inner,
+        key_dim=config.integer("mamba_d_state", default=16),
+        conv_bias=config.boolean("mamba_conv_bias", default=True),
+        bias=config.boolean("mamba_proj_bias", default=False),
+        dt_rank=read_dt_rank(config, "mamba_dt_rank", sizes.hidden_size),
+        dt_norm="weighted",
+    )
+    config.expect("hidden_act", "silu", otherwise="the convolution of this family has another activation")
+    config.expect("sliding_window", None, otherwise="the attention has a window")
+    config.pass_over("num_logits_to_keep", *OF_TRAINING)
+    config.assume(num_experts=16, num_experts_per_tok=2)
+    experts = read_experts(config, "num_experts", renormalize=False)
+    expert_every = config.integer("expert_layer_period", default=2)
+    first_expert = config.integer("expert_layer_offset", default=1, minimum=0)
+    width = config.integer("intermediate_size")
+    layers = tuple(
+        replace(layer, mlp="experts", experts=experts)
+        if experts.num_experts > 1 and index % expert_every == first_expert
+        else layer
+        for index, layer in enumerate(describe_layers(sizes, intermediate_size=width, rope=None))
+    )
+    layers = with_states(
+        layers, {index: state for index in range(sizes.num_layers) if index % every != first}
+    )
+    names = TensorNames(
+        renamed=(
+            ("model.norm", "model.final_layernorm"),
+            ("post_attention_layernorm", "pre_ff_layernorm"),
+            (".mixer.", ".mamba."),
+            (".mlp.gate.", ".feed_forward.router."),
+            (".mlp.", ".feed_forward."),
+        )
+    )
+    return describe(config, sizes, layers=layers, block=rms_block(config), names=names)

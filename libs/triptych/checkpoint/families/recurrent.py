@@ -1,0 +1,328 @@
+"""Families with recurrent states: Qwen3-Next and 3.5, Mamba 1 and 2, LFM2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from triptych.checkpoint.architecture import (
+    BlockSpec,
+    LayerSpec,
+    ModelArchitecture,
+    NormSpec,
+    RopeParameters,
+    StateSpec,
+)
+from triptych.checkpoint.config_file import ConfigFile
+from triptych.checkpoint.families.keys import (
+    FULL,
+    Sizes,
+    describe,
+    describe_layers,
+    read_rope,
+    read_sizes,
+)
+from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+
+LINEAR = "linear_attention"
+_UNBOUNDED_POSITIONS = 131072  # where a file names no limit, since there is none
+MIXER_ONLY: Mapping[str, Any] = {
+    "num_heads": 0,
+    "num_kv_heads": 0,
+    "head_dim": 0,
+    "attention": "none",
+    "rope": None,
+}
+"""Fields of a layer without attention."""
+OF_TRAINING = (
+    *("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme"),
+    *(
+        "rescale_prenorm_residual",
+        "use_mambapy",
+        "use_falcon_mambapy",
+        "use_associative_scan",
+        "use_mamba_kernels",
+    ),
+    *("chunk_size", "mamba_chunk_size", "residual_in_fp32", "mamba_ssm_cache_dtype", "num_logits_to_keep"),
+)
+"""Keys about the beginning of training, and about how other programs compute."""
+
+
+def with_states(layers: Sequence[LayerSpec], states: Mapping[int, StateSpec]) -> tuple[LayerSpec, ...]:
+    """Return the layers with a mixer in place of attention where there is one, by the layer's index."""
+    return tuple(
+        replace(layer, **MIXER_ONLY, state=states[index]) if index in states else layer
+        for index, layer in enumerate(layers)
+    )
+
+
+def read_limits(config: ConfigFile) -> tuple[float, float]:
+    """Return the limits of the step sizes; JSON has no infinity, so that programs write it in their own ways."""
+    key = "time_step_limit"
+    config.pass_over(key)
+    given = config.values.get(key)
+    if given is None:
+        return 0.0, math.inf
+    infinite = ("inf", "Infinity", {"__float__": "Infinity"}, math.inf)
+    if not isinstance(given, list) or len(given) != 2:
+        config.fail(key, given, "must be a list of two numbers")
+    low, high = (math.inf if each in infinite else each for each in given)
+    if type(low) not in (int, float) or type(high) not in (int, float) or not 0 <= low <= high:
+        config.fail(key, given, "must be two numbers, from 0 on, in their order")
+    return float(low), float(high)
+
+
+def read_dt_rank(config: ConfigFile, key: str, hidden_size: int) -> int:
+    """Return the rank of the projection to step sizes; auto: a sixteenth of the hidden size."""
+    config.pass_over(key)
+    return -(-hidden_size // 16) if config.values.get(key, "auto") == "auto" else config.integer(key)
+
+
+def _read_types(config: ConfigFile, num_layers: int, *, linear: str = LINEAR) -> tuple[str, ...]:
+    """Return the kinds of layers; without a list, every fourth one attends, or as `full_attention_interval` says."""
+    every = config.integer("full_attention_interval", default=4)
+    if config.has("layer_types"):
+        return config.words("layer_types", length=num_layers, among=(FULL, linear))
+    return tuple(linear if (index + 1) % every else FULL for index in range(num_layers))
+
+
+def _gated_delta(config: ConfigFile) -> StateSpec:
+    spec = StateSpec(
+        kind="gated_delta",
+        taps=config.integer("linear_conv_kernel_dim", default=4, minimum=2),
+        num_heads=config.integer("linear_num_value_heads", default=32),
+        value_dim=config.integer("linear_value_head_dim", default=128),
+        num_key_heads=config.integer("linear_num_key_heads", default=16),
+        key_dim=config.integer("linear_key_head_dim", default=128),
+        norm="before_gate",
+    )
+    if spec.num_heads % spec.num_key_heads:
+        config.fail(
+            "linear_num_value_heads", spec.num_heads, f"must be a multiple of {spec.num_key_heads} key heads"
+        )
+    return spec
+
+
+def _qwen(config: ConfigFile, sizes: Sizes, rope: RopeParameters, names: TensorNames) -> ModelArchitecture:
+    """Describe what Qwen3-Next and Qwen 3.5 have in common: dense layers, of which most have a gated delta net."""
+    kinds = _read_types(config, sizes.num_layers)
+    state = _gated_delta(config)
+    config.expect("hidden_act", "silu", otherwise="the convolution of this family has another activation")
+    layers = with_states(
+        describe_layers(sizes, intermediate_size=config.integer("intermediate_size"), rope=rope),
+        {index: state for index, kind in enumerate(kinds) if kind == LINEAR},
+    )
+    norm = NormSpec(eps=config.number("rms_norm_eps", default=1e-6), offset=1.0)
+    bias = config.boolean("attention_bias", default=False)
+    block = BlockSpec(
+        norm=norm, qk_norm="head", qk_norm_spec=norm, qkv_bias=bias, out_bias=bias, has_output_gate=True
+    )
+    own = (
+        FusedTensor(
+            "self_attn.q_proj",
+            ("self_attn.q_proj", "self_attn.gate_proj"),
+            interleaved="groups",
+            num_groups=sizes.num_heads,
+        ),
+        FusedTensor("linear_attn.conv1d", ("mixer.conv_q", "mixer.conv_k", "mixer.conv_v")),
+    )
+    renamed = (*names.renamed, (".mixer.", ".linear_attn."))
+    names = replace(names, renamed=renamed, fused=(*names.fused, *own))
+    return describe(config, sizes, layers=layers, block=block, names=names)
+
+
+def qwen3_next(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config, default_head_dim=256)
+    sparse = config.integer("num_experts", default=512, minimum=0)
+    dense = config.indices("mlp_only_layers", length=sizes.num_layers)
+    if sparse and len(dense) < sizes.num_layers:
+        config.expect("num_experts", 0, otherwise="experts beside a shared one with a gate")
+        config.fail("num_experts", None, "must be 0: experts beside a shared one with a gate are not built")
+    config.pass_over(
+        *("decoder_sparse_step", "moe_intermediate_size", "shared_expert_intermediate_size"),
+        *("num_experts_per_tok", "norm_topk_prob"),
+    )
+    groups = config.integer("linear_num_key_heads", default=16)
+    names = TensorNames(
+        fused=tuple(
+            FusedTensor(
+                f"linear_attn.{name}",
+                tuple(f"mixer.in_{part}" for part in parts),
+                interleaved="groups",
+                num_groups=groups,
+            )
+            for name, parts in (("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba"))
+        ),
+        ignored_prefixes=("mtp.",),
+    )
+    return _qwen(config, sizes, read_rope(config, sizes, partial=0.25), names)
+
+
+_QWEN3_5_FUSED = (
+    FusedTensor("linear_attn.in_proj_qkv", ("mixer.in_q", "mixer.in_k", "mixer.in_v")),
+    *(FusedTensor(f"linear_attn.in_proj_{part}", (f"mixer.in_{part}",)) for part in "zba"),
+)
+
+
+def qwen3_5(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config, default_head_dim=256)
+    names = TensorNames(fused=_QWEN3_5_FUSED, ignored_prefixes=("mtp.",))
+    return _qwen(config, sizes, _text_rope(config, sizes), names)
+
+
+def qwen3_5_with_images(config: ConfigFile) -> ModelArchitecture:
+    config.pass_over(
+        *(
+            "vision_config",
+            "image_token_id",
+            "video_token_id",
+            "vision_start_token_id",
+            "vision_end_token_id",
+        ),
+        "tie_word_embeddings",
+    )
+    text = config.text_section()
+    sizes = read_sizes(text, default_head_dim=256)
+    names = TensorNames(
+        renamed=(("model.", "model.language_model."),),
+        fused=_QWEN3_5_FUSED,
+        ignored_prefixes=("mtp.", "model.visual."),
+    )
+    return _qwen(text, sizes, _text_rope(text, sizes), names)
+
+
+def _text_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
+    """Read a rope with three positions for each token, of which those of text are equal."""
+    found = read_rope(config, sizes, partial=0.25)
+    rope = config.section("rope_parameters") or config.section("rope_scaling")
+    if rope is not None:
+        rope.pass_over("mrope_section", "mrope_interleaved")
+    return found
+
+
+def mamba2(config: ConfigFile) -> ModelArchitecture:
+    hidden_size, bias = config.integer("hidden_size"), config.boolean("use_bias", default=False)
+    heads, head_dim = config.integer("num_heads", default=128), config.integer("head_dim", default=64)
+    if config.integer("expand", default=2) * hidden_size != heads * head_dim:
+        config.fail("num_heads", heads, f"times head_dim {head_dim} must be expand * hidden_size")
+    groups = config.integer("n_groups", default=8)
+    state = StateSpec(
+        kind="mamba2",
+        taps=config.integer("conv_kernel", default=4, minimum=2),
+        num_heads=heads,
+        value_dim=head_dim,
+        num_key_heads=groups,
+        key_dim=config.integer("state_size", default=128),
+        conv_bias=config.boolean("use_conv_bias", default=True),
+        bias=bias,
+        norm_groups=groups,
+        dt_limits=read_limits(config),
+    )
+    config.expect("norm_before_gate", False, otherwise="the norm comes before the gate")
+    config.expect("rms_norm", True, otherwise="there is no norm beside the gate")
+    return _mixers_only(config, state, is_tied=False)
+
+
+def mamba(config: ConfigFile) -> ModelArchitecture:
+    hidden_size = config.integer("hidden_size")
+    state = StateSpec(
+        kind="mamba",
+        taps=config.integer("conv_kernel", default=4, minimum=2),
+        num_heads=1,
+        value_dim=config.integer("expand", default=2) * hidden_size,
+        key_dim=config.integer("state_size", default=16),
+        conv_bias=config.boolean("use_conv_bias", default=True),
+        bias=config.boolean("use_bias", default=False),
+        dt_rank=read_dt_rank(config, "time_step_rank", hidden_size),
+    )
+    config.pass_over(
+        "intermediate_size", "d_inner", "d_model", "n_layer", "ssm_cfg", "rms_norm", "fused_add_norm"
+    )
+    return _mixers_only(config, state, is_tied=True)
+
+
+def _mixers_only(config: ConfigFile, state: StateSpec, *, is_tied: bool) -> ModelArchitecture:
+    """Describe equal layers of a norm and a mixer."""
+    config.pass_over("time_step_rank", *OF_TRAINING)
+    config.expect("hidden_act", "silu", otherwise="the convolution of this family has another activation")
+    sizes = Sizes(
+        config.integer("hidden_size"), config.integer("num_hidden_layers"), 0, 0, 0, _UNBOUNDED_POSITIONS
+    )
+    layer = LayerSpec(**MIXER_ONLY, intermediate_size=0, mlp="none", state=state)
+    norm = NormSpec(eps=config.number("layer_norm_epsilon", default=1e-5))
+    names = TensorNames(
+        renamed=(
+            ("model.embed_tokens", "backbone.embeddings"),
+            ("model.norm", "backbone.norm_f"),
+            ("model.layers", "backbone.layers"),
+            ("input_layernorm", "norm"),
+        )
+    )
+    return describe(
+        config,
+        sizes,
+        layers=(layer,) * sizes.num_layers,
+        block=BlockSpec(norm=norm),
+        names=names,
+        is_tied=is_tied,
+    )
+
+
+def lfm2(config: ConfigFile) -> ModelArchitecture:
+    config.assume(rope_theta=1000000.0)
+    sizes = read_sizes(config)
+    full = config.indices("full_attn_idxs", length=sizes.num_layers)
+    conv = "conv"
+    if config.has("layer_types"):
+        kinds = config.words("layer_types", length=sizes.num_layers, among=(FULL, conv))
+    else:
+        kinds = tuple(FULL if index in full else conv for index in range(sizes.num_layers))
+    bias = config.boolean("conv_bias", default=False)
+    state = StateSpec(
+        kind="short_conv",
+        taps=config.integer("conv_L_cache", default=3, minimum=2),
+        num_heads=1,
+        value_dim=sizes.hidden_size,
+        conv_bias=bias,
+        bias=bias,
+    )
+    layers = with_states(
+        describe_layers(sizes, intermediate_size=_lfm2_width(config), rope=read_rope(config, sizes)),
+        {index: state for index, kind in enumerate(kinds) if kind == conv},
+    )
+    config.pass_over("conv_dim", "conv_dim_out", "block_dim", "block_mlp_init_scale", "block_norm_eps")
+    config.pass_over(
+        "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "conv_use_xavier_init"
+    )
+    norm = NormSpec(eps=config.number("norm_eps", default=1e-5))
+    names = TensorNames(
+        renamed=(
+            ("model.norm", "model.embedding_norm"),
+            (".self_attn.o_proj", ".self_attn.out_proj"),
+            (".q_norm", ".q_layernorm"),
+            (".k_norm", ".k_layernorm"),
+            ("input_layernorm", "operator_norm"),
+            ("post_attention_layernorm", "ffn_norm"),
+            (".mlp.gate_proj", ".feed_forward.w1"),
+            (".mlp.up_proj", ".feed_forward.w3"),
+            (".mlp.down_proj", ".feed_forward.w2"),
+            (".mixer.conv1d", ".conv.conv"),
+            (".mixer.", ".conv."),
+        )
+    )
+    is_tied = config.boolean("tie_embedding", default=True)
+    block = BlockSpec(norm=norm, qk_norm="head", qk_norm_spec=norm)
+    return describe(config, sizes, layers=layers, block=block, names=names, is_tied=is_tied)
+
+
+def _lfm2_width(config: ConfigFile) -> int:
+    """Return the columns of the MLP, which files give before it is cut to two thirds and rounded."""
+    key = "block_ff_dim" if config.has("block_ff_dim") else "intermediate_size"
+    config.pass_over("intermediate_size")
+    width, multiple = config.integer(key), config.integer("block_multiple_of", default=256)
+    factor = config.number("block_ffn_dim_multiplier", default=1.0)
+    if not config.boolean("block_auto_adjust_ff_dim", default=True):
+        return width
+    return multiple * math.ceil(int(factor * int(2 * width / 3)) / multiple)

@@ -1,0 +1,106 @@
+"""A tiny config of transformers for each family with recurrent states."""
+
+from __future__ import annotations
+
+from tests.worker.models.families import FOUR, FULL, Tiny, rope
+
+LINEAR = "linear_attention"
+DELTA = {
+    "head_dim": 16,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 7,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 8,
+}
+NO_ATTENTION = {
+    key: value for key, value in FOUR.items() if key in ("vocab_size", "hidden_size", "num_hidden_layers")
+}
+
+RECURRENT_FAMILIES: dict[str, Tiny] = {
+    "Falcon-H1": Tiny(
+        "falcon_h1",
+        {
+            **MAMBA,
+            "mamba_d_ssm": 64,
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+            "mlp_multipliers": [0.7, 1.5],
+            "key_multiplier": 0.6,
+            "attention_out_multiplier": 0.8,
+            "attention_in_multiplier": 1.25,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.4,
+        },
+    ),
+    "Falcon-H1, norm": Tiny(
+        "falcon_h1", {**MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+    ),
+    "Granite 4, dense": Tiny(
+        "granitemoehybrid",
+        {
+            **MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 56,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+        },
+    ),
+    "Jamba": Tiny(
+        "jamba",
+        {
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 6,
+            "mamba_dt_rank": 5,
+            "experts_implementation": "eager",
+        },
+    ),
+    "LFM2": Tiny("lfm2", {"layer_types": ["conv", FULL, "conv", "conv"], "block_multiple_of": 8}),
+    "LFM2, biases": Tiny(
+        "lfm2",
+        {
+            "layer_types": ["conv", FULL, "conv", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_bias": True,
+            "conv_L_cache": 5,
+        },
+    ),
+    "Mamba": Tiny("mamba", {"state_size": 6, "time_step_rank": 5, "use_bias": True}, NO_ATTENTION),
+    "Mamba 2": Tiny(
+        "mamba2",
+        {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 10, "chunk_size": 8},
+        NO_ATTENTION,
+    ),
+    "Nemotron-H": Tiny(
+        "nemotron_h",
+        {
+            "head_dim": 8,
+            "layers_block_type": [LINEAR, "mlp", FULL, LINEAR],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 10,
+            "chunk_size": 8,
+        },
+        {key: value for key, value in FOUR.items() if key != "num_hidden_layers"},
+    ),
+    "Qwen3-Next, dense": Tiny("qwen3_next", {**DELTA, "num_experts": 0}),
+    "Qwen 3.5": Tiny(
+        "qwen3_5_text", {**DELTA, **rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1])}
+    ),
+}

@@ -1,0 +1,127 @@
+"""Every family with recurrent states, against transformers on tiny random checkpoints."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.models.checkpoints import load_checkpoint, make_runner, save_checkpoint
+from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
+from tests.worker.models.sequences import CUTS, STATE_INTERVAL, Sequences, assert_equals_oracle
+from triptych.errors import FeatureDisabled
+from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.program import Program, record
+from triptych_kernels.cpu.recording import Recording
+from triptych_kernels.state_batch import StateBatch
+from triptych_services.worker.attention.base import AttentionBatch
+from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.loader.load import open_checkpoint
+from triptych_services.worker.models.base import CausalLM
+
+LENGTHS = (1, 3, 4, 5, 11, 2 * STATE_INTERVAL + 2)
+NOT_RECORDED = {"Jamba"}
+"""Families with experts."""
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(directory, model of transformers) of a family by its name, made once."""
+
+    @cache
+    def save(name: str) -> tuple[Path, Any]:
+        directory = tmp_path_factory.mktemp("family")
+        return directory, save_checkpoint(RECURRENT_FAMILIES[name].create(), directory)
+
+    return save
+
+
+@pytest.mark.quick_cases(len(RECURRENT_FAMILIES))
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
+def test_logits_equal_transformers_for_all_cuts(name: str, cut: str, saved: Any) -> None:
+    directory, oracle = saved(name)
+    model, architecture = load_checkpoint(directory)
+    sequences = Sequences(model, architecture, LENGTHS)
+    with torch.inference_mode():
+        assert_equals_oracle(oracle, sequences, sequences.run(CUTS[cut]))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["Mamba", "Mamba 2", "LFM2", "Qwen 3.5"])
+def test_prompts_beyond_transformers_chunks(name: str, saved: Any) -> None:
+    """Its paths compute prompts in chunks, of 64 tokens for gated delta nets."""
+    directory, oracle = saved(name)
+    model, architecture = load_checkpoint(directory)
+    sequences = Sequences(model, architecture, (64, 63))
+    with torch.inference_mode():
+        assert_equals_oracle(oracle, sequences, sequences.run(CUTS["chunks of 3"]))
+
+
+class RecordedModel:
+    """A model that computes its steps by one recorded program; it is called as a `CausalLM`."""
+
+    max_tokens, max_rows, max_blocks = 64, 8, 8
+
+    def __init__(self, model: CausalLM) -> None:
+        self.compute_logits = model.compute_logits
+        self._model = model
+        self._program: Program | None = None
+        self._longs = [torch.zeros(self.max_tokens, dtype=torch.int64) for _ in range(3)]
+        self._rows = [torch.zeros(self.max_rows, dtype=torch.int32) for _ in range(3)]
+        self._starts = torch.zeros(self.max_rows + 1, dtype=torch.int32)
+        self._tables = torch.zeros(self.max_rows, self.max_blocks, dtype=torch.int32)
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        (attention,), state = context.attention, context.state
+        assert state is not None
+        num_tokens, num_rows = len(token_ids), len(attention.seq_lens)
+        for memory, given in zip(self._longs, (token_ids, positions, attention.slot_mapping), strict=True):
+            memory[:num_tokens] = given
+        own = attention.seq_lens, state.read_pages, state.write_pages
+        for memory, given in zip(self._rows, own, strict=True):
+            memory[:num_rows] = given
+        self._starts[: num_rows + 1] = attention.query_starts
+        self._tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
+        if self._program is None:
+            self._program = record(lambda recording: self._forward(recording, context))
+        self._program.run({"tokens": num_tokens, "rows": num_rows})
+        return self._program.outputs[0][:num_tokens].clone()
+
+    def _forward(self, recording: Recording, context: StepContext) -> tuple[Tensor]:
+        token_ids, positions, slots = (recording.input(x, count="tokens") for x in self._longs)
+        seq_lens, read, write = (recording.input(x, count="rows") for x in self._rows)
+        starts = recording.input(self._starts, count="rows")
+        tables = recording.input(self._tables, count="rows")
+        batch = AttentionBatch(slots, tables, starts, seq_lens, context.attention[0].backend)
+        state = StateBatch(read, write, starts)
+        step = StepContext((batch,), context.kv_caches, state, state_pages=context.state_pages)
+        return (self._model(token_ids, positions, step),)
+
+
+@pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+@pytest.mark.parametrize("name", [name for name in RECURRENT_FAMILIES if name not in NOT_RECORDED])
+def test_recorded_steps_equal_transformers(name: str, saved: Any) -> None:
+    directory, oracle = saved(name)
+    model, architecture = load_checkpoint(directory)
+    sequences = Sequences(RecordedModel(model), architecture, LENGTHS)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        assert_equals_oracle(oracle, sequences, sequences.run(CUTS["prompts beside decodes"]))
+
+
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
+def test_random_weights_have_the_names_and_shapes_of_saved_ones(name: str, saved: Any) -> None:
+    directory, _ = saved(name)
+    random, stored = open_checkpoint(directory, format="random"), open_checkpoint(directory)
+    assert {name: tensor.shape for name, tensor in random.tensors.items()} == {
+        name: tensor.shape for name, tensor in stored.tensors.items()
+    }
+
+
+def test_a_worker_without_pages_for_states_refuses_them(saved: Any) -> None:
+    with pytest.raises(FeatureDisabled, match="layers with a recurrent state"):
+        make_runner(saved("LFM2")[0])
