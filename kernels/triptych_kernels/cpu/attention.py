@@ -81,9 +81,9 @@ def paged_attention(
         kv_cache=kv_cache, kv_scales=kv_scales,
         block_tables=block_tables, block_table_stride=block_tables.stride(0),
         query_starts=query_starts, seq_lens=seq_lens, out=out,
-        num_heads=query.shape[1], num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-        scale=options.scale, window=options.window, chunk=options.chunk, soft_cap=options.soft_cap,
-        sinks=options.sinks, alibi=options.alibi, stages=None,
+        num_heads=query.shape[1], num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=head_dim, is_latent=False,
+        block_size=block_size, scale=options.scale, window=options.window, chunk=options.chunk,
+        soft_cap=options.soft_cap, sinks=options.sinks, alibi=options.alibi, stages=None,
     )  # fmt: skip
     return out
 

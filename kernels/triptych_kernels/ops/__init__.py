@@ -5,6 +5,7 @@
 from triptych_kernels.ops.attention import *
 from triptych_kernels.ops.elementwise import *
 from triptych_kernels.ops.encode_attention import *
+from triptych_kernels.ops.latent_attention import *
 from triptych_kernels.ops.linear import *
 from triptych_kernels.ops.moe import *
 from triptych_kernels.ops.recurrent import *

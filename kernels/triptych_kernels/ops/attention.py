@@ -76,7 +76,9 @@ def paged_attention(
         if seq_lens_list is None:
             seq_lens_list = tuple(seq_lens.tolist())
         max_keys = block_tables.shape[1] * kv_cache.shape[3]
-        _check_lengths(query_lens_list, seq_lens_list, len(seq_lens), query.shape[0], max_keys)
+        check_lengths(
+            "paged_attention", query_lens_list, seq_lens_list, len(seq_lens), query.shape[0], max_keys
+        )
     lens = {"query_lens_list": query_lens_list, "seq_lens_list": seq_lens_list}
     operands = query, kv_cache, block_tables, query_starts, seq_lens, options
     out: Tensor = find_impl("paged_attention", query, impl)(*operands, kv_scales=kv_scales, **lens)
@@ -104,7 +106,7 @@ def _check_operands(
             "axis dense"
         )
     check_kv_scales("paged_attention", kv_cache, kv_scales)
-    _check_layout(block_tables, query_starts, seq_lens)
+    check_layout("paged_attention", block_tables, query_starts, seq_lens)
 
 
 def _check_options(options: AttendOptions, query: Tensor) -> None:
@@ -126,43 +128,61 @@ def _check_options(options: AttendOptions, query: Tensor) -> None:
             )
 
 
-def _check_layout(block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> None:
+def check_layout(op: str, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> None:
+    """Check the tensors that say where the queries and keys of each row lie.
+
+    Raises:
+        ValueError: Shapes, strides or dtypes disagree; names both.
+    """
     num_rows = len(seq_lens)
     if seq_lens.shape != (num_rows,) or query_starts.shape != (num_rows + 1,):
         raise ValueError(
-            f"paged_attention: query_starts {list(query_starts.shape)} must be one longer than seq_lens "
+            f"{op}: query_starts {list(query_starts.shape)} must be one longer than seq_lens "
             f"{list(seq_lens.shape)}"
         )
     if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or block_tables.stride(1) != 1:
         raise ValueError(
-            f"paged_attention: block_tables {list(block_tables.shape)} with strides {block_tables.stride()} "
+            f"{op}: block_tables {list(block_tables.shape)} with strides {block_tables.stride()} "
             f"must be [num_rows = {num_rows}, max_blocks], the last axis dense"
         )
     dtypes = block_tables.dtype, query_starts.dtype, seq_lens.dtype
     if dtypes != (torch.int32,) * 3:
         raise ValueError(
-            f"paged_attention: block_tables, query_starts and seq_lens are {dtypes}; they must be torch.int32"
+            f"{op}: block_tables, query_starts and seq_lens are {dtypes}; they must be torch.int32"
         )
 
 
 @lru_cache(maxsize=4)  # asked once per layer with the same step
-def _check_lengths(
-    query_lens: tuple[int, ...], seq_lens: tuple[int, ...], num_rows: int, num_tokens: int, capacity: int
+def check_lengths(
+    op: str,
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    num_rows: int,
+    num_tokens: int,
+    capacity: int,
 ) -> None:
+    """Check the lengths of each row.
+
+    Args:
+        num_tokens: Number of queries of all rows.
+        capacity: Number of keys that a row's blocks hold.
+    Raises:
+        ValueError: They disagree, or are out of range; names both.
+    """
     if not len(query_lens) == len(seq_lens) == num_rows:
         raise ValueError(
-            f"paged_attention: query_lens_list has {len(query_lens)} rows and seq_lens_list {len(seq_lens)}, but "
+            f"{op}: query_lens_list has {len(query_lens)} rows and seq_lens_list {len(seq_lens)}, but "
             f"seq_lens has {num_rows}"
         )
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if not 1 <= query_len <= seq_len <= capacity:
             raise ValueError(
-                f"paged_attention: row {row} has {query_len} queries, {seq_len} keys and blocks for "
+                f"{op}: row {row} has {query_len} queries, {seq_len} keys and blocks for "
                 f"{capacity}; 1 <= queries <= keys <= blocks must hold"
             )
     if sum(query_lens) != num_tokens:
         raise ValueError(
-            f"paged_attention: query_lens_list sums to {sum(query_lens)}, but there are {num_tokens} queries"
+            f"{op}: query_lens_list sums to {sum(query_lens)}, but there are {num_tokens} queries"
         )
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 from triptych_kernels.registry import find_impl, load_impl
 from triptych_kernels.weights.adapters import AdapterRef, PanelTable, StackedTable
 from triptych_kernels.weights.base import LinearWeight
+from triptych_kernels.weights.packed import HeadWeight
 
-__all__ = ["ACTIVATIONS", "GATED_ACTIVATIONS", "adapt_embedding", "gated_linear", "linear"]
+__all__ = ["ACTIVATIONS", "GATED_ACTIVATIONS", "adapt_embedding", "gated_linear", "head_linear", "linear"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu")
 """Functions of one number, under Hugging Face's names.
@@ -149,6 +150,32 @@ def gated_linear(
         _check_adapters("gated_linear", x, adapters)
         implementation = load_impl("gated_linear", impl or _ADAPTED_IMPL[type(adapters.table)])
         out = implementation(x, weight, bias, activation, adapters)
+    return out
+
+
+def head_linear(x: Tensor, weight: Tensor | HeadWeight, *, impl: str | None = None) -> Tensor:
+    """Compute `x[:, head] @ weight[head].T` for each head, summed in float32 and rounded once.
+
+    A `HeadWeight` sums every output over its inputs in one fixed order for any number of rows.
+
+    Args:
+        x: [num_rows, num_heads, in_features], may be a view of a larger tensor, the last axis dense; of the weight's
+            dtype.
+        weight: [num_heads, out_features, in_features].
+    Returns:
+        [num_rows, num_heads, out_features], a new tensor like x.
+    Raises:
+        ValueError: Shapes or dtypes disagree; names both.
+    """
+    is_packed = isinstance(weight, HeadWeight)
+    num_heads, _, in_features = weight.head_shape if is_packed else weight.shape
+    if x.ndim != 3 or x.shape[1:] != (num_heads, in_features) or x.dtype != weight.dtype or x.stride(2) != 1:
+        raise ValueError(
+            f"head_linear: x {list(x.shape)} {x.dtype} with strides {x.stride()} does not fit a weight of {num_heads} "
+            f"heads with {in_features} inputs of {weight.dtype}; it must be [num_rows, num_heads, in_features] of that "
+            "dtype, the last axis dense"
+        )
+    out: Tensor = load_impl("head_linear", impl or ("cpu" if is_packed else "torch"))(x, weight)
     return out
 
 

@@ -27,6 +27,14 @@ def linear(
     return (product if activation is None else activate(product, activation)).to(out_dtype)
 
 
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    out = torch.empty((*x.shape[:2], weight.shape[1]), dtype=x.dtype)
+    for row in range(x.shape[0]):
+        for head in range(x.shape[1]):
+            out[row, head] = weight[head].double() @ x[row, head].double()
+    return out
+
+
 def gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, adapters: AdapterRef | None = None
 ) -> Tensor:

@@ -41,6 +41,10 @@ def gated_linear(
     return activate_gated(functional.linear(x, weight, bias), activation)
 
 
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).contiguous()
+
+
 def adapt_embedding(x: Tensor, token_ids: Tensor, adapters: AdapterRef) -> Tensor:
     assert isinstance(adapters.table, StackedTable), "made for this weight"
     return x.add_(adapters.table.delta(token_ids, adapters.slots))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -142,6 +144,28 @@ class PackedWeight(LinearWeight):
             "adapted": None,
             "adapter_dtype": 0,
         }
+
+
+class HeadWeight(PackedWeight):
+    """A weight [out_features, in_features] of each head, one after the other, for `ops.head_linear`."""
+
+    def __init__(self, num_heads: int, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+        """Allocate weights of zeros. Each head's begins with a panel of its own.
+
+        Raises:
+            ValueError: There is no kernel for this dtype or number of inputs.
+        """
+        self.head_shape = num_heads, out_features, in_features
+        self._rows_per_head = -(-out_features // panel_size()) * panel_size()
+        super().__init__(num_heads * self._rows_per_head, in_features, dtype)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.head_shape)
+
+    def fill_head(self, head: int, weight: Tensor) -> None:
+        """Copy the weight [out_features, in_features] of one head."""
+        self.fill_rows(head * self._rows_per_head, weight)
 
 
 class WidenedWeight(PackedWeight):

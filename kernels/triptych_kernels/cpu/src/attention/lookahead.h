@@ -48,14 +48,16 @@ struct Unit {
 };
 
 // Addresses of the keys of a span, by vectors of kLanes keys, and of its values, key by key; both by whole panels. After
-// each stand those of what the thread reads next. Values that no query sees are zeros; such keys are any.
+// each stand those of what the thread reads next. Values that no query sees are zeros; such keys are any. Latent vectors
+// have the addresses of values.
 template <typename T>
 class SpanMemory {
  public:
   SpanMemory(const PagedAttention& args, const Plan& plan, Unit unit, const T* zeros)
       : pages_(pages_of<T>(args, plan.tile(*unit.piece), unit.kv_head)), seen_(args, plan.tile(*unit.piece), unit.span),
         span_begin_(unit.span * kSpan), first_panel_(seen_.first_panel()),
-        num_rows_((seen_.end_panel() - first_panel_) * kPanel), ahead_(rows_ahead<T>(args.head_dim)) {
+        num_rows_((seen_.end_panel() - first_panel_) * kPanel), ahead_(rows_ahead<T>(args.head_dim)),
+        is_latent_(args.is_latent) {
     const int64_t first = first_panel_ * kPanel;
     std::fill(values_, values_ + seen_.first - first, zeros);
     std::fill(values_ + seen_.end - first, values_ + num_rows_, zeros);
@@ -70,7 +72,7 @@ class SpanMemory {
   }
 
   // Whether `keys` gives them; else they must be gathered.
-  bool keys_are_vectors() const { return pages_.block_size % kLanes == 0; }
+  bool keys_are_vectors() const { return pages_.block_size % kLanes == 0 && !is_latent_; }
 
   KeyPanel keys(int64_t panel) const {
     const float* const* own = keys_ + (panel - first_panel_) * 2;
@@ -132,7 +134,8 @@ class SpanMemory {
     const int64_t first = unit.span * kSpan + seen.first, end = unit.span * kSpan + seen.end;
     const Pages<T> pages = pages_of<T>(args, tile, unit.kv_head);
     // a block of keys as if its bytes were rows
-    pages.for_pages(first, std::min(first + ahead_, end), [&](int64_t, int64_t count, const T* page, int64_t) {
+    const int64_t end_keys = is_latent_ ? first : std::min(first + ahead_, end);
+    pages.for_pages(first, end_keys, [&](int64_t, int64_t count, const T* page, int64_t) {
       for (; count > 0; --count, page += pages.head_dim) *to++ = page;
     });
     const int64_t left = values_ + num_rows_ + ahead_ - to;
@@ -154,6 +157,7 @@ class SpanMemory {
   const Pages<T> pages_;
   const Seen seen_;
   const int64_t span_begin_, first_panel_, num_rows_, ahead_;
+  const bool is_latent_;
   const float* keys_[kSpan / kLanes];
   const T* values_[kSpan + kMostAhead];
 };

@@ -57,6 +57,18 @@ void unpack_keys(KeyPanel keys, int64_t words, float* to) {
   }
 }
 
+// The units of a panel of latent vectors, which are rows: to[unit][kPanel]
+template <typename C, typename T>
+void pack_rows(const T* const* rows, int64_t ahead, int64_t size, float* to) {
+  for (int64_t row = 0; row < kPanel; ++row) {
+    for (int64_t at = 0; at < size * static_cast<int64_t>(sizeof(T)); at += kLineBytes) {
+      prefetch_ahead(reinterpret_cast<const char*>(rows[row + ahead]) + at);
+    }
+  }
+  pack_queries<C>(rows, size, to, kPanel);
+  pack_queries<C>(rows + kLanes, size, to + kLanes, kPanel);
+}
+
 // kPanel elements of a row from `first` on; past its end, which lies inside, zeros.
 template <typename T>
 struct LastElements {

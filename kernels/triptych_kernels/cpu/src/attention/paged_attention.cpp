@@ -16,11 +16,12 @@ class TileRows {
   TileRows(const PagedAttention& args, const Plan& plan, const Unit& unit)
       : args_(args), plan_(plan), unit_(unit), tile_(plan.tile(*unit.piece)),
         rows_(tile_.num_queries * args.group()), words_(args.head_dim / kPerUnit<T>),
-        units_(words_ * kUnitsPerWord<C, T>), size_(args.padded_head_dim()),
+        units_(words_ * kUnitsPerWord<C, T>), size_(args.padded_value_dim()),
         num_strips_((rows_ + kMaxTileRows - 1) / kMaxTileRows) {
     static thread_local Scratch scratch;
     const int64_t floats = rows_ * (units_ + size_ + 4) + kMaxTileRows * (2 * kSpan + size_ + 2) +
-                           kSpan * units_ + kPanel * words_ + kSpan / kPerUnit<C> * size_ + size_ + 14 * kLanes;
+                           kSpan * units_ + kPanel * words_ + kSpan / kPerUnit<C> * size_ + args.padded_head_dim() +
+                           14 * kLanes;
     float* at = static_cast<float*>(scratch.get(floats * sizeof(float)));
     const auto take = [&](int64_t count) {
       float* own = at;
@@ -35,14 +36,14 @@ class TileRows {
     span_sums_ = take(kMaxTileRows * size_);
     queries_ = take(rows_ * units_ + kLanes);
     sums_ = take(rows_ * size_);
-    zeros_ = take(size_);
+    zeros_ = take(args.padded_head_dim());
     factors_ = take(rows_);
     softmax_ = reinterpret_cast<Softmax*>(take(2 * rows_));
     queries_of_rows_ = reinterpret_cast<int32_t*>(take(rows_));
     for (int32_t query = 0, row = 0; query < tile_.num_queries; ++query) {
       for (int64_t head = 0; head < args.group(); ++head) queries_of_rows_[row++] = query;
     }
-    std::fill(zeros_, zeros_ + size_, 0.0f);
+    std::fill(zeros_, zeros_ + args.padded_head_dim(), 0.0f);
     std::fill(softmax_, softmax_ + rows_, Softmax{kUnseen, 0.0f});
     std::fill(factors_, factors_ + rows_, args.scale * kLog2E);
     if (args.sinks) begin_with_sinks();
@@ -69,12 +70,12 @@ class TileRows {
   void finish() const {
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t token = tile_.first_token + queries_of_rows_[row];
-      Q* out = static_cast<Q*>(args_.out) + (token * args_.num_heads + head_of(row)) * args_.head_dim;
+      Q* out = static_cast<Q*>(args_.out) + (token * args_.num_heads + head_of(row)) * args_.value_dim;
       const float* sums = sums_ + row * size_;
       const vec total = splat(softmax_[row].total);
       int64_t d = 0;
-      for (; d + kLanes <= args_.head_dim; d += kLanes) store(out + d, load(sums + d) / total);
-      for (; d < args_.head_dim; ++d) store_one(out + d, sums[d] / softmax_[row].total);
+      for (; d + kLanes <= args_.value_dim; d += kLanes) store(out + d, load(sums + d) / total);
+      for (; d < args_.value_dim; ++d) store_one(out + d, sums[d] / softmax_[row].total);
     }
   }
 
@@ -135,7 +136,7 @@ class TileRows {
     const SpanMemory<T> memory(args_, plan_, unit, reinterpret_cast<const T*>(zeros_));
     const SpanScales<T> scales(args_, tile_, unit.kv_head, unit.span * kSpan, seen.first, seen.end);
     const auto pack_values_of = [&](int64_t panel, int64_t first) {
-      pack_values<C>(memory.values(panel), memory.ahead(), first, args_.head_dim, packed_values(first, panel),
+      pack_values<C>(memory.values(panel), memory.ahead(), first, args_.value_dim, packed_values(first, panel),
                      kSpan / kPerUnit<C> * kPanel);
     };
     const auto stored_keys = [&](int64_t panel) {
@@ -145,13 +146,17 @@ class TileRows {
     };
     if (num_strips_ == 1) {  // panels are used once: what can stay where it is does
       const auto score_panel = [&](int64_t panel) {
-        score<C, T>(queries_, stored_keys(panel), words_, rows_, factors_, scores_ + panel * kPanel);
+        if (args_.is_latent) {
+          score<C, C>(queries_, latent_keys(memory, panel), units_, rows_, factors_, scores_ + panel * kPanel);
+        } else {
+          score<C, T>(queries_, stored_keys(panel), words_, rows_, factors_, scores_ + panel * kPanel);
+        }
       };
       const auto mix_values = [&](int64_t first, int64_t end) {
         mix_in_place<C>(weights_ + first * kPanel / kPerUnit<C>, memory.values(first), memory.ahead(),
-                        (end - first) * kPanel, args_.head_dim, rows_, span_sums_, size_);
-        const int64_t rest = args_.head_dim / kPanel * kPanel;
-        if (rest == args_.head_dim) return;
+                        (end - first) * kPanel, args_.value_dim, rows_, span_sums_, size_);
+        const int64_t rest = args_.value_dim / kPanel * kPanel;
+        if (rest == args_.value_dim) return;
         for (int64_t panel = first; panel < end; ++panel) pack_values_of(panel, rest);
         mix_packed(rest, first, end, rows_);
       };
@@ -161,7 +166,11 @@ class TileRows {
     const bool in_place =
         kUnitsPerWord<C, T> == 1 && memory.keys_are_vectors() && args_.block_size <= kLargestBlockInPlace;
     for (int64_t panel = seen.first_panel(); !in_place && panel < seen.end_panel(); ++panel) {
-      unpack_keys<C, T>(stored_keys(panel), words_, keys_ + panel * kPanel * units_);
+      if (args_.is_latent) {
+        latent_keys(memory, panel);
+      } else {
+        unpack_keys<C, T>(stored_keys(panel), words_, keys_ + panel * kPanel * units_);
+      }
     }
     for (int64_t panel = seen.first_panel(); panel < seen.end_panel(); ++panel) {
       pack_values_of(panel, 0);
@@ -176,6 +185,13 @@ class TileRows {
       const auto mix_values = [&](int64_t first, int64_t end) { mix_packed(0, first, end, count); };
       attend_strip(unit.span, strip, score_panel, scales, mix_values, partials);
     }
+  }
+
+  // A panel of latent vectors as keys, which stay there.
+  KeyPanel latent_keys(const SpanMemory<T>& memory, int64_t panel) {
+    float* keys = keys_ + panel * kPanel * units_;
+    if constexpr (!kIsInt<C>) pack_rows<C>(memory.values(panel), memory.ahead(), args_.head_dim, keys);
+    return packed_panel(keys);
   }
 
   // Words or units that lie as [word][kPanel].
@@ -315,8 +331,8 @@ void attend(const PagedAttention& args, int64_t num_sequences) {
 
 TRIPTYCH_KERNEL(paged_attention, triptych::attention::PagedAttention,
                 dtype, cache_dtype, query, query_stride, query_head_stride, kv_cache, kv_scales, block_tables,
-                block_table_stride, query_starts, seq_lens, out, num_heads, num_kv_heads, head_dim, block_size,
-                scale, window, chunk, soft_cap, sinks, alibi, stages) {
+                block_table_stride, query_starts, seq_lens, out, num_heads, num_kv_heads, head_dim, value_dim, is_latent,
+                block_size, scale, window, chunk, soft_cap, sinks, alibi, stages) {
   using namespace triptych;
   using namespace triptych::attention;
   make_all_rows(args.stages);  // tokens see those before them

@@ -11,7 +11,8 @@ namespace triptych::attention {
 // The keys and values of one sequence and key head, in pages.
 //
 // Keys lie as their products need them, one word of all keys of a block after the other: [words][block_size][elements of
-// a word], where a word has four bytes. Values are [block_size][head_dim].
+// a word], where a word has four bytes. Values are [block_size][head_dim]. Latent vectors, which are both, are such rows,
+// too: many queries share a key, so that putting it into words is small beside its products.
 template <typename T>
 struct Pages {
   const T* first;         // keys of the head in block 0
@@ -36,7 +37,7 @@ template <typename T>
 Pages<T> pages_of(const PagedAttention& args, const Tile& tile, int64_t kv_head, const void* cache, int64_t size) {
   const int64_t head = args.block_size * size, half = args.num_kv_heads * head;
   return {static_cast<const T*>(cache) + kv_head * head, args.block_tables + tile.sequence * args.block_table_stride,
-          2 * half, half, args.block_size, size};
+          args.is_latent ? half : 2 * half, args.is_latent ? 0 : half, args.block_size, size};
 }
 template <typename T>
 Pages<T> pages_of(const PagedAttention& args, const Tile& tile, int64_t kv_head) {

@@ -22,16 +22,19 @@ struct PagedAttention {
   const void* query;            // [num_tokens, num_heads, head_dim], the last axis dense
   int64_t query_stride;         // elements from token to token
   int64_t query_head_stride;
-  const void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim]
+  const void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim]; latent: [num_blocks, block_size,
+                                // head_dim]
   const float* kv_scales;       // [num_blocks, 2, num_kv_heads, block_size] beside int8, else null
   const int32_t* block_tables;  // [rows, max_blocks]
   int64_t block_table_stride;
   const int32_t* query_starts;  // [rows + 1]
   const int32_t* seq_lens;      // [rows]
-  void* out;                    // [num_tokens, num_heads, head_dim], dense
+  void* out;                    // [num_tokens, num_heads, value_dim], dense
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t value_dim;            // elements of a value: latent, the first ones of its key; else head_dim
+  int64_t is_latent;            // whether a token has one vector, of one key head, which is key and value
   int64_t block_size;
   double scale;
   int64_t window;               // keys that a query sees at most; 0: all
@@ -43,6 +46,7 @@ struct PagedAttention {
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_head_dim() const { return (head_dim + kPanel - 1) / kPanel * kPanel; }
+  int64_t padded_value_dim() const { return (value_dim + kPanel - 1) / kPanel * kPanel; }
   // The first key that the query at `position` sees.
   int64_t first_seen(int64_t position) const {
     const int64_t of_window = window ? std::max<int64_t>(position - window + 1, 0) : 0;
@@ -142,7 +146,7 @@ class Plan {
   const Tile& tile(const Piece& piece) const { return tiles[piece.tile]; }
 
   // Floats of one row's result: a Softmax, then the weighted values.
-  static int64_t row_size(const PagedAttention& args) { return args.padded_head_dim() + kPanel; }
+  static int64_t row_size(const PagedAttention& args) { return args.padded_value_dim() + kPanel; }
 
   Tile* tiles = nullptr;
   Piece* pieces = nullptr;

@@ -1,5 +1,5 @@
 // This step's keys and values into their slots of the paged cache, rounded to its dtype; into one of 8 bits quantized,
-// each vector with its own scale. Keys are written as attention reads them, see pages.h.
+// each vector with its own scale. Keys are written as attention reads them, see pages.h. And latent vectors, as rows.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -28,6 +28,19 @@ struct WriteKv {
   int64_t num_kv_heads;
   int64_t block_size;
   int64_t head_dim;
+};
+
+struct WriteLatent {
+  int64_t dtype;          // of latent and rope_key
+  int64_t cache_dtype;
+  const void* latent;     // [rows, latent_dim], the last axis dense
+  int64_t latent_stride;  // elements from row to row
+  const void* rope_key;   // [rows, rope_dim], the last axis dense
+  int64_t rope_key_stride;
+  void* kv_cache;         // [num_blocks, block_size, latent_dim + rope_dim]
+  const int64_t* slots;   // [rows], block * block_size + offset, or -1: the row is skipped
+  int64_t latent_dim;
+  int64_t rope_dim;
 };
 
 constexpr int64_t kWordBytes = 4;  // of keys
@@ -123,6 +136,22 @@ void write_rows(const WriteKv& args, int64_t first, int64_t end) {
   write_rows<X, bf16>(args, first, end);
 }
 
+template <typename X, typename T>
+void write_latent_rows(const WriteLatent& args, int64_t first, int64_t end) {
+  for (int64_t row = first; row < end; ++row) {
+    if (args.slots[row] < 0) continue;
+    T* const to = static_cast<T*>(args.kv_cache) + args.slots[row] * (args.latent_dim + args.rope_dim);
+    copy(static_cast<const X*>(args.latent) + row * args.latent_stride, to, args.latent_dim);
+    copy(static_cast<const X*>(args.rope_key) + row * args.rope_key_stride, to + args.latent_dim, args.rope_dim);
+  }
+}
+
+template <typename X>
+void write_latent_rows(const WriteLatent& args, int64_t first, int64_t end) {
+  if (args.cache_dtype == kFloat32) return write_latent_rows<X, float>(args, first, end);
+  write_latent_rows<X, bf16>(args, first, end);
+}
+
 }  // namespace
 }  // namespace triptych
 
@@ -137,4 +166,17 @@ TRIPTYCH_KERNEL(write_kv, triptych::WriteKv,
   const int64_t row_size = 2 * args.num_kv_heads * args.head_dim;
   triptych::for_rows(rows, std::max<int64_t>(triptych::kElementsPerIndex / row_size, 1),
                      [&](int64_t first, int64_t end) { triptych_write_kv_rows(args, first, end); });
+}
+
+TRIPTYCH_STAGE(write_latent, triptych::WriteLatent) {
+  if (args.dtype == triptych::kFloat32) return triptych::write_latent_rows<float>(args, first, end);
+  triptych::write_latent_rows<triptych::bf16>(args, first, end);
+}
+
+TRIPTYCH_KERNEL(write_latent, triptych::WriteLatent,
+                dtype, cache_dtype, latent, latent_stride, rope_key, rope_key_stride, kv_cache, slots, latent_dim,
+                rope_dim) {
+  const int64_t row_size = args.latent_dim + args.rope_dim;
+  triptych::for_rows(rows, std::max<int64_t>(triptych::kElementsPerIndex / row_size, 1),
+                     [&](int64_t first, int64_t end) { triptych_write_latent_rows(args, first, end); });
 }

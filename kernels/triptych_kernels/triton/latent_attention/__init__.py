@@ -1,0 +1,1 @@
+"""Kernels of multi-head latent attention."""
