@@ -41,6 +41,9 @@ class AttendOptions:
     distance_bias: Tensor | None = None
     """[num_heads, 2 * n - 1] float32, for texts of up to n tokens: a score gets column key position - query position +
     n - 1. Only `ops.encode_attention` computes it."""
+    latent_dim: int = 0
+    """Elements of a value, which are the first ones of its key, so that the cache holds one vector per token. 0: keys
+    and values are vectors of their own. Only `ops.latent_attention` computes it."""
     is_causal: bool = True
     """Whether a query sees no later keys. `ops.paged_attention` takes True only, `ops.encode_attention` False only."""
 

@@ -335,6 +335,53 @@ PUBLISHED: dict[str, tuple[str, Config, Config]] = {
         },
         {"rotary_dim": 32, "qkv_bias": True, "tied": False},
     ),
+    "MiniCPM3-4B": (
+        "MiniCPM3ForCausalLM",
+        NO_GROUPS
+        | {
+            "dim_model_base": 256,
+            "hidden_size": 2560,
+            "intermediate_size": 6400,
+            "kv_lora_rank": 256,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 40,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "rope_scaling": {
+                "type": "longrope",
+                "long_factor": [2.0] * 16,
+                "short_factor": [1.0] * 16,
+                "original_max_position_embeddings": 32768,
+            },
+            "scale_depth": 1.4,
+            "scale_emb": 12,
+        },
+        {"tied": True, "latent": (256, 768, 64, 32, 64), "kind": "longrope", "multipliers": (12.0, 0.7, 0.1)},
+    ),
+    "Youtu-LLM-2B": (
+        "YoutuForCausalLM",
+        NO_GROUPS
+        | {
+            "embedding_initializer_range": 0.01,
+            "hidden_size": 2048,
+            "kv_lora_rank": 512,
+            "mlp_bias": False,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": 1536,
+            "qk_head_dim": 192,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "rope_interleave": True,
+            "rope_scaling": None,
+            "rope_theta": 1600000,
+            "tie_word_embeddings": True,
+            "v_head_dim": 128,
+        },
+        {"tied": True, "latent": (512, 1536, 128, 64, 128), "theta": 1600000.0, "scale": 192**-0.5},
+    ),
     "starcoder2-7b": (
         "Starcoder2ForCausalLM",
         LAYER_NORM
@@ -751,6 +798,11 @@ def facts(read: ModelArchitecture) -> Config:
         "soft_caps": (block.attention_soft_cap, ends.logits_soft_cap),
         "rope": rope,
     }
+    if (latent := first.latent) is not None:
+        found["latent"] = (
+            latent.kv_rank, latent.q_rank, latent.nope_dim, latent.rope_dim, first.value_dim
+        )  # fmt: skip
+        found["multipliers"] = (ends.embedding_multiplier, block.residual_multiplier, ends.logits_multiplier)
     if rope is not None:
         found |= {"kind": rope.kind, "theta": rope.theta, "rope_factor": rope.factor}
         found["rotary_dim"] = rope.rotary_dim

@@ -79,10 +79,7 @@ processor with AVX-512."""
 _EMULATED_SOURCES = (
     "parallel.cpp",
     "run.cpp",
-    *(
-        f"linear/{name}.cpp"
-        for name in ("head_linear", "linear", "widened_linear", "quantized_linear", "quantized_weight")
-    ),
+    *(f"linear/{name}.cpp" for name in ("linear", "widened_linear", "quantized_linear", "quantized_weight")),
 )
 _EMULATED_FLAGS = (*_AVX512, "-DTRIPTYCH_AMX_EMULATED", "-O1")  # it compiles in half the time
 

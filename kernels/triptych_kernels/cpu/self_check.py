@@ -20,10 +20,11 @@ from triptych_kernels.cpu.library import forced_isa, threads_in_use, use_threads
 from triptych_kernels.cpu.program import record
 from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
-from triptych_kernels.ops import linear, paged_attention
+from triptych_kernels.ops import head_linear, latent_attention, linear, paged_attention
 from triptych_kernels.torch.attention import paged_attention as torch_paged_attention
+from triptych_kernels.torch.latent_attention import latent_attention as torch_latent_attention
 from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE
-from triptych_kernels.weights.packed import WIDENED_DTYPES, PackedWeight, WidenedWeight
+from triptych_kernels.weights.packed import WIDENED_DTYPES, HeadWeight, PackedWeight, WidenedWeight
 from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
 _MAY_DIE = ("amx", AMX_EMULATED)
@@ -180,6 +181,7 @@ def _attention_checks(random: torch.Generator) -> Iterator[Check]:
         )  # fmt: skip
         name = f"attention, {cache_dtype} cache"
         yield Check(name, partial(_attend, *operands), expected.double(), tolerance)
+    yield from _latent_checks(random)
 
 
 def _attend(
@@ -199,4 +201,48 @@ def _attend(
         recording.input(seq_lens, count="requests"),
         _OPTIONS,
         kv_scales=scales,
+    )
+
+
+def _latent_checks(random: torch.Generator) -> Iterator[Check]:
+    """Yield the checks of latent attention, from queries that each head makes of its own inputs."""
+    starts = torch.tensor([0, *_QUERY_LENS]).cumsum(0).int()
+    seq_lens = torch.tensor(_SEQ_LENS).int()
+    block_tables = torch.tensor([[3, 5, 0], [4, 1, 2]]).int()
+    width, value_dim = _HEAD_DIM + 16, _HEAD_DIM
+    x = torch.randn(int(starts[-1]), _NUM_HEADS, 32, generator=random).bfloat16()
+    rows = torch.randn(_NUM_HEADS, width, 32, generator=random).bfloat16() / 16
+    cache = torch.randn(6, _BLOCK_SIZE, width, generator=random).bfloat16()
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.05)):
+        weight = HeadWeight(_NUM_HEADS, width, rows.shape[2], dtype)
+        for head, own in enumerate(rows):
+            weight.fill_head(head, own)
+        query = torch.einsum("thi,hoi->tho", x.float(), rows.float())
+        expected = torch_latent_attention(
+            query, cache.float(), block_tables, starts, seq_lens, _OPTIONS.scale, value_dim,
+            query_lens_list=_QUERY_LENS, seq_lens_list=_SEQ_LENS,
+        )  # fmt: skip
+        operands = (x.to(dtype), weight, cache.to(dtype), block_tables, starts, seq_lens)
+        yield Check(
+            f"latent attention, {dtype}", partial(_attend_latent, *operands), expected.double(), tolerance
+        )
+
+
+def _attend_latent(
+    x: Tensor,
+    weight: HeadWeight,
+    cache: Tensor,
+    block_tables: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    recording: Recording,
+) -> Tensor:
+    return latent_attention(
+        head_linear(recording.input(x, count="rows"), weight),
+        cache,
+        recording.input(block_tables, count="requests"),
+        recording.input(starts, count="requests"),
+        recording.input(seq_lens, count="requests"),
+        scale=_OPTIONS.scale,
+        value_dim=_HEAD_DIM,
     )

@@ -112,6 +112,10 @@ def _check_operands(
 def _check_options(options: AttendOptions, query: Tensor) -> None:
     if not options.is_causal:
         raise ValueError("paged_attention: is_causal is False; a paged cache is attended to causally only")
+    if options.latent_dim:
+        raise ValueError(
+            f"paged_attention: latent_dim {options.latent_dim} is computed by latent_attention only"
+        )
     if options.distance_bias is not None:
         raise ValueError("paged_attention: distance_bias is computed by encode_attention only")
     for name, per_head in (("sinks", options.sinks), ("alibi", options.alibi)):

@@ -63,21 +63,7 @@ def latent_attention(
     Raises:
         ValueError: Shapes, dtypes, devices or lengths disagree; names both.
     """
-    if kv_cache.ndim != 3 or kv_cache.dtype not in _CACHE_DTYPES or not kv_cache.is_contiguous():
-        raise ValueError(
-            f"latent_attention: kv_cache {list(kv_cache.shape)} {kv_cache.dtype} must be a contiguous "
-            f"[num_blocks, block_size, width] of {', '.join(map(str, _CACHE_DTYPES))}"
-        )
-    width = kv_cache.shape[2]
-    if query.ndim != 3 or query.shape[2] != width or query.stride(2) != 1:
-        raise ValueError(
-            f"latent_attention: query {list(query.shape)} with strides {query.stride()} does not fit kv_cache "
-            f"{list(kv_cache.shape)}; it must be [num_tokens, num_heads, width], the last axis dense"
-        )
-    if not 1 <= value_dim <= width or not scale > 0.0:
-        raise ValueError(
-            f"latent_attention: value_dim {value_dim} must be 1 to {width}, and scale {scale} positive"
-        )
+    _check_operands(query, kv_cache, scale, value_dim)
     check_layout("latent_attention", block_tables, query_starts, seq_lens)
     if query.device.type != "meta":
         if query_lens_list is None:
@@ -102,6 +88,28 @@ def latent_attention(
     return out
 
 
+def _check_operands(query: Tensor, kv_cache: Tensor, scale: float, value_dim: int) -> None:
+    _check_cache("latent_attention", kv_cache)
+    width = kv_cache.shape[2]
+    if query.ndim != 3 or query.shape[2] != width or query.stride(2) != 1:
+        raise ValueError(
+            f"latent_attention: query {list(query.shape)} with strides {query.stride()} does not fit kv_cache "
+            f"{list(kv_cache.shape)}; it must be [num_tokens, num_heads, width], the last axis dense"
+        )
+    if not 1 <= value_dim <= width or not scale > 0.0:
+        raise ValueError(
+            f"latent_attention: value_dim {value_dim} must be 1 to {width}, and scale {scale} positive"
+        )
+
+
+def _check_cache(op: str, kv_cache: Tensor) -> None:
+    if kv_cache.ndim != 3 or kv_cache.dtype not in _CACHE_DTYPES or not kv_cache.is_contiguous():
+        raise ValueError(
+            f"{op}: kv_cache {list(kv_cache.shape)} {kv_cache.dtype} must be a contiguous "
+            f"[num_blocks, block_size, width] of {', '.join(map(str, _CACHE_DTYPES))}"
+        )
+
+
 def write_latent(
     latent: Tensor,
     rope_key: Tensor,
@@ -121,11 +129,7 @@ def write_latent(
     Raises:
         ValueError: Shapes, dtypes or strides disagree; names both.
     """
-    if kv_cache.ndim != 3 or kv_cache.dtype not in _CACHE_DTYPES or not kv_cache.is_contiguous():
-        raise ValueError(
-            f"write_latent: kv_cache {list(kv_cache.shape)} {kv_cache.dtype} must be a contiguous "
-            f"[num_blocks, block_size, width] of {', '.join(map(str, _CACHE_DTYPES))}"
-        )
+    _check_cache("write_latent", kv_cache)
     is_vector = latent.ndim == rope_key.ndim == 2 and latent.shape[0] == rope_key.shape[0]
     if not is_vector or latent.shape[1] + rope_key.shape[1] != kv_cache.shape[2]:
         raise ValueError(

@@ -167,15 +167,16 @@ def head_linear(x: Tensor, weight: Tensor | HeadWeight, *, impl: str | None = No
     Raises:
         ValueError: Shapes or dtypes disagree; names both.
     """
-    is_packed = isinstance(weight, HeadWeight)
-    num_heads, _, in_features = weight.head_shape if is_packed else weight.shape
+    shape = weight.head_shape if isinstance(weight, HeadWeight) else tuple(weight.shape)
+    num_heads, _, in_features = shape
     if x.ndim != 3 or x.shape[1:] != (num_heads, in_features) or x.dtype != weight.dtype or x.stride(2) != 1:
         raise ValueError(
             f"head_linear: x {list(x.shape)} {x.dtype} with strides {x.stride()} does not fit a weight of {num_heads} "
             f"heads with {in_features} inputs of {weight.dtype}; it must be [num_rows, num_heads, in_features] of that "
             "dtype, the last axis dense"
         )
-    out: Tensor = load_impl("head_linear", impl or ("cpu" if is_packed else "torch"))(x, weight)
+    own = "cpu" if isinstance(weight, HeadWeight) else "torch"
+    out: Tensor = load_impl("head_linear", impl or own)(x, weight)
     return out
 
 

@@ -121,6 +121,31 @@ class StateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention: one vector per token is what the keys and values of all heads are made of.
+
+        cached vector    [ latent: kv_rank | rotated key of all heads: rope_dim ]
+        a head's query   [ nope_dim | rope_dim ]
+        its key          [ made of the latent: nope_dim | that of all heads: rope_dim ]
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    kv_rank: int
+    q_rank: int
+    """Elements of the vector that queries are made of; 0: they are made of the layer's input."""
+    nope_dim: int
+    rope_dim: int
+    norm_eps: float = 1e-6
+    """Added to the mean squares by the norms of both vectors."""
+
+    @property
+    def width(self) -> int:
+        """Elements that the cache holds for a token."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The properties of one layer that may differ from its neighbours'."""
 
@@ -138,6 +163,8 @@ class LayerSpec:
     """How queries and keys are rotated; None: they are not."""
     value_dim: int = 0
     """Elements of a head's values; 0: as `head_dim`."""
+    latent: LatentSpec | None = None
+    """Not None: the attention is latent, with `num_kv_heads` 1 and `head_dim` the elements of a query."""
     kv_from: int = -1
     """The layer with the keys and values that this one reads; -1: its own."""
     mlp: str = "gated"
@@ -295,13 +322,19 @@ class ModelArchitecture:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key heads, the most of any layer: those of the cache, which is of one shape for all layers."""
+        """Key heads, the most of any layer: those of the cache, which is of one shape for all layers, unless the
+        attention is latent."""
         return max(layer.num_kv_heads for layer in self.layers)
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head's keys or values, the most of any layer: those of the cache."""
+        """Elements of a head's keys or values, the most of any layer: those of the cache, as of `num_kv_heads`."""
         return max(max(layer.head_dim, layer.value_dim) for layer in self.layers)
+
+    @property
+    def latent(self) -> LatentSpec | None:
+        """The latents of all layers; None: each head has keys and values of its own in the cache."""
+        return self.layers[0].latent
 
     @property
     def intermediate_size(self) -> int:

@@ -17,7 +17,7 @@ class KvCache:
 
     blocks: Tensor
     """[num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim], contiguous. How a block's keys lie is up to the
-    implementation of the ops: `AttentionBackend.writer`."""
+    implementation of the ops: `AttentionBackend.writer`. Of latent attention: [num_blocks, 1, 1, block_size, width]."""
     scales: Tensor | None = None
     """[num_blocks, 2, num_kv_heads, block_size] float32 if the blocks hold 8 bits, else None: docs/adr/0007."""
     group: int = 0
@@ -88,6 +88,7 @@ class AttentionBackend(Protocol):
             options: The layer's, of which those in use are among `supported`.
 
         Returns:
-            [num_tokens, num_heads, head_dim] of the same dtype.
+            [num_tokens, num_heads, head_dim] of the same dtype; [num_tokens, num_heads, latent_dim] if the options
+            have one.
         """
         ...

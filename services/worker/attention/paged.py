@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from triptych_kernels.attend_options import AttendOptions
-from triptych_kernels.ops import paged_attention
+from triptych_kernels.ops import latent_attention, paged_attention
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
 
 _NAMES = {None: "auto", "cpu": "native", "triton": "triton", "torch": "torch"}
@@ -14,7 +14,7 @@ _NAMES = {None: "auto", "cpu": "native", "triton": "triton", "torch": "torch"}
 class PagedAttention:
     """An `AttentionBackend`."""
 
-    supported = frozenset({"window", "chunk", "soft_cap", "sinks", "alibi"})
+    supported = frozenset({"window", "chunk", "soft_cap", "sinks", "alibi", "latent_dim"})
 
     def __init__(self, impl: str | None = None) -> None:
         """
@@ -28,6 +28,19 @@ class PagedAttention:
     def attend(
         self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, options: AttendOptions
     ) -> Tensor:
+        if options.latent_dim:
+            return latent_attention(
+                query,
+                kv_cache.blocks[:, 0, 0],
+                batch.block_tables,
+                batch.query_starts,
+                batch.seq_lens,
+                scale=options.scale,
+                value_dim=options.latent_dim,
+                query_lens_list=batch.query_lens_list,
+                seq_lens_list=batch.seq_lens_list,
+                impl=self.writer,
+            )
         return paged_attention(
             query,
             kv_cache.blocks,

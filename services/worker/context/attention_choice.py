@@ -76,6 +76,8 @@ def _obstacle(requested: str, site: AttentionSite, *, on_cuda: bool) -> str | No
         return _obstacle_to_torch(site, on_cuda=on_cuda)
     if not on_cuda:
         return f"it runs on CUDA devices only, and this is {site.device}; set it to auto"
+    if site.architecture.latent is not None and requested in ("flash-attn", "flashinfer"):
+        return f"it does not compute latent attention, which {site.architecture.name} has; set it to auto"
     if requested == "flash-attn":
         return _obstacle_to_flash_attn(site)
     if requested == "flashinfer":

@@ -56,6 +56,7 @@ def resolve_for_device(
         native_float8=traits.native_float8,
         stands_for_bfloat16=engine.model.dtype == "auto" and stored_dtype(architecture) == "bfloat16",
     )
+    _check_latent(architecture, kv_dtype)
     site = AttentionSite(
         architecture,
         device=device,
@@ -108,6 +109,15 @@ def _check_encoder(architecture: ModelArchitecture, rank: RankFacts) -> None:
                 f"parallel.{option} = {size}",
                 f"{architecture.name} is an encoder, which one rank computes; set it to 1",
             )
+
+
+def _check_latent(architecture: ModelArchitecture, kv_dtype: str) -> None:
+    if architecture.latent is not None and kv_dtype in ("int8", "float8_e4m3fn"):
+        raise FeatureDisabled(
+            f"cache.dtype = {kv_dtype}",
+            f"{architecture.name} keeps one vector per token, which is key and value, in 16 bits or more; set it to "
+            "auto",
+        )
 
 
 def _check_length(engine: EngineConfig, architecture: ModelArchitecture) -> None:
@@ -278,11 +288,17 @@ def _obstacle_on_cuda(quantization: str, device: str, *, native_float8: bool) ->
 
 def _indivisible_inputs(architecture: ModelArchitecture, num_ranks: int) -> str | None:
     """Return why quantized groups would be split, by a layer or by the ranks that share its inputs; None if not."""
-    for name, size, num_shares in (
+    latent, first = architecture.latent, architecture.layers[0]
+    inputs = [
         ("hidden_size", architecture.hidden_size, 1),
         ("intermediate_size", architecture.intermediate_size, num_ranks),
-        ("num_heads * head_dim", architecture.num_heads * architecture.head_dim, num_ranks),
-    ):
+    ]
+    if latent is None:
+        inputs.append(("num_heads * head_dim", architecture.num_heads * architecture.head_dim, num_ranks))
+    else:
+        inputs.append(("num_heads * value_dim", first.num_heads * first.value_dim, num_ranks))
+        inputs.append(("q_rank", latent.q_rank, 1))
+    for name, size, num_shares in inputs:
         if size % (_GROUP_SIZE * num_shares):
             shares = (" / parallel.tensor_parallel_size", f" / {num_shares}") if num_shares > 1 else ("", "")
             what = f"{name}{shares[0]} = {size}{shares[1]}"

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FeatureDisabled
-from triptych.types.facts import WorkerFacts
+from triptych.types.facts import KvKind, WorkerFacts
 from triptych.types.kv_transfer import KvEndpoint, KvProgress
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.kv_transfer.exports import ExportTable
@@ -38,7 +38,7 @@ class KvTransferService:
             ConfigError: The port is taken.
             FeatureDisabled: The runner's blocks cannot be transferred, or are of several groups.
         """
-        if not facts.kv.is_plain:
+        if [group.kind for group in facts.kv.groups] != [KvKind.FULL]:
             raise FeatureDisabled(
                 "worker.kv_transfer",
                 f"the model's cache has {len(facts.kv.groups)} groups of layers, and blocks of other layouts than one "

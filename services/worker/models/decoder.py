@@ -16,6 +16,7 @@ from triptych.errors import FeatureDisabled
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.checkpoint_tensors import load_weights
 from triptych_services.worker.layers.embedding import LogitsHead, PositionEmbedding, ScoreHead, VocabEmbedding
+from triptych_services.worker.layers.latent_attention import LatentSelfAttention
 from triptych_services.worker.layers.mlp import create_mlp
 from triptych_services.worker.layers.norm import create_norm
 from triptych_services.worker.layers.recurrent import create_mixer
@@ -211,7 +212,8 @@ class DecoderLayer(nn.Module):
         self.mixer: nn.Module | None = None
         self.mlp: nn.Module | None = None
         if spec.attention != "none":
-            self.self_attn = SelfAttention(
+            attention = SelfAttention if spec.latent is None else LatentSelfAttention
+            self.self_attn = attention(
                 spec, layer_index=layer_index, tables=tables, context=context, prefix=f"{prefix}.self_attn"
             )
         if spec.state is not None:
@@ -312,7 +314,10 @@ def check_supported(architecture: ModelArchitecture) -> None:
         attends, is_half = layer.attention != "none", "none" in (layer.attention, layer.mlp)
         for what, is_missing in (
             (f"kv_from = {layer.kv_from}", layer.kv_from >= 0),
-            (f"value_dim = {layer.value_dim}", layer.value_dim not in (0, layer.head_dim)),
+            (
+                f"value_dim = {layer.value_dim}",
+                layer.latent is None and layer.value_dim not in (0, layer.head_dim),
+            ),
             (
                 f"{layer.num_kv_heads} key heads of {layer.head_dim}",
                 attends and (layer.num_kv_heads, layer.head_dim) not in keys,
@@ -320,6 +325,10 @@ def check_supported(architecture: ModelArchitecture) -> None:
             (
                 f"attention = {layer.attention}, mlp = {layer.mlp}, parallel = {architecture.block.parallel}",
                 is_half and (is_parallel or (not attends and layer.mlp == "none" and layer.state is None)),
+            ),
+            (
+                "its attention is latent or not, as that of layer 0 is not or is",
+                (layer.latent is None) != (architecture.latent is None),
             ),
         ):
             if is_missing:

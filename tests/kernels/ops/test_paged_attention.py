@@ -315,6 +315,7 @@ def test_options_out_of_their_range_are_named() -> None:
         ({"chunk": -2}, "chunk -2 must be 0 or positive"),
         ({"soft_cap": math.nan}, "soft_cap nan must be 0 or positive"),
         ({"is_causal": False}, "is_causal is False"),
+        ({"latent_dim": 4}, "latent_dim 4 is computed by latent_attention only"),
         ({"sinks": torch.ones(3)}, r"sinks \[3\] do not fit query \[1, 4, 8\]"),
         (
             {"alibi": torch.ones(4).double()},

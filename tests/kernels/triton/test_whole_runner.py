@@ -13,7 +13,7 @@ from tests.worker.runner.cuda.traced_graphs import TracedGraphs
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.step_runs import assert_same, plans, runner_for
 from tests.worker.tiny import tiny_architecture, tiny_config
-from triptych.checkpoint.architecture import ExpertsSpec
+from triptych.checkpoint.architecture import ExpertsSpec, LatentSpec
 from triptych_kernels import registry
 from triptych_kernels.cpu.library import forced_isa
 from triptych_services.worker.loader.load import load_model
@@ -27,6 +27,12 @@ pytestmark = pytest.mark.skipif(
 FAMILIES = {
     "LlamaForCausalLM": {"num_heads": 6, "num_kv_heads": 2},
     "Qwen3ForCausalLM": {"num_heads": 2, "num_kv_heads": 1, "qk_norm": "head"},
+    "YoutuForCausalLM": {
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "value_dim": 12,
+        "latent": LatentSpec(kv_rank=18, q_rank=22, nope_dim=10, rope_dim=6),
+    },
     "MixtralForCausalLM": {"mlp": "experts", "experts": ExpertsSpec(4, 2)},
 }
 NUM_STEPS = 6
@@ -55,6 +61,7 @@ def tiny_runner(family: str, stream: DeferredStream | None) -> ModelRunner:
         pytest.param("LlamaForCausalLM", list(KINDS), True, marks=pytest.mark.thorough),
         ("Qwen3ForCausalLM", ["sampled"], False),
         ("MixtralForCausalLM", ["greedy"], True),
+        pytest.param("YoutuForCausalLM", ["greedy"], True, marks=pytest.mark.thorough),
     ],
 )
 def test_steps_in_flight_say_what_the_cpu_says(

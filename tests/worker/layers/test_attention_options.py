@@ -30,11 +30,12 @@ OPTIONS: dict[str, Any] = {
     "sinks": torch.zeros(4),
     "alibi": torch.ones(4),
     "is_causal": False,
+    "latent_dim": 16,
 }
 SUPPORTED = {
-    "native": {"window", "chunk", "soft_cap", "sinks", "alibi"},
-    "triton": {"window", "chunk", "soft_cap", "sinks", "alibi"},
-    "torch": {"window", "chunk", "soft_cap", "sinks", "alibi"},
+    "native": {"window", "chunk", "soft_cap", "sinks", "alibi", "latent_dim"},
+    "triton": {"window", "chunk", "soft_cap", "sinks", "alibi", "latent_dim"},
+    "torch": {"window", "chunk", "soft_cap", "sinks", "alibi", "latent_dim"},
     "flash-attn": {"window", "soft_cap", "alibi"},
     "flash-attn-3": {"window", "soft_cap"},
     "flashinfer": {"window", "soft_cap"},
@@ -67,7 +68,9 @@ def test_all_that_a_backend_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     install(monkeypatch)
     backend = create_attention(replace(tiny_config(), attention_backend="flashinfer"))
     check_layers(model_with(AttendOptions(0.5)), backend)
-    with pytest.raises(FeatureDisabled, match="does not compute alibi, chunk, is_causal, sinks, which"):
+    with pytest.raises(
+        FeatureDisabled, match="does not compute alibi, chunk, is_causal, latent_dim, sinks, which"
+    ):
         check_layers(model_with(AttendOptions(0.5, **OPTIONS)), backend)
 
 

@@ -45,10 +45,12 @@ def save_checkpoint(model: Any, directory: Path) -> Any:
     return model
 
 
-def load_checkpoint(directory: Path, *, quantization: str = "none") -> tuple[CausalLM, ModelArchitecture]:
-    """The model, its activations in float32."""
+def load_checkpoint(
+    directory: Path, *, quantization: str = "none", dtype: str = "float32"
+) -> tuple[CausalLM, ModelArchitecture]:
+    """The model, its activations in `dtype`."""
     architecture = read_architecture(directory)
-    config = replace(tiny_config(architecture), quantization=quantization)
+    config = replace(tiny_config(architecture), quantization=quantization, dtype=dtype)
     return load_model(config, open_checkpoint(directory)), architecture
 
 

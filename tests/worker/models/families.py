@@ -28,6 +28,15 @@ GPT2 = {
     "eos_token_id": 2,
     "attn_implementation": "eager",
 }
+LATENT = {
+    **HEADS_ALIKE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 18,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = 6
 """Crossed by the longer sequences, and no multiple of a block."""
@@ -54,6 +63,15 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
 
 
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=1.0)
+MSCALED = rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=16,
+    beta_fast=4.0,
+    beta_slow=1.0,
+    mscale=0.7,
+    mscale_all_dim=1.3,
+)
 LONGROPE = rope(
     "longrope",
     short_factor=[1.0, 1.5, 2.0, 2.5],
@@ -142,6 +160,7 @@ FAMILIES: dict[str, Tiny] = {
             original_max_position_embeddings=16,
         ),
     ),
+    "MiniCPM 3": Tiny("minicpm3", {"dim_model_base": 20, "scale_depth": 1.2, "scale_emb": 3}, LATENT),
     "Ministral": Tiny(
         "ministral", {"head_dim": 8, "sliding_window": WINDOW, "layer_types": [SLIDING, FULL] * 2}
     ),
@@ -208,4 +227,6 @@ FAMILIES: dict[str, Tiny] = {
     "StableLM": Tiny("stablelm", {"use_qkv_bias": True}),
     "StableLM, parallel": Tiny("stablelm", {"use_parallel_residual": True}),
     "StarCoder 2": Tiny("starcoder2", {"sliding_window": WINDOW}),
+    "Youtu": Tiny("youtu", MSCALED, LATENT),
+    "Youtu, halves": Tiny("youtu", {"q_lora_rank": None, "rope_interleave": False, "v_head_dim": 12}, LATENT),
 }

@@ -35,8 +35,12 @@ class Sequences:
         self.block_tables = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int32)
         for row, count in enumerate(num_blocks):
             self.block_tables[row, :count] = torch.tensor([next(blocks) for _ in range(count)])
-        shape = (sum(num_blocks) + 1, 2, architecture.num_kv_heads, BLOCK_SIZE, architecture.head_dim)
-        self.kv_caches = [KvCache(torch.full(shape, torch.nan)) for _ in range(architecture.num_layers)]
+        self.kv_caches = []
+        for layer in architecture.layers:
+            vectors = (2, architecture.num_kv_heads, BLOCK_SIZE, architecture.head_dim)
+            if layer.latent is not None:
+                vectors = (1, 1, BLOCK_SIZE, layer.latent.width)
+            self.kv_caches.append(KvCache(torch.full((sum(num_blocks) + 1, *vectors), torch.nan)))
         self.interval = STATE_INTERVAL if any(layer.state for layer in architecture.layers) else max(lengths)
         num_pages = [-(-length // self.interval) for length in lengths]
         pages = torch.randperm(sum(num_pages), generator=generator) + 1

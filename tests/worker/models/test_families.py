@@ -166,7 +166,7 @@ WHOLE_GROUPS = [
     name
     for name, tiny in FAMILIES.items()
     if tiny.sizes is not GPT2
-    and not {"head_dim", "d_model", "hidden_size"} & set(tiny.arguments)
+    and not {"head_dim", "d_model", "hidden_size", "q_lora_rank"} & set(tiny.arguments)
     and 56 not in tiny.arguments.values()
 ]
 """Forms with sizes that the groups of quantized weights divide."""

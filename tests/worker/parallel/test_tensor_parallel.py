@@ -74,12 +74,15 @@ OTHER_FAMILIES = (
     "GPT-BigCode",
     "GPT-NeoX",
     "GPT-OSS",
+    "MiniCPM 3",
     "Ministral 3",
     "Nemotron",
     "Phi",
     "Phi 3",
+    "Youtu, halves",
 )
-"""Slopes and sinks of heads, tensors that are fused, interleaved or transposed, biases of heads and of plain MLPs."""
+"""Slopes and sinks of heads, latents, tensors that are fused, interleaved or transposed, biases of heads and of plain
+MLPs."""
 BFLOAT16 = "bfloat16"
 LOSES_A_RANK = "norms of heads, even vocabulary"
 

@@ -170,11 +170,45 @@ def _attend_part(
     addresses = query + (token_numbers * query_stride_0 + heads * query_stride_1)[:, None]
     inside = present[:, None] & (dims < VALUE_DIM)[None, :]
     queries = tl.load(addresses + dims[None, :], mask=inside, other=0.0)
+    rest_queries = queries
     if REST > 0:
         rest_queries = tl.load(
             addresses + VALUE_DIM + rest[None, :], mask=present[:, None] & (rest < REST)[None, :], other=0.0
         )
-    block_table = block_tables + row.to(tl.int64) * block_tables_stride
+    acc, peak, total = _attend_vectors(
+        queries, rest_queries, positions, begin, end, end_key,
+        kv_cache, block_tables + row.to(tl.int64) * block_tables_stride, unit,
+        VALUE_DIM, REST, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_V, BLOCK_R,
+    )  # fmt: skip
+    if num_parts == 1:
+        _store_result(out, acc, total, token_numbers, heads, dims, inside, NUM_HEADS, VALUE_DIM)
+    else:
+        state, sums = _find_sums(states, peaks_totals, slot, in_tile, dims, VALUE_DIM, BLOCK_M)
+        tl.store(state, acc, mask=(dims < VALUE_DIM)[None, :])  # of rows without a query, too
+        tl.store(sums, peak)
+        tl.store(sums + BLOCK_M, total)
+
+
+@triton.jit
+def _attend_vectors(
+    queries, rest_queries, positions, begin, end, end_key, kv_cache, block_table, unit,
+    VALUE_DIM: tl.constexpr, REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Attend from a tile of queries to the vectors begin..end of their row, BLOCK_N at a time.
+
+    Args:
+        queries: [BLOCK_M, BLOCK_V], what meets a vector's value; zeros beyond VALUE_DIM.
+        rest_queries: [BLOCK_M, BLOCK_R], what meets the rest of it, if it has any.
+        positions: [BLOCK_M], positions of the queries in their row.
+        begin: A multiple of BLOCK_N.
+        block_table: Pointer to the row's first block.
+        unit: Factor that turns a product into an exponent of 2.
+
+    Returns:
+        The sums, peaks and totals, as `states` and `peaks_totals` hold them.
+    """
+    dims, rest = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_R)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -202,13 +236,7 @@ def _attend_part(
         total = total * shrink + tl.sum(weights, 1)
         peak = new_peak
         acc = tl.dot(weights.to(queries.dtype), values, acc * shrink[:, None], input_precision="ieee")
-    if num_parts == 1:
-        _store_result(out, acc, total, token_numbers, heads, dims, inside, NUM_HEADS, VALUE_DIM)
-    else:
-        state, sums = _find_sums(states, peaks_totals, slot, in_tile, dims, VALUE_DIM, BLOCK_M)
-        tl.store(state, acc, mask=(dims < VALUE_DIM)[None, :])  # of rows without a query, too
-        tl.store(sums, peak)
-        tl.store(sums + BLOCK_M, total)
+    return acc, peak, total
 
 
 @triton.jit(do_not_specialize=_OF_A_STEP)

@@ -65,6 +65,10 @@ _GROUPS = {
         "JambaForCausalLM": "jamba",
         "NemotronHForCausalLM": "nemotron_h",
     },
+    "latent": {
+        "MiniCPM3ForCausalLM": "minicpm3",
+        "YoutuForCausalLM": "youtu",
+    },
     "parallel": {
         "CohereForCausalLM": "cohere",
         "Cohere2ForCausalLM": "cohere",

@@ -192,9 +192,10 @@ class _AttentionBetweenGraphs:
         self, query: Tensor, kv_cache: KvCache, batch: AttentionBatch, options: AttendOptions
     ) -> Tensor:
         if self._memory is None:
-            shape = self._max_num_tokens, *query.shape[1:]
+            sizes = self._max_num_tokens, *query.shape[1:]
+            value_dim = options.latent_dim or query.shape[2]
             # padding is computed on and discarded, so it must not be NaN
-            self._memory = query.new_zeros(shape), query.new_zeros(shape)
+            self._memory = query.new_zeros(sizes), query.new_zeros((*sizes[:2], value_dim))
         queries, attended = (memory[: len(query)] for memory in self._memory)
         queries.copy_(query)
         call = _Call(kv_cache, options)

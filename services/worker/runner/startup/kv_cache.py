@@ -3,6 +3,8 @@
     layer 0   [ null | block 1 | block 2 | … ]   each block [2 (key, value), num_kv_heads, block_size, head_dim]
     layer 1   [ null | block 1 | block 2 | … ]   block 0 belongs to no request: padding points at it
 
+The blocks of latent attention are [1, 1, block_size, width].
+
 A cache of 8 bits also has scales, with the same block ids. Only ops index these tensors. Only the engine decides which
 request holds which block.
 """
@@ -19,7 +21,7 @@ from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_services.worker.attention.base import KvCache
 from triptych_services.worker.context.device import TORCH_DTYPES
-from triptych_services.worker.runner.startup.kv_plan import kv_parts
+from triptych_services.worker.runner.startup.kv_plan import kv_parts, vectors_per_token
 
 _KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
@@ -30,7 +32,7 @@ def allocate_kv_cache(shape: KvLayout, device: torch.device) -> tuple[KvCache, .
     On a CPU the system allocates a page when it is first written, so blocks that no request has held take no memory;
     all of the cache is zero then. Block 0 is zeroed: padding may be read and masked, and a NaN would survive the mask.
     """
-    scales_shape = (shape.num_blocks, 2, shape.num_kv_heads, shape.block_size)
+    scales_shape = (shape.num_blocks, vectors_per_token(shape), shape.num_kv_heads, shape.block_size)
     dtype = _KV_DTYPES[shape.dtype]
     return tuple(
         KvCache(
@@ -43,7 +45,7 @@ def allocate_kv_cache(shape: KvLayout, device: torch.device) -> tuple[KvCache, .
 
 def view_kv_cache(shape: KvLayout, memory: mmap.mmap) -> tuple[KvCache, ...]:
     """Return the caches of all layers in memory that `kv_parts` divides, on the CPU."""
-    scales_shape = (shape.num_blocks, 2, shape.num_kv_heads, shape.block_size)
+    scales_shape = (shape.num_blocks, vectors_per_token(shape), shape.num_kv_heads, shape.block_size)
     tensors: dict[str, Tensor] = {}
     for name, start, num_bytes in kv_parts(shape):
         part = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)

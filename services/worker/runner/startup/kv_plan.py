@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych.types.facts import KvLayout
-from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych_services.worker.parallel.shares import share_kv_heads, stage_layers
 
 _MIN_BLOCKS = 2  # the null block and one that a request can hold
@@ -47,15 +48,7 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
             f"{architecture.name}: layers with a recurrent state",
             "the worker's cache has no pages for states yet",
         )
-    _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, rank=config.rank)  # of this rank
-    shape = KvLayout(
-        num_blocks=0,
-        block_size=cache.block_size,
-        num_layers=len(stage_layers(architecture, rank=config.rank)),
-        num_kv_heads=num_kv_heads,
-        head_dim=architecture.head_dim,
-        dtype=config.kv_dtype,
-    )
+    shape = _without_blocks(config)
     block_bytes = shape.block_bytes
     max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
     if cache.num_blocks:
@@ -78,6 +71,57 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
         soft_num_blocks = min(int(free_bytes * cache.soft_memory_fraction) // block_bytes, num_blocks - 1)
     shape = replace(shape, num_blocks=num_blocks, soft_num_blocks=soft_num_blocks)
     return KvPlan(shape, min(max_model_len, shape.num_tokens), activation_bytes)
+
+
+def _without_blocks(config: ResolvedConfig) -> KvLayout:
+    """Return the layout of the caches of this rank's layers: one full group, of equal layers."""
+    shapes = vector_shapes(config.architecture, config.rank)
+    layout = KvLayout(
+        num_blocks=0,
+        block_size=config.engine.cache.block_size,
+        num_layers=len(shapes),
+        num_kv_heads=shapes[0].num_heads,
+        head_dim=shapes[0].width,
+        dtype=config.kv_dtype,
+    )
+    (pairs,) = layout.groups
+    return replace(
+        layout, groups=(replace(pairs, block_bytes=pairs.block_bytes // 2 * shapes[0].num_vectors),)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VectorShape:
+    """The vectors that one layer keeps for a token."""
+
+    num_vectors: int
+    """2: a key and a value. 1: a latent vector, which is both."""
+    num_heads: int
+    """Key heads of this rank, of which each has such vectors."""
+    width: int
+    """Elements of a vector."""
+
+
+def vector_shapes(architecture: ModelArchitecture, rank: RankFacts) -> tuple[VectorShape, ...]:
+    """Return what each layer of this rank's stage keeps. All heads read one latent vector, so each rank has it.
+
+    Raises:
+        ConfigError: Ranks cannot share the heads.
+    """
+    _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, rank=rank)
+    return tuple(
+        VectorShape(2, num_kv_heads, architecture.head_dim)
+        if latent is None
+        else VectorShape(1, 1, latent.width)
+        for index in stage_layers(architecture, rank=rank)
+        for latent in (architecture.layers[index].latent,)
+    )
+
+
+def vectors_per_token(layout: KvLayout) -> int:
+    """Return how many vectors a layer keeps for a token and key head: a key and a value, or one that is both."""
+    of_pairs = replace(layout, groups=())
+    return 2 * layout.block_bytes // of_pairs.block_bytes
 
 
 def _default_fraction(device: str) -> float:

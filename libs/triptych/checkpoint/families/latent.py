@@ -1,0 +1,106 @@
+"""Families with latent attention: MiniCPM 3, Youtu."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from triptych.checkpoint.architecture import (
+    BlockSpec,
+    EndsSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelArchitecture,
+    RopeParameters,
+)
+from triptych.checkpoint.config_file import ConfigFile
+from triptych.checkpoint.families.keys import Sizes, describe, describe_layers, read_rope, read_sizes
+from triptych.checkpoint.families.llama import rms_block
+
+
+def minicpm3(config: ConfigFile) -> ModelArchitecture:
+    sizes, latent = _read_sizes(config, kv_rank=256, q_rank=768, nope_dim=64, rope_dim=32)
+    rope = read_rope(config, sizes)
+    value_dim = config.integer("v_head_dim", default=sizes.hidden_size // sizes.num_heads)
+    config.pass_over("rope_interleave")
+    # null says that there is no such factor
+    depth = 1.4 if "scale_depth" not in config.values else math.sqrt(sizes.num_layers)
+    base = 256 if "dim_model_base" not in config.values else sizes.hidden_size
+    ends = EndsSpec(
+        embedding_multiplier=config.number("scale_emb", default=12.0),
+        logits_multiplier=config.positive("dim_model_base", default=base) / sizes.hidden_size,
+    )
+    block = replace(
+        _block(config, latent, rope, eps=1e-5),
+        residual_multiplier=config.number("scale_depth", default=depth) / math.sqrt(sizes.num_layers),
+        mlp_bias=config.boolean("mlp_bias", default=False),
+    )
+    layers = _describe_layers(config, sizes, latent, rope, value_dim=value_dim)
+    return describe(config, sizes, layers=layers, block=block, ends=ends, is_tied=True)
+
+
+def youtu(config: ConfigFile) -> ModelArchitecture:
+    sizes, latent = _read_sizes(config, kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64)
+    rope = _read_v3_rope(config, sizes)
+    config.pass_over("embedding_initializer_range", "mlp_bias")
+    layers = _describe_layers(
+        config, sizes, latent, rope, value_dim=config.integer("v_head_dim", default=128)
+    )
+    return describe(config, sizes, layers=layers, block=_block(config, latent, rope), is_tied=True)
+
+
+def _read_sizes(
+    config: ConfigFile, *, kv_rank: int, q_rank: int, nope_dim: int, rope_dim: int
+) -> tuple[Sizes, LatentSpec]:
+    """Read the sizes under DeepSeek's keys, of which the family's defaults are given.
+
+    Returns:
+        Sizes with `head_dim` that part of a head which is rotated, and those of the latents.
+
+    Raises:
+        FeatureDisabled: The checkpoint has what latent attention is not computed with.
+    """
+    if "q_lora_rank" in config.values and not config.has("q_lora_rank"):
+        q_rank = 0
+        config.pass_over("q_lora_rank")
+    latent = LatentSpec(
+        kv_rank=config.integer("kv_lora_rank", default=kv_rank),
+        q_rank=config.integer("q_lora_rank", default=q_rank, minimum=0) if q_rank else 0,
+        nope_dim=config.integer("qk_nope_head_dim", default=nope_dim),
+        rope_dim=config.integer("qk_rope_head_dim", default=rope_dim),
+    )
+    if latent.rope_dim % 2:
+        config.fail("qk_rope_head_dim", latent.rope_dim, "must be even: pairs are rotated")
+    config.expect("attention_bias", False, otherwise="the projections of the attention have biases")
+    config.pass_over("qk_head_dim", "head_dim")  # sums of the others
+    sizes = replace(read_sizes(config, default_head_dim=latent.rope_dim), head_dim=latent.rope_dim)
+    if sizes.num_kv_heads != sizes.num_heads:
+        config.fail(
+            "num_key_value_heads",
+            sizes.num_kv_heads,
+            f"must be num_attention_heads {sizes.num_heads}: the latent is projected to a key for each head",
+        )
+    return sizes, latent
+
+
+def _read_v3_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
+    return read_rope(config, sizes, is_interleaved=config.boolean("rope_interleave", default=True))
+
+
+def _describe_layers(
+    config: ConfigFile, sizes: Sizes, latent: LatentSpec, rope: RopeParameters, *, value_dim: int
+) -> tuple[LayerSpec, ...]:
+    layers = describe_layers(sizes, intermediate_size=config.integer("intermediate_size"), rope=rope)
+    head_dim = latent.nope_dim + latent.rope_dim
+    return tuple(
+        replace(layer, num_kv_heads=1, head_dim=head_dim, value_dim=value_dim, latent=latent)
+        for layer in layers
+    )
+
+
+def _block(config: ConfigFile, latent: LatentSpec, rope: RopeParameters, *, eps: float = 1e-6) -> BlockSpec:
+    """Return the block, with the factor of the scores, to which yarn's `mscale_all_dim` adds."""
+    scale = (latent.nope_dim + latent.rope_dim) ** -0.5
+    if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2
+    return replace(rms_block(config, eps=eps), attention_scale=scale)
