@@ -45,13 +45,15 @@ class NaiveBlocks:
 
     def read(self, block: int, offset: int, buffer: memoryview) -> None:
         cells = self._worker().cells
-        content = np.array([cells.get((block, at), _NEVER_WRITTEN) for at in range(BLOCK_SIZE)], np.int64)
+        content = np.array(
+            [cells.get((block, at), (0, _NEVER_WRITTEN))[1] for at in range(BLOCK_SIZE)], np.int64
+        )
         buffer[:] = content.tobytes()[offset : offset + len(buffer)]
 
     def write(self, block: int, offset: int, content: memoryview) -> None:
         assert (offset, len(content)) == (0, self.block_bytes), "blocks are carried whole here"
         for at, cell in enumerate(np.frombuffer(content, np.int64).tolist()):
-            self._worker().cells[block, at] = cell
+            self._worker().cells[block, at] = 0, cell
 
 
 @dataclass

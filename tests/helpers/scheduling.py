@@ -17,7 +17,7 @@ import numpy as np
 
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_device
-from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
+from triptych.types.facts import KvGroup, KvKind, KvLayout, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
@@ -68,6 +68,7 @@ def make_scheduler(
     num_stages: int = 1,
     is_encoder: bool = False,
     max_adapters: int = 0,
+    kv: KvLayout | None = None,
     **config: Any,
 ) -> Scheduler:
     """Return a scheduler with 1,000 blocks, no EOS, and the given fields of `SchedulerConfig`."""
@@ -89,7 +90,7 @@ def make_scheduler(
     facts = WorkerFacts(
         boot_id="naive",
         model=model,
-        kv=KvLayout(num_blocks, block_size, 1, 1, 1, "float32"),
+        kv=kv or KvLayout(num_blocks, block_size, 1, 1, 1, "float32"),
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_steps_in_flight=2,
@@ -209,22 +210,30 @@ class WorkerRow:
     new: NewRow
     tokens: list[int]
     num_computed: int
-    block_ids: list[int]
+    tables: list[list[int]]
+    """The blocks of each group."""
+
+
+def full_group(block_size: int) -> KvGroup:
+    return KvLayout(2, block_size, 1, 1, 1, "float32").groups[0]
 
 
 class NaiveWorker:
     """Executes plans strictly in order and holds every rule of the step protocol against them.
 
+    A cell of keys holds the group and the prefix of its position. A page of states holds the prefix that it stands for.
+
     A row that may get several tokens gets a random number of them. What it guessed wrong is garbage in its blocks.
     """
 
-    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(self, block_size: int = BLOCK_SIZE, groups: Sequence[KvGroup] = ()) -> None:
         self._random = Random(0)
         self.rows: dict[int, WorkerRow] = {}
-        self.cells: dict[tuple[int, int], int] = {}
+        self.cells: dict[tuple[int, int], tuple[int, int]] = {}
+        self.pages: dict[int, tuple[int, int]] = {}
         self.num_tokens_computed = 0
         self.has_failed = False
-        self.block_size = block_size
+        self.groups = list(groups) or [full_group(block_size)]
         self._last_step_id = 0
 
     def execute(
@@ -254,9 +263,11 @@ class NaiveWorker:
         spans = {
             slot: range(row.num_computed, row.num_computed + counts[slot]) for slot, row in self.rows.items()
         }
+        beyond = self._read_states(spans)
         for slot, span in spans.items():  # all writes of a step come before any read
-            self._write(self.rows[slot], span, is_garbage=slot in garbage_slots)
-        misled = self._spread_garbage(spans)
+            self._write(self.rows[slot], span, is_garbage=slot in garbage_slots or slot in beyond)
+        misled = self._spread_garbage(spans, beyond)
+        self._write_states(spans, misled | garbage_slots)
         assert self.has_failed or not misled, f"slots {misled} attend to KV that is not theirs"
         token_ids, token_counts, errors = list[int](), list[int](), dict[RowKey, RowError]()
         vectors = dict[RowKey, F32]()
@@ -308,9 +319,7 @@ class NaiveWorker:
         row.num_computed += len(drawn) - 1
         for position in range(first, first + limit - 1):
             is_right = position < row.num_computed
-            self.cells[self._cell(row, position)] = (
-                prefix_fingerprints(row.tokens)[position] if is_right else -1
-            )
+            self._put(row, position, prefix_fingerprints(row.tokens)[position] if is_right else -1)
         return drawn
 
     def _score(self, row: WorkerRow, span: range) -> PromptLogprobs | None:
@@ -334,17 +343,24 @@ class NaiveWorker:
         for new in plan.new_rows:
             assert new.slot not in self.rows, f"slot {new.slot} is taken"
             assert new.num_cached_tokens - new.num_computed_tokens in (0, 1)
-            assert 0 not in new.block_ids, "the null block is never used"
+            tables = [new.block_ids.tolist(), *(table.tolist() for table in new.group_block_ids)]
+            for group, table in zip(self.groups, tables, strict=True):
+                num_null = self._first_read(group, new.num_computed_tokens)
+                assert not any(table[:num_null]), "a block that no query reads"
+                assert 0 not in table[num_null:], "the null block is never used"
+                assert len(set(table[num_null:])) == len(table[num_null:]), "a block is there twice"
             pooling = new.content.pooling
             if new.num_computed_tokens and pooling is not None:
                 assert pooling.kind is PoolingKind.LAST, "its states are needed from the first one on"
                 assert pooling.task is not Task.TOKEN_EMBED
-            self.rows[new.slot] = WorkerRow(
-                new, new.token_ids.tolist(), new.num_computed_tokens, new.block_ids.tolist()
-            )
-        for slot, block in zip(plan.block_slots.tolist(), plan.block_ids.tolist(), strict=True):
+            self.rows[new.slot] = WorkerRow(new, new.token_ids.tolist(), new.num_computed_tokens, tables)
+        assert len(self.groups) == 1 or len(plan.block_groups) == len(plan.block_ids)
+        block_groups = plan.block_groups.tolist() or [0] * len(plan.block_ids)
+        for slot, block, group in zip(
+            plan.block_slots.tolist(), plan.block_ids.tolist(), block_groups, strict=True
+        ):
             assert block != 0, "the null block is never used"
-            self.rows[slot].block_ids.append(block)
+            self.rows[slot].tables[group].append(block)
 
     def _counts(self, plan: StepPlan) -> dict[int, int]:
         counts = dict.fromkeys(self.rows, 1)
@@ -369,25 +385,33 @@ class NaiveWorker:
             row = self.rows[slot]
             assert limit > 1, "one token is the default"
             assert row.num_computed + counts[slot] == len(row.tokens), "it has none to get"
-            assert len(row.tokens) + limit - 1 <= len(row.block_ids) * self.block_size, "beyond its blocks"
+            self._check_reach(row, len(row.tokens) + limit - 1)
         return limits
+
+    def _check_reach(self, row: WorkerRow, end: int) -> None:
+        for group, table in zip(self.groups, row.tables, strict=True):
+            assert end <= len(table) * group.block_size, "beyond its blocks"
 
     def _write(self, row: WorkerRow, span: range, *, is_garbage: bool) -> None:
         assert span.stop <= len(row.tokens), "computes a token that is not known"
-        assert span.stop <= len(row.block_ids) * self.block_size, "computes beyond its blocks"
+        self._check_reach(row, span.stop)
         fingerprints = prefix_fingerprints(row.tokens)
         for position in span:
             if position >= row.new.num_cached_tokens:
-                self.cells[self._cell(row, position)] = -1 if is_garbage else fingerprints[position]
+                self._put(row, position, -1 if is_garbage else fingerprints[position])
 
-    def _spread_garbage(self, spans: dict[int, range]) -> set[int]:
-        """Return the slots that attend to anything but their own prefix. They write garbage too."""
-        misled: set[int] = set()
+    def _spread_garbage(self, spans: dict[int, range], beyond: set[int]) -> set[int]:
+        """Return the slots that attend to anything but their own prefix. They write garbage too.
+
+        Args:
+            beyond: Slots that do so by their state.
+        """
+        misled = set(beyond)
         while True:
             more = {
                 slot
                 for slot, span in spans.items()
-                if span and slot not in misled and not self._reads_itself(self.rows[slot], span.stop)
+                if span and slot not in misled and not self._reads_itself(self.rows[slot], span)
             }
             if not more:
                 return misled
@@ -395,12 +419,64 @@ class NaiveWorker:
             for slot in more:
                 self._write(self.rows[slot], spans[slot], is_garbage=True)
 
-    def _reads_itself(self, row: WorkerRow, stop: int) -> bool:
-        fingerprints = prefix_fingerprints(row.tokens)[:stop]
-        return all(self.cells.get(self._cell(row, at)) == own for at, own in enumerate(fingerprints))
+    def _reads_itself(self, row: WorkerRow, span: range) -> bool:
+        fingerprints = prefix_fingerprints(row.tokens)[: span.stop]
+        for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+            if group.kind is KvKind.STATE:
+                continue
+            first = self._first_position(group, span.start)
+            for position in range(first, span.stop):
+                block, offset = divmod(position, group.block_size)
+                if self.cells.get((table[block], offset)) != (index, fingerprints[position]):
+                    return False
+        return True
 
-    def _cell(self, row: WorkerRow, position: int) -> tuple[int, int]:
-        return row.block_ids[position // self.block_size], position % self.block_size
+    def _read_states(self, spans: dict[int, range]) -> set[int]:
+        """Return the slots that begin with the state of another prefix. All reads of a step come before any write."""
+        misled = set()
+        for slot, span in spans.items():
+            row = self.rows[slot]
+            for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+                if group.kind is KvKind.STATE and span and span.start:
+                    page = table[(span.start - 1) // group.block_size]
+                    own = index, prefix_fingerprints(row.tokens[: span.start])[-1]
+                    assert page != 0, "the null block is never used"
+                    if self.pages.get(page) != own:
+                        misled.add(slot)
+        return misled
+
+    def _write_states(self, spans: dict[int, range], misled: set[int]) -> None:
+        written = []
+        for slot, span in spans.items():
+            row = self.rows[slot]
+            for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+                if group.kind is KvKind.STATE and span:
+                    block = (span.stop - 1) // group.block_size
+                    assert block == span.start // group.block_size, "a step computes tokens of two pages"
+                    assert table[block] != 0, "the null block is never used"
+                    written.append(table[block])
+                    content = -1 if slot in misled else prefix_fingerprints(row.tokens[: span.stop])[-1]
+                    self.pages[table[block]] = index, content
+        assert len(set(written)) == len(written), "two rows write one page"
+
+    def _first_position(self, group: KvGroup, start: int) -> int:
+        """Return the first position that a query at `start` or later sees."""
+        if group.kind is KvKind.WINDOW:
+            return max(start - group.window + 1, 0)
+        return start - start % group.window if group.kind is KvKind.CHUNK else 0
+
+    def _first_read(self, group: KvGroup, start: int) -> int:
+        """Return the first block that a row needs which begins to compute at `start`."""
+        if group.kind is KvKind.STATE:
+            return max(start - 1, 0) // group.block_size
+        return self._first_position(group, start) // group.block_size
+
+    def _put(self, row: WorkerRow, position: int, content: int) -> None:
+        for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+            if group.kind is not KvKind.STATE:
+                block, offset = divmod(position, group.block_size)
+                assert table[block] != 0, "the null block is never used"
+                self.cells[table[block], offset] = index, content
 
 
 @dataclass
@@ -484,7 +560,7 @@ class Engine:
 
     def lose_worker(self) -> None:
         self.plans.clear()
-        self.worker = NaiveWorker(self.worker.block_size)
+        self.worker = NaiveWorker(groups=self.worker.groups)
         self.scheduler.requeue_all()
         self.scheduler.check_integrity()
 

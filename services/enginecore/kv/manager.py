@@ -1,14 +1,31 @@
-"""Decides which KV blocks a request holds, and finds the cached blocks of a new request's prompt."""
+"""Decides which KV blocks a request holds, and finds the cached blocks of a new request's prompt.
+
+Here is the case of one group of layers that keeps every key; `grouped_manager` has the others.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import NamedTuple
 
 from triptych.prefix_hash import root_hash
 from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.budget import BlockBudget
+from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints
 from triptych_services.enginecore.kv.pool import BlockPool
+
+
+class Growth(NamedTuple):
+    """Blocks that some tables have grown by."""
+
+    nums_new: Ints
+    """[n] blocks of each table, in all groups."""
+    block_ids: list[int]
+    """[sum(nums_new)] the blocks, those of the first table first."""
+    block_groups: Sequence[int] = ()
+    """[sum(nums_new)] the group of each. Empty: there is one."""
 
 
 class BlockManager:
@@ -38,21 +55,19 @@ class BlockManager:
         self.pool = BlockPool(num_blocks, soft_num_blocks)
         """References and content of each block. Others may read its counts and changes."""
         self.block_size = block_size
+        self.budget: BlockBudget = BlockBudget(self.pool, block_size)
+        """Counts what requests need of the free blocks."""
         self.enable_prefix_caching = enable_prefix_caching
+        self.releasing: tuple[GroupRules, ...] = ()
+        """The groups of which rows release blocks as they go on; none without further groups."""
+        self.step_end_every = 0
+        """Tokens of a block of states, at the ends of which steps of a row end; 0: they may end anywhere."""
         self._newly_cached: list[int] = []
         self._num_own_roots = 0
 
     @property
     def num_free(self) -> int:
         return self.pool.num_free
-
-    @property
-    def fit_credit(self) -> int:
-        """A number that grows whenever any request comes closer to fitting.
-
-        A request that lacked n blocks need not be tried again until it has grown by n.
-        """
-        return self.pool.num_free + self.pool.num_shareable_gained
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -84,7 +99,7 @@ class BlockManager:
             for table in tables:
                 table.hashes, table.shares_hashes = first.hashes, len(tables) > 1
 
-    def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> list[int]:
+    def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> Sequence[int]:
         """Return the longest run of cached blocks that holds a prefix of `token_ids`. It does not hold them yet."""
         if not self.is_cached(table):
             return []
@@ -97,19 +112,6 @@ class BlockManager:
             if len(hits) < len(table.hashes):
                 break
         return hits
-
-    def num_lacking(self, num_tokens: int, hits: Sequence[int] = (), num_promised: int = 0) -> int:
-        """Return how many more blocks must become free before a request without blocks fits; 0 or less: it fits.
-
-        A hit that no request holds is in the free queue, so it takes a free block.
-
-        Args:
-            num_tokens: Tokens that the request must have blocks for.
-            hits: Cached blocks that the request shares.
-            num_promised: Free blocks that other requests are to get.
-        """
-        num_shared = len(hits) - self.pool.num_free_among(hits)
-        return self.blocks_for(num_tokens) - num_shared + num_promised - self.pool.num_free
 
     def allocate(self, table: BlockTable, num_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
         """Grow a table until it holds `num_tokens` tokens.
@@ -133,26 +135,40 @@ class BlockManager:
         table.block_ids += added
         return added
 
-    def grow(self, tables: Sequence[BlockTable], nums_new: Sequence[int]) -> list[int]:
-        """Grow each table by a number of blocks. There must be enough free ones.
+    def grow(self, tables: Sequence[BlockTable], capacities: Ints, ends: Ints) -> Growth:
+        """Grow tables. There must be enough free blocks.
 
-        Returns:
-            The blocks added, those of the first table first.
+        Args:
+            capacities: [n] positions that each holds.
+            ends: [n] positions that each is to hold, more than that.
         """
-        added = self.pool.take(sum(nums_new))
+        nums_new = -(-(ends - capacities) // self.block_size)
+        added = self.pool.take(int(nums_new.sum()))
         start = 0
-        for table, num_new in zip(tables, nums_new, strict=True):
+        for table, num_new in zip(tables, nums_new.tolist(), strict=True):
             table.block_ids += added[start : start + num_new]
             start += num_new
-        return added
+        return Growth(nums_new, added)
 
-    def cache_full_blocks(self, filled: Iterable[tuple[BlockTable, array[int], int]]) -> None:
+    def release_unseen(self, table: BlockTable, group: GroupRules, num_needless: int) -> None:
+        """Give back the blocks of a group that no later query of a request sees.
+
+        Args:
+            group: One of `releasing`.
+            num_needless: Leading blocks of the group's table that are not needed; more than were released before.
+        """
+        raise AssertionError("one full group keeps every key")
+
+    def cache_full_blocks(
+        self, filled: Iterable[tuple[BlockTable, array[int], int]], *, is_planning: bool = False
+    ) -> None:
         """Let others find the blocks that tokens fill.
 
         Args:
             filled: A table, its request's tokens, and how many of these count: they must be known, and a planned step
                 must compute each of them. A request that hits such a block is planned later, so it reads what was
                 written.
+            is_planning: Whether the last of these tokens are computed by the step that is being planned.
         """
         blocks: list[int] = []
         hashes: list[bytes] = []
@@ -194,13 +210,21 @@ class BlockManager:
         """Return the cached blocks with a table's content, which may be other blocks than its own."""
         return self.pool.find_all(table.hashes)
 
+    def own_blocks(self, table: BlockTable, num_trusted: int) -> list[int]:
+        """Return the blocks that the holder of a table has written, behind the first `num_trusted` ones."""
+        return table.block_ids[num_trusted:]
+
+    def has_read(self, table: BlockTable, blocks: Set[int]) -> bool:
+        """Return whether the holder of a table began with any of these blocks."""
+        return not blocks.isdisjoint(table.block_ids[: table.num_hits])
+
     def free(self, table: BlockTable) -> None:
         """Give back all of a request's blocks, last first, so that its tail is evicted before its head."""
         self.pool.release(reversed(table.block_ids))
         table.block_ids.clear()
         table.num_hits = table.num_cached = 0
 
-    def blocks_freed_by(self, tables: Iterable[BlockTable]) -> Iterator[int]:
+    def blocks_freed_by(self, tables: Iterable[BlockTable]) -> Iterator[Count]:
         """Yield for each table in turn how many more blocks would be free if it were given back as well."""
         block_to_references: dict[int, int] = {}
         for table in tables:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from triptych_services.enginecore.kv.block_table import NULL_BLOCK
-from triptych_services.enginecore.kv.cache_changes import CacheChanges
+from triptych_services.enginecore.kv.cache_changes import CacheChanges, CachedPrefixes
 
 _ABSENT = -1
 
@@ -146,12 +146,18 @@ class BlockPool:
     for each block of content that has to be computed again because of it (docs/adr/0021).
     """
 
-    def __init__(self, num_blocks: int, soft_num_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        soft_num_blocks: int | None = None,
+        cached_prefixes: CachedPrefixes | None = None,
+    ) -> None:
         """Start with all blocks free and untouched.
 
         Args:
             num_blocks: Number of blocks, including the null block.
             soft_num_blocks: The soft limit at the start; None: touching blocks costs nothing.
+            cached_prefixes: Takes in what comes and goes, where a prefix needs blocks of several groups.
         """
         self._num_blocks = num_blocks
         self._soft_limit = num_blocks if soft_num_blocks is None else soft_num_blocks
@@ -163,7 +169,9 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._block_to_hash: list[bytes | None] = [None] * num_blocks
         self._hash_to_block: dict[bytes, int] = {}
-        self.cache_changes = CacheChanges(self._hash_to_block)
+        self.cache_changes: CacheChanges | CachedPrefixes = cached_prefixes or CacheChanges(
+            self._hash_to_block
+        )
         """The hashes that came into the cache and left it."""
         self._num_cached_free = 0
         self.num_shareable_gained = 0
@@ -186,6 +194,10 @@ class BlockPool:
     def find_run(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks with these hashes, up to the first hash that is not cached."""
         return list(takewhile(bool, map(self._hash_to_block.get, block_hashes)))  # type: ignore[arg-type]
+
+    def find(self, block_hash: bytes) -> int | None:
+        """Return the block with this hash; None: there is none."""
+        return self._hash_to_block.get(block_hash)
 
     def find_all(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks with these hashes; hashes that are not cached are left out."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from triptych.types.kv_transfer import KvPull, KvSource, PullProgress, TransferCounts
 from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.groups import Count
 from triptych_services.enginecore.kv.holds import BlockHolds
 from triptych_services.enginecore.kv.manager import BlockManager
 from triptych_services.enginecore.request import Request
@@ -110,7 +111,7 @@ class KvPulls:
         self._pulls[request] = _Pull(request, source, now)
         return True
 
-    def begin(self, num_promised: int) -> None:
+    def begin(self, num_promised: Count) -> None:
         """Begin the pulls that there are enough free blocks for, in order of arrival.
 
         A prompt and its first token must fit beside everything that earlier prompts still need. Else prompts that have
@@ -134,7 +135,7 @@ class KvPulls:
                 self._end(pull)
                 continue
             num_needed = request.num_prompt_tokens + 1
-            if num_active >= MAX_PULLS or blocks.num_lacking(num_needed, hits, num_promised) > 0:
+            if num_active >= MAX_PULLS or blocks.budget.num_lacking(num_needed, hits, num_promised) > 0:
                 return
             self._begin(pull, hits, num_full)
             num_active += 1
@@ -227,7 +228,7 @@ class KvPulls:
         num_needed = self._blocks.blocks_for(pull.request.num_prompt_tokens + 1)
         return max(num_needed - len(pull.table.block_ids), 0)
 
-    def _begin(self, pull: _Pull, hits: list[int], num_full: int) -> None:
+    def _begin(self, pull: _Pull, hits: Sequence[int], num_full: int) -> None:
         """Hold blocks for a prompt and have them pulled."""
         own = pull.request.blocks
         pull.table = BlockTable(own.root_hash, own.extras, hashes=own.hashes, shares_hashes=True)

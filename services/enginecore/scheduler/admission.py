@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from triptych.config import SchedulerConfig
 from triptych.errors import ConfigError, DeadlineUnreachable, DuplicateRequest, InvalidRequest, QueueFull
-from triptych.types.facts import WorkerFacts
+from triptych.types.facts import KvKind, WorkerFacts
 from triptych.types.submit import MAX_SUBMIT_BYTES, EngineLimits
+from triptych_services.enginecore.kv.groups import check_layout, longest_step
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.forecast import FirstTokenForecast
 from triptych_services.enginecore.scheduler.policy import create_policy
@@ -52,7 +53,13 @@ def check_facts(config: SchedulerConfig, facts: WorkerFacts) -> None:
         ConfigError: It could not; names both values.
     """
     kv, max_model_len = facts.kv, facts.model.max_model_len
-    if max_model_len > kv.num_tokens:
+    check_layout(
+        kv,
+        max_model_len=max_model_len,
+        chunk=longest_step_of(config, facts),
+        max_samples_per_row=facts.max_samples_per_row,
+    )
+    if kv.is_plain and max_model_len > kv.num_tokens:
         raise ConfigError(
             f"max_model_len {max_model_len} does not fit into {kv.num_blocks - 1} KV blocks of {kv.block_size} tokens: "
             "lower model.max_model_len or raise cache.num_blocks"
@@ -62,11 +69,23 @@ def check_facts(config: SchedulerConfig, facts: WorkerFacts) -> None:
             f"scheduler.max_num_batched_tokens {config.max_num_batched_tokens} is below max_model_len "
             f"{max_model_len}, and an encoder computes each text whole in one step: raise the one or lower the other"
         )
+    states = [group.block_size for group in kv.groups if group.kind is KvKind.STATE]
+    if states and not config.enable_chunked_prefill:
+        raise ConfigError(
+            f"scheduler.enable_chunked_prefill is off, and the model keeps recurrent states, for which prompts are cut "
+            f"every {min(states)} tokens: turn it on"
+        )
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens {config.max_num_batched_tokens} is below max_model_len "
             f"{max_model_len}, and scheduler.enable_chunked_prefill is off: no step could hold a long prompt"
         )
+
+
+def longest_step_of(config: SchedulerConfig, facts: WorkerFacts) -> int:
+    """Return the most positions between what a row needs no more and the end of its next step."""
+    max_tokens = config.long_prefill_token_threshold or config.max_num_batched_tokens
+    return longest_step(max_tokens, facts.max_steps_in_flight, facts.max_samples_per_row)
 
 
 def limits_of(config: SchedulerConfig) -> EngineLimits:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from triptych.config import SchedulerConfig
+from triptych_services.enginecore.kv.groups import Count
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.microbatches import Microbatches
 from triptych_services.enginecore.scheduler.policy import SchedulingPolicy
@@ -74,12 +75,14 @@ class StepPlanner:
         # A request takes at most this much of a step; only the budget limits it where no threshold is set.
         self._max_per_request = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._max_short = max_short_tokens(config)
-        self._blocked: tuple[int, int] = (-1, 0)
+        self._blocked: tuple[int, Count] = (-1, 0)
         """(arrival, fit credit) of the last request that did not fit; it is not tried again below that credit."""
 
     def build(self) -> StepBuilder:
         """Decide a step: running requests first, and waiting ones only if none had to be preempted."""
         self._states.shared_prompts.release_planned(self._states.rows)
+        if self._states.blocks.releasing:
+            self._release_unseen()
         if self._states.waiting.num_ready:
             self._release_planned()
         build = self._plan_running()
@@ -88,7 +91,7 @@ class StepPlanner:
             self._plan_waiting(build)
             if not self._states.is_short_of_blocks:
                 rows = self._states.rows  # each of them may need a further block soon
-                num_promised = rows.num_promised_blocks() + len(rows.slot_to_request)
+                num_promised = self._num_promised() + len(rows.slot_to_request)
                 self._states.transfers.pulls.begin(num_promised)
             if build.num_reserved and build.budget:
                 self._extend_chunks(build)
@@ -114,22 +117,22 @@ class StepPlanner:
         while True:
             slots = rows.running_order()  # [r], like all that follows
             wanted = np.minimum(rows.wanted(slots), self._max_per_request)
+            if (every := blocks.step_end_every) > 0:
+                wanted = np.minimum(wanted, every - rows.computed[slots] % every)
             wanted = self._microbatches.limit(
                 slots, wanted, may_run_ahead=not (self._states.waiting.num_ready and rows.num_free)
             )
             counts, num_reserved = self._share(slots, wanted, may_reserve=not num_preempted)
-            ends = rows.computed[slots] + counts
-            lacking = ends - rows.capacity[slots]
-            growing = np.flatnonzero(lacking > 0)
-            num_new_blocks = -(-lacking[growing] // self._block_size)
-            num_lacking = int(num_new_blocks.sum()) - blocks.num_free
+            ends, capacities = rows.computed[slots] + counts, rows.capacity[slots]
+            growing = np.flatnonzero(ends > capacities)
+            growth, num_lacking = blocks.budget.growth(capacities[growing], ends[growing])
             if num_lacking <= 0:
                 break
             if self._states.transfers.pulls.give_way():
                 continue
             if candidates is None:
                 candidates = self._policy.running_order(self._states.running)
-            slot_to_need = dict(zip(slots[growing].tolist(), num_new_blocks.tolist(), strict=True))
+            slot_to_need = dict(zip(slots[growing].tolist(), blocks.budget.needs(growth), strict=True))
             victims = self.choose_victims(candidates, slot_to_need, num_lacking)
             del candidates[-len(victims) :]
             for victim in victims:
@@ -152,7 +155,7 @@ class StepPlanner:
                 ends = ends + build.guesses
                 growing = np.flatnonzero(ends > rows.capacity[slots])
         if len(growing):
-            build.block_slots, build.block_ids = self._states.grow(slots[growing], ends[growing])
+            build.add_growth(slots[growing], self._states.grow(slots[growing], ends[growing]))
         return build
 
     def _add_guesses(self, build: StepBuilder) -> None:
@@ -164,8 +167,8 @@ class StepPlanner:
         is_sampling = (build.counts > 0) & (build.ends == rows.num_expected[slots])
         room = np.minimum(rows.last[slots] - rows.num_expected[slots], self._max_guesses)
         guesses = share_budget(np.where(is_sampling, room, 0), build.budget - build.num_reserved)
-        lacking = np.maximum(build.ends + guesses - rows.capacity[slots], 0)
-        if guesses.any() and int((-(-lacking // self._block_size)).sum()) <= self._states.blocks.num_free:
+        _, num_lacking = self._states.blocks.budget.growth(rows.capacity[slots], build.ends + guesses)
+        if guesses.any() and num_lacking <= 0:
             build.guesses = guesses
             build.budget -= int(guesses.sum())
 
@@ -189,20 +192,19 @@ class StepPlanner:
         """Give long prompts the tokens that waiting requests left over, if there are blocks for them."""
         places = self._by_urgency(build.slots, np.flatnonzero(build.wanted > build.counts))
         extra = share_budget((build.wanted - build.counts)[places], build.budget)
-        room = self._states.rows.capacity[build.slots[places]] - build.ends[places]
-        num_free = self._states.blocks.num_free
-        for place, count, held in zip(places.tolist(), extra.tolist(), room.tolist(), strict=True):
-            count = min(count, held + num_free * self._block_size)
-            num_free -= max(-(-(count - held) // self._block_size), 0)
+        rows, blocks = self._states.rows, self._states.blocks
+        taken: Count = 0
+        for place, count in zip(places.tolist(), extra.tolist(), strict=True):
+            capacity, end = int(rows.capacity[build.slots[place]]), int(build.ends[place])
+            count, taken = blocks.budget.most_tokens(capacity, end, count, taken)
             build.counts[place] += count
             build.ends[place] += count
             build.budget -= count
         slots, ends = build.slots[places], build.ends[places]
-        is_growing = ends > self._states.rows.capacity[slots]
+        is_growing = ends > rows.capacity[slots]
         if is_growing.any():
-            block_slots, block_ids = self._states.grow(slots[is_growing], ends[is_growing])
-            build.block_slots += block_slots
-            build.block_ids += block_ids
+            slots, ends = slots[is_growing], ends[is_growing]
+            build.add_growth(slots, self._states.grow(slots, ends))
 
     def _by_urgency(self, slots: Slots, places: Slots) -> Slots:
         """Sort places in `slots` as the policy serves their requests."""
@@ -214,7 +216,7 @@ class StepPlanner:
         return np.array([slot_to_place[request.slot] for request in ordered], np.intp)
 
     def choose_victims(
-        self, candidates: Sequence[Request], slot_to_need: Mapping[int, int], num_lacking: int
+        self, candidates: Sequence[Request], slot_to_need: Mapping[int, Count], num_lacking: Count
     ) -> list[Request]:
         """Return the fewest requests with blocks and needs that cover `num_lacking` blocks.
 
@@ -243,7 +245,7 @@ class StepPlanner:
             return
         states.shares.settle(states.rows)
         states.waiting.begin_step(states.rows, build.slots)
-        num_promised = states.rows.num_promised_blocks()
+        num_promised = self._num_promised()
         num_looked_up = 0
         while build.budget and states.rows.num_free:
             if num_looked_up >= _MAX_LOOKED_UP or build.num_new_bytes >= _MAX_NEW_BYTES:
@@ -252,7 +254,7 @@ class StepPlanner:
             if request is None:
                 break
             arrival, min_credit = self._blocked
-            if arrival == request.arrival and blocks.fit_credit - num_promised < min_credit:
+            if arrival == request.arrival and blocks.budget.fit_credit - num_promised < min_credit:
                 if self._make_way(request):
                     continue
                 states.is_short_of_blocks = True
@@ -263,21 +265,47 @@ class StepPlanner:
             # A sequence that is cached whole still needs its last token computed, for the logits.
             num_computed = min(len(hits) * self._block_size, num_known - 1)
             count = min(num_known - num_computed, self._max_per_request)
+            if (every := blocks.step_end_every) > 0:
+                count = min(count, every - num_computed % every)
             if count > build.budget and not self._config.enable_chunked_prefill:
                 break
             # All of it must fit before its first chunk runs, beside the later chunks of those that run, or long prompts
             # would evict each other.
-            num_lacking = blocks.num_lacking(num_known, hits, num_promised)
+            num_lacking = blocks.budget.num_lacking(num_known, hits, num_promised)
             if num_lacking > 0:
                 if self._make_way(request):
                     continue
-                self._blocked = request.arrival, blocks.fit_credit - num_promised + num_lacking
+                self._blocked = request.arrival, blocks.budget.fit_credit - num_promised + num_lacking
                 states.is_short_of_blocks = True
                 break
             count = min(count, build.budget)
             states.waiting.note_admitted(request, num_known - num_computed)
             build.add_row(request, states.admit(request, hits, num_computed, count), count)
-            num_promised += blocks.blocks_for(num_known) - len(request.blocks.block_ids)
+            num_promised += blocks.budget.num_outstanding(request.blocks, num_known)
+
+    def _num_promised(self) -> Count:
+        """Count the blocks that running rows still need for known tokens: those of prompts computed in chunks."""
+        rows, budget = self._states.rows, self._states.blocks.budget
+        slots = rows.running_order()
+        return budget.num_promised(rows.known[slots], rows.capacity[slots], rows.released[:, slots])
+
+    def _release_unseen(self) -> None:
+        """Give back the blocks of running rows that no later query sees.
+
+        Only blocks of known tokens: their content stays in the cache. What a step in flight reads of them is read
+        before any later step writes to them.
+        """
+        rows, blocks = self._states.rows, self._states.blocks
+        slots = rows.running_order()
+        reached = np.minimum(rows.known[slots], rows.computed[slots] - rows.num_uncertain[slots])
+        for group in blocks.releasing:
+            first_needed = group.first_needed(reached)
+            for place in np.flatnonzero(first_needed > rows.released[group.index, slots]).tolist():
+                slot, num_needless = int(slots[place]), int(first_needed[place])
+                request = rows.slot_to_request[slot]
+                blocks.cache_full_blocks([(request.blocks, request.token_ids, int(reached[place]))])
+                blocks.release_unseen(request.blocks, group, num_needless)
+                rows.released[group.index, slot] = num_needless
 
     def _make_way(self, request: Request) -> bool:
         """Take the blocks of a pull for the next request, if nothing runs that will give back some.

@@ -9,7 +9,7 @@ import numpy as np
 
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.step import NewRow, RowKey, empty_u32
-from triptych_services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.kv.manager import BlockManager, Growth
 from triptych_services.enginecore.kv.remote import LEASE_S, KvTransfers
 from triptych_services.enginecore.request import Request, RequestState
 from triptych_services.enginecore.scheduler.fairness import FairShares
@@ -106,8 +106,8 @@ class RequestStates:
             return False
         return self.blocks.is_cached(request.blocks)
 
-    def cached_blocks(self, request: Request) -> list[int]:
-        """Return the blocks in the cache that hold the beginning of a waiting request."""
+    def cached_blocks(self, request: Request) -> Sequence[int]:
+        """Return the blocks in the cache that hold the beginning of a waiting request, as the manager has them."""
         if not self.reads_cache(request):
             return []
         return self.blocks.get_computed_blocks(request.blocks, request.token_ids)
@@ -148,26 +148,29 @@ class RequestStates:
         assert allocated is not None, "admitted without enough blocks"
         if request.kv_source is not None:
             self.transfers.pulls.note_admitted(request)
-        self.blocks.cache_full_blocks([(table, request.token_ids, num_tokens)])
+        self.blocks.cache_full_blocks([(table, request.token_ids, num_tokens)], is_planning=True)
         self.shared_prompts.note_planned(request, num_tokens)
-        self.rows.place(request, num_computed_tokens)
+        block_size = self.blocks.block_size
+        self.rows.place(request, num_computed_tokens, -(-num_tokens // block_size) * block_size)
         emitted = request.token_ids[request.num_prompt_tokens :]
         emitted_token_ids = np.array(emitted, np.uint32) if emitted else empty_u32()
         block_ids = np.array(table.block_ids, np.uint32)
         emitted_token_ids.flags.writeable = block_ids.flags.writeable = False
+        further = table.further_ids() if table.groups else ()
         return NewRow(
             slot=request.slot,
             slot_version=request.slot_version,
             content=request.content,
             emitted_token_ids=emitted_token_ids,
             num_computed_tokens=num_computed_tokens,
-            num_cached_tokens=max(num_computed_tokens, len(hits) * self.blocks.block_size),
+            num_cached_tokens=max(num_computed_tokens, len(hits) * block_size),
             block_ids=block_ids,
             seed=request.seed,
             prompt_logprobs_start=request.prompt_logprobs_start,
+            group_block_ids=further,
         )
 
-    def grow(self, slots: Slots, ends: Ints) -> tuple[list[int], list[int]]:
+    def grow(self, slots: Slots, ends: Ints) -> Growth:
         """Give running rows more blocks. There must be enough free ones.
 
         Others may find what the rows have filled with known tokens from now on.
@@ -175,17 +178,13 @@ class RequestStates:
         Args:
             slots: [g] rows that grow.
             ends: [g] tokens that each must have blocks for.
-
-        Returns:
-            In parallel, the slots that grow, once per block, and the blocks.
         """
         rows, block_size = self.rows, self.blocks.block_size
-        nums_new = -(-(ends - rows.capacity[slots]) // block_size)
         requests = list(map(rows.slot_to_request.__getitem__, slots.tolist()))
-        block_ids = self.blocks.grow([request.blocks for request in requests], nums_new.tolist())
-        rows.capacity[slots] += nums_new * block_size
-        self._cache_full_blocks(requests, np.minimum(rows.known[slots], ends))
-        return slots.repeat(nums_new).tolist(), block_ids
+        growth = self.blocks.grow([request.blocks for request in requests], rows.capacity[slots], ends)
+        rows.capacity[slots] = -(-ends // block_size) * block_size
+        self._cache_full_blocks(requests, np.minimum(rows.known[slots], ends), is_planning=True)
+        return growth
 
     def fill_blocks(self, slots: Slots) -> None:
         """Close the open blocks of rows that have filled them with known tokens.
@@ -327,7 +326,9 @@ class RequestStates:
         self.blocks.free(request.blocks)
         self.removed_slots.append(request.slot)
 
-    def _cache_full_blocks(self, requests: Sequence[Request], nums_filled: Ints) -> None:
+    def _cache_full_blocks(
+        self, requests: Sequence[Request], nums_filled: Ints, *, is_planning: bool = False
+    ) -> None:
         """Let others find the blocks that the first tokens of some requests fill.
 
         Args:
@@ -337,7 +338,8 @@ class RequestStates:
             [
                 (request.blocks, request.token_ids, filled)
                 for request, filled in zip(requests, nums_filled.tolist(), strict=True)
-            ]
+            ],
+            is_planning=is_planning,
         )
 
     def _wait(self, request: Request, *, waits_for: WaitsFor | None = None) -> None:

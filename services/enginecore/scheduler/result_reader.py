@@ -282,7 +282,7 @@ class _SuspectBlocks:
                 first = 0
             else:
                 self._prefixes.append(prefix)
-        return set(table.block_ids[first:])
+        return set(self._states.blocks.own_blocks(table, first))
 
     def uncache(self, step: InFlightStep, blocks: set[int]) -> None:
         """Uncache `blocks` and all blocks that this step or a later one was to fill.
@@ -297,7 +297,7 @@ class _SuspectBlocks:
         for request in list(self._states.draining.values()):
             self._states.finish_draining(request)
         for request in self._states.running:
-            if not suspect_blocks.isdisjoint(request.blocks.block_ids[: request.blocks.num_hits]):
+            if manager.has_read(request.blocks, suspect_blocks):
                 self._states.requeue(request)
 
 

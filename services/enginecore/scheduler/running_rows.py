@@ -48,7 +48,9 @@ class RunningRows:
     known: `num_expected` is one higher from the step that computes the end of its prompt on.
     """
 
-    def __init__(self, max_num_seqs: int, block_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self, max_num_seqs: int, block_size: int, eos_token_ids: Iterable[int], num_groups: int = 1
+    ) -> None:
         self.computed: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] positions that have KV in blocks, or will have once the steps sent are done, at most."""
         self.known: Ints = np.zeros(max_num_seqs, np.int64)
@@ -60,7 +62,9 @@ class RunningRows:
         self.last: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] position of the last token that the request may have."""
         self.capacity: Ints = np.zeros(max_num_seqs, np.int64)
-        """[max_num_seqs] positions that its blocks hold."""
+        """[max_num_seqs] positions that its blocks hold, those of each group."""
+        self.released: Ints = np.zeros((num_groups, max_num_seqs), np.int64)
+        """[num_groups, max_num_seqs] leading blocks of each group that it has released, or never held."""
         self.slot_version: U32 = np.zeros(max_num_seqs, np.uint32)
         """[max_num_seqs] version of the row in the slot, or of the next row if the slot is empty."""
         self.session: Ints = np.zeros(max_num_seqs, np.int64)
@@ -108,15 +112,21 @@ class RunningRows:
             self._running_order = np.fromiter(slots, np.intp, len(slots))
         return self._running_order
 
-    def place(self, request: Request, num_computed_tokens: int) -> None:
-        """Give a request the lowest free slot. It must have its blocks and tokens already."""
+    def place(self, request: Request, num_computed_tokens: int, capacity: int) -> None:
+        """Give a request the lowest free slot. It must have its blocks and tokens already.
+
+        Args:
+            capacity: Positions that its blocks hold.
+        """
         slot = heappop(self._free_slots)
         num_known = len(request.token_ids)
         self.computed[slot] = num_computed_tokens
         self.known[slot] = self.num_expected[slot] = self._charged[slot] = num_known
         self.num_uncertain[slot] = 0
         self.last[slot] = request.limit - 1
-        self.capacity[slot] = len(request.blocks.block_ids) * self._block_size
+        self.capacity[slot] = capacity
+        if request.blocks.groups:
+            self.released[:, slot] = [group.num_released for group in request.blocks.groups]
         self.session[slot] = request.session
         self.number[slot] = request.number
         self.tenant_index[slot] = request.tenant_index
@@ -184,12 +194,6 @@ class RunningRows:
         self.num_expected[slots] -= num_limits - token_counts
         self.computed[slots] -= num_limits - token_counts
         self.num_uncertain[slots] -= num_limits - 1
-
-    def num_promised_blocks(self) -> int:
-        """Count the blocks that running rows still need for known tokens: those of prompts computed in chunks."""
-        slots = self.running_order()
-        lacking = np.maximum(self.known[slots] - self.capacity[slots], 0)
-        return int((-(-lacking // self._block_size)).sum())
 
     def take_tokens_to_charge(self, slots: Slots) -> Ints:
         """Return how many tokens each row has put out since the last call, [len(slots)]."""
@@ -260,7 +264,12 @@ class RunningRows:
             assert computed <= capacity, f"{name}: computed {computed} of capacity {capacity}"
             uncertain = int(self.num_uncertain[slot])
             assert 0 <= uncertain <= num_expected - known, f"{name}: {uncertain} tokens are uncertain"
-            assert capacity == len(request.blocks.block_ids) * self._block_size, f"{name}: wrong capacity"
+            if not request.blocks.groups:
+                assert capacity == len(request.blocks.block_ids) * self._block_size, f"{name}: wrong capacity"
+            for index, group in enumerate(request.blocks.groups):
+                assert group.num_released == self.released[index, slot], (
+                    f"{name}: group {index} has released more"
+                )
             num_cached_tokens = request.blocks.num_cached * self._block_size
             assert num_cached_tokens <= min(known, computed + 1), (
                 f"{name}: caches tokens that are not computed"

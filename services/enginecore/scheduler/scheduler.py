@@ -13,9 +13,14 @@ from triptych.errors import EngineFailure, FeatureDisabled
 from triptych.types.facts import EngineCounters, EngineStatus, KvLayout, WorkerFacts
 from triptych.types.outputs import LoadReport
 from triptych.types.step import RowKey, StepPlan, StepResult
-from triptych_services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.kv.grouped_manager import create_block_manager
 from triptych_services.enginecore.request import Request, RequestState
-from triptych_services.enginecore.scheduler.admission import Admission, check_facts, without_chunks
+from triptych_services.enginecore.scheduler.admission import (
+    Admission,
+    check_facts,
+    longest_step_of,
+    without_chunks,
+)
 from triptych_services.enginecore.scheduler.microbatches import Microbatches, split_budget
 from triptych_services.enginecore.scheduler.planner import StepPlanner
 from triptych_services.enginecore.scheduler.policy import create_limits, create_policy
@@ -102,12 +107,9 @@ class Scheduler:
         self._num_blocks = kv.num_blocks
         self._clock = clock
         policy = create_policy(config)
-        self._rows = RunningRows(config.max_num_seqs, kv.block_size, eos_token_ids)
-        self._blocks = BlockManager(
-            num_blocks=kv.num_blocks,
-            block_size=kv.block_size,
-            enable_prefix_caching=enable_prefix_caching,
-            soft_num_blocks=kv.soft_num_blocks,
+        self._rows = RunningRows(config.max_num_seqs, kv.block_size, eos_token_ids, len(kv.groups))
+        self._blocks = create_block_manager(
+            kv, enable_prefix_caching=enable_prefix_caching, longest_step=longest_step_of(config, facts)
         )
         self.cache_changes = self._blocks.pool.cache_changes
         limits = create_limits(config, facts.max_adapters, facts.model.embedding_size)

@@ -9,6 +9,7 @@ import numpy as np
 
 from triptych.types.kv_transfer import KvOrders
 from triptych.types.step import U32, NewRow, StepPlan, empty_u32
+from triptych_services.enginecore.kv.manager import Growth
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.running_rows import Ints, Slots
 
@@ -39,6 +40,8 @@ class StepBuilder:
     """[b] the running rows that grow, once per block."""
     block_ids: list[int] = field(default_factory=list)
     """[b] the blocks that they grow by."""
+    block_groups: list[int] = field(default_factory=list)
+    """[b] the group of each; empty where there is one."""
     admitted: list[Request] = field(default_factory=list)
     """[n] requests that enter."""
     new_rows: list[NewRow] = field(default_factory=list)
@@ -65,6 +68,12 @@ class StepBuilder:
         if id(row.content) not in self._content_ids:
             self._content_ids.add(id(row.content))
             self.num_new_bytes += row.content.num_bytes
+
+    def add_growth(self, slots: Slots, growth: Growth) -> None:
+        """Add the blocks of running rows that grow."""
+        self.block_slots += slots.repeat(growth.nums_new).tolist()
+        self.block_ids += growth.block_ids
+        self.block_groups += growth.block_groups
 
     def close(self) -> None:
         """Append the new rows to the columns of the others."""
@@ -106,6 +115,7 @@ class StepBuilder:
             skipped_slots=skipped_slots,
             block_slots=_column(self.block_slots),
             block_ids=_column(self.block_ids),
+            block_groups=_column(self.block_groups) if self.block_groups else empty_u32(),
             sample_slots=sample_slots,
             sample_limits=sample_limits,
             num_tokens=self.num_tokens,

@@ -169,10 +169,10 @@ def test_hits_that_no_request_holds_count_as_capacity() -> None:
     table = BlockTable()
     hits = manager.get_computed_blocks(table, tokens(*range(2 * SIZE), 9, 9, 9, 9))
     assert hits == [1, 2]
-    assert manager.num_lacking(4 * SIZE, hits) <= 0
-    assert manager.num_lacking(4 * SIZE + 1, hits) > 0
+    assert manager.budget.num_lacking(4 * SIZE, hits) <= 0
+    assert manager.budget.num_lacking(4 * SIZE + 1, hits) > 0
     holder = fill(manager, tokens(*range(2 * SIZE)))
-    assert manager.num_lacking(4 * SIZE, hits) <= 0, "held hits cost nothing more"
+    assert manager.budget.num_lacking(4 * SIZE, hits) <= 0, "held hits cost nothing more"
     assert manager.num_free == 2
     manager.free(holder)
 
@@ -188,7 +188,7 @@ def test_a_failed_allocation_changes_nothing_at_all(num_tokens: int) -> None:
     table = BlockTable()
     hits = manager.get_computed_blocks(table, ids)
     assert manager.allocate(table, num_tokens, hits) is None
-    assert manager.num_lacking(num_tokens, hits) > 0
+    assert manager.budget.num_lacking(num_tokens, hits) > 0
     assert (table.block_ids, table.num_hits, table.num_cached) == ([], 0, 0)
     assert manager.pool.snapshot() == before
 

@@ -171,6 +171,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_samples_per_row: int,
         num_stages: int,
     ) -> None:
+        self.begin(
+            config,
+            is_caching=is_caching,
+            is_chunked=is_chunked,
+            max_samples_per_row=max_samples_per_row,
+            num_stages=num_stages,
+        )
+        self.block_size = block_size
+        self.engine = Engine(self.make_scheduler(spare_blocks), NaiveWorker(block_size))
+
+    def begin(
+        self,
+        config: dict[str, Any],
+        *,
+        is_caching: bool,
+        is_chunked: bool,
+        max_samples_per_row: int,
+        num_stages: int,
+    ) -> None:
         if not is_chunked:
             config |= {"max_num_batched_tokens": MAX_MODEL_LEN + 5, "long_prefill_token_threshold": 0}
         if not config["long_prefill_token_threshold"]:
@@ -179,8 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_samples_per_row, self.num_stages = max_samples_per_row, num_stages
         self.budget = -(-config["max_num_batched_tokens"] // (num_stages if is_chunked else 1))
         self.clock = Clock()
-        self.block_size, self.is_caching, self.is_chunked = block_size, is_caching, is_chunked
-        self.engine = Engine(self.make_scheduler(spare_blocks), NaiveWorker(block_size))
+        self.is_caching, self.is_chunked = is_caching, is_chunked
         self.order = NaiveOrder()
         self.num_ends_seen = 0
         self.allowed: set[Request] | None = None

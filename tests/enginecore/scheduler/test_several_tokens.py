@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from tests.helpers.scheduling import (
     EOS,
     Engine,
+    NaiveWorker,
     make_prompt,
     make_request,
     make_scheduler,
@@ -82,7 +83,7 @@ def test_streams_are_the_same_for_every_limit(
         eos_token_ids=(EOS,),
     )
     engine = Engine(scheduler, steps_in_flight=steps_in_flight)
-    engine.worker.block_size = block_size
+    engine.worker = NaiveWorker(block_size)
     fields: list[dict[str, object]] = [
         {"max_tokens": max_tokens, "stop_token_ids": stop_token_ids, "repetition_detection": detection}
         for _, max_tokens, stop_token_ids, detection in requests
@@ -106,7 +107,7 @@ def test_streams_are_the_same_for_every_limit(
 
 def test_a_decode_of_several_tokens_has_blocks_for_them() -> None:
     engine = engine_of(4, block_size=4)
-    engine.worker.block_size = 4
+    engine.worker = NaiveWorker(4)
     engine.add(make_request(0, make_prompt(7), max_tokens=40), make_request(1, make_prompt(4), max_tokens=40))
     first = engine.plan()
     assert limits_of(first) == {}, "a row that enters gets one token"
@@ -175,7 +176,7 @@ def test_guesses_take_what_the_budget_leaves() -> None:
 
 def test_no_request_is_preempted_for_a_guess() -> None:
     engine = engine_of(5, block_size=4, num_blocks=4, max_model_len=12)
-    engine.worker.block_size = 4
+    engine.worker = NaiveWorker(4)
     engine.add(make_request(0, make_prompt(3), max_tokens=9), make_request(1, make_prompt(7), max_tokens=5))
     engine.plan()
     assert limits_of(engine.plan()) == {}, "every block is in use"

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 
 from tests.enginecore.scheduler.test_request_groups import make_choices
-from tests.helpers.scheduling import BLOCK_SIZE, Engine, make_prompt, make_scheduler, naive_generation
+from tests.helpers.scheduling import (
+    BLOCK_SIZE,
+    Engine,
+    NaiveWorker,
+    make_prompt,
+    make_scheduler,
+    naive_generation,
+)
 from triptych.types.sampling import SamplingParams
 
 LIMITS = [
@@ -85,7 +92,7 @@ def test_streams_are_those_of_requests_alone(
         enable_prefix_caching=enable_prefix_caching,
     )
     engine = Engine(scheduler, steps_in_flight=steps_in_flight)
-    engine.worker.block_size = block_size
+    engine.worker = NaiveWorker(block_size)
     prompt = make_prompt(length)
     engine.add_choices(*make_choices(range(num_choices), prompt))
     for step in range(max(abort_at, lose_at or 0)):

@@ -1,0 +1,246 @@
+"""Groups of layers as the engine sees them: the blocks that each kind needs, keeps, and releases.
+
+A row computes positions from p on. Blocks of 4 tokens:
+
+    position     0 .. 3 | 4 .. 7 | 8 .. 11 | 12 .. 15      p = 12
+    full             needed, all of them
+    window 6            | needed from 7 on                 the first query sees 7 .. 12
+    chunk 8                      | needed from 8 on        its chunk begins at 8
+    state                        | needed: the page of 11  it holds the state behind position 11
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.errors import ConfigError
+from triptych.types.facts import KvGroup, KvKind, KvLayout
+
+Ints = NDArray[np.int64]
+PositionT = TypeVar("PositionT", int, Ints)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """Numbers of blocks of both pools: those of keys and values, and those of states.
+
+    They compare as a lack does. More than n: in either pool. At most n: in both.
+    """
+
+    kv: int
+    state: int
+
+    def __add__(self, other: PoolCounts | int) -> PoolCounts:
+        kv, state = _both(other)
+        return PoolCounts(self.kv + kv, self.state + state)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: PoolCounts | int) -> PoolCounts:
+        kv, state = _both(other)
+        return PoolCounts(self.kv - kv, self.state - state)
+
+    def __rsub__(self, other: int) -> PoolCounts:
+        return PoolCounts(other - self.kv, other - self.state)
+
+    def __gt__(self, other: PoolCounts | int) -> bool:
+        kv, state = _both(other)
+        return self.kv > kv or self.state > state
+
+    def __le__(self, other: PoolCounts | int) -> bool:
+        return not self > other
+
+    def __lt__(self, other: PoolCounts | int) -> bool:
+        kv, state = _both(other)
+        return self.kv < kv or self.state < state
+
+
+Count = int | PoolCounts
+"""A number of blocks: of the one pool, or of both where there are groups."""
+
+
+def _both(count: Count) -> tuple[int, int]:
+    return (count, count) if isinstance(count, int) else (count.kv, count.state)
+
+
+class GroupRules(ABC):
+    """The blocks of one group that a row needs. It has no state."""
+
+    is_state = False
+    releases = True
+    """Whether rows need some of their blocks no more as they go on."""
+
+    def __init__(self, group: KvGroup, index: int) -> None:
+        """
+        Args:
+            index: Place of the group in the worker's layout.
+        """
+        self.block_size = group.block_size
+        self.window = group.window
+        self.index = index
+        self._suffix = bytes([index]) if index else b""
+
+    @abstractmethod
+    def first_needed(self, position: PositionT) -> PositionT:
+        """Return the index of the first block that is read from a position on, or of its own if that is none."""
+
+    @abstractmethod
+    def span(self, chunk: int) -> int | None:
+        """Return the most positions that are kept for a step of `chunk` tokens. None: all that there are."""
+
+    def blocks_for(self, num_tokens: PositionT) -> PositionT:
+        """Return the number of blocks that a table of so many tokens reaches over."""
+        return -(-num_tokens // self.block_size)
+
+    def most_held(self, chunk: int) -> int | None:
+        """Return the most blocks that a row holds, if it computes at most `chunk` tokens in a step. None: all."""
+        span = self.span(chunk)
+        return None if span is None else max(span - 2, 0) // self.block_size + 2
+
+    def peak(self, start: int, end: int, chunk: int) -> int:
+        """Return the most blocks that a row holds on its way from one position to another."""
+        num_reached = self.blocks_for(end) - self.first_needed(start)
+        most = self.most_held(chunk)
+        return num_reached if most is None else min(num_reached, most)
+
+    def keys(self, hashes: Sequence[bytes], first: int, end: int, unit: int) -> list[bytes]:
+        """Return the names of the content of blocks `first` to `end` in the prefix cache.
+
+        Args:
+            hashes: Hashes of the prompt's blocks of `unit` tokens.
+            unit: Divides the group's block size.
+        """
+        ratio = self.block_size // unit
+        named = hashes[(first + 1) * ratio - 1 : end * ratio : ratio]
+        return [name + self._suffix for name in named] if self._suffix else list(named)
+
+
+class FullRules(GroupRules):
+    """Every key is kept."""
+
+    releases = False
+
+    def first_needed(self, position: PositionT) -> PositionT:
+        return position * 0
+
+    def span(self, chunk: int) -> None:
+        return None
+
+
+class WindowRules(GroupRules):
+    """A query sees the last `window` positions, its own included."""
+
+    def first_needed(self, position: PositionT) -> PositionT:
+        first = (position - (self.window - 1)) // self.block_size
+        return first * (first > 0)
+
+    def span(self, chunk: int) -> int:
+        return self.window - 1 + chunk
+
+
+class ChunkRules(GroupRules):
+    """A query sees its chunk of `window` positions, up to its own."""
+
+    def first_needed(self, position: PositionT) -> PositionT:
+        return position // self.window * self.window // self.block_size
+
+    def span(self, chunk: int) -> int:
+        return self.window - 1 + chunk
+
+
+class StateRules(GroupRules):
+    """A step reads the page of the position before its first, and writes that of its last.
+
+    Rows of one step are computed side by side, so none can begin with a page that another row writes in it. A page is
+    found in the cache from the next step on.
+    """
+
+    is_state = True
+
+    def first_needed(self, position: PositionT) -> PositionT:
+        first = (position - 1) // self.block_size
+        return first * (first > 0)
+
+    def span(self, chunk: int) -> int:
+        return 2  # a step never goes beyond the end of a block
+
+
+_RULES: dict[KvKind, type[GroupRules]] = {
+    KvKind.FULL: FullRules,
+    KvKind.WINDOW: WindowRules,
+    KvKind.CHUNK: ChunkRules,
+    KvKind.STATE: StateRules,
+}
+
+
+def rules_of(kv: KvLayout) -> tuple[GroupRules, ...]:
+    """Return the rules of each group of a layout."""
+    return tuple(_RULES[group.kind](group, index) for index, group in enumerate(kv.groups))
+
+
+def longest_step(max_tokens: int, max_steps_in_flight: int, max_samples_per_row: int) -> int:
+    """Return the most positions that lie between what is known to be needed no more and the end of a step.
+
+    Of a row that decodes these are its tokens in flight, of a prompt the tokens of one step.
+    """
+    return max(max_tokens, (max_steps_in_flight + 1) * max_samples_per_row)
+
+
+def check_layout(kv: KvLayout, *, max_model_len: int, chunk: int, max_samples_per_row: int) -> None:
+    """Check that groups can share their pools, and that any one request fits into them.
+
+    Args:
+        chunk: As of `longest_step`.
+
+    Raises:
+        ConfigError: They cannot; names the group and the numbers.
+    """
+    for index, group in enumerate(kv.groups):
+        name, kind = f"kv.groups: group {index} ({group.kind.name.lower()})", group.kind
+        if group.block_size % kv.block_size:
+            raise ConfigError(
+                f"{name} has {group.block_size} tokens per block, which is no multiple of the smallest, {kv.block_size}"
+            )
+        if kind in (KvKind.WINDOW, KvKind.CHUNK) and group.window < 1:
+            raise ConfigError(
+                f"{name} has a window of {group.window} positions, and a query sees itself at least"
+            )
+        is_state = kind is KvKind.STATE
+        first = next(each for each in kv.groups if (each.kind is KvKind.STATE) == is_state)
+        if group.block_bytes != first.block_bytes:
+            raise ConfigError(
+                f"{name} has blocks of {group.block_bytes} bytes, and the others of its pool have {first.block_bytes}: "
+                "the worker must choose groups of equal blocks"
+            )
+        if is_state and group.block_size != first.block_size:
+            raise ConfigError(
+                f"{name} has pages of {group.block_size} tokens, and another group of states has {first.block_size}: "
+                "steps end at the ends of all of them"
+            )
+        if is_state and max_samples_per_row > 1:
+            raise ConfigError(
+                f"{name} keeps one state per row, and the worker draws up to {max_samples_per_row} tokens of a row in "
+                "a step, of which any may be taken back: turn speculation off for this model"
+            )
+    if kv.is_plain:
+        return
+    needed = {False: 0, True: 0}
+    for rules in rules_of(kv):
+        needed[rules.is_state] += rules.peak(0, max_model_len, chunk)
+    for is_state, num_blocks, option in (
+        (False, kv.num_blocks, "cache.num_blocks"),
+        (True, kv.num_state_blocks, "cache.num_state_blocks"),
+    ):
+        if needed[is_state] > max(num_blocks - 1, 0):
+            what = "pages of recurrent state" if is_state else "KV blocks"
+            raise ConfigError(
+                f"max_model_len {max_model_len} does not fit into {max(num_blocks - 1, 0)} {what}: one request takes "
+                f"up to {needed[is_state]} in {len(kv.groups)} groups of layers; lower model.max_model_len or "
+                f"scheduler.max_num_batched_tokens, or raise {option}"
+            )

@@ -1,0 +1,279 @@
+"""The scheduler with several groups of layers: all that can happen to it, and what a single request takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import initialize
+
+from tests.enginecore.scheduler.test_machine import MAX_MODEL_LEN, SchedulerMachine
+from tests.helpers.scheduling import (
+    EOS,
+    Engine,
+    NaiveWorker,
+    make_prompt,
+    make_request,
+    make_scheduler,
+    naive_generation,
+)
+from triptych.config import SchedulerConfig
+from triptych.config.step_size import size_for_device
+from triptych.errors import ConfigError
+from triptych.types.facts import KvGroup, KvKind, KvLayout
+from triptych.types.step import StepPlan, StepResult
+from triptych_services.enginecore.kv.groups import longest_step, rules_of
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
+
+STEPS_IN_FLIGHT = 2  # as in the facts of `make_scheduler`
+BYTES = {False: 1024, True: 4096}
+
+KINDS = st.sampled_from(KvKind)
+
+
+@st.composite
+def layouts(draw: Any, *, has_states: bool) -> tuple[KvGroup, ...]:
+    """One to four groups, of which the smallest blocks divide the others."""
+    block_size = draw(st.sampled_from([1, 2, 2, 3, 4]))
+    kinds = [kind for kind in KvKind if has_states or kind is not KvKind.STATE]
+    groups: list[KvGroup] = []
+    drawn = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
+    state_ratio = 1 if drawn[0] is KvKind.STATE else draw(st.sampled_from([1, 2, 2, 3]))
+    for kind in drawn:
+        window = draw(st.integers(2, 14)) if kind in (KvKind.WINDOW, KvKind.CHUNK) else 0
+        ratio = state_ratio if kind is KvKind.STATE else draw(st.sampled_from([1, 1, 1, 2])) if groups else 1
+        groups.append(KvGroup(kind, 1, block_size * ratio, BYTES[kind is KvKind.STATE], window))
+    return tuple(groups)
+
+
+def layout_for_one(
+    groups: tuple[KvGroup, ...], max_model_len: int, longest: int, *, spare: int = 0, spare_states: int = 0
+) -> KvLayout:
+    """Return the least blocks that one request of any length fits into, and some more."""
+    kv = KvLayout(2, min(group.block_size for group in groups), 1, 1, 1, "float32", groups=groups)
+    num_blocks, num_states = 1 + spare, 1 + spare_states
+    for rules in rules_of(kv):
+        peak = rules.peak(0, max_model_len, longest)
+        num_states, num_blocks = num_states + peak * rules.is_state, num_blocks + peak * (not rules.is_state)
+    return replace(kv, num_blocks=num_blocks, num_state_blocks=num_states)
+
+
+class GroupedMachine(SchedulerMachine):
+    """The same with up to four groups of any kind. The worker checks each position and each page that is read."""
+
+    @initialize(
+        data=st.data(),
+        config=st.fixed_dictionaries(
+            {
+                "max_num_seqs": st.integers(1, 5),
+                "max_num_batched_tokens": st.integers(1, 50),
+                "long_prefill_token_threshold": st.sampled_from([0, 0, 1, 6]),
+                "max_num_waiting": st.integers(0, 6),
+                "max_long_partial_prefills": st.just(0),
+                "policy": st.sampled_from(["fcfs", "priority"]),
+            }
+        ),
+        is_caching=st.booleans(),
+        max_samples_per_row=st.sampled_from([1, 1, 2, 3]),
+        num_stages=st.sampled_from([1, 1, 2]),
+        spare_blocks=st.integers(0, 12),
+    )
+    def start(  # type: ignore[override]
+        self,
+        data: st.DataObject,
+        config: dict[str, Any],
+        is_caching: bool,
+        max_samples_per_row: int,
+        num_stages: int,
+        spare_blocks: int,
+    ) -> None:
+        self.groups = data.draw(layouts(has_states=max_samples_per_row == 1))
+        self.begin(
+            config,
+            is_caching=is_caching,
+            is_chunked=True,
+            max_samples_per_row=max_samples_per_row,
+            num_stages=num_stages,
+        )
+        self.block_size = min(group.block_size for group in self.groups)
+        self.engine = Engine(self.make_scheduler(spare_blocks), NaiveWorker(groups=self.groups))
+
+    def make_scheduler(self, spare_blocks: int) -> Scheduler:
+        sizes = size_for_device(SchedulerConfig(**self.config), 0)
+        max_tokens = sizes.long_prefill_token_threshold or sizes.max_num_batched_tokens
+        longest = longest_step(max_tokens, STEPS_IN_FLIGHT, self.max_samples_per_row)
+        return make_scheduler(
+            kv=layout_for_one(
+                self.groups, MAX_MODEL_LEN, longest, spare=spare_blocks, spare_states=spare_blocks // 4
+            ),
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=(EOS,),
+            enable_prefix_caching=self.is_caching,
+            clock=self.clock,
+            max_samples_per_row=self.max_samples_per_row,
+            num_stages=self.num_stages,
+            **self.config,
+        )
+
+    def check_nothing_fits(self, plan: StepPlan, candidates: list[Request]) -> None:
+        """Say nothing: what fits is counted per group, and `test_one_request_takes_no_more` counts it."""
+
+
+FULL = KvGroup(KvKind.FULL, 1, 4, BYTES[False])
+WINDOW = KvGroup(KvKind.WINDOW, 1, 4, BYTES[False], 10)
+WIDE = KvGroup(KvKind.WINDOW, 1, 8, BYTES[False], 24)
+CHUNK = KvGroup(KvKind.CHUNK, 1, 4, BYTES[False], 16)
+STATE = KvGroup(KvKind.STATE, 1, 12, BYTES[True])
+MIXTURES = {
+    "windows": (FULL, WINDOW, WINDOW),
+    "only_a_window": (WINDOW,),
+    "chunks": (FULL, CHUNK),
+    "states": (FULL, STATE, STATE),
+    "only_states": (replace(STATE, block_size=4),),
+    "all_kinds": (WIDE, FULL, STATE, CHUNK),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_requests_with_common_beginnings_get_their_own_tokens(name: str, seed: int) -> None:
+    """Sixty requests, few blocks, aborts and failing rows: hits, releases and preemptions of every group."""
+    random = Random(seed)
+    groups = MIXTURES[name]
+    budget = 32
+    kv = layout_for_one(groups, 120, longest_step(budget, STEPS_IN_FLIGHT, 1), spare=24, spare_states=4)
+    scheduler = make_scheduler(
+        kv=kv,
+        max_model_len=120,
+        max_num_batched_tokens=budget,
+        max_num_seqs=6,
+        max_num_waiting=100,
+        block_size=4,
+    )
+    engine = Engine(scheduler, NaiveWorker(groups=groups), steps_in_flight=2)
+    prefixes = [make_prompt(length, seed=length) for length in (13, 40, 61)]
+    failed, aborted = set[int](), set[int]()
+    for number in range(60):
+        prompt = random.choice(prefixes)[: random.randint(8, 61)] + make_prompt(
+            random.randint(1, 9), seed=number
+        )
+        engine.add(make_request(number, prompt, max_tokens=random.randint(1, 40), seed=number))
+        for _ in range(random.randint(0, 6)):
+            while len(engine.plans) < 2 and engine.plan() is not None:
+                pass
+            if engine.plans:
+                slots = [random.randrange(6)] if random.random() < 0.03 else []
+                for outcome in engine.finish_step(failing_slots=slots).failed:
+                    failed.add(outcome.request.number)
+        if random.random() < 0.1 and (
+            outcome := scheduler.requests.abort(0, victim := random.randint(0, number))
+        ):
+            engine.note(outcome)
+            aborted.add(victim)
+    engine.run()
+    for number in set(range(60)) - failed - aborted:
+        request = engine.outcomes[0, number].request
+        prompt = request.token_ids[: request.num_prompt_tokens].tolist()
+        tokens, *_ = naive_generation(prompt, number, request.sampling, (), 120)
+        assert engine.tokens[0, number] == tokens
+    assert scheduler.counters.prefix_hits > 0
+    assert scheduler.snapshot().num_used_blocks == 0
+    assert len(aborted) < 20
+    assert len(failed) < 20
+
+
+def test_a_prompt_of_32k_tokens_holds_what_its_windows_see() -> None:
+    """Five windows of 1,024 to one full group: the full one holds all, each window its width and one step."""
+    full = KvGroup(KvKind.FULL, 4, 16, 1 << 16)
+    window = KvGroup(KvKind.WINDOW, 4, 16, 1 << 16, 1024)
+    length, budget = 32768, 2048
+    kv = KvLayout(20_000, 16, 1, 1, 1, "float32", groups=(full, *[window] * 5))
+    scheduler = make_scheduler(
+        kv=kv, max_model_len=length + 64, max_num_batched_tokens=budget, max_num_seqs=1
+    )
+    scheduler.requests.add(make_request(0, make_prompt(length), max_tokens=40))
+    most = steps = 0
+    while (plan := scheduler.schedule()) is not None:
+        most = max(most, scheduler.snapshot().num_used_blocks)
+        samples = int(scheduler.snapshot().steps_in_flight[-1].sampling_slots.size)
+        scheduler.update(StepResult(plan.step_id, np.ones(samples, np.uint32)))
+        steps += 1
+    most_of_window = (1024 - 1 + budget - 2) // 16 + 2
+    assert steps == length // budget + 39
+    assert most <= -(-length // 16) + 5 * most_of_window
+    assert scheduler.snapshot().num_used_blocks == 0
+
+
+def test_while_it_decodes_a_window_holds_its_width() -> None:
+    kv = KvLayout(500, 16, 1, 1, 1, "float32", groups=(KvGroup(KvKind.WINDOW, 1, 16, 1024, 64),))
+    engine = Engine(
+        make_scheduler(kv=kv, max_model_len=1000, max_num_batched_tokens=100), NaiveWorker(groups=kv.groups)
+    )
+    engine.add(make_request(0, make_prompt(300), max_tokens=200))
+    while engine.plan() is not None:
+        engine.finish_step()
+        if len(engine.tokens[0, 0]) > 2:
+            assert engine.scheduler.snapshot().num_used_blocks <= 64 // 16 + 2
+    assert len(engine.tokens[0, 0]) == 200
+
+
+def test_a_step_never_goes_beyond_the_end_of_a_state() -> None:
+    kv = layout_for_one((FULL, STATE), 200, 64, spare=20, spare_states=5)
+    scheduler = make_scheduler(kv=kv, max_model_len=200, max_num_batched_tokens=64, max_num_seqs=8)
+    engine = Engine(scheduler, NaiveWorker(groups=kv.groups))
+    prompt = make_prompt(40)
+    engine.add(make_request(0, prompt, max_tokens=20))
+    starts = []
+    while (plan := engine.plan()) is not None:
+        starts.append(plan.num_tokens)
+        engine.finish_step()
+    assert starts[:4] == [12, 12, 12, 4]
+    engine.add(make_request(1, prompt[:30], max_tokens=1))
+    plan = engine.plan()
+    assert plan is not None
+    (row,) = plan.new_rows
+    assert row.num_computed_tokens == 24, "it goes on behind the last snapshot"
+    assert row.group_block_ids[0].tolist()[0] == 0, "of the snapshots before it needs none"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"groups": (FULL, replace(WINDOW, block_bytes=512))}, r"group 1 \(window\) has blocks of 512 bytes"),
+        ({"groups": (FULL, replace(WINDOW, block_size=6))}, r"group 1 \(window\) has 6 tokens per block"),
+        ({"groups": (FULL, replace(WINDOW, window=0))}, "a window of 0 positions"),
+        ({"groups": (FULL, STATE, replace(STATE, block_size=8))}, "has pages of 8 tokens"),
+        (
+            {"num_blocks": 20},
+            r"max_model_len 100 does not fit into 19 KV blocks: one request takes up to \d+",
+        ),
+        ({"num_state_blocks": 2}, "does not fit into 1 pages of recurrent state: one request takes up to 2"),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused(change: dict[str, Any], named: str) -> None:
+    kv = layout_for_one((FULL, WINDOW, STATE), 100, 64)
+    make_scheduler(kv=kv, max_model_len=100, max_num_batched_tokens=64, max_num_seqs=8)
+    with pytest.raises(ConfigError, match=named):
+        make_scheduler(kv=replace(kv, **change), max_model_len=100, max_num_batched_tokens=64, max_num_seqs=8)
+
+
+def test_states_are_refused_beside_what_cannot_keep_them() -> None:
+    kv = layout_for_one((FULL, STATE), 100, 128)
+    with pytest.raises(ConfigError, match="turn speculation off"):
+        make_scheduler(
+            kv=kv, max_model_len=100, max_num_batched_tokens=128, max_num_seqs=8, max_samples_per_row=2
+        )
+    with pytest.raises(ConfigError, match="prompts are cut every 12 tokens"):
+        make_scheduler(
+            kv=kv, max_model_len=100, max_num_batched_tokens=128, max_num_seqs=8, enable_chunked_prefill=False
+        )
+
+
+TestGroupedMachine = GroupedMachine.TestCase
+TestGroupedMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
