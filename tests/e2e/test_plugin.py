@@ -1,4 +1,4 @@
-"""The example of a plugin, installed and served: a family of decoders, and a pooler, held to their oracles."""
+"""The example of a plugin, installed and served: a family, a pooler and an adapter, held to their oracles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -23,14 +24,17 @@ PROGRAM = """
 import json, sys
 from triptych import LLM, SamplingParams
 prompt = json.loads(sys.argv[2])
-with LLM(sys.argv[1], dtype="float32", num_blocks=64) as llm:
+adapters = {"max_adapters": 1, "adapters": {"npz": sys.argv[3]}}
+with LLM(sys.argv[1], dtype="float32", num_blocks=64, **adapters) as llm:
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
     (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling)
     (vector,) = llm.embed([{"prompt_token_ids": prompt}])
+    (adapted,) = llm.generate([{"prompt_token_ids": prompt}], sampling, adapter="npz")
 print(json.dumps({
     "tokens": answer.outputs[0].token_ids,
     "logprob": answer.outputs[0].logprobs[0].chosen.logprob,
     "vector": vector.outputs.embedding,
+    "adapted": adapted.outputs[0].token_ids,
 }))
 """
 
@@ -46,7 +50,29 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_the_family_and_the_pooler_of_a_plugin_are_served(installed: Path, tmp_path: Path) -> None:
+def write_adapter(directory: Path, model: LlamaForCausalLM) -> None:
+    """Write an adapter of two projections of each layer in the plugin's layout."""
+    generator, arrays = np.random.default_rng(7), {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "down_proj")):
+            arrays[f"{name}.down"] = generator.normal(0, 0.3, (3, module.in_features)).astype(np.float32)
+            arrays[f"{name}.up"] = generator.normal(0, 0.3, (module.out_features, 3)).astype(np.float32)
+            arrays[f"{name}.alpha"] = np.float32(6)
+    directory.mkdir()
+    np.savez(directory / "lora.npz", **arrays)
+
+
+def merge_adapter(directory: Path, model: LlamaForCausalLM) -> None:
+    """Add the adapter to the weights of a model."""
+    arrays = np.load(directory / "lora.npz")
+    for name, module in model.named_modules():
+        if f"{name}.down" in arrays:
+            module.weight.data += torch.from_numpy(arrays[f"{name}.up"] @ arrays[f"{name}.down"] * 2)
+
+
+def test_the_family_the_pooler_and_the_adapter_of_a_plugin_are_served(
+    installed: Path, tmp_path: Path
+) -> None:
     directory = write_fine_tune(tmp_path / "model", seed=5)
     oracle = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = json.loads((directory / "config.json").read_text())
@@ -68,9 +94,10 @@ def test_the_family_and_the_pooler_of_a_plugin_are_served(installed: Path, tmp_p
             ]
         )
     )
+    write_adapter(tmp_path / "adapter", oracle)
     paths = [str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
     printed = subprocess.run(
-        [sys.executable, "-c", PROGRAM, directory, json.dumps(PROMPT)],
+        [sys.executable, "-c", PROGRAM, directory, json.dumps(PROMPT), tmp_path / "adapter"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=True,
         capture_output=True,
@@ -88,3 +115,5 @@ def test_the_family_and_the_pooler_of_a_plugin_are_served(installed: Path, tmp_p
     features = {"token_embeddings": states, "attention_mask": torch.ones(1, len(PROMPT))}
     vector = Pooling(states.shape[-1], pooling_mode="weightedmean")(features)["sentence_embedding"][0]
     torch.testing.assert_close(torch.tensor(served["vector"]), vector, atol=1e-5, rtol=0)
+    merge_adapter(tmp_path / "adapter", oracle)
+    assert served["adapted"] == greedy_tokens(oracle, PROMPT, 12) != served["tokens"]

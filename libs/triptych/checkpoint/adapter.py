@@ -6,6 +6,8 @@
 
 An adapter adds `scaling * B (A x)` to the outputs of a module. The scaling is alpha / rank, or with rank-stabilised
 adapters alpha / sqrt(rank).
+
+An installed package may read other layouts: a file that an entry point of `triptych.adapters` is named after.
 """
 
 from __future__ import annotations
@@ -16,11 +18,17 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from triptych.errors import ModelError
 
+ENTRY_POINT_GROUP = "triptych.adapters"
+"""Entry points of installed packages that read adapters: name = a file's name, value = `module:function`."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 256
@@ -66,17 +74,17 @@ class AdapterModule:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """The directory of an adapter with a config and a header that are understood."""
+    """The files of an adapter with a config and a header that are understood."""
 
-    directory: Path
+    weights: Path
+    """File of the tensors."""
     modules: Mapping[str, AdapterModule]
     """By the name of the module."""
     digest: str
-    """sha256, hexadecimal, of the config's deciding keys and of the whole file of tensors."""
-
-    @property
-    def weights(self) -> Path:
-        return self.directory / WEIGHTS_FILE
+    """sha256, hexadecimal, of what decides: the config's keys and the whole file of tensors, or all that a package has
+    read."""
+    arrays: Mapping[str, NDArray[np.float32]] | None = None
+    """Tensors by name, where a package has read them. None: they are in the file."""
 
     @property
     def tensors(self) -> tuple[AdapterTensor, ...]:
@@ -99,12 +107,63 @@ def read_adapter(directory: Path, *, max_rank: int, max_bytes: int, num_layers: 
     Raises:
         ModelError: A file is missing, too large, cut short or not understood, or asks for what is not served; names it.
     """
+    if not (directory / CONFIG_FILE).exists():
+        for point in entry_points(group=ENTRY_POINT_GROUP):
+            if (path := directory / point.name).is_file():
+                return _read_by_package(point, path, max_rank=max_rank, max_bytes=max_bytes)
     config = _read_config(directory / CONFIG_FILE)
     _check_config(directory, config, max_rank=max_rank, num_layers=num_layers)
     weights = directory / WEIGHTS_FILE
     tensors = _read_header(weights, max_bytes)
     modules = _find_modules(weights, tensors, config, max_rank)
-    return AdapterFiles(directory, modules, _digest(config, weights))
+    return AdapterFiles(weights, modules, _digest(config, weights))
+
+
+def _read_by_package(point: EntryPoint, path: Path, *, max_rank: int, max_bytes: int) -> AdapterFiles:
+    """Let an installed package read a file: name of a module -> its two factors and the scaling.
+
+    Raises:
+        ModelError: It cannot, or what it returns are no factors of an adapter; names file and package.
+    """
+    _check_size(path, path.stat().st_size, max_bytes)
+    modules: dict[str, AdapterModule] = {}
+    arrays: dict[str, NDArray[np.float32]] = {}
+    digest = hashlib.sha256()
+    try:
+        for name, (a, b, scaling) in sorted(point.load()(path).items()):
+            down, up = (
+                AdapterTensor(f"{name}.{kind}", np.shape(array), "F32")
+                for kind, array in (("a", a), ("b", b))
+            )
+            for part, array in ((down, a), (up, b)):
+                arrays[part.name] = np.ascontiguousarray(array, np.float32)
+                digest.update(f"{part.name} {part.shape} {float(scaling)} ".encode())
+                digest.update(arrays[part.name].tobytes())
+            modules[name] = AdapterModule(name, down.shape[0], float(scaling), down, up, is_embedding=False)
+    except Exception as error:  # of a package that is not ours
+        raise ModelError(f"{path}: {point.value} of {ENTRY_POINT_GROUP} cannot read it: {error!r}") from error
+    if not modules:
+        raise ModelError(f"{path}: {point.value} of {ENTRY_POINT_GROUP} finds no factor of an adapter")
+    for module in modules.values():
+        _check_factors(path, module.name, module.a, module.b)
+        if not 1 <= module.rank <= max_rank or not math.isfinite(module.scaling):
+            raise ModelError(
+                f"{path}: {module.name}: has rank {module.rank} and scaling {module.scaling}; ranks are within 1 to "
+                f"{max_rank}, worker.max_adapter_rank, and scalings finite"
+            )
+    return AdapterFiles(path, modules, digest.hexdigest(), arrays)
+
+
+def _check_size(path: Path, size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise ModelError(f"{path}: has {size} bytes; adapters have at most {max_bytes}, worker.adapter_gib")
+
+
+def _check_factors(path: Path, name: str, a: AdapterTensor, b: AdapterTensor) -> None:
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+        raise ModelError(
+            f"{path}: {name}: its factors of {list(a.shape)} and {list(b.shape)} cannot be multiplied"
+        )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -115,7 +174,10 @@ def _read_config(path: Path) -> dict[str, Any]:
             )
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}; an adapter needs this file of PEFT") from error
+        raise ModelError(
+            f"{path}: cannot be read: {error}; an adapter has this file of PEFT, or "
+            f"one that a package reads by an entry point of {ENTRY_POINT_GROUP}"
+        ) from error
     if not isinstance(config, dict):
         raise ModelError(f"{path}: is no object")
     return config
@@ -173,10 +235,7 @@ def _read_header(path: Path, max_bytes: int) -> dict[str, AdapterTensor]:
     """
     try:
         size = path.stat().st_size
-        if size > max_bytes:
-            raise ModelError(
-                f"{path}: has {size} bytes; adapters have at most {max_bytes}, worker.adapter_gib"
-            )
+        _check_size(path, size, max_bytes)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
@@ -227,10 +286,7 @@ def _pair(
     if set(found) != set(names):
         raise ModelError(f"{path}: {name} has {', '.join(sorted(found))}; it must have {' and '.join(names)}")
     a, b = (found[part] for part in names)
-    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
-        raise ModelError(
-            f"{path}: {name}: its factors of {list(a.shape)} and {list(b.shape)} cannot be multiplied"
-        )
+    _check_factors(path, name, a, b)
     rank = a.shape[0]
     told = _of_module(name, config.get("rank_pattern") or {}, config["r"])
     if rank != told or rank > max_rank:

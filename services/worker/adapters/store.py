@@ -166,12 +166,14 @@ def _read_tensors(files: AdapterFiles, modules: Sequence[AdapterModule]) -> dict
     Raises:
         ModelError: The file is damaged, or a number is not finite; names the tensor.
     """
+    names = [part.name for module in modules for part in (module.a, module.b)]
     tensors: dict[str, Tensor] = {}
     try:
-        with safe_open(files.weights, framework="pt", device="cpu") as file:
-            for module in modules:
-                for part in (module.a, module.b):
-                    tensors[part.name] = file.get_tensor(part.name).clone()
+        if files.arrays is not None:
+            tensors = {name: torch.from_numpy(files.arrays[name]) for name in names}
+        else:
+            with safe_open(files.weights, framework="pt", device="cpu") as file:
+                tensors = {name: file.get_tensor(name).clone() for name in names}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{files.weights}: cannot be read: {error}") from error
     for name, tensor in tensors.items():

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.adapters.trained import make_runner, save_adapter, save_base
+from triptych.checkpoint import adapter as adapter_files
 from triptych.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
 from triptych.errors import MemoryShort, ModelError
 from triptych_services.worker.adapters.store import AdapterStore
@@ -134,3 +136,60 @@ def test_the_digest_is_that_of_what_decides(store, base, adapter, tmp_path):
     assert store.load("three", "", adapter).digest != first.digest
     again = save_adapter(base, tmp_path / "again", seed=1, r=4)
     assert store.load("again", "", again).digest == first.digest
+
+
+class Point:
+    """An entry point of a package with a layout of its own."""
+
+    name, value = "own.npz", "package:read"
+
+    def __init__(self, read: Any) -> None:
+        self.read = read
+
+    def load(self) -> Any:
+        return self.read
+
+
+def factors(rank: int = 2, **changes: Any) -> dict[str, tuple[Any, Any, float]]:
+    given = {
+        "a": np.ones((rank, 48), np.float32),
+        "b": np.ones((48, rank), np.float32),
+        "scaling": 0.5,
+        **changes,
+    }
+    return {"model.layers.0.self_attn.q_proj": (given["a"], given["b"], given["scaling"])}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "finds no factor"),
+        (factors(rank=9), "has rank 9 .* within 1 to 8"),
+        (factors(scaling=float("nan")), "scaling nan"),
+        (factors(b=np.ones((48, 3))), "cannot be multiplied"),
+        (factors(a=np.ones(48)), "cannot be multiplied"),
+        (factors(a=np.ones((2, 47))), r"is for \[48, 47\]"),
+        (factors(a=np.full((2, 48), np.inf)), "not finite"),
+        (factors(a="text"), "package:read of triptych.adapters cannot read it"),
+        (None, "package:read of triptych.adapters cannot read it"),
+    ],
+)
+def test_what_a_package_reads_is_checked(store, tmp_path, monkeypatch, given, named):
+    (tmp_path / "own.npz").write_bytes(b"x")
+    points = {"triptych.adapters": [Point(lambda path: given)]}
+    monkeypatch.setattr(adapter_files, "entry_points", lambda group: points.get(group, []))
+    with pytest.raises(ModelError, match=named):
+        store.load("poison", "", tmp_path)
+
+
+def test_what_a_package_reads_is_loaded(store, tmp_path, monkeypatch):
+    (tmp_path / "own.npz").write_bytes(b"x")
+    digests = set()
+    for given in (factors(), factors(rank=3), factors(scaling=0.25), factors(a=np.zeros((2, 48)))):
+        points = [Point({tmp_path / "own.npz": given}.__getitem__)]
+        monkeypatch.setattr(adapter_files, "entry_points", lambda group, points=points: points)
+        facts = store.load("own", "", tmp_path)
+        assert facts in store.list()
+        digests.add(facts.digest)
+        store.unload(facts.digest)
+    assert len(digests) == 4, "what decides is in the digest"
