@@ -13,6 +13,7 @@ from tests.gpu import oracles
 from tests.kernels.poison import poisoned_allocations
 from triptych_kernels import ops
 from triptych_kernels.attend_options import AttendOptions
+from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.logit_index import PenaltyColumns
 from triptych_kernels.triton.linear import few_rows
@@ -316,7 +317,7 @@ def test_experts_are_weighed_and_summed(num_tokens: int, device: torch.device) -
     w13, w2 = normal(device, num_experts, 2 * inner, hidden), normal(device, num_experts, hidden, inner)
     w13, w2 = w13 / hidden**0.5, w2 / inner**0.5
     with poisoned_allocations():
-        out = ops.fused_moe(x, router, w13, w2, top_k=2, impl="triton")
+        out = ops.fused_moe(x, router, w13, w2, choice=ExpertChoice(2), impl="triton")
     expected = mixed(x, router, oracles.float64(w13), oracles.float64(w2))
     assert oracles.relative_error(out, expected) < 2 * ROUNDED_ONCE
 
@@ -369,7 +370,7 @@ class TestQuantizedProducts:
         held = [stacked_rows(stack, device) for stack in (w13, w2)]
         x, router = normal(device, num_tokens, 352), torch.randn(num_tokens, 4, device=device)
         with poisoned_allocations():
-            out = ops.fused_moe(x, router, w13, w2, top_k=2)
+            out = ops.fused_moe(x, router, w13, w2, choice=ExpertChoice(2))
         expected = mixed(x, router, *held)
         assert oracles.relative_error(out, expected) < 2 * ROUNDED_ONCE
 
@@ -382,7 +383,7 @@ class TestQuantizedProducts:
         w13, w2, originals = random_experts(create, device)
         x, router = normal(device, num_tokens, 352), torch.randn(num_tokens, 4, device=device)
         with poisoned_allocations():
-            out = ops.fused_moe(x, router, w13, w2, top_k=2)
+            out = ops.fused_moe(x, router, w13, w2, choice=ExpertChoice(2))
         # inputs and weights of both products; a gate's error counts with its up's
         assert oracles.relative_error(out, mixed(x, router, *originals)) < 3 * EIGHT_BITS[element_dtype]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.attention_step import Heads, build_step
+from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.ops import fused_moe, gated_linear, linear
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
@@ -126,7 +127,7 @@ def plain_expert_workloads(
     w13 = _normal(num_experts, 2 * intermediate_size, hidden_size, device=device).mul_(0.02)
     w2 = _normal(num_experts, hidden_size, intermediate_size, device=device).mul_(0.02)
     x, router = (_normal(num_tokens, size, device=device) for size in (hidden_size, num_experts))
-    call = partial(fused_moe, x, router, w13, w2, top_k=top_k, impl="triton")
+    call = partial(fused_moe, x, router, w13, w2, ExpertChoice(top_k), impl="triton")
     return [Workload(f"{num_tokens} tokens", [call])]
 
 
@@ -206,7 +207,7 @@ def _expert_product(stack: ExpertStack, rows_per_expert: int, device: torch.devi
     num_experts, in_features = len(stack), stack[0].in_features
     num_tokens, top_k = _num_tokens(num_experts, rows_per_expert)
     router = _normal(num_tokens, num_experts, device=device)
-    routing = route(router, top_k, True, stack.block_m(num_tokens * top_k / num_experts))
+    routing = route(router, ExpertChoice(top_k), stack.block_m(num_tokens * top_k / num_experts))
     if stack[0].gated:
         call = partial(stack.gate_up, _normal(num_tokens, in_features, device=device), routing)
     else:

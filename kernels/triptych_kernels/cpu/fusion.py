@@ -97,6 +97,11 @@ def panels_of(fields: Mapping[str, Operand]) -> Ahead | None:
     return Ahead(weight.data_ptr(), num_panels, weight.nbytes // num_panels)
 
 
+def reads_chosen_weights(fields: Mapping[str, Operand]) -> bool:
+    """Return whether a call reads weights that it chooses when it runs, as a mixture of experts does."""
+    return "routing_logits" in fields
+
+
 _LOOK_BACK = 4
 """Calls before the last one that a call may be chained to."""
 

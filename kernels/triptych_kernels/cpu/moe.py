@@ -1,32 +1,60 @@
-"""A mixture of experts with packed weights: torch chooses the experts, native products compute."""
+"""A mixture of experts with packed weights, in one native call."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.recording import NotRecordable
-from triptych_kernels.torch.moe import mix_experts
-from triptych_kernels.weights.packed import PackedWeight
+from triptych_kernels.cpu.dtypes import DTYPES
+from triptych_kernels.cpu.launch import Operand, launch
+from triptych_kernels.expert_choice import SCORES, ExpertChoice
+from triptych_kernels.weights.packed import ACTIVATIONS, PackedStack
 
 
 def fused_moe(
     x: Tensor,
     router_logits: Tensor,
-    w13: Sequence[PackedWeight],
-    w2: Sequence[PackedWeight],
-    top_k: int,
-    renormalize: bool,
+    w13: PackedStack,
+    w2: PackedStack,
+    choice: ExpertChoice,
     activation: str,
     w13_bias: None,
     w2_bias: None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
 ) -> Tensor:
-    if x.device.type == "meta":
-        raise NotRecordable("how many rows each expert computes is known only when the router has spoken")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(
+        "fused_moe",
+        x,
+        **_choice_operands(router_logits, choice),
+        **{f"gate_up_{field}": operand for field, operand in w13.operands().items()},
+        **{f"down_{field}": operand for field, operand in w2.operands().items()},
+        dtype=DTYPES[x.dtype],
+        x=x,
+        x_stride=x.stride(0),
+        out=out,
+        activation=ACTIVATIONS[activation],
+        scales_input=choice.scales_input,
+        shared=shared,
+        shared_gate=shared_gate,
+    )
+    return out
 
-    def apply_expert(expert: int, inputs: Tensor) -> Tensor:
-        return w2[expert].multiply(w13[expert].multiply(inputs, x.dtype, activation), torch.float32)
 
-    return mix_experts(x, router_logits, top_k, renormalize, apply_expert)
+def _choice_operands(router_logits: Tensor, choice: ExpertChoice) -> dict[str, Operand]:
+    """Return the fields of `Routing` in routing.h."""
+    return {
+        "routing_dtype": DTYPES[router_logits.dtype],
+        "routing_logits": router_logits,
+        "routing_stride": router_logits.stride(0),
+        "routing_num_experts": router_logits.shape[1],
+        "routing_top_k": choice.top_k,
+        "routing_score": SCORES.index(choice.score),
+        "routing_renormalize": choice.renormalize,
+        "routing_scale": float(choice.scale),
+        "routing_num_groups": choice.num_groups,
+        "routing_top_groups": choice.top_groups,
+        "routing_group_experts": choice.group_experts,
+        "routing_correction": choice.correction,
+    }

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triptych_kernels.cpu.call_list import ADDRESS_BYTES, Ahead, CallList, PackedCall, PackedStage
-from triptych_kernels.cpu.fusion import StagedCall, chain_calls, fuse_calls, panels_of
+from triptych_kernels.cpu.fusion import StagedCall, chain_calls, fuse_calls, panels_of, reads_chosen_weights
 from triptych_kernels.cpu.launch import Operand, find_kernel, recorders
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
@@ -254,14 +254,19 @@ def _pack(
 
 
 def _look_ahead(operands: Sequence[Mapping[str, Operand]]) -> list[Ahead | None]:
-    """Return, for each product and for the first call, the weight that is read next."""
+    """Return, for each product and for the first call, the weight that is read next.
+
+    None: that is known only when the call runs.
+    """
     found: list[Ahead | None] = [None] * len(operands)
     ahead: Ahead | None = None
     for number in reversed(range(len(operands))):
         weight = panels_of(operands[number])
-        if weight is not None or number == 0:
+        has_weights = weight is not None or reads_chosen_weights(operands[number])
+        if has_weights or number == 0:
             found[number] = ahead
-        ahead = weight or ahead
+        if has_weights:
+            ahead = weight
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.ops.linear import GATED_ACTIVATIONS
 from triptych_kernels.registry import find_impl
 from triptych_kernels.weights.base import LinearWeight
@@ -14,8 +15,8 @@ from triptych_kernels.weights.base import LinearWeight
 __all__ = ["fused_moe"]
 
 ExpertWeights = Tensor | Sequence[LinearWeight]
-"""Weights of one product of all experts: one stacked tensor, or a `LinearWeight` for each expert. On CUDA devices the
-latter are an `ExpertStack`."""
+"""Weights of one product of all experts: one stacked tensor, or a `LinearWeight` for each expert. On CPUs the latter
+are a `PackedStack`, on CUDA devices an `ExpertStack`."""
 
 
 def fused_moe(
@@ -23,23 +24,26 @@ def fused_moe(
     router_logits: Tensor,
     w13: ExpertWeights,
     w2: ExpertWeights,
+    choice: ExpertChoice,
     *,
-    top_k: int,
-    renormalize: bool = True,
     activation: str = "silu",
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Compute a mixture of experts: each token goes through the gated MLPs of the experts that its router prefers.
 
-        out = sum over the token's experts e of p_e * (w2[e] @ activated + w2_bias[e])
+        out = sigmoid(shared_gate) * shared + sum over the token's experts e of
+              weight[e] * (w2[e] @ activated + w2_bias[e])
         activated = activation(gate) * up,    [gate | up] = w13[e] @ x + w13_bias[e]
 
-    The experts are those of the top_k largest logits, of equal ones those with the lowest number. p is the softmax
-    over all logits, or with `renormalize` over those of the chosen experts. Sums are taken in float32. `activated`
-    is rounded to x's dtype, and the result once (plain torch rounds every product). A token's values, NaN included,
-    affect no other token's result. Each `LinearWeight` may round the inputs of both products too, as in `ops.linear`.
+    `choice` says which experts a token has, and their weights. With `choice.scales_input` the experts read
+    weight[e] * x, rounded to x's dtype, and their results are added as they are. Sums are taken in float32.
+    `activated` is rounded to x's dtype, and the result once (plain torch rounds every product). A token's values, NaN
+    included, affect no other token's result. Each `LinearWeight` may round the inputs of both products too, as in
+    `ops.linear`.
 
     Args:
         x: [num_tokens, hidden_size], the last axis contiguous.
@@ -47,31 +51,35 @@ def fused_moe(
         w13: [num_experts, 2 * intermediate_size, hidden_size], gate first, contiguous, of x's dtype; or a gated
             `LinearWeight` of the last two axes for each expert.
         w2: [num_experts, hidden_size, intermediate_size] like w13, not gated.
-        top_k: Number of experts of a token, from 1 to num_experts.
-        renormalize: Whether the probabilities of a token's experts sum to 1.
         activation: One of `GATED_ACTIVATIONS`; silu with an `ExpertStack`.
         w13_bias: [num_experts, 2 * intermediate_size], contiguous, of w13's dtype. None: there is none, or the weights
             are `LinearWeight`s, which have their own; those of an `ExpertStack` have none.
         w2_bias: [num_experts, hidden_size], likewise.
+        shared: [num_tokens, hidden_size] of x's dtype, contiguous: the result of an expert that every token goes
+            through. None: there is none.
+        shared_gate: [num_tokens] float32, contiguous. None: `shared` is added as it is.
     Returns:
         [num_tokens, hidden_size], a new tensor like x.
     Raises:
-        ValueError: Shapes or dtypes disagree, top_k is out of range, or the activation is none of these; names both.
+        ValueError: Shapes or dtypes disagree, the choice does not fit the experts, or the activation is none of these;
+            names both.
     Source: Mixtral of Experts, arXiv:2401.04088.
     """
-    _check(x, router_logits, w13, w2, top_k)
+    _check(x, router_logits, w13, w2)
+    choice.check_experts(router_logits.shape[1])
     _check_bias("w13", w13, w13_bias)
     _check_bias("w2", w2, w2_bias)
+    _check_shared(x, shared, shared_gate)
     if activation not in GATED_ACTIVATIONS:
         raise ValueError(f"fused_moe: activation {activation!r} is none of {', '.join(GATED_ACTIVATIONS)}")
     operand = w13 if isinstance(w13, Tensor) else w13[0]
     out: Tensor = find_impl("fused_moe", operand, impl)(
-        x, router_logits, w13, w2, top_k, renormalize, activation, w13_bias, w2_bias
+        x, router_logits, w13, w2, choice, activation, w13_bias, w2_bias, shared, shared_gate
     )
     return out
 
 
-def _check(x: Tensor, router_logits: Tensor, w13: ExpertWeights, w2: ExpertWeights, top_k: int) -> None:
+def _check(x: Tensor, router_logits: Tensor, w13: ExpertWeights, w2: ExpertWeights) -> None:
     shapes = []
     for name, weight in (("w13", w13), ("w2", w2)):
         if isinstance(weight, Tensor):
@@ -107,8 +115,6 @@ def _check(x: Tensor, router_logits: Tensor, w13: ExpertWeights, w2: ExpertWeigh
             f"[num_tokens, num_experts] = {[len(x), num_experts]} in {x.dtype} or torch.float32, the last axis "
             "contiguous"
         )
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"fused_moe: top_k {top_k} must be from 1 to the number of experts, {num_experts}")
 
 
 def _check_bias(name: str, weights: ExpertWeights, bias: Tensor | None) -> None:
@@ -122,4 +128,22 @@ def _check_bias(name: str, weights: ExpertWeights, bias: Tensor | None) -> None:
         raise ValueError(
             f"fused_moe: {name}_bias {list(bias.shape)} {bias.dtype} does not fit {name} {list(weights.shape)}; it "
             f"must be {list(weights.shape[:2])} in {weights.dtype}, contiguous"
+        )
+
+
+def _check_shared(x: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -> None:
+    if shared is not None and (
+        shared.shape != x.shape or shared.dtype != x.dtype or not shared.is_contiguous()
+    ):
+        raise ValueError(
+            f"fused_moe: shared {list(shared.shape)} {shared.dtype} must be as x, {list(x.shape)} {x.dtype}, contiguous"
+        )
+    if shared_gate is None:
+        return
+    if shared is None:
+        raise ValueError("fused_moe: shared_gate must be None without shared, which it multiplies")
+    if shared_gate.shape != x.shape[:1] or shared_gate.dtype != torch.float32 or shared_gate.stride(0) != 1:
+        raise ValueError(
+            f"fused_moe: shared_gate {list(shared_gate.shape)} {shared_gate.dtype} must be [num_tokens] = "
+            f"[{len(x)}] of torch.float32, contiguous"
         )

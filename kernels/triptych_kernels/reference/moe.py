@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from triptych_kernels.expert_choice import SMALLEST_SUM, ExpertChoice
 from triptych_kernels.reference.linear import gated_linear, linear
 
 
@@ -13,21 +16,52 @@ def fused_moe(
     router_logits: Tensor,
     w13: Tensor,
     w2: Tensor,
-    top_k: int,
-    renormalize: bool,
+    choice: ExpertChoice,
     activation: str = "silu",
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
 ) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, logits in enumerate(router_logits.tolist()):
-        chosen = sorted(range(len(logits)), key=lambda expert: (-logits[expert], expert))[:top_k]
-        scores = router_logits[token].double().exp()
-        total = scores[chosen].sum() if renormalize else scores.sum()
-        for expert in chosen:
+        for expert, weight in choose_experts(logits, choice):
             up_bias, down_bias = (None if bias is None else bias[expert] for bias in (w13_bias, w2_bias))
-            activated = gated_linear(x[token], w13[expert], up_bias, activation)
-            out[token] += (
-                scores[expert] / total * linear(activated, w2[expert], down_bias, torch.float64, None)
-            )
+            inputs = (x[token] * weight).to(x.dtype) if choice.scales_input else x[token]
+            activated = gated_linear(inputs, w13[expert], up_bias, activation)
+            result = linear(activated, w2[expert], down_bias, torch.float64, None)
+            out[token] += result if choice.scales_input else weight * result
+    if shared is not None:
+        gate = 1.0 if shared_gate is None else 1 / (1 + torch.exp(-shared_gate.double()[:, None]))
+        out += gate * shared.double()
     return out.to(x.dtype)
+
+
+def choose_experts(logits: list[float], choice: ExpertChoice) -> list[tuple[int, float]]:
+    """Return the experts of one token with their weights, the one with the largest key first."""
+    scores = _scores(logits, choice.score)
+    corrections = [0.0] * len(logits) if choice.correction is None else choice.correction.tolist()
+    keys = [score + correction for score, correction in zip(scores, corrections, strict=True)]
+    size = len(logits) // choice.num_groups
+    groups = [range(first, first + size) for first in range(0, len(logits), size)]
+
+    def count_of(group: range) -> float:
+        return sum(sorted((keys[expert] for expert in group), reverse=True)[: choice.group_experts])
+
+    best = sorted(groups, key=lambda group: (-count_of(group), group.start))[: choice.top_groups]
+    eligible = [expert for group in best for expert in group]
+    chosen = sorted(eligible, key=lambda expert: (-keys[expert], expert))[: choice.top_k]
+    total = 1.0
+    if choice.renormalize:
+        total = sum(scores[expert] for expert in chosen)
+        total += 0.0 if choice.score == "softmax" else SMALLEST_SUM
+    return [(expert, choice.scale * scores[expert] / total) for expert in chosen]
+
+
+def _scores(logits: list[float], score: str) -> list[float]:
+    if score == "sigmoid":
+        return [1 / (1 + math.exp(-logit)) for logit in logits]
+    if score == "sqrtsoftplus":
+        return [math.sqrt(math.log1p(math.exp(logit))) for logit in logits]
+    powers = [math.exp(logit) for logit in logits]
+    return [power / sum(powers) for power in powers]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from triptych_kernels.expert_choice import SMALLEST_SUM, ExpertChoice
 from triptych_kernels.torch.elementwise import activate_gated
 
 
@@ -16,51 +15,77 @@ def fused_moe(
     router_logits: Tensor,
     w13: Tensor,
     w2: Tensor,
-    top_k: int,
-    renormalize: bool,
+    choice: ExpertChoice,
     activation: str,
     w13_bias: Tensor | None,
     w2_bias: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
 ) -> Tensor:
-    def apply_expert(expert: int, inputs: Tensor) -> Tensor:
-        up_bias, down_bias = (None if bias is None else bias[expert] for bias in (w13_bias, w2_bias))
-        activated = activate_gated(functional.linear(inputs, w13[expert], up_bias), activation)
-        return functional.linear(activated, w2[expert], down_bias)
-
-    return mix_experts(x, router_logits, top_k, renormalize, apply_expert)
-
-
-def mix_experts(
-    x: Tensor,
-    router_logits: Tensor,
-    top_k: int,
-    renormalize: bool,
-    apply_expert: Callable[[int, Tensor], Tensor],
-) -> Tensor:
-    """Compute `ops.fused_moe` with any way of computing an expert's MLP.
-
-    Args:
-        apply_expert: Takes an expert's number and the inputs [n, hidden_size] of its tokens, returns its results of
-            the same shape.
-    """
-    probabilities, experts = choose_experts(router_logits, top_k, renormalize)
-    results = torch.empty(top_k, *x.shape, dtype=torch.float32, device=x.device)
+    weights, experts = choose_experts(router_logits, choice)
+    results = torch.empty(choice.top_k, *x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         tokens, ranks = (experts == expert).nonzero(as_tuple=True)
-        results[ranks, tokens] = apply_expert(expert, x[tokens]).float()
-    mixed = results[0] * probabilities[:, :1]
-    for rank in range(1, top_k):  # one after the other, so that a token's sum does not depend on its batch
-        mixed.addcmul_(results[rank], probabilities[:, rank : rank + 1])
-    return mixed.to(x.dtype)
+        inputs = x[tokens]
+        if choice.scales_input:
+            inputs = (inputs * weights[tokens, ranks, None]).to(x.dtype)
+        up_bias, down_bias = (None if bias is None else bias[expert] for bias in (w13_bias, w2_bias))
+        activated = activate_gated(functional.linear(inputs, w13[expert], up_bias), activation)
+        results[ranks, tokens] = functional.linear(activated, w2[expert], down_bias).float()
+    factors = torch.ones_like(weights) if choice.scales_input else weights
+    mixed = results[0] * factors[:, :1]
+    for rank in range(
+        1, choice.top_k
+    ):  # one after the other, so that a token's sum does not depend on its batch
+        mixed.addcmul_(results[rank], factors[:, rank : rank + 1])
+    return add_shared(mixed, shared, shared_gate).to(x.dtype)
 
 
-def choose_experts(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Return each token's experts: their probabilities in float32 and their numbers.
+def add_shared(mixed: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -> Tensor:
+    """Return the sum of the experts and the shared one, in float32.
 
-    Both are [num_tokens, top_k], the most probable expert first.
+    Args:
+        mixed: [num_tokens, hidden_size].
+        shared, shared_gate: As of `ops.fused_moe`.
     """
-    # stable: of equal logits the lowest expert first, which torch.topk leaves open
-    logits, experts = router_logits.float().sort(dim=-1, descending=True, stable=True)
-    if renormalize:
-        return logits[:, :top_k].softmax(dim=-1), experts[:, :top_k]
-    return logits.softmax(dim=-1)[:, :top_k], experts[:, :top_k]
+    if shared is None:
+        return mixed
+    gated = shared.float() if shared_gate is None else shared_gate.sigmoid()[:, None] * shared.float()
+    return mixed + gated
+
+
+def choose_experts(router_logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+    """Return each token's experts: their weights in float32 and their numbers.
+
+    Both are [num_tokens, top_k], the expert with the largest key first.
+    """
+    logits = router_logits.float()
+    if choice.score == "softmax":
+        scores = logits.softmax(dim=-1)
+    elif choice.score == "sigmoid":
+        scores = logits.sigmoid()
+    else:
+        scores = functional.softplus(logits).sqrt()
+    keys = logits if choice.compares_logits else scores
+    if choice.correction is not None:
+        keys = scores + choice.correction
+    if choice.top_groups < choice.num_groups:
+        keys = keys.masked_fill(~_eligible(keys, choice), -torch.inf)
+    # stable: of equal keys the lowest expert first, which torch.topk leaves open
+    experts = keys.sort(dim=-1, descending=True, stable=True).indices[:, : choice.top_k]
+    if choice.renormalize and choice.score == "softmax":
+        weights = logits.gather(1, experts).softmax(dim=-1)
+    else:
+        weights = scores.gather(1, experts)
+        if choice.renormalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+    return weights * choice.scale, experts
+
+
+def _eligible(keys: Tensor, choice: ExpertChoice) -> Tensor:
+    """Return whether an expert is in one of the groups that its token chooses from, [num_tokens, num_experts]."""
+    groups = keys.view(len(keys), choice.num_groups, -1)
+    best = groups.sort(dim=-1, descending=True).values[..., : choice.group_experts].sum(dim=-1)
+    chosen = best.sort(dim=-1, descending=True, stable=True).indices[:, : choice.top_groups]
+    is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
+    return is_chosen[..., None].expand_as(groups).reshape(keys.shape)

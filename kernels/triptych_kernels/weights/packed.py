@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from triptych_kernels.cpu.library import isa, load
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import Half, LinearWeight
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     name: number
     for number, name in enumerate(
         (None, "silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu", "swiglu_oai")
@@ -24,6 +26,8 @@ WIDENED_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 """Dtypes that products of float32 inputs widen weights from -> `Form` in widened_linear.cpp."""
 AdapterOperands = tuple[Tensor, Tensor]
 """Slot of each row's adapter, [num_rows] int32, and the address of each slot's, [num_slots] int64."""
+_NO_FORM = dict.fromkeys(("kind", "form", "bits", "affine", "input_bits", "wide_rows", "wide_bits"), 0)
+"""The fields of `WeightForm` in product.h, of a `PackedWeight`."""
 HALVES: dict[Half | None, int] = {None: -1, "gate": 0, "up": 1}
 
 
@@ -106,6 +110,11 @@ class PackedWeight(LinearWeight):
         )  # fmt: skip
         return out
 
+    @property
+    def form(self) -> dict[str, int]:
+        """Return the fields of `WeightForm` in product.h."""
+        return _NO_FORM
+
     def _check(self, in_features: int, dtype: torch.dtype) -> None:
         if not can_pack(in_features, dtype):
             raise ValueError(f"a weight of {in_features} inputs in {dtype} cannot be packed")
@@ -135,7 +144,7 @@ class PackedWeight(LinearWeight):
             "out_stride": out.shape[1],
             "in_features": self.in_features,
             "out_features": self.out_features,
-            "activation": _ACTIVATIONS[activation],
+            "activation": ACTIVATIONS[activation],
             "gated": self.gated,
             "stages": None,
             "slots": slots,
@@ -228,8 +237,48 @@ class WidenedWeight(PackedWeight):
         )  # fmt: skip
         return out
 
+    @property
+    def form(self) -> dict[str, int]:
+        return {**_NO_FORM, "kind": 1, "form": WIDENED_DTYPES[self.stored_dtype]}
+
     def _allocate(self, num_outputs: int) -> Tensor:
         return zeros_in_huge_pages((num_outputs * self.in_features,), self.stored_dtype)
+
+
+class PackedStack(Sequence[PackedWeight]):
+    """The weights of one product of all experts, one after the other in memory, so that one call reads them."""
+
+    def __init__(self, experts: Sequence[PackedWeight]) -> None:
+        """Move weights of one class, shape and form, which hold nothing yet, into memory that they share."""
+        first = experts[0]
+        assert all(
+            type(expert) is type(first) and expert.shape == first.shape and expert.form == first.form
+            for expert in experts
+        ), "experts of one product are alike"
+        self._experts = tuple(experts)
+        self.data = zeros_in_huge_pages((len(experts), *first.data.shape), first.data.dtype)
+        self.bias = None if first.bias is None else torch.zeros(len(experts), len(first.bias))
+        for number, expert in enumerate(experts):
+            expert.data = self.data[number]
+            expert.bias = None if self.bias is None else self.bias[number]
+
+    def __len__(self) -> int:
+        return len(self._experts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._experts[index]
+
+    def operands(self) -> dict[str, Operand]:
+        """Return the fields of `Experts` in fused_moe.cpp."""
+        first = self._experts[0]
+        return {
+            **{f"form_{field}": value for field, value in first.form.items()},
+            "weight": self.data,
+            "expert_bytes": first.data.nbytes,
+            "bias": self.bias,
+            "in_features": first.in_features,
+            "out_features": first.out_features,
+        }
 
 
 def can_pack(in_features: int, dtype: torch.dtype) -> bool:

@@ -142,7 +142,18 @@ class QuantizedWeight(PackedWeight, BlockWeight):
         return out
 
     @property
-    def _format(self) -> dict[str, Operand]:
+    def form(self) -> dict[str, int]:
+        return {
+            "kind": 2,
+            "form": 0,
+            **self._format,
+            "input_bits": self.input_bits,
+            "wide_rows": self.wide_rows,
+            "wide_bits": self.wide_bits,
+        }
+
+    @property
+    def _format(self) -> dict[str, int]:
         return {"bits": self.format.bits, "affine": self.format.is_affine}
 
     def _place(self, first_row: int, half: Half | None) -> dict[str, Operand]:

@@ -59,6 +59,24 @@ class ExpertsSpec:
     """Whether the weights of a token's experts are divided by their sum."""
     bias: bool = False
     """Whether the router has a bias, and each projection of each expert."""
+    score: str = "softmax"
+    """Function of the router's logits: softmax, sigmoid, or sqrtsoftplus."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    num_groups: int = 1
+    """Groups of neighbouring experts; a token chooses from those that count most."""
+    top_groups: int = 1
+    """How many groups a token chooses from."""
+    group_experts: int = 1
+    """A group counts as the sum of so many of its largest scores."""
+    correction_shape: tuple[int, ...] = ()
+    """Shape of the checkpoint's tensor that is added to the scores for the choice only; empty: there is none."""
+    scales_input: bool = False
+    """Whether the weights multiply what an expert reads, and not its result."""
+    shared_size: int = 0
+    """Columns of an expert that every token goes through, of several such experts together; 0: there is none."""
+    has_shared_gate: bool = False
+    """Whether the result of the shared expert is multiplied by a sigmoid of its own logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +190,13 @@ class LayerSpec:
     experts: ExpertsSpec | None = None
     state: StateSpec | None = None
     """A mixer with a recurrent state, in place of the attention or beside it; their outputs are added."""
+
+    @property
+    def active_columns(self) -> int:
+        """Columns of the MLP, or of all experts that one token goes through."""
+        if self.experts is None:
+            return self.intermediate_size
+        return self.experts.num_experts_per_tok * self.intermediate_size + self.experts.shared_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +367,12 @@ class ModelArchitecture:
         return max(layer.intermediate_size for layer in self.layers)
 
     @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Columns of the layers' MLPs, experts and shared experts, each number once, ascending."""
+        shared = {layer.experts.shared_size for layer in self.layers if layer.experts}
+        return tuple(sorted({layer.intermediate_size for layer in self.layers} | (shared - {0})))
+
+    @property
     def num_experts(self) -> int:
         """Experts of a layer's mixture, the most of any layer; 0: every layer has one MLP."""
         return max((layer.experts.num_experts for layer in self.layers if layer.experts), default=0)
-
-    @property
-    def num_experts_per_tok(self) -> int:
-        """Experts that a token goes through, the most of any layer; 0 without experts."""
-        return max((layer.experts.num_experts_per_tok for layer in self.layers if layer.experts), default=0)

@@ -291,7 +291,7 @@ def _indivisible_inputs(architecture: ModelArchitecture, num_ranks: int) -> str 
     latent, first = architecture.latent, architecture.layers[0]
     inputs = [
         ("hidden_size", architecture.hidden_size, 1),
-        ("intermediate_size", architecture.intermediate_size, num_ranks),
+        *(("intermediate_size", width, num_ranks) for width in architecture.mlp_widths),
     ]
     if latent is None:
         inputs.append(("num_heads * head_dim", architecture.num_heads * architecture.head_dim, num_ranks))

@@ -275,11 +275,23 @@ class RowLinear(AdaptedLayer):
     """A projection of inputs that ranks share, and the sum over ranks; rank 0 adds the bias."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, prefix: str
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        context: ModelContext,
+        prefix: str,
+        is_summed: bool = True,
     ) -> None:
+        """
+        Args:
+            is_summed: Whether the ranks' results are added here; otherwise the caller does that.
+        """
         super().__init__()
         self.prefix = prefix
         self.group = context.group
+        self.is_summed = is_summed
         self.in_features = in_features
         """Number of inputs, of all ranks together."""
         self.start, self.length = share(in_features, what=f"inputs of {prefix}", rank=context.rank)
@@ -294,6 +306,8 @@ class RowLinear(AdaptedLayer):
         """Map [num_tokens, this rank's inputs] to [num_tokens, out_features], on every rank."""
         # each rank has A's part for its inputs and all of B, so the ranks' sum is that of the adapter, too
         own = linear(x, self.weight, self.bias, adapters=self.adapters_of(adapter_slots))
+        if not self.is_summed:
+            return own
         out: Tensor = self.group.all_reduce(own)
         return out
 

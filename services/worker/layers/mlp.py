@@ -13,7 +13,19 @@ from triptych_services.worker.layers.moe import SparseMoE
 class MLP(nn.Module):
     """`down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`; `prefix` is that of its projections."""
 
-    def __init__(self, intermediate_size: int, *, is_gated: bool, context: ModelContext, prefix: str) -> None:
+    def __init__(
+        self,
+        intermediate_size: int,
+        *,
+        is_gated: bool,
+        context: ModelContext,
+        prefix: str,
+        is_summed: bool = True,
+    ) -> None:
+        """
+        Args:
+            is_summed: As of `RowLinear`.
+        """
         super().__init__()
         hidden_size, block = context.architecture.hidden_size, context.architecture.block
         self.up_proj: nn.Module
@@ -41,6 +53,7 @@ class MLP(nn.Module):
             bias=block.mlp_bias or block.down_bias,
             context=context,
             prefix=f"{prefix}.down_proj",
+            is_summed=is_summed,
         )
 
     def forward(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
@@ -52,11 +65,21 @@ class MLP(nn.Module):
 def create_mlp(spec: LayerSpec, *, context: ModelContext, prefix: str) -> nn.Module:
     """Create what `spec.mlp` names; `prefix` is that of the MLP."""
     if spec.experts is not None:
+        shared: MLP | None = None
+        if spec.experts.shared_size:
+            shared = MLP(
+                spec.experts.shared_size,
+                is_gated=True,
+                context=context,
+                prefix=f"{prefix}.shared_experts",
+                is_summed=False,
+            )
         return SparseMoE(
             context.architecture.hidden_size,
             spec.intermediate_size,
             spec.experts,
             activation=context.architecture.block.activation,
+            shared=shared,
             context=context,
             prefix=prefix,
         )

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.architecture import ExpertsSpec
 from triptych.errors import FeatureDisabled
+from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.ops import fused_moe, linear
 from triptych_kernels.weights.base import Half, LinearWeight
-from triptych_kernels.weights.packed import PackedWeight, can_pack
+from triptych_kernels.weights.packed import PackedStack, PackedWeight, can_pack
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.quantization import choose_format, create_quantized_experts
 from triptych_services.worker.layers.weights import (
@@ -26,6 +28,7 @@ from triptych_services.worker.layers.weights import (
     create_linear_weight,
     empty_parameter,
     linear_target,
+    parameter_target,
     unused_target,
 )
 from triptych_services.worker.parallel.shares import share
@@ -62,6 +65,7 @@ class SparseMoE(nn.Module):
         spec: ExpertsSpec,
         *,
         activation: str,
+        shared: nn.Module | None = None,
         context: ModelContext,
         prefix: str,
     ) -> None:
@@ -69,17 +73,19 @@ class SparseMoE(nn.Module):
         Args:
             intermediate_size: Number of columns of an expert, of all ranks together.
             activation: One of `ops.GATED_ACTIVATIONS`.
+            shared: The MLP that every token goes through, of which each rank returns its part of the result.
 
         Raises:
             FeatureDisabled: The device's quantized products do not compute such experts.
         """
         super().__init__()
         self.group = context.group
-        self.spec = spec
         self.activation = activation
-        self.router = Router(
-            hidden_size, spec.num_experts, bias=spec.bias, context=context, prefix=f"{prefix}.gate"
-        )
+        self.router = Router(hidden_size, spec, context=context, prefix=f"{prefix}.gate")
+        self.shared = shared
+        self.shared_gate: SharedGate | None = None
+        if spec.has_shared_gate:
+            self.shared_gate = SharedGate(hidden_size, context=context, prefix=f"{prefix}.shared_expert_gate")
         start, length = share(intermediate_size, what="intermediate_size", rank=context.rank)
         sizes = ExpertSizes(
             hidden_size,
@@ -97,51 +103,94 @@ class SparseMoE(nn.Module):
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size], on every rank.
 
         Args:
-            adapter_slots: Not read, since adapters of experts and of the router are refused when they are loaded.
+            adapter_slots: Read by the shared expert; adapters of the others and of the router are refused when they
+                are loaded.
         """
+        shared = None if self.shared is None else self.shared(x, adapter_slots)
+        gate = None if self.shared_gate is None else self.shared_gate(x)
         mixed = fused_moe(
             x,
             self.router(x),
             self.experts.w13,
             self.experts.w2,
-            top_k=self.spec.num_experts_per_tok,
-            renormalize=self.spec.renormalize,
+            self.router.choice,
             activation=self.activation,
             w13_bias=self.experts.w13_bias,
             w2_bias=self.experts.w2_bias,
+            shared=shared,
+            shared_gate=gate,
         )
         out: Tensor = self.group.all_reduce(mixed)
         return out
 
 
 class Router(WeightedLayer):
-    """A score for each expert. It is never quantized: it is small, and a wrong choice is a large error."""
+    """A logit for each expert, and what is chosen by them.
 
-    def __init__(
-        self, hidden_size: int, num_experts: int, *, bias: bool, context: ModelContext, prefix: str
-    ) -> None:
+    It is never quantized: it is small, and a wrong choice is a large error.
+    """
+
+    def __init__(self, hidden_size: int, spec: ExpertsSpec, *, context: ModelContext, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
-        self.has_bias = bias
-        dtype = context.dtype
+        self.spec = spec
+        num_experts, dtype = spec.num_experts, context.dtype
         self.weight: AnyWeight
         self.bias: nn.Parameter | None = None
         if context.device.type == "cpu" and can_pack(hidden_size, dtype):
-            self.weight = PackedWeight(num_experts, hidden_size, dtype, bias=bias)
+            self.weight = PackedWeight(num_experts, hidden_size, dtype, bias=spec.bias)
         else:
             self.weight = empty_parameter(num_experts, hidden_size, context=context)
-            self.bias = empty_parameter(num_experts, context=context) if bias else None
+            self.bias = empty_parameter(num_experts, context=context) if spec.bias else None
+        self.correction: nn.Parameter | None = None
+        if spec.correction_shape:
+            self.correction = empty_parameter(num_experts, context=context, dtype=torch.float32)
+        self.choice = ExpertChoice(
+            spec.num_experts_per_tok,
+            spec.score,
+            renormalize=spec.renormalize,
+            scale=spec.scale,
+            num_groups=spec.num_groups,
+            top_groups=spec.top_groups,
+            group_experts=spec.group_experts,
+            correction=self.correction,
+            scales_input=spec.scales_input,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [num_tokens, hidden_size] to logits [num_tokens, num_experts]."""
-        return linear(x, self.weight, self.bias)
+        """Map [num_tokens, hidden_size] to logits [num_tokens, num_experts] in float32."""
+        return linear(x, self.weight, self.bias, out_dtype=torch.float32)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         rows, columns = self.weight.shape
         targets = {f"{self.prefix}.weight": linear_target(self.weight, (rows, columns))}
-        if self.has_bias:
+        if self.spec.bias:
             targets[f"{self.prefix}.bias"] = bias_target(self.weight, self.bias, rows)
+        if self.correction is not None:
+            name = f"{self.prefix}.e_score_correction_bias"
+            shape = self.spec.correction_shape
+            targets[name] = parameter_target(self.correction.view(shape), shape)
         return targets
+
+
+class SharedGate(WeightedLayer):
+    """The logit of which the sigmoid multiplies the result of the shared expert; every rank holds it."""
+
+    def __init__(self, hidden_size: int, *, context: ModelContext, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.weight: AnyWeight
+        if context.device.type == "cpu" and can_pack(hidden_size, context.dtype):
+            self.weight = PackedWeight(1, hidden_size, context.dtype)
+        else:
+            self.weight = empty_parameter(1, hidden_size, context=context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [num_tokens, hidden_size] to [num_tokens] float32."""
+        return linear(x, self.weight, out_dtype=torch.float32)[:, 0]
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        return {f"{self.prefix}.weight": linear_target(self.weight, (1, self.weight.shape[1]))}
 
 
 class StackedExperts(WeightedLayer):
@@ -246,26 +295,28 @@ def create_packed(
     bias: bool,
     context: ModelContext,
 ) -> Sequence[LinearWeight]:
-    """Allocate the weights of one product of every expert: one by one on CPUs, else quantized, as one tensor.
+    """Allocate the weights of one product of every expert, of one form, one after the other in memory.
 
     Args:
         sources: For each expert, the names of the checkpoint's tensors that its weight is made of.
     """
+    names = [name for own in sources for name in own]
     if context.device.type != "cpu":
-        format = choose_format([name for names in sources for name in names], context=context)
+        format = choose_format(names, context=context)
         assert format is not None, "plain weights are stacked"
         assert not bias, "_are_packed has refused it"
         return create_quantized_experts(
             len(sources), out_features, in_features, format, gated=gated, context=context
         )
+    a_name_of_each_type = list({context.tensor_type(name): name for name in names}.values())
     weights = []
-    for names in sources:
+    for _ in sources:
         weight, _ = create_linear_weight(
-            out_features, in_features, sources=names, context=context, gated=gated, bias=bias
+            out_features, in_features, sources=a_name_of_each_type, context=context, gated=gated, bias=bias
         )
-        assert isinstance(weight, LinearWeight), "_are_packed has checked that they can be packed"
+        assert isinstance(weight, PackedWeight), "_are_packed has checked that they can be packed"
         weights.append(weight)
-    return weights
+    return PackedStack(weights)
 
 
 def _expert_targets(

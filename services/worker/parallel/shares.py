@@ -88,5 +88,5 @@ def stage_layers(architecture: ModelArchitecture, *, rank: RankFacts) -> range:
 def _num_active_weights(architecture: ModelArchitecture) -> int:
     """Return how many weights of a layer one token is multiplied by."""
     attention = 2 * (architecture.num_heads + architecture.num_kv_heads) * architecture.head_dim
-    num_mlps = architecture.num_experts_per_tok if architecture.num_experts else 1
-    return architecture.hidden_size * (attention + 3 * num_mlps * architecture.intermediate_size)
+    num_columns = max(layer.active_columns for layer in architecture.layers)
+    return architecture.hidden_size * (attention + 3 * num_columns)

@@ -20,7 +20,7 @@ def graph_token_limit(architecture: ModelArchitecture) -> int:
     than a graph saves.
     """
     heads = architecture.num_heads + architecture.num_kv_heads
-    mlp = 3 * architecture.intermediate_size * max(architecture.num_experts_per_tok, 1)
+    mlp = 3 * max(layer.active_columns for layer in architecture.layers)
     # of one layer's products
     macs_per_token = architecture.hidden_size * (2 * heads * architecture.head_dim + mlp)
     limit = _LAUNCH_NS * _DEVICE_MACS_PER_NS // macs_per_token

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_float32
 from tests.kernels.ops.implementations import Case, Implementation, cases_of, implementations_of
-from tests.kernels.ops.weights import random, weight_for
+from tests.kernels.ops.weights import fill_weight, random
+from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import GATED_ACTIVATIONS, fused_moe
 from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
 from triptych_kernels.weights.formats import QuantizedFormat
+from triptych_kernels.weights.packed import PackedStack, PackedWeight
 
 # of Triton's interpreter: inf and NaN, as on GPUs
 pytestmark = pytest.mark.filterwarnings(
@@ -80,12 +82,14 @@ def weights_for(
     if not implementation.isa:
         return {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
 
-    def pack(weights: Tensor, biases: Tensor | None, *, gated: bool) -> list[Any]:
-        rows = [None] * len(weights) if biases is None else list(biases)
-        return [
-            weight_for(implementation, weight, bias, gated=gated)["weight"]
-            for weight, bias in zip(weights, rows, strict=True)
-        ]
+    def pack(weights: Tensor, biases: Tensor | None, *, gated: bool) -> PackedStack:
+        has_bias = biases is not None
+        stack = PackedStack(
+            [PackedWeight(*w.shape, weights.dtype, gated=gated, bias=has_bias) for w in weights]
+        )
+        for number, weight in enumerate(weights):
+            fill_weight(stack[number], weight, None if biases is None else biases[number])
+        return stack
 
     return {"w13": pack(w13, w13_bias, gated=True), "w2": pack(w2, w2_bias, gated=False)}
 
@@ -95,9 +99,9 @@ def weights_for(
 def test_mixes_like_the_reference(sizes: str, renormalize: bool, case: Case) -> None:
     num_tokens, num_experts, top_k, hidden_size, inner = SIZES[sizes]
     x, logits, w13, w2 = operands(num_tokens, num_experts, hidden_size, inner, case.device, case.dtype)
-    options = {"top_k": top_k, "renormalize": renormalize}
-    expected = fused_moe(x, logits, w13, w2, **options, impl="reference")
-    out = case(fused_moe, x, logits, **weights_for(case.implementation, w13, w2), **options)
+    choice = ExpertChoice(top_k, renormalize=renormalize)
+    expected = fused_moe(x, logits, w13, w2, choice, impl="reference")
+    out = case(fused_moe, x, logits, **weights_for(case.implementation, w13, w2), choice=choice)
     torch.testing.assert_close(out, expected, **TOLERANCE[case.dtype])
 
 
@@ -113,7 +117,7 @@ def test_biases_are_added_before_activation_and_probability(sizes: str, biased: 
     }
     if biased != "both":
         biases = {f"{biased}_bias": biases[f"{biased}_bias"]}
-    options = {"top_k": top_k, "activation": "swiglu_oai"}
+    options = {"choice": ExpertChoice(top_k), "activation": "swiglu_oai"}
     expected = fused_moe(x, logits, w13, w2, **biases, **options, impl="reference")
     out = case(fused_moe, x, logits, **weights_for(case.implementation, w13, w2, **biases), **options)
     torch.testing.assert_close(out, expected, **TOLERANCE[case.dtype])
@@ -125,9 +129,9 @@ def test_experts_have_the_activations_of_gated_linear(
 ) -> None:
     x, logits, w13, w2 = operands(7, 3, 18, 10, implementation.device)
     x *= 4  # far enough for the limits of GPT-OSS
-    expected = fused_moe(x, logits, w13, w2, top_k=2, activation=activation, impl="reference")
+    expected = fused_moe(x, logits, w13, w2, choice=ExpertChoice(2), activation=activation, impl="reference")
     weights = weights_for(implementation, w13, w2)
-    out = implementation(fused_moe, x, logits, **weights, top_k=2, activation=activation)
+    out = implementation(fused_moe, x, logits, **weights, choice=ExpertChoice(2), activation=activation)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -135,8 +139,10 @@ def test_all_tokens_may_choose_one_expert_and_none_another(implementation: Imple
     x, _, w13, w2 = operands(40, 4, 32, 24, implementation.device)
     logits = torch.tensor([-1.0, 5.0, 2.0, -9.0], device=implementation.device).expand(40, 4).clone()
     for top_k in (1, 2):
-        expected = fused_moe(x, logits, w13, w2, top_k=top_k, impl="reference")
-        out = implementation(fused_moe, x, logits, **weights_for(implementation, w13, w2), top_k=top_k)
+        expected = fused_moe(x, logits, w13, w2, choice=ExpertChoice(top_k), impl="reference")
+        out = implementation(
+            fused_moe, x, logits, **weights_for(implementation, w13, w2), choice=ExpertChoice(top_k)
+        )
         torch.testing.assert_close(out, expected, **TOLERANCE[torch.float32])
 
 
@@ -147,14 +153,16 @@ def test_of_equal_logits_the_lowest_experts_are_chosen(implementation: Implement
     w2 = torch.stack([torch.full((4, 4), 10.0**expert, device=device) for expert in range(6)])
     weights = weights_for(implementation, w13, w2)
     first = torch.tensor([[9.0] + [0.0] * 5], device=device)
-    one = implementation(fused_moe, x, first, **weights, top_k=1)
+    one = implementation(fused_moe, x, first, **weights, choice=ExpertChoice(1))
     equal = (
         ([0.0] * 6, (0, 1)),
         ([1.0, 3.0, 3.0, 2.0, 3.0, 3.0], (1, 2)),
         ([-1.0, -2.0, -1.0, -1.0, -4.0, -1.0], (0, 2)),
     )
     for logits, chosen in equal:
-        out = implementation(fused_moe, x, torch.tensor([logits], device=device), **weights, top_k=2)
+        out = implementation(
+            fused_moe, x, torch.tensor([logits], device=device), **weights, choice=ExpertChoice(2)
+        )
         torch.testing.assert_close(out, one * sum(10.0**expert for expert in chosen) / 2)
 
 
@@ -163,17 +171,19 @@ def test_a_token_has_the_same_bits_in_any_batch(case: Case) -> None:
         pytest.skip("torch chooses its sums by the shape, Triton its tiles by the number of rows")
     x, logits, w13, w2 = operands(40, 8, 64, 96, case.device, case.dtype)
     weights = weights_for(case.implementation, w13, w2)
-    whole = fused_moe(x, logits, **weights, top_k=2)
+    whole = fused_moe(x, logits, **weights, choice=ExpertChoice(2))
     for start, end in ((0, 1), (3, 7), (7, 30)):
-        assert torch.equal(fused_moe(x[start:end], logits[start:end], **weights, top_k=2), whole[start:end])
+        assert torch.equal(
+            fused_moe(x[start:end], logits[start:end], **weights, choice=ExpertChoice(2)), whole[start:end]
+        )
 
 
 def test_a_token_of_nan_affects_no_other_token(implementation: Implementation) -> None:
     x, logits, w13, w2 = operands(5, 4, 32, 24, implementation.device)
     weights = weights_for(implementation, w13, w2)
-    clean = implementation(fused_moe, x, logits, **weights, top_k=2)
+    clean = implementation(fused_moe, x, logits, **weights, choice=ExpertChoice(2))
     x[2], logits[2] = torch.nan, torch.nan
-    out = implementation(fused_moe, x, logits, **weights, top_k=2)
+    out = implementation(fused_moe, x, logits, **weights, choice=ExpertChoice(2))
     assert out[2].isnan().all()
     others = torch.tensor([0, 1, 3, 4], device=implementation.device)
     if implementation.is_triton:
@@ -188,30 +198,30 @@ def test_inputs_may_be_views(implementation: Implementation) -> None:
     wide_x = torch.full((6, 40), torch.nan, device=implementation.device)
     wide_logits = torch.full((6, 9), 99.0, device=implementation.device)
     wide_x[:, 3:35], wide_logits[:, 2:6] = x, logits
-    out = implementation(fused_moe, wide_x[:, 3:35], wide_logits[:, 2:6], **weights, top_k=2)
-    assert torch.equal(out, implementation(fused_moe, x, logits, **weights, top_k=2))
+    out = implementation(fused_moe, wide_x[:, 3:35], wide_logits[:, 2:6], **weights, choice=ExpertChoice(2))
+    assert torch.equal(out, implementation(fused_moe, x, logits, **weights, choice=ExpertChoice(2)))
 
 
 def test_operands_that_do_not_fit_are_named(implementation: Implementation) -> None:
     x, logits, w13, w2 = operands(3, 4, 16, 8, torch.device("cpu"))
     weights = weights_for(implementation, w13, w2)
     with pytest.raises(ValueError, match=r"x \[3, 15\] does not fit w2 \[4, 16, 8\]"):
-        fused_moe(x[:, :15], logits, **weights, top_k=2)
+        fused_moe(x[:, :15], logits, **weights, choice=ExpertChoice(2))
     with pytest.raises(ValueError, match=r"router_logits \[3, 3\] torch.float32 must be .* = \[3, 4\]"):
-        fused_moe(x, logits[:, :3], **weights, top_k=2)
+        fused_moe(x, logits[:, :3], **weights, choice=ExpertChoice(2))
     for top_k in (0, 5):
         with pytest.raises(ValueError, match=f"top_k {top_k} must be from 1 to the number of experts, 4"):
-            fused_moe(x, logits, **weights, top_k=top_k)
+            fused_moe(x, logits, **weights, choice=ExpertChoice(top_k))
     with pytest.raises(ValueError, match=r"w13 \[3, 16, 16\] and w2 \[4, 16, 8\] must be"):
-        fused_moe(x, logits, weights["w13"][:3], weights["w2"], top_k=2)
+        fused_moe(x, logits, weights["w13"][:3], weights["w2"], choice=ExpertChoice(2))
     with pytest.raises(ValueError, match=r"w13 \[4, 16, 16\] must be .* for inputs in torch.bfloat16"):
-        fused_moe(x.bfloat16(), logits, **weights, top_k=2)
+        fused_moe(x.bfloat16(), logits, **weights, choice=ExpertChoice(2))
     with pytest.raises(ValueError, match="fused_moe: activation 'tanh' is none of silu"):
-        fused_moe(x, logits, **weights, top_k=2, activation="tanh")
+        fused_moe(x, logits, **weights, choice=ExpertChoice(2), activation="tanh")
     weights |= {"w2_bias": torch.zeros(4, 15)}
     why = "must be None with LinearWeights" if implementation.isa else r"does not fit w2 \[4, 16, 8\]"
     with pytest.raises(ValueError, match=rf"w2_bias \[4, 15\].* {why}"):
-        fused_moe(x, logits, **weights, top_k=2)
+        fused_moe(x, logits, **weights, choice=ExpertChoice(2))
 
 
 _MIXTRAL = 8, 2, 4096, 14336  # num_experts, top_k, hidden_size, intermediate_size
@@ -223,7 +233,7 @@ def _plain(num_tokens: int, num_experts: int, top_k: int, hidden_size: int, inne
         meta_float32(num_tokens, num_experts),
         meta(num_experts, 2 * inner, hidden_size),
         meta(num_experts, hidden_size, inner),
-        top_k=top_k,
+        choice=ExpertChoice(top_k),
         impl="triton",
     )
 
@@ -236,7 +246,7 @@ def _with_biases(num_tokens: int) -> object:
         meta_float32(num_tokens, num_experts),
         meta(num_experts, 2 * inner, hidden_size),
         meta(num_experts, hidden_size, inner),
-        top_k=4,
+        choice=ExpertChoice(4),
         activation="swiglu_oai",
         w13_bias=meta(num_experts, 2 * inner),
         w2_bias=meta(num_experts, hidden_size),
@@ -254,7 +264,10 @@ def _stacked(num_tokens: int, create: Any, *format: object, **options: bool) -> 
         for gated, shape in ((True, (2 * inner, hidden_size)), (False, (hidden_size, inner)))
     ]
     return fused_moe(
-        meta(num_tokens, hidden_size), meta_float32(num_tokens, num_experts), *stacks, top_k=top_k
+        meta(num_tokens, hidden_size),
+        meta_float32(num_tokens, num_experts),
+        *stacks,
+        choice=ExpertChoice(top_k),
     )
 
 
@@ -283,9 +296,9 @@ MODEL_CALLS = {
 
 def launch_small(draw: SmallOperands) -> None:
     w13, w2 = draw.normal(4, 2 * 48, 40), draw.normal(4, 40, 48)
-    fused_moe(draw.normal(7, 40), draw.normal(7, 4), w13, w2, top_k=2, impl="triton")
+    fused_moe(draw.normal(7, 40), draw.normal(7, 4), w13, w2, choice=ExpertChoice(2), impl="triton")
     biases = {"w13_bias": draw.normal(4, 2 * 48), "w2_bias": draw.normal(4, 40)}
-    fused_moe(draw.normal(7, 40), draw.normal(7, 4), w13, w2, **biases, top_k=2, impl="triton")
+    fused_moe(draw.normal(7, 40), draw.normal(7, 4), w13, w2, **biases, choice=ExpertChoice(2), impl="triton")
     for bits in (4, 8):
         _launch_quantized(draw, GroupQuantizedExperts, QuantizedFormat(bits, is_affine=bits == 4))
     for element in LARGEST_ELEMENT:
@@ -300,4 +313,4 @@ def _launch_quantized(draw: SmallOperands, create: Any, *format: object) -> None
         for weight in stack:
             weight.fill_rows(0, draw.normal(*weight.shape))
     for num_tokens in (1, 7, 70):
-        fused_moe(draw.normal(num_tokens, 96), draw.normal(num_tokens, 4), w13, w2, top_k=2)
+        fused_moe(draw.normal(num_tokens, 96), draw.normal(num_tokens, 4), w13, w2, choice=ExpertChoice(2))

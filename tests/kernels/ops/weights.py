@@ -24,7 +24,13 @@ def weight_for(
     if not implementation.isa:
         return {"weight": weight, "bias": bias}
     packed = PackedWeight(*weight.shape, weight.dtype, gated=gated, bias=bias is not None)
-    halves = ("gate", "up") if gated else (None,)
+    fill_weight(packed, weight, bias)
+    return {"weight": packed}
+
+
+def fill_weight(packed: PackedWeight, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Fill a weight in two parts, so that rows begin within a panel."""
+    halves = ("gate", "up") if packed.gated else (None,)
     size = len(weight) // len(halves)
     for index, half in enumerate(halves):
         rows = slice(index * size, (index + 1) * size)
@@ -33,7 +39,6 @@ def weight_for(
         if bias is not None:
             packed.fill_bias(0, bias[rows][: size // 2], half)
             packed.fill_bias(size // 2, bias[rows][size // 2 :], half)
-    return {"weight": packed}
 
 
 def tiles_of_each_width(tunable: Tunable[Tiles | ByTorch], weight: Tensor) -> list[Tiles]:

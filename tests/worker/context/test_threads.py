@@ -33,7 +33,6 @@ CHECKPOINT = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-MIXTURE = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +85,8 @@ def test_a_recorded_program_has_the_cores_to_itself(tmp_path: Path, dtype: str) 
         {"dtype": "float16"},
         {"cache": "float16"},
         {"dtype": "bfloat16", "intermediate_size": 41},
-        MIXTURE,
     ],
-    ids=["eager", "attention", "float16", "float16 cache", "odd sizes", "mixture"],
+    ids=["eager", "attention", "float16", "float16 cache", "odd sizes"],
 )
 def test_torch_has_its_threads_where_it_computes(tmp_path: Path, arguments: dict[str, Any]) -> None:
     assert threads_of_torch(tmp_path, **arguments)[0] == NUM_THREADS

@@ -14,6 +14,7 @@ from triptych.checkpoint.architecture import ExpertsSpec
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 from triptych.errors import ConfigError, FeatureDisabled, ModelError
 from triptych_kernels.cpu.library import forced_isa, isa
+from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.ops import fused_moe
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.resolved_config import RankFacts
@@ -82,7 +83,12 @@ def test_the_ranks_results_sum_to_the_whole_mixture(num_ranks: int, renormalize:
     w2 = [tensors[f"{e}.down_proj.weight"] for e in experts]
     logits = x @ tensors["m.gate.weight"].T
     expected = fused_moe(
-        x, logits, torch.stack(w13), torch.stack(w2), top_k=2, renormalize=renormalize, impl="reference"
+        x,
+        logits,
+        torch.stack(w13),
+        torch.stack(w2),
+        ExpertChoice(2, renormalize=renormalize),
+        impl="reference",
     )
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
@@ -109,7 +115,7 @@ def test_the_ranks_results_sum_to_the_mixture_with_biases(num_ranks: int) -> Non
         x @ tensors["m.gate.weight"].T + tensors["m.gate.bias"],
         stacked("gate_proj", "up_proj", kind="weight"),
         stacked("down_proj", kind="weight"),
-        top_k=2,
+        ExpertChoice(2),
         activation="swiglu_oai",
         w13_bias=stacked("gate_proj", "up_proj", kind="bias"),
         w2_bias=stacked("down_proj", kind="bias"),

@@ -40,8 +40,6 @@ COMPOSITE = {
     "Qwen3_5ForConditionalGeneration",
 }
 ALL_FAMILIES = FAMILIES | RECURRENT_FAMILIES
-NOT_RECORDED = {"GPT-OSS", "Jamba", "Mixtral", "OLMoE", "Qwen 3 MoE"}
-"""Families whose products depend on the tokens; see services/worker/models/README.md."""
 
 
 GENERATING = [name for name in own_architectures() if head_of(name) == "logits"]
@@ -67,14 +65,13 @@ def test_every_architecture_has_a_tiny_checkpoint() -> None:
 
 def test_the_readme_has_a_row_for_every_architecture() -> None:
     readme = Path(registry.__file__).with_name("README.md").read_text()
-    listed = re.findall(r"^\| `(\w+)` \|.*\| (recorded|one by one) \| (?:any|1) \| (.*) \|$", readme, re.M)
-    assert sorted(name for name, _, _ in listed) == GENERATING
+    listed = re.findall(r"^\| `(\w+)` \|.*\| recorded \| (?:any|1) \| (.*) \|$", readme, re.M)
+    assert sorted(name for name, _ in listed) == GENERATING
     forms = {form: tiny.create().__class__.__name__ for form, tiny in ALL_FAMILIES.items()}
-    for name, how, tested in listed:
+    for name, tested in listed:
         if name not in COMPOSITE:
             own = [form for form, architecture in forms.items() if architecture == name]
             assert ", ".join(own) == tested
-            assert how == ("one by one" if NOT_RECORDED & set(own) else "recorded")
 
 
 @pytest.mark.thorough
@@ -92,8 +89,7 @@ def test_logits_equal_transformers_for_all_cuts(name: str, cut: str, saved: Any)
 def test_recorded_steps_generate_the_tokens_of_transformers(name: str, saved: Any) -> None:
     directory, oracle = saved(name)
     runner = make_runner(directory)
-    form = "eager" if name in NOT_RECORDED else "recorded"
-    assert runner.facts.kernels == (f"{isa()} {form}" if isa() else "torch")
+    assert runner.facts.kernels == (f"{isa()} recorded" if isa() else "torch")
     prompts = random_prompts(1, 4, 5, 23, 40)
     engine = InProcessEngine(runner, max_num_batched_tokens=16)
     greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)

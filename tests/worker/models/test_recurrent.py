@@ -24,8 +24,6 @@ from triptych_services.worker.loader.load import open_checkpoint
 from triptych_services.worker.models.base import CausalLM
 
 LENGTHS = (1, 3, 4, 5, 11, 2 * STATE_INTERVAL + 2)
-NOT_RECORDED = {"Jamba"}
-"""Families with experts."""
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +102,7 @@ class RecordedModel:
 
 
 @pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
-@pytest.mark.parametrize("name", [name for name in RECURRENT_FAMILIES if name not in NOT_RECORDED])
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_recorded_steps_equal_transformers(name: str, saved: Any) -> None:
     directory, oracle = saved(name)
     model, architecture = load_checkpoint(directory)

@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.expert_choice import ExpertChoice
+from triptych_kernels.torch.moe import add_shared
 from triptych_kernels.triton.elementwise.silu_and_mul import activate_gated
 from triptych_kernels.triton.moe.expert_stack import ExpertStack
-from triptych_kernels.triton.moe.routing import route
+from triptych_kernels.triton.moe.routing import Routing, route
 from triptych_kernels.triton.moe.tiles import TILES_IN_GROUP, place_of_program
 from triptych_kernels.triton.tuning.tunable import Tunable, row_bucket
 
@@ -38,11 +40,12 @@ def fused_moe(
     router_logits: Tensor,
     w13: Tensor | ExpertStack,
     w2: Tensor | ExpertStack,
-    top_k: int,
-    renormalize: bool,
+    choice: ExpertChoice,
     activation: str,
     w13_bias: Tensor | None,
     w2_bias: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
 ) -> Tensor:
     has_own_biases = any(not isinstance(w, Tensor) and w[0].bias is not None for w in (w13, w2))
     if has_own_biases or (not isinstance(w13, Tensor) and activation != "silu"):
@@ -50,28 +53,37 @@ def fused_moe(
             f"fused_moe: experts in an ExpertStack are computed with silu and without biases, not {activation}"
         )
     num_tokens, hidden_size = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    top_k = choice.top_k
+    # what a shared expert adds is added to sums in float32
+    out = torch.empty(x.shape, dtype=x.dtype if shared is None else torch.float32, device=x.device)
     if not num_tokens:
-        return out
+        return out.to(x.dtype)
     # with one expert per token there is nothing to add: its product is the result
     weighted = out
     if top_k > 1:
         weighted = torch.empty(num_tokens * top_k, hidden_size, dtype=torch.float32, device=x.device)
     if isinstance(w13, Tensor):
         assert isinstance(w2, Tensor), "both products have the same form of weights"
-        _multiply_plain(
-            x, router_logits, w13, w2, top_k, renormalize, activation, w13_bias, w2_bias, weighted
-        )
+        _multiply_plain(x, router_logits, w13, w2, choice, activation, w13_bias, w2_bias, weighted)
     else:
         assert isinstance(w2, type(w13)), "both products have the same form of weights"
-        rows_per_expert = num_tokens * top_k / len(w13)
-        routing = route(router_logits, top_k, renormalize, w13.block_m(rows_per_expert))
+        routing = route(router_logits, choice, w13.block_m(num_tokens * top_k / len(w13)))
+        x, routing = _scale_inputs(x, routing, choice)
         w2.down(w13.gate_up(x, routing), routing, weighted)
     if top_k > 1:
         sum_pairs[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
             weighted, out, hidden_size, TOP_K=top_k, BLOCK=SUM_BLOCK
         )
-    return out
+    return out if shared is None else add_shared(out, shared, shared_gate).to(x.dtype)
+
+
+def _scale_inputs(x: Tensor, routing: Routing, choice: ExpertChoice) -> tuple[Tensor, Routing]:
+    """Return the inputs of the first product, which has a row for each pair if they are scaled, and the routing."""
+    if not choice.scales_input:
+        return x, routing
+    scaled = x[:, None] * routing.probabilities.view(len(x), -1, 1)
+    ones = torch.ones_like(routing.probabilities)
+    return scaled.to(x.dtype).flatten(0, 1), replace(routing, probabilities=ones)
 
 
 def _multiply_plain(
@@ -79,23 +91,24 @@ def _multiply_plain(
     router_logits: Tensor,
     w13: Tensor,
     w2: Tensor,
-    top_k: int,
-    renormalize: bool,
+    choice: ExpertChoice,
     activation: str,
     w13_bias: Tensor | None,
     w2_bias: Tensor | None,
     weighted: Tensor,
 ) -> None:
-    """Write each pair's result times its probability to `weighted` [num_pairs, hidden_size]."""
+    """Write each pair's result times its weight to `weighted` [num_pairs, hidden_size]."""
     num_experts, hidden_size, intermediate_size = w2.shape
-    gate_up_tile, down_tile = _choose_tiles(x, num_experts, intermediate_size, len(x) * top_k / num_experts)
-    routing = route(router_logits, top_k, renormalize, gate_up_tile.BLOCK_M)
+    rows_per_expert = len(x) * choice.top_k / num_experts
+    gate_up_tile, down_tile = _choose_tiles(x, num_experts, intermediate_size, rows_per_expert)
+    routing = route(router_logits, choice, gate_up_tile.BLOCK_M)
+    x, routing = _scale_inputs(x, routing, choice)
     max_tiles = routing.max_tiles
     activated = torch.empty(len(routing.pairs), intermediate_size, dtype=x.dtype, device=x.device)
     tiles = routing.pairs, routing.tile_experts, routing.tile_rows, max_tiles
     gate_up_product[(max_tiles * triton.cdiv(intermediate_size, gate_up_tile.BLOCK_N),)](
         x, x.stride(0), w13, w13_bias, activated, *tiles, hidden_size, intermediate_size,
-        ACTIVATION=activation, TOP_K=top_k, GROUP=TILES_IN_GROUP,
+        ACTIVATION=activation, TOP_K=routing.num_pairs // len(x), GROUP=TILES_IN_GROUP,
         **_options(gate_up_tile, intermediate_size, hidden_size),
     )  # fmt: skip
     down_product[(max_tiles * triton.cdiv(hidden_size, down_tile.BLOCK_N),)](

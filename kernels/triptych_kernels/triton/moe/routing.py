@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.expert_choice import ExpertChoice
+from triptych_kernels.torch.moe import choose_experts
+
 _MOST_TOKENS = 64  # of one program
 _MOST_LOGITS = 2048  # of one program: 16 per thread, several times over in registers
 _COUNTS_AT_ONCE = 16  # programs that one program adds up the counts of at a time
@@ -29,7 +32,7 @@ class Routing:
     """The tiles of the products, and the row of each pair."""
 
     probabilities: Tensor
-    """[num_tokens * top_k] float32, the probability of each pair."""
+    """[num_tokens * top_k] float32, the factor of each pair's result."""
     pairs: Tensor
     """[max_tiles * BLOCK_M] int32, the pair of each row of each tile; undefined beyond the tile's rows."""
     tile_experts: Tensor
@@ -52,9 +55,13 @@ def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     return used + (num_pairs - used) // block_m
 
 
-def route(router_logits: Tensor, top_k: int, renormalize: bool, block_m: int) -> Routing:
-    """Choose the experts of one token or more, and fill their tiles."""
+def route(router_logits: Tensor, choice: ExpertChoice, block_m: int) -> Routing:
+    """Choose the experts of one token or more, and fill their tiles.
+
+    A plain choice is one kernel; torch computes any other one, without waiting for the device.
+    """
     num_tokens, num_experts = router_logits.shape
+    top_k = choice.top_k
     block_e = triton.next_power_of_2(num_experts)
     block_t = max(min(_MOST_TOKENS, _MOST_LOGITS // block_e), 1)
     num_programs = triton.cdiv(num_tokens, block_t)
@@ -64,8 +71,6 @@ def route(router_logits: Tensor, top_k: int, renormalize: bool, block_m: int) ->
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=router_logits.device)
 
-    probabilities = empty(num_pairs, dtype=torch.float32)
-    experts, places, counts = empty(num_pairs), empty(num_pairs), empty(num_programs, num_experts)
     pairs, tile_experts, tile_rows = empty(max_tiles * block_m), empty(max_tiles), empty(max_tiles)
     blocks = {
         "TOP_K": top_k,
@@ -73,15 +78,39 @@ def route(router_logits: Tensor, top_k: int, renormalize: bool, block_m: int) ->
         "BLOCK_E": block_e,
         "BLOCK_K": triton.next_power_of_2(top_k),
     }
-    _choose[(num_programs,)](
-        router_logits, router_logits.stride(0), probabilities, experts, places, counts, num_tokens, num_experts,
-        RENORMALIZE=renormalize, **blocks,
-    )  # fmt: skip
+    if choice.is_plain:
+        probabilities = empty(num_pairs, dtype=torch.float32)
+        experts, places, counts = empty(num_pairs), empty(num_pairs), empty(num_programs, num_experts)
+        _choose[(num_programs,)](
+            router_logits, router_logits.stride(0), probabilities, experts, places, counts, num_tokens, num_experts,
+            RENORMALIZE=choice.renormalize, **blocks,
+        )  # fmt: skip
+    else:
+        weights, chosen = choose_experts(router_logits, choice)
+        probabilities, experts = weights.flatten(), chosen.flatten().int()
+        places, counts = _count(chosen, num_experts, num_programs, block_t)
     _place[(num_programs,)](
         experts, places, counts, pairs, tile_experts, tile_rows, num_tokens, num_experts, num_programs, max_tiles,
         BLOCK_M=block_m, BLOCK_P=_COUNTS_AT_ONCE, BLOCK_TILES=_TILES_AT_ONCE, **blocks,
     )  # fmt: skip
     return Routing(probabilities, pairs, tile_experts, tile_rows)
+
+
+def _count(chosen: Tensor, num_experts: int, num_programs: int, block_t: int) -> tuple[Tensor, Tensor]:
+    """Return what `_choose` writes beside experts and probabilities: places and counts.
+
+    Args:
+        chosen: [num_tokens, top_k], the experts of each token.
+    """
+    num_tokens = len(chosen)
+    here = torch.zeros(
+        num_programs * block_t, num_experts, dtype=torch.int32, device=chosen.device
+    )  # 1 where a token has chosen an expert
+    here[:num_tokens].scatter_(1, chosen, 1)
+    by_program = here.view(num_programs, block_t, num_experts)
+    before = by_program.cumsum(1, dtype=torch.int32) - by_program
+    places = before.view(-1, num_experts)[:num_tokens].gather(1, chosen)
+    return places.flatten(), by_program.sum(1, dtype=torch.int32)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # it changes from step to step

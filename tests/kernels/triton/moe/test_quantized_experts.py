@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.poison import poisoned_allocations
+from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import fused_moe
 from triptych_kernels.reference.moe import fused_moe as reference
@@ -130,8 +131,8 @@ def test_groups_mix_as_what_they_stand_for(
     stacks, meant = group_stacks(sizes, format, dtype, device)
     x, logits = inputs(sizes, dtype, device)
     with poisoned_allocations():
-        out = fused_moe(x, logits, *stacks, top_k=top_k, renormalize=top_k == 2)
-    expected = reference(x, logits, *meant, top_k, top_k == 2)
+        out = fused_moe(x, logits, *stacks, choice=ExpertChoice(top_k, renormalize=top_k == 2))
+    expected = reference(x, logits, *meant, ExpertChoice(top_k, renormalize=top_k == 2))
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
 
 
@@ -144,13 +145,13 @@ def test_many_rows_round_their_weights_where_they_may(
     stacks, meant = group_stacks(sizes, format, dtype, device, batch_invariant=False)
     x, logits = inputs(sizes, dtype, device)
     with poisoned_allocations():
-        out = fused_moe(x, logits, *stacks, top_k=2)
-    expected = reference(x, logits, *(weights.to(dtype).double() for weights in meant), 2, True)
+        out = fused_moe(x, logits, *stacks, choice=ExpertChoice(2))
+    expected = reference(x, logits, *(weights.to(dtype).double() for weights in meant), ExpertChoice(2))
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
-    few = fused_moe(x[:4], logits[:4], *stacks, top_k=2)
+    few = fused_moe(x[:4], logits[:4], *stacks, choice=ExpertChoice(2))
     stacks, _ = group_stacks(sizes, format, dtype, device)
-    assert torch.equal(few, fused_moe(x[:4], logits[:4], *stacks, top_k=2))
-    assert not torch.equal(out, fused_moe(x, logits, *stacks, top_k=2))
+    assert torch.equal(few, fused_moe(x[:4], logits[:4], *stacks, choice=ExpertChoice(2)))
+    assert not torch.equal(out, fused_moe(x, logits, *stacks, choice=ExpertChoice(2)))
 
 
 def mixed_in_8_bits(
@@ -164,7 +165,9 @@ def mixed_in_8_bits(
         return elements.double() * scales.double()[:, None]
 
     inputs, out = rounded(x), torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for token, pairs in enumerate(zip(*choose_experts(logits, top_k, renormalize), strict=True)):
+    for token, pairs in enumerate(
+        zip(*choose_experts(logits, ExpertChoice(top_k, renormalize=renormalize)), strict=True)
+    ):
         for probability, expert in zip(*pairs, strict=True):
             gate, up = (w13[expert] @ inputs[token]).chunk(2)
             activated = torch.nn.functional.silu(gate) * up
@@ -177,7 +180,9 @@ def test_stacks_refuse_activations_beside_silu() -> None:
     w13 = GroupQuantizedExperts(2, 64, 32, torch.float32, FORMATS[0], **options, gated=True)
     w2 = GroupQuantizedExperts(2, 32, 32, torch.float32, FORMATS[0], **options, gated=False)
     with pytest.raises(ValueError, match="with silu and without biases, not swiglu_oai"):
-        fused_moe(torch.ones(3, 32), torch.ones(3, 2), w13, w2, top_k=1, activation="swiglu_oai")
+        fused_moe(
+            torch.ones(3, 32), torch.ones(3, 2), w13, w2, choice=ExpertChoice(1), activation="swiglu_oai"
+        )
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
@@ -189,7 +194,7 @@ def test_bytes_mix_as_what_was_rounded(
     stacks, meant = channel_stacks(sizes, element, dtype, device)
     x, logits = inputs(sizes, dtype, device)
     with poisoned_allocations():
-        out = fused_moe(x, logits, *stacks, top_k=top_k, renormalize=top_k == 2)
+        out = fused_moe(x, logits, *stacks, choice=ExpertChoice(top_k, renormalize=top_k == 2))
     expected = mixed_in_8_bits(x, logits, meant, element, top_k, top_k == 2)
     # where a sum's last bit decides how an element between the products is rounded, it is off by a step
     step = {torch.int8: 2**-9, torch.float8_e4m3fn: 2**-6}[element]
@@ -209,7 +214,7 @@ def test_a_token_of_two_experts_is_rounded_once(
     monkeypatch.setattr(w8a8_experts, "quantize_rows", count)
     sizes = SIZES["few rows"]
     stacks, _ = channel_stacks(sizes, element, torch.float32, device)
-    fused_moe(*inputs(sizes, torch.float32, device), *stacks, top_k=2)
+    fused_moe(*inputs(sizes, torch.float32, device), *stacks, choice=ExpertChoice(2))
     assert rounded == [(5, 64), (10, 32)]
 
 
@@ -231,9 +236,9 @@ def test_a_token_of_nan_shows_in_no_other_token(
     sizes = (3, 2, 1, 32, 32)
     weights = any_stacks(kind, sizes, torch.float32, device)
     x, logits = inputs(sizes, torch.float32, device)
-    clean = fused_moe(x, logits, *weights, top_k=1)
+    clean = fused_moe(x, logits, *weights, choice=ExpertChoice(1))
     x[1, 7], logits[1] = torch.nan, torch.nan
-    out = fused_moe(x, logits, *weights, top_k=1)
+    out = fused_moe(x, logits, *weights, choice=ExpertChoice(1))
     assert out[1].isnan().all()
     others = torch.tensor([0, 2], device=device)
     assert torch.equal(out[others], clean[others])
@@ -247,11 +252,11 @@ def test_experts_that_nobody_chose_have_no_say(
     weights = any_stacks(kind, sizes, torch.float32, device)
     x, _ = inputs(sizes, torch.float32, device)
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0], device=device).expand(3, 4).contiguous()
-    clean = fused_moe(x, logits, *weights, top_k=2)
+    clean = fused_moe(x, logits, *weights, choice=ExpertChoice(2))
     for stack in weights:
         for expert in (0, 3):
             stack[expert].scales.fill_(torch.nan)
-    assert torch.equal(fused_moe(x, logits, *weights, top_k=2), clean)
+    assert torch.equal(fused_moe(x, logits, *weights, choice=ExpertChoice(2)), clean)
 
 
 # the interpreter's tiles are numpy's products, whose order depends on their size: of groups in float32 it is one
@@ -263,9 +268,9 @@ def test_a_token_is_the_same_in_every_batch(
     sizes = (300, 4, 2, 352, 160) if device.type == "cuda" else (12, 4, 2, 64, 32)
     weights = any_stacks(kind, sizes, dtype, device)
     x, logits = inputs(sizes, dtype, device)
-    together = fused_moe(x, logits, *weights, top_k=2)
+    together = fused_moe(x, logits, *weights, choice=ExpertChoice(2))
     for first, last in ((0, 1), (3, 9), (10, len(x))):
-        some = fused_moe(x[first:last], logits[first:last], *weights, top_k=2)
+        some = fused_moe(x[first:last], logits[first:last], *weights, choice=ExpertChoice(2))
         assert torch.equal(some, together[first:last])
 
 
@@ -276,15 +281,15 @@ def test_inputs_may_be_views(device: torch.device) -> None:
     wide_x[:, 3:67], wide_logits[:, 2:10] = x, logits
     for kind in (FORMATS[0], torch.int8):
         weights = any_stacks(kind, sizes, torch.float32, device)
-        out = fused_moe(wide_x[:, 3:67], wide_logits[:, 2:10], *weights, top_k=2)
-        assert torch.equal(out, fused_moe(x, logits, *weights, top_k=2))
+        out = fused_moe(wide_x[:, 3:67], wide_logits[:, 2:10], *weights, choice=ExpertChoice(2))
+        assert torch.equal(out, fused_moe(x, logits, *weights, choice=ExpertChoice(2)))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_no_tokens_give_no_rows(kind: QuantizedFormat | torch.dtype, device: torch.device) -> None:
     sizes = (0, 4, 2, 64, 32)
     given = *inputs(sizes, torch.float32, device), *any_stacks(kind, sizes, torch.float32, device)
-    assert fused_moe(*given, top_k=2).shape == (0, 64)
+    assert fused_moe(*given, choice=ExpertChoice(2)).shape == (0, 64)
 
 
 def test_experts_share_one_piece_of_memory(device: torch.device) -> None:
@@ -301,6 +306,6 @@ def test_stacks_that_do_not_fit_are_named(device: torch.device) -> None:
     x, logits = inputs(sizes, torch.float32, device)
     (w13, w2), _ = group_stacks(sizes, FORMATS[0], torch.float32, device)
     with pytest.raises(ValueError, match=r"w13 \[3, 64, 64\] and w2 \[4, 64, 32\] must be"):
-        fused_moe(x, logits, w13[:3], w2, top_k=2)
+        fused_moe(x, logits, w13[:3], w2, choice=ExpertChoice(2))
     with pytest.raises(ValueError, match=r"w13 \[4, 64, 64\] must be .* for inputs in torch.float16"):
-        fused_moe(x.half(), logits, w13, w2, top_k=2)
+        fused_moe(x.half(), logits, w13, w2, choice=ExpertChoice(2))

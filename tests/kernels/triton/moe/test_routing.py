@@ -6,20 +6,24 @@ import pytest
 import torch
 
 from tests.kernels.poison import poisoned_allocations
+from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.triton.moe.routing import most_tiles, route
 
 # of the interpreter: NaN, as on GPUs
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0])  # torch chooses where there is a factor
 @pytest.mark.parametrize("num_tokens", [1, 15, 64, 65, 130])
-def test_every_pair_has_a_row_in_a_tile_of_its_expert(num_tokens: int, device: torch.device) -> None:
+def test_every_pair_has_a_row_in_a_tile_of_its_expert(
+    num_tokens: int, scale: float, device: torch.device
+) -> None:
     num_experts, top_k, block_m = 40, 2, 16
     generator = torch.Generator().manual_seed(num_tokens)
     logits = torch.randn(num_tokens, num_experts, generator=generator)
     logits[:, 7] += 3.0  # many choose this one
     with poisoned_allocations():
-        routing = route(logits.to(device), top_k, True, block_m)
+        routing = route(logits.to(device), ExpertChoice(top_k, scale=scale), block_m)
     expert_to_pairs: dict[int, set[int]] = {}
     for token, row in enumerate(logits.tolist()):
         order = sorted(range(num_experts), key=lambda expert: -row[expert])

@@ -13,6 +13,7 @@
 // the weights.
 #pragma once
 
+#include "linear/product.h"
 #include "linear/tile.h"
 
 namespace triptych {
@@ -58,7 +59,8 @@ inline void prefetch_near(const void* address) { __builtin_prefetch(address); }
 
 // One tile of all rows, with one panel.
 template <typename Line, int Rows>
-void multiply_few(const Linear& args, const typename Line::Element* line, int64_t panel) {
+void multiply_few(const Linear& args, int64_t panel) {
+  const auto* line = static_cast<const typename Line::Element*>(args.weight) + panel * args.in_features * kPanel;
   vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
   unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
   Inputs<float> inputs(static_cast<const float*>(args.x), args.x_stride);
@@ -83,11 +85,13 @@ void multiply_few(const Linear& args, const typename Line::Element* line, int64_
 // Many rows: the tiles that they are cut into, and their inputs as tiles read them.
 class RowTiles {
  public:
-  explicit RowTiles(const Linear& args, int64_t rows)
-      : rows_(rows), size_(args.in_features), count_((rows + kMaxTileRows - 1) / kMaxTileRows) {
-    static thread_local Scratch scratch;
-    inputs_ = static_cast<float*>(scratch.get(count_ * tile_size() * sizeof(float)));
-    parallel_for(count_, [&](int64_t tile) { lay_out(args, tile); });
+  // inputs: [num_bytes], which `lay_out` fills
+  RowTiles(const Linear& args, int64_t rows, float* inputs)
+      : rows_(rows), size_(args.in_features), count_((rows + kMaxTileRows - 1) / kMaxTileRows), inputs_(inputs) {}
+
+  static int64_t num_bytes(const Linear& args, int64_t rows) {
+    const RowTiles tiles(args, rows, nullptr);
+    return tiles.count_ * tiles.tile_size() * sizeof(float);
   }
 
   int64_t count() const { return count_; }
@@ -95,10 +99,6 @@ class RowTiles {
   int64_t num_rows(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
   // [in_features, kMaxTileRows]
   const float* inputs(int64_t tile) const { return inputs_ + tile * tile_size(); }
-
- private:
-  // With room for what the last of the overlapping stores leaves behind.
-  int64_t tile_size() const { return size_ * kMaxTileRows + kLanes; }
 
   void lay_out(const Linear& args, int64_t tile) const {
     const int64_t rows = num_rows(tile);
@@ -119,6 +119,10 @@ class RowTiles {
       for (int64_t row = 0; row < rows; ++row) to[k * kMaxTileRows + row] = from[row * args.x_stride + k];
     }
   }
+
+ private:
+  // With room for what the last of the overlapping stores leaves behind.
+  int64_t tile_size() const { return size_ * kMaxTileRows + kLanes; }
 
   int64_t rows_, size_, count_;
   float* inputs_;
@@ -240,7 +244,9 @@ void multiply_panel(const Linear& args, const RowTiles& tiles, int64_t first, in
 template <typename Line>
 void multiply_many(const Linear& args, int64_t rows) {
   constexpr int64_t kBlockBytes = 256 << 10, kMinTiles = 4, kRunsPerThread = 4, kMaxRun = 8;
-  const RowTiles tiles(args, rows);
+  static thread_local Scratch scratch;
+  const RowTiles tiles(args, rows, static_cast<float*>(scratch.get(RowTiles::num_bytes(args, rows))));
+  parallel_for(tiles.count(), [&](int64_t tile) { tiles.lay_out(args, tile); });
   const int64_t tile_bytes = args.in_features * kMaxTileRows * sizeof(float);
   const int64_t max_tiles = std::max(kBlockBytes / tile_bytes, kMinTiles), num_panels = args.num_panels();
   const int64_t num_blocks = (tiles.count() + max_tiles - 1) / max_tiles;
@@ -262,14 +268,38 @@ void multiply_floats(const Linear& args, int64_t rows) {
   if constexpr (Rows > 1) {
     if (rows < Rows) return multiply_floats<Line, Rows - 1>(args, rows);
   }
-  using Element = typename Line::Element;
-  const int64_t panel_size = args.in_features * kPanel;
   make_all_rows(args.stages);
   for_blocks(rows, 1, args.num_panels(), {Rows, Rows, 1}, [&](const Block& block) {
-    for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
-      multiply_few<Line, Rows>(args, static_cast<const Element*>(args.weight) + panel * panel_size, panel);
-    }
+    for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) multiply_few<Line, Rows>(args, panel);
   });
+}
+
+template <typename Line, int Rows = kMaxTileRows>
+void multiply_few_rows(const Linear& args, int64_t rows, int64_t panel) {
+  if constexpr (Rows > 1) {
+    if (rows < Rows) return multiply_few_rows<Line, Rows - 1>(args, rows, panel);
+  }
+  multiply_few<Line, Rows>(args, panel);
+}
+
+// The steps of such a product; few rows are read where they lie.
+template <typename Line>
+ProductSteps float_product(void (*run)(const Linear& args, const WeightForm& form, int64_t rows)) {
+  return {
+      .tile_height = [](int64_t) -> int64_t { return kMaxTileRows; },
+      .input_bytes = [](const Linear& args, int64_t rows) -> int64_t {
+        return rows <= kMaxTileRows ? 0 : RowTiles::num_bytes(args, rows);
+      },
+      .prepare = [](const Linear& args, int64_t rows, int64_t tile, void* inputs) {
+        if (rows > kMaxTileRows) RowTiles(args, rows, static_cast<float*>(inputs)).lay_out(args, tile);
+      },
+      .multiply = [](const Linear& args, int64_t rows, const void* inputs, int64_t panel) {
+        if (rows <= kMaxTileRows) return multiply_few_rows<Line>(args, rows, panel);
+        const RowTiles tiles(args, rows, static_cast<float*>(const_cast<void*>(inputs)));
+        multiply_panel<Line>(args, tiles, 0, tiles.count(), panel);
+      },
+      .run = run,
+  };
 }
 
 }  // namespace triptych

@@ -87,6 +87,25 @@ struct GatherRows {
 };
 
 }  // namespace
+
+ProductSteps packed_product(const Linear& args) {
+  if (args.dtype == kFloat32) {
+    return float_product<Float32Line>([](const Linear& linear, const WeightForm&, int64_t rows) {
+      multiply_floats<Float32Line>(linear, rows);
+    });
+  }
+  return {  // rows are read where they lie
+      .tile_height = [](int64_t) -> int64_t { return kMaxTileRows; },
+      .input_bytes = [](const Linear&, int64_t) -> int64_t { return 0; },
+      .prepare = [](const Linear&, int64_t, int64_t, void*) {},
+      .multiply = [](const Linear& linear, int64_t rows, const void*, int64_t panel) {
+        const bf16* weights = static_cast<const bf16*>(linear.weight) + panel * linear.in_features * kPanel;
+        multiply_block(linear, static_cast<const bf16*>(linear.x), linear.x_stride, weights, {0, rows, panel, panel + 1});
+      },
+      .run = [](const Linear& linear, const WeightForm&, int64_t rows) { multiply_bfloat16(linear, rows); },
+  };
+}
+
 }  // namespace triptych
 
 TRIPTYCH_KERNEL(linear, triptych::Linear,

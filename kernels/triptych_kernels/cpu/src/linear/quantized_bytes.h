@@ -10,6 +10,7 @@
 
 #include "linear/block.h"
 #include "linear/byte_panels.h"
+#include "linear/product.h"
 
 namespace triptych::bytes {
 
@@ -93,26 +94,61 @@ void multiply_rows(const Linear& args, const int32_t* x, int64_t row, int64_t ro
   for (int i = 0; i < Rows; ++i) finish_row(args, row + i, panel, sums[i][0], sums[i][1]);
 }
 
-// All rows in bytes.
+inline int64_t row_units(const Linear& args) { return args.in_features / kGroup * kRowUnits; }
+
+// The rows of a tile in bytes; to: of all rows.
 template <typename X>
-void quantize(const Linear& args, int64_t rows, int32_t* to) {
+void quantize_tile(const Linear& args, int64_t rows, int64_t tile, int32_t* to) {
   const int64_t groups = args.in_features / kGroup;
-  parallel_for(num_tiles(rows), [&](int64_t tile) {
-    const int64_t begin = first_row(tile, rows), height = first_row(tile + 1, rows) - begin, count = height * groups;
-    make_rows(args.stages, begin, begin + height);
-    for (int64_t first = 0; first < count; first += kLanes) {
-      const X* x[kLanes];
-      int64_t row_of[kLanes];
-      int32_t* places[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        const int64_t at = std::min(first + i, count - 1), row = at / groups, group = at % groups;
-        x[i] = static_cast<const X*>(args.x) + (begin + row) * args.x_stride + group * kGroup;
-        row_of[i] = row;
-        places[i] = to + (begin * groups + group * height) * kRowUnits;
-      }
-      quantize_groups(x, row_of, places, height);
+  const int64_t begin = first_row(tile, rows), height = first_row(tile + 1, rows) - begin, count = height * groups;
+  make_rows(args.stages, begin, begin + height);
+  for (int64_t first = 0; first < count; first += kLanes) {
+    const X* x[kLanes];
+    int64_t row_of[kLanes];
+    int32_t* places[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t at = std::min(first + i, count - 1), row = at / groups, group = at % groups;
+      x[i] = static_cast<const X*>(args.x) + (begin + row) * args.x_stride + group * kGroup;
+      row_of[i] = row;
+      places[i] = to + (begin * groups + group * height) * kRowUnits;
     }
-  });
+    quantize_groups(x, row_of, places, height);
+  }
+}
+
+inline void quantize_tile(const Linear& args, int64_t rows, int64_t tile, int32_t* to) {
+  args.dtype == kFloat32 ? quantize_tile<float>(args, rows, tile, to) : quantize_tile<bf16>(args, rows, tile, to);
+}
+
+template <typename F>
+Packed<F> packed_panel(const Linear& args, int64_t panel) {
+  return {static_cast<const char*>(args.weight) + panel * (args.in_features / kGroup) * F::kGroupBytes};
+}
+
+// A tile of rows with a panel, of which MaxRows is the largest height.
+template <int MaxRows, typename Panel>
+void multiply_tile(const Linear& args, const int32_t* x, int64_t rows, int64_t tile, Panel weights, int64_t panel) {
+  const int64_t row = first_row(tile, rows);
+  multiply_rows<MaxRows>(args, x + row * row_units(args), row, first_row(tile + 1, rows) - row, weights, panel);
+}
+
+// Few rows with a panel, which each tile unpacks.
+template <typename F>
+void multiply_few_rows(const Linear& args, const int32_t* x, int64_t rows, int64_t panel) {
+  for (int64_t tile = 0; tile < num_tiles(rows); ++tile) {
+    multiply_tile<kPackedTileRows>(args, x, rows, tile, packed_panel<F>(args, panel), panel);
+  }
+}
+
+// The panel unpacked, in memory of the calling thread.
+template <typename F>
+Unpacked<F::kAffine> unpacked_panel(const Linear& args, int64_t panel) {
+  static thread_local Scratch memory;
+  using Weights = Unpacked<F::kAffine>;
+  const int64_t groups = args.in_features / kGroup;
+  const Weights weights{static_cast<float*>(memory.get(groups * Weights::kGroupFloats * sizeof(float)))};
+  unpack(packed_panel<F>(args, panel), groups, weights);
+  return weights;
 }
 
 // Ask for part `part` of `parts` of these bytes.
@@ -124,26 +160,12 @@ inline void prefetch_part(const char* from, int64_t bytes, int64_t part, int64_t
 template <typename F>
 void multiply(const Linear& args, int64_t rows) {
   static thread_local Scratch scratch;
-  const int64_t groups = args.in_features / kGroup, row_units = groups * kRowUnits;
-  auto* x = static_cast<int32_t*>(scratch.get(rows * row_units * sizeof(int32_t)));
-  args.dtype == kFloat32 ? quantize<float>(args, rows, x) : quantize<bf16>(args, rows, x);
-
-  const int64_t tiles = num_tiles(rows), panels = args.num_panels(), panel_bytes = groups * F::kGroupBytes;
-  const auto packed = [&](int64_t panel) {
-    return Packed<F>{static_cast<const char*>(args.weight) + panel * panel_bytes};
-  };
-  const auto multiply_tile = [&](auto max_rows, int64_t tile, auto weights, int64_t panel) {
-    const int64_t row = first_row(tile, rows);
-    multiply_rows<max_rows>(args, x + row * row_units, row, first_row(tile + 1, rows) - row, weights, panel);
-  };
+  const int64_t row_bytes = row_units(args) * sizeof(int32_t), tiles = num_tiles(rows), panels = args.num_panels();
+  auto* x = static_cast<int32_t*>(scratch.get(rows * row_bytes));
+  parallel_for(tiles, [&](int64_t tile) { quantize_tile(args, rows, tile, x); });
   if (rows <= kFewRows) {
-    const int64_t row_bytes = row_units * sizeof(int32_t);
     return for_blocks(rows, row_bytes, panels, kBlockRows<float>, [&](const Block& block) {
-      for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-          multiply_tile(std::integral_constant<int, kPackedTileRows>(), tile, packed(panel), panel);
-        }
-      }
+      for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) multiply_few_rows<F>(args, x, rows, panel);
     });
   }
   // All rows walk a panel, which is unpacked once; in blocks only if there are few panels to share out. Inputs come from
@@ -151,19 +173,38 @@ void multiply(const Linear& args, int64_t rows) {
   constexpr int64_t kItemsPerThread = 4, kMinTiles = 8;
   const int64_t max_blocks = (kItemsPerThread * num_threads() + panels - 1) / panels;
   const int64_t blocks = std::clamp<int64_t>(tiles / kMinTiles, 1, max_blocks);
+  const int64_t panel_bytes = args.in_features / kGroup * F::kGroupBytes;
   parallel_for(blocks * panels, [&](int64_t index) {
-    static thread_local Scratch memory;
     const int64_t block = index / panels, panel = index % panels;
-    using Weights = Unpacked<F::kAffine>;
-    const Weights weights{static_cast<float*>(memory.get(groups * Weights::kGroupFloats * sizeof(float)))};
-    unpack(packed(panel), groups, weights);
+    const auto weights = unpacked_panel<F>(args, panel);
     // meanwhile the panel that this thread is likely to take next comes from memory
     const int64_t first = tiles * block / blocks, end = tiles * (block + 1) / blocks, next = panel + num_threads();
     for (int64_t tile = first; tile < end; ++tile) {
-      if (next < panels) prefetch_part(packed(next).at, panel_bytes, tile - first, end - first);
-      multiply_tile(std::integral_constant<int, kTileRows>(), tile, weights, panel);
+      if (next < panels) prefetch_part(packed_panel<F>(args, next).at, panel_bytes, tile - first, end - first);
+      multiply_tile<kTileRows>(args, x, rows, tile, weights, panel);
     }
   });
+}
+
+// The steps of such a product.
+template <typename F>
+ProductSteps product(void (*run)(const Linear& args, const WeightForm& form, int64_t rows)) {
+  return {
+      .tile_height = [](int64_t rows) -> int64_t { return rows <= kFewRows ? kPackedTileRows : kTileRows; },
+      .input_bytes = [](const Linear& args, int64_t rows) -> int64_t { return rows * row_units(args) * sizeof(int32_t); },
+      .prepare = [](const Linear& args, int64_t rows, int64_t tile, void* inputs) {
+        quantize_tile(args, rows, tile, static_cast<int32_t*>(inputs));
+      },
+      .multiply = [](const Linear& args, int64_t rows, const void* inputs, int64_t panel) {
+        const auto* x = static_cast<const int32_t*>(inputs);
+        if (rows <= kFewRows) return multiply_few_rows<F>(args, x, rows, panel);
+        const auto weights = unpacked_panel<F>(args, panel);
+        for (int64_t tile = 0; tile < num_tiles(rows); ++tile) {
+          multiply_tile<kTileRows>(args, x, rows, tile, weights, panel);
+        }
+      },
+      .run = run,
+  };
 }
 
 }  // namespace triptych::bytes

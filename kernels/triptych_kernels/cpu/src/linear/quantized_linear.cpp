@@ -10,6 +10,7 @@
 #include <bit>
 
 #include "linear/block.h"
+#include "linear/product.h"
 #include "linear/quantized.h"
 #include "linear/quantized_bytes.h"
 #include "linear/wide_bytes.h"
@@ -87,17 +88,21 @@ void round_group(const X* x, bf16* out) {
   store_in_pair_order<F::kBits>(values, reinterpret_cast<int16_t*>(out));
 }
 
-// f(first input of a group, number of the group among those of all rows)
+// f(first input of a group, number of the group among those of all rows), for rows first … end - 1
 template <typename X, typename F>
-void for_groups(const Linear& args, int64_t rows, const F& f) {
+void for_groups(const Linear& args, int64_t first, int64_t end, const F& f) {
   const int64_t groups = args.in_features / kGroup;
-  for_rows(rows, kRowsPerIndex, [&](int64_t first, int64_t end) {
-    make_rows(args.stages, first, end);
-    for (int64_t row = first; row < end; ++row) {
-      const X* x = static_cast<const X*>(args.x) + row * args.x_stride;
-      for (int64_t group = 0; group < groups; ++group) f(x + group * kGroup, row * groups + group);
-    }
-  });
+  for (int64_t row = first; row < end; ++row) {
+    const X* x = static_cast<const X*>(args.x) + row * args.x_stride;
+    for (int64_t group = 0; group < groups; ++group) f(x + group * kGroup, row * groups + group);
+  }
+}
+
+// x: of all rows
+template <typename F, int InputBits>
+void quantize_rows(const Linear& args, int64_t first, int64_t end, Activations* x) {
+  const auto quantize = [&](const auto* from, int64_t group) { quantize_group<F, InputBits>(from, x[group]); };
+  args.dtype == kFloat32 ? for_groups<float>(args, first, end, quantize) : for_groups<bf16>(args, first, end, quantize);
 }
 
 // out[row][half] = x[row] . panel, over `groups`
@@ -166,24 +171,50 @@ void multiply_rows(const Linear& args, const Activations* x, int64_t row, int64_
   multiply_tile<F, Rows>(args, x, row, panel);
 }
 
+// Rows of a block with one of its panels; `rows` are all that there are.
+template <typename F>
+void multiply_panel(const Linear& args, const Activations* x, int64_t rows, const Block& block, int64_t panel) {
+  const int64_t tile_rows = rows <= kLoneTileRows<F> ? kLoneTileRows<F> : kTileRows<F>;
+  for_row_tiles(block.first_row, block.end_row, tile_rows, [&](int64_t row, int64_t count) {
+    multiply_rows<F>(args, x, row, count, panel);
+  });
+}
+
+inline int64_t activation_bytes(const Linear& args, int64_t rows) {
+  return rows * (args.in_features / kGroup) * sizeof(Activations);
+}
+
 template <typename F, int InputBits>
 void multiply_narrow(const Linear& args, int64_t rows) {
   static thread_local Scratch scratch;
-  const int64_t row_bytes = args.in_features / kGroup * sizeof(Activations);
-  auto* x = static_cast<Activations*>(scratch.get(rows * row_bytes));
-  if (args.dtype == kFloat32) {
-    for_groups<float>(args, rows, [&](const float* from, int64_t group) { quantize_group<F, InputBits>(from, x[group]); });
-  } else {
-    for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { quantize_group<F, InputBits>(from, x[group]); });
-  }
-  const int64_t tile_rows = rows <= kLoneTileRows<F> ? kLoneTileRows<F> : kTileRows<F>;
-  for_blocks(rows, row_bytes, args.num_panels(), kBlockRows<float>, [&](const Block& block) {
+  auto* x = static_cast<Activations*>(scratch.get(activation_bytes(args, rows)));
+  for_rows(rows, kRowsPerIndex, [&](int64_t first, int64_t end) {
+    make_rows(args.stages, first, end);
+    quantize_rows<F, InputBits>(args, first, end, x);
+  });
+  for_blocks(rows, activation_bytes(args, 1), args.num_panels(), kBlockRows<float>, [&](const Block& block) {
     for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
-      for_row_tiles(block.first_row, block.end_row, tile_rows, [&](int64_t row, int64_t count) {
-        multiply_rows<F>(args, x, row, count, panel);
-      });
+      multiply_panel<F>(args, x, rows, block, panel);
     }
   });
+}
+
+// The steps of such a product.
+template <typename F, int InputBits>
+ProductSteps narrow_product(void (*run)(const Linear& args, const WeightForm& form, int64_t rows)) {
+  return {
+      .tile_height = [](int64_t) -> int64_t { return kRowsPerIndex; },
+      .input_bytes = activation_bytes,
+      .prepare = [](const Linear& args, int64_t rows, int64_t tile, void* inputs) {
+        const int64_t tiles = (rows + kRowsPerIndex - 1) / kRowsPerIndex;
+        quantize_rows<F, InputBits>(args, rows * tile / tiles, rows * (tile + 1) / tiles,
+                                    static_cast<Activations*>(inputs));
+      },
+      .multiply = [](const Linear& args, int64_t rows, const void* inputs, int64_t panel) {
+        multiply_panel<F>(args, static_cast<const Activations*>(inputs), rows, {0, rows, panel, panel + 1}, panel);
+      },
+      .run = run,
+  };
 }
 
 // Inputs in 8 bits. Without an instruction that sums products of bytes, those with weights of 8 bits are made of pairs of
@@ -223,11 +254,11 @@ template <typename F>
 void multiply_wide(const Linear& args, int64_t rows) {
   static thread_local Scratch inputs;
   auto* x = static_cast<bf16*>(inputs.get(rows * args.in_features * sizeof(bf16)));
-  if (args.dtype == kFloat32) {
-    for_groups<float>(args, rows, [&](const float* from, int64_t group) { round_group<F>(from, x + group * kGroup); });
-  } else {
-    for_groups<bf16>(args, rows, [&](const bf16* from, int64_t group) { round_group<F>(from, x + group * kGroup); });
-  }
+  for_rows(rows, kRowsPerIndex, [&](int64_t first, int64_t end) {
+    make_rows(args.stages, first, end);
+    const auto round = [&](const auto* from, int64_t group) { round_group<F>(from, x + group * kGroup); };
+    args.dtype == kFloat32 ? for_groups<float>(args, first, end, round) : for_groups<bf16>(args, first, end, round);
+  });
   const int64_t groups = args.in_features / kGroup;
   parallel_for(args.num_panels(), [&](int64_t panel) {
     static thread_local Scratch unpacked;
@@ -237,7 +268,36 @@ void multiply_wide(const Linear& args, int64_t rows) {
   });
 }
 
+// The product that the arguments describe.
+template <typename F>
+void multiply_format(const Linear& linear, const WeightForm& form, int64_t rows) {
+  if (rows >= form.wide_rows) {
+    if constexpr (F::kBits == 4) {
+      if (form.wide_bits == 8) return wide_bytes::multiply<F>(linear, rows);
+    }
+    return multiply_wide<F>(linear, rows);
+  }
+  if (form.input_bits == 8) return multiply_bytes<F>(linear, rows);
+  multiply_narrow<F, 16>(linear, rows);
+}
+
 }  // namespace
+
+ProductSteps quantized_product(const WeightForm& form) {
+  ProductSteps product;
+  with_format(form.bits, form.affine, [&](auto format) {
+    using F = decltype(format);
+    product = narrow_product<F, 16>(multiply_format<F>);
+    if (form.input_bits != 8) return;
+    if constexpr (F::kBits == 4 || kHasByteProducts) {
+      product = bytes::product<F>(multiply_format<F>);
+    } else {
+      product = narrow_product<F, 8>(multiply_format<F>);
+    }
+  });
+  return product;
+}
+
 }  // namespace triptych
 
 TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear,
@@ -246,17 +306,8 @@ TRIPTYCH_KERNEL(quantized_linear, triptych::QuantizedLinear,
                 linear.stages, linear.slots, linear.adapters, linear.num_adapters, linear.adapted,
                 linear.adapter_dtype, bits, affine, input_bits, wide_rows, wide_bits) {
   using namespace triptych;
+  const WeightForm form{kQuantizedWeight, 0, args.bits, args.affine, args.input_bits, args.wide_rows, args.wide_bits};
   with_adapters(args.linear, rows, [&](const Linear& linear) {
-    with_format(args.bits, args.affine, [&](auto format) {
-      using F = decltype(format);
-      if (rows >= args.wide_rows) {
-        if constexpr (F::kBits == 4) {
-          if (args.wide_bits == 8) return wide_bytes::multiply<F>(linear, rows);
-        }
-        return multiply_wide<F>(linear, rows);
-      }
-      if (args.input_bits == 8) return multiply_bytes<F>(linear, rows);
-      multiply_narrow<F, 16>(linear, rows);
-    });
+    with_format(args.bits, args.affine, [&](auto format) { multiply_format<decltype(format)>(linear, form, rows); });
   });
 }

@@ -79,6 +79,18 @@ void embed(const WidenedEmbedding& args, int64_t rows) {
 }
 
 }  // namespace
+
+ProductSteps widened_product(const WeightForm& form) {
+  ProductSteps product;
+  with_line(form.form, [&](auto line) {
+    using Line = decltype(line);
+    product = float_product<Line>([](const Linear& linear, const WeightForm&, int64_t rows) {
+      multiply_floats<Line>(linear, rows);
+    });
+  });
+  return product;
+}
+
 }  // namespace triptych
 
 TRIPTYCH_KERNEL(widened_linear, triptych::WidenedLinear,

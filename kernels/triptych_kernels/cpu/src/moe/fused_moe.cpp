@@ -1,0 +1,275 @@
+// A mixture of experts in one call, of which the sizes do not depend on the choice of experts.
+//
+//   choose     each row's experts and their weights
+//   sort       pairs of a row and one of its experts, by expert: place p of the pairs
+//   gate_up    activated[p] = activation(gate) * up        rows of an expert are one product
+//   down       results[p]
+//   sum        out[row] = the row's results times their weights, in the order of its choice
+//
+//   experts    |   0   |  3  |      5      |        others have no rows, and their weights are not read
+//   places     | 0   1 | 2   | 3   4   5   |
+//
+// Each product prepares its inputs in tiles, then all threads walk the panels of all experts that have rows, in the order
+// of memory. An expert with many rows is a product of its own, with loops of its own. A row's result depends neither on
+// its batch nor on who shares its experts, unless products of many rows are allowed another arithmetic (`wide_rows`).
+#include "linear/product.h"
+#include "moe/routing.h"
+
+namespace triptych {
+namespace {
+
+// The weights of one product of all experts.
+struct Experts {
+  WeightForm form;
+  const void* weight;    // [num_experts] of panels
+  int64_t expert_bytes;  // of the panels of each
+  const float* bias;     // [num_experts, panels * kPanel], or null
+  int64_t in_features;
+  int64_t out_features;
+};
+
+struct Mixture {
+  Routing routing;
+  Experts gate_up;
+  Experts down;
+  int64_t dtype;
+  const void* x;             // [rows, in_features of gate_up], rows x_stride elements apart
+  int64_t x_stride;
+  void* out;                 // [rows, out_features of down], which are as many
+  int64_t activation;
+  int64_t scales_input;      // whether the weights multiply x, and not the results
+  const void* shared;        // [rows, out_features of down], added to the result; or null
+  const float* shared_gate;  // [rows], of which the sigmoid multiplies `shared`; or null
+};
+
+constexpr int64_t kRowsOfOwnLoops = 128;  // an expert with as many rows is a product of its own
+constexpr int64_t kRowsTogether = 1024;   // that are computed at a time: what lies between the steps is bounded
+constexpr int64_t kChoicesPerIndex = 16;  // rows that one thread chooses for, or sums, at a time
+
+template <typename T>
+T* take(Scratch& scratch, int64_t count) {
+  return static_cast<T*>(scratch.get(count * sizeof(T)));
+}
+
+// The rows of one expert.
+struct Share {
+  int64_t expert;
+  int64_t first;  // place of the first
+  int64_t rows;
+};
+
+// The pairs of some rows, sorted by expert.
+struct Pairs {
+  int64_t top_k;
+  float* weights;    // [rows * top_k] by pair, row * top_k + number of the choice
+  int64_t* places;   // [rows * top_k] by pair
+  int64_t* rows;     // [rows * top_k] by place
+  float* by_place;   // [rows * top_k], the weights
+  Share* shares;     // of the experts that have rows, in their order
+  int64_t num_shares;
+};
+
+// Rows first … first + rows - 1.
+Pairs choose(const Routing& routing, int64_t first, int64_t rows) {
+  static thread_local Scratch expert_memory, weight_memory, place_memory, row_memory, sorted_memory, share_memory, ends;
+  const int64_t top_k = routing.top_k, count = rows * top_k;
+  auto* experts = take<int32_t>(expert_memory, count);
+  Pairs pairs{top_k, take<float>(weight_memory, count), take<int64_t>(place_memory, count),
+              take<int64_t>(row_memory, count), take<float>(sorted_memory, count),
+              take<Share>(share_memory, std::min(count, routing.num_experts)), 0};
+  for_rows(rows, kChoicesPerIndex, [&](int64_t begin, int64_t end) {
+    static thread_local Scratch memory;
+    Router router(routing, take<float>(memory, Router::num_floats(routing)));
+    for (int64_t row = begin; row < end; ++row) {
+      router.choose(first + row, experts + row * top_k, pairs.weights + row * top_k);
+    }
+  });
+  auto* next = take<int64_t>(ends, routing.num_experts + 1);  // place of each expert's next row
+  std::fill_n(next, routing.num_experts + 1, 0);
+  for (int64_t pair = 0; pair < count; ++pair) ++next[experts[pair] + 1];
+  for (int64_t expert = 0; expert < routing.num_experts; ++expert) {
+    if (next[expert + 1]) pairs.shares[pairs.num_shares++] = {expert, next[expert], next[expert + 1]};
+    next[expert + 1] += next[expert];
+  }
+  for (int64_t pair = 0; pair < count; ++pair) {
+    const int64_t place = next[experts[pair]]++;
+    pairs.places[pair] = place;
+    pairs.rows[place] = pair / top_k;
+    pairs.by_place[place] = pairs.weights[pair];
+  }
+  return pairs;
+}
+
+// One product of all experts with the rows that chose them: its operands by share.
+class ExpertProducts {
+ public:
+  // like: x, out and what is done with the outputs, of place 0
+  ExpertProducts(const Experts& experts, const Pairs& pairs, const Linear& like, Scratch& linear_memory,
+                 Scratch& tile_memory, Scratch& input_memory)
+      : experts_(experts), pairs_(pairs) {
+    linears_ = take<Linear>(linear_memory, pairs.num_shares);
+    first_tiles_ = take<int64_t>(tile_memory, 2 * (pairs.num_shares + 1));
+    first_bytes_ = first_tiles_ + pairs.num_shares + 1;
+    first_tiles_[0] = first_bytes_[0] = 0;
+    const int64_t x_bytes = like.dtype == kFloat32 ? 4 : 2, out_bytes = like.out_dtype == kFloat32 ? 4 : 2;
+    Linear linear = like;
+    linear.in_features = experts.in_features;
+    linear.out_features = experts.out_features;
+    steps_ = product_of(linear, experts.form);
+    for (int64_t i = 0; i < pairs.num_shares; ++i) {
+      const Share& share = pairs.shares[i];
+      linear.x = static_cast<const char*>(like.x) + share.first * like.x_stride * x_bytes;
+      linear.out = static_cast<char*>(like.out) + share.first * like.out_stride * out_bytes;
+      linear.weight = static_cast<const char*>(experts.weight) + share.expert * experts.expert_bytes;
+      if (experts.bias) linear.bias = experts.bias + share.expert * linear.num_panels() * kPanel;
+      linears_[i] = linear;
+      const int64_t bytes = has_own_loops(share) ? 0 : steps_.input_bytes(linear, share.rows);
+      first_tiles_[i + 1] = first_tiles_[i] + steps_.num_tiles(share.rows);
+      first_bytes_[i + 1] = first_bytes_[i] + (bytes + 63) / 64 * 64;
+      most_rows_ = std::max(most_rows_, share.rows);
+    }
+    inputs_ = take<char>(input_memory, first_bytes_[pairs.num_shares]);
+  }
+
+  // make(first place, end) makes rows of x.
+  template <typename F>
+  void prepare(const F& make) const {
+    parallel_for(first_tiles_[pairs_.num_shares], [&](int64_t index) {
+      const int64_t i = std::upper_bound(first_tiles_, first_tiles_ + pairs_.num_shares, index) - first_tiles_ - 1;
+      const Share& share = pairs_.shares[i];
+      const int64_t tile = index - first_tiles_[i];
+      make(share.first + steps_.first_row(tile, share.rows), share.first + steps_.first_row(tile + 1, share.rows));
+      if (!has_own_loops(share)) steps_.prepare(linears_[i], share.rows, tile, inputs_ + first_bytes_[i]);
+    });
+  }
+
+  void multiply() const {
+    const int64_t panels = (experts_.out_features + kPanel - 1) / kPanel;
+    const auto multiply_panel = [&](int64_t index) {
+      const int64_t i = index / panels;
+      const Share& share = pairs_.shares[i];
+      if (has_own_loops(share)) return;
+      steps_.multiply(linears_[i], share.rows, inputs_ + first_bytes_[i], index % panels);
+    };
+    const int64_t count = pairs_.num_shares * panels;
+    most_rows_ <= kFewRows ? parallel_for_parts(count, multiply_panel) : parallel_for(count, multiply_panel);
+    for (int64_t i = 0; i < pairs_.num_shares && most_rows_ >= fewest_of_own_loops(); ++i) {
+      if (has_own_loops(pairs_.shares[i])) steps_.run(linears_[i], experts_.form, pairs_.shares[i].rows);
+    }
+  }
+
+ private:
+  int64_t fewest_of_own_loops() const {
+    const bool may_be_wide = experts_.form.kind == kQuantizedWeight;
+    return may_be_wide ? std::min(experts_.form.wide_rows, kRowsOfOwnLoops) : kRowsOfOwnLoops;
+  }
+  bool has_own_loops(const Share& share) const { return share.rows >= fewest_of_own_loops(); }
+
+  const Experts& experts_;
+  const Pairs& pairs_;
+  ProductSteps steps_;
+  Linear* linears_;
+  int64_t *first_tiles_, *first_bytes_;  // of each share, and the end of the last
+  int64_t most_rows_ = 0;
+  char* inputs_;
+};
+
+// Rows of x, times the weights if `weights` are not null.
+template <typename T>
+void gather(const Mixture& args, int64_t first, const Pairs& pairs, int64_t begin, int64_t end, T* to) {
+  const int64_t size = args.gate_up.in_features;
+  for (int64_t place = begin; place < end; ++place) {
+    const T* from = static_cast<const T*>(args.x) + (first + pairs.rows[place]) * args.x_stride;
+    T* row = to + place * size;
+    if (!args.scales_input) {
+      std::memcpy(row, from, size * sizeof(T));
+      continue;
+    }
+    for (int64_t i = 0; i < size; ++i) store_one(row + i, to_float(from[i]) * pairs.by_place[place]);
+  }
+}
+
+inline int64_t padded(int64_t size) { return (size + kLanes - 1) / kLanes * kLanes; }
+
+// Row `row` of `out`, of which `own` are the places among `results`; rows of these are padded.
+template <typename T>
+void sum_results(const Mixture& args, const Pairs& pairs, int64_t row, const int64_t* places, const float* weights,
+                 const float* results) {
+  const int64_t size = args.down.out_features, stride = padded(size);
+  T* out = static_cast<T*>(args.out) + row * size;
+  const T* shared = args.shared ? static_cast<const T*>(args.shared) + row * size : nullptr;
+  const float gate = args.shared_gate ? 1.0f / (1.0f + std::exp(-args.shared_gate[row])) : 1.0f;
+  for (int64_t at = 0; at < size; at += kLanes) {
+    const int64_t left = size - at;
+    vec sum = zero();
+    for (int64_t i = 0; i < pairs.top_k; ++i) {
+      const vec result = load(results + places[i] * stride + at);
+      sum = args.scales_input ? sum + result : fma(splat(weights[i]), result, sum);
+    }
+    if (shared) {
+      float lanes[kLanes] = {};
+      for (int64_t i = 0; i < std::min<int64_t>(left, kLanes); ++i) lanes[i] = to_float(shared[at + i]);
+      sum = fma(splat(gate), load(lanes), sum);
+    }
+    store_vec(out + at, sum, left);
+  }
+}
+
+template <typename T>
+void mix(const Mixture& args, int64_t first, int64_t rows) {
+  static thread_local Scratch gathered_memory, activated_memory, result_memory, linears, tiles, inputs;
+  const Pairs pairs = choose(args.routing, first, rows);
+  const int64_t count = rows * pairs.top_k, size = args.gate_up.in_features, inner = args.down.in_features;
+  T* gathered = take<T>(gathered_memory, count * size);
+  T* activated = take<T>(activated_memory, count * inner);
+  float* results = take<float>(result_memory, count * padded(size));
+
+  Linear up{};
+  up.dtype = up.out_dtype = args.dtype;
+  up.x = gathered;
+  up.x_stride = size;
+  up.out = activated;
+  up.out_stride = inner;
+  up.activation = args.activation;
+  up.gated = 1;
+  const ExpertProducts gate_up(args.gate_up, pairs, up, linears, tiles, inputs);
+  gate_up.prepare([&](int64_t begin, int64_t end) { gather(args, first, pairs, begin, end, gathered); });
+  gate_up.multiply();
+
+  Linear down{};
+  down.dtype = args.dtype;
+  down.out_dtype = kFloat32;
+  down.x = activated;
+  down.x_stride = inner;
+  down.out = results;
+  down.out_stride = padded(size);
+  const ExpertProducts to_hidden(args.down, pairs, down, linears, tiles, inputs);
+  to_hidden.prepare([](int64_t, int64_t) {});
+  to_hidden.multiply();
+
+  for_rows(rows, kChoicesPerIndex, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      sum_results<T>(args, pairs, first + row, pairs.places + row * pairs.top_k, pairs.weights + row * pairs.top_k,
+                     results);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace triptych
+
+TRIPTYCH_KERNEL(fused_moe, triptych::Mixture,
+                routing.dtype, routing.logits, routing.stride, routing.num_experts, routing.top_k, routing.score,
+                routing.renormalize, routing.scale, routing.num_groups, routing.top_groups, routing.group_experts,
+                routing.correction, gate_up.form.kind, gate_up.form.form, gate_up.form.bits, gate_up.form.affine,
+                gate_up.form.input_bits, gate_up.form.wide_rows, gate_up.form.wide_bits, gate_up.weight,
+                gate_up.expert_bytes, gate_up.bias, gate_up.in_features, gate_up.out_features, down.form.kind,
+                down.form.form, down.form.bits, down.form.affine, down.form.input_bits, down.form.wide_rows,
+                down.form.wide_bits, down.weight, down.expert_bytes, down.bias, down.in_features, down.out_features,
+                dtype, x, x_stride, out, activation, scales_input, shared, shared_gate) {
+  using namespace triptych;
+  for (int64_t first = 0; first < rows; first += kRowsTogether) {
+    const int64_t count = std::min(kRowsTogether, rows - first);
+    args.dtype == kFloat32 ? mix<float>(args, first, count) : mix<bf16>(args, first, count);
+  }
+}
