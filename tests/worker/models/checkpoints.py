@@ -41,6 +41,9 @@ def save_checkpoint(model: Any, directory: Path) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of routers, which checkpoints store
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
     model.save_pretrained(directory)
     return model
 

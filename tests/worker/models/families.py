@@ -79,6 +79,18 @@ LONGROPE = rope(
     original_max_position_embeddings=16,
 )
 
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
+
 FAMILIES: dict[str, Tiny] = {
     "Arcee": Tiny("arcee", {"head_dim": 8, "mlp_bias": True}),
     "BLOOM": Tiny(
@@ -89,6 +101,21 @@ FAMILIES: dict[str, Tiny] = {
     "Cohere": Tiny("cohere", {"logit_scale": 0.25, "attention_bias": True}),
     "Cohere 2": Tiny("cohere2", {"sliding_window": WINDOW, "head_dim": 10}),
     "Ernie 4.5": Tiny("ernie4_5", {"head_dim": 10, "use_bias": True}),
+    "Dots 1": Tiny(
+        "dots1", {**DEEPSEEK_EXPERTS, "head_dim": 8, "sliding_window": WINDOW, "max_window_layers": 2}
+    ),
+    "Ernie 4.5 MoE": Tiny(
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "EXAONE 4": Tiny("exaone4", {"sliding_window": WINDOW, "sliding_window_pattern": 4}),
     "EXAONE 4, no windows": Tiny("exaone4", {"sliding_window": None, "layer_types": [FULL] * 4}),
     "Falcon 7B": Tiny("falcon", {"ffn_hidden_size": 56}, NO_MLP),
@@ -113,6 +140,9 @@ FAMILIES: dict[str, Tiny] = {
     ),
     "GLM": Tiny("glm", {"head_dim": 12, "pad_token_id": 0}),
     "GLM 4": Tiny("glm4", {"head_dim": 12, "pad_token_id": 0}),
+    "GLM 4.5": Tiny(
+        "glm4_moe", {**DEEPSEEK_EXPERTS, "head_dim": 12, "use_qk_norm": True, "attention_bias": True}
+    ),
     "GPT-2": Tiny("gpt2", {}, GPT2),
     "GPT-BigCode": Tiny("gpt_bigcode", {}, GPT2),
     "GPT-BigCode, many heads": Tiny("gpt_bigcode", {"multi_query": False}, GPT2),
@@ -144,9 +174,29 @@ FAMILIES: dict[str, Tiny] = {
             "attention_bias": True,
         },
     ),
+    "Granite MoE": Tiny(
+        "granitemoe",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "Granite MoE, shared": Tiny(
+        "granitemoeshared",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 96,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+        },
+    ),
     "Helium": Tiny("helium", {"head_dim": 8}),
     "Hunyuan": Tiny("hunyuan_v1_dense", {"head_dim": 10, "attention_bias": True}),
     "Hunyuan, alpha": Tiny("hunyuan_v1_dense", {"head_dim": 10, **rope("dynamic", alpha=50.0, factor=1.0)}),
+    "Hunyuan MoE": Tiny("hunyuan_v1_moe", {"head_dim": 10, "num_experts": 5, "moe_topk": 2}),
     "Llama": Tiny("llama", {"attention_bias": True, "mlp_bias": True}),
     "Llama, yarn": Tiny("llama", YARN),
     "Llama, linear": Tiny("llama", rope("linear", factor=2.0)),
@@ -180,6 +230,10 @@ FAMILIES: dict[str, Tiny] = {
         },
     ),
     "Mistral": Tiny("mistral", {"sliding_window": WINDOW}),
+    "MiniMax M2": Tiny(
+        "minimax_m2",
+        {"head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 4},
+    ),
     "Mixtral": Tiny("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "MPT": Tiny(
         "mpt",
@@ -201,6 +255,19 @@ FAMILIES: dict[str, Tiny] = {
         "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
     ),
     # heads wider than hidden_size / num_heads, as in Qwen3-0.6B
+    "Qwen 2 MoE": Tiny(
+        "qwen2_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 96,
+            "mlp_only_layers": [2],
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
+    ),
     "Qwen 3": Tiny("qwen3", {"head_dim": 10, "attention_bias": True}),
     "Qwen 3 MoE": Tiny(
         "qwen3_moe",
@@ -208,7 +275,7 @@ FAMILIES: dict[str, Tiny] = {
             "head_dim": 10,
             "num_experts": 5,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
+            "moe_intermediate_size": 32,
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
         },

@@ -1,10 +1,10 @@
-"""Families with a mixture of experts in place of the MLP: GPT-OSS, Mixtral, OLMoE, Qwen 3 MoE."""
+"""Families with a mixture of experts in place of the MLP: GPT-OSS, MiniMax M2, Mixtral, OLMoE, Qwen 2 and 3 MoE."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from triptych.checkpoint.architecture import BlockSpec, ModelArchitecture, NormSpec
+from triptych.checkpoint.architecture import BlockSpec, LayerSpec, ModelArchitecture, NormSpec
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
     FULL,
@@ -13,9 +13,11 @@ from triptych.checkpoint.families.keys import (
     describe_layers,
     read_experts,
     read_layer_types,
+    read_qwen_layer_types,
     read_rope,
     read_sizes,
     read_window,
+    with_dense_layers,
 )
 from triptych.checkpoint.families.llama import rms_block
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
@@ -64,6 +66,43 @@ def gpt_oss(config: ConfigFile) -> ModelArchitecture:
     return describe(config, sizes, layers=layers, block=block, names=names)
 
 
+_MIXTRAL_NAMES = (
+    (".mlp.", ".block_sparse_moe."),
+    (".gate_proj", ".w1"),
+    (".up_proj", ".w3"),
+    (".down_proj", ".w2"),
+)
+
+
+def minimax_m2(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    rotary_dim = config.integer("rotary_dim", default=sizes.head_dim)
+    experts = read_experts(config)
+    experts = replace(experts, score="sigmoid", correction_shape=(experts.num_experts,))
+    config.expect("scoring_func", "sigmoid", otherwise="the router scores in another way")
+    config.expect("use_routing_bias", True, otherwise="the router has no correction")
+    config.expect("use_qk_norm", True, otherwise="queries and keys have no norms")
+    config.expect("qk_norm_type", "per_layer", otherwise="queries and keys are normalised in another way")
+    config.expect("shared_intermediate_size", 0, otherwise="there is a shared expert")
+    # of the layers that predict further tokens, and of other members of the family
+    config.pass_over(
+        "attn_type_list", "layernorm_attention_alpha", "layernorm_full_attention_beta", "layernorm_mlp_beta",
+        "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "router_jitter_noise",
+    )  # fmt: skip
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes, theta=5000000.0, partial=rotary_dim / sizes.head_dim),
+        experts=experts,
+    )
+    correction = "e_score_correction_bias"
+    names = TensorNames(
+        renamed=((f".mlp.gate.{correction}", f".block_sparse_moe.{correction}"), *_MIXTRAL_NAMES)
+    )
+    block = replace(rms_block(config), qk_norm="all")
+    return describe(config, sizes, layers=layers, block=block, names=names)
+
+
 def mixtral(config: ConfigFile) -> ModelArchitecture:
     config.assume(num_local_experts=8, num_experts_per_tok=2)
     sizes = read_sizes(config)
@@ -76,14 +115,7 @@ def mixtral(config: ConfigFile) -> ModelArchitecture:
         window=read_window(config, layer_types),
         experts=read_experts(config),
     )
-    names = TensorNames(
-        renamed=(
-            (".mlp.", ".block_sparse_moe."),
-            (".gate_proj", ".w1"),
-            (".up_proj", ".w3"),
-            (".down_proj", ".w2"),
-        )
-    )
+    names = TensorNames(renamed=_MIXTRAL_NAMES)
     return describe(config, sizes, layers=layers, block=rms_block(config, eps=1e-5), names=names)
 
 
@@ -107,6 +139,27 @@ def olmoe(config: ConfigFile) -> ModelArchitecture:
     return describe(config, sizes, layers=layers, block=block)
 
 
+def qwen2_moe(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    layer_types = read_qwen_layer_types(config, sizes.num_layers)
+    experts = replace(
+        read_experts(config, "num_experts", renormalize=config.boolean("norm_topk_prob", default=False)),
+        shared_size=config.integer("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+    )
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        rope=read_rope(config, sizes),
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+        experts=experts,
+    )
+    block = replace(rms_block(config), qkv_bias=config.boolean("qkv_bias", default=True))
+    names = TensorNames(renamed=((".shared_experts.", ".shared_expert."),))
+    return describe(config, sizes, layers=_qwen_dense(config, layers), block=block, names=names)
+
+
 def qwen3_moe(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config)
     has_window = config.boolean("use_sliding_window", default=False) and config.has("sliding_window")
@@ -124,15 +177,14 @@ def qwen3_moe(config: ConfigFile) -> ModelArchitecture:
         window=read_window(config, layer_types),
         experts=experts,
     )
-    width = config.integer("intermediate_size")
-    every = config.integer("decoder_sparse_step", default=1)
-    dense = config.indices("mlp_only_layers", length=sizes.num_layers)
-    layers = tuple(
-        replace(layer, mlp="gated", experts=None, intermediate_size=width)
-        if index in dense or (index + 1) % every
-        else layer
-        for index, layer in enumerate(layers)
-    )
     bias = config.boolean("attention_bias", default=False)
     block = replace(rms_block(config), qk_norm="head", qkv_bias=bias, out_bias=bias)
-    return describe(config, sizes, layers=layers, block=block)
+    return describe(config, sizes, layers=_qwen_dense(config, layers), block=block)
+
+
+def _qwen_dense(config: ConfigFile, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    every = config.integer("decoder_sparse_step", default=1)
+    dense = config.indices("mlp_only_layers", length=len(layers))
+    return with_dense_layers(
+        layers, config.integer("intermediate_size"), lambda index: index in dense or (index + 1) % every != 0
+    )

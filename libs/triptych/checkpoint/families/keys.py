@@ -109,18 +109,77 @@ def read_activation(config: ConfigFile, key: str = "hidden_act", *, default: str
 
 
 def read_experts(
-    config: ConfigFile, key: str = "num_local_experts", *, renormalize: bool = True
+    config: ConfigFile,
+    key: str = "num_local_experts",
+    *,
+    chosen: str = "num_experts_per_tok",
+    renormalize: bool = True,
 ) -> ExpertsSpec:
     """Read the sizes of a mixture.
 
     Args:
         key: That of the number of experts.
+        chosen: That of the number of a token's experts.
         renormalize: As of `ExpertsSpec`.
     """
-    num_experts, num_experts_per_tok = config.integer(key), config.integer("num_experts_per_tok")
+    num_experts, num_experts_per_tok = config.integer(key), config.integer(chosen)
     if num_experts_per_tok > num_experts:
-        config.fail("num_experts_per_tok", num_experts_per_tok, f"must be at most {key} {num_experts}")
+        config.fail(chosen, num_experts_per_tok, f"must be at most {key} {num_experts}")
     return ExpertsSpec(num_experts, num_experts_per_tok, renormalize)
+
+
+def read_grouped_experts(config: ConfigFile, *, group_experts: int = 2, **choice: Any) -> ExpertsSpec:
+    """Read a mixture under DeepSeek's keys: groups, a factor, and shared experts as wide as the others.
+
+    Args:
+        group_experts: As of `ExpertsSpec`.
+        choice: Further fields of it.
+
+    Raises:
+        ModelError: Groups do not divide the experts, or those that a token chooses from have too few.
+    """
+    experts = read_experts(
+        config, "n_routed_experts", renormalize=config.boolean("norm_topk_prob", default=True)
+    )
+    num_groups = config.integer("n_group", default=1)
+    top_groups = config.integer("topk_group", default=1)
+    if experts.num_experts % num_groups:
+        config.fail("n_group", num_groups, f"must divide n_routed_experts {experts.num_experts}")
+    if top_groups > num_groups:
+        config.fail("topk_group", top_groups, f"must be at most n_group {num_groups}")
+    eligible = experts.num_experts // num_groups * top_groups
+    if experts.num_experts_per_tok > eligible:
+        config.fail(
+            "num_experts_per_tok",
+            experts.num_experts_per_tok,
+            f"must be at most the {eligible} experts of topk_group {top_groups} groups",
+        )
+    return replace(
+        experts,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_experts=group_experts,
+        scale=config.positive("routed_scaling_factor", default=1.0),
+        shared_size=config.integer("moe_intermediate_size")
+        * config.integer("n_shared_experts", default=0, minimum=0),
+        **choice,
+    )
+
+
+def with_dense_layers(
+    layers: tuple[LayerSpec, ...], intermediate_size: int, is_dense: Callable[[int], bool]
+) -> tuple[LayerSpec, ...]:
+    """Return the layers with one MLP in place of the mixture where `is_dense` says so of an index.
+
+    Args:
+        intermediate_size: Columns of such an MLP.
+    """
+    return tuple(
+        replace(layer, mlp="gated", experts=None, intermediate_size=intermediate_size)
+        if is_dense(index)
+        else layer
+        for index, layer in enumerate(layers)
+    )
 
 
 def read_layer_types(

@@ -146,6 +146,12 @@ def granite(config: ConfigFile) -> ModelArchitecture:
     layers = describe_layers(
         sizes, intermediate_size=config.integer("intermediate_size"), rope=read_rope(config, sizes)
     )
+    block, ends = granite_multipliers(config)
+    return describe(config, sizes, layers=layers, block=block, ends=ends)
+
+
+def granite_multipliers(config: ConfigFile) -> tuple[BlockSpec, EndsSpec]:
+    """Return the forms of Granite's layers and ends, with their factors."""
     block = replace(
         _with_biases(rms_block(config), config),
         residual_multiplier=config.number("residual_multiplier", default=1.0),
@@ -155,7 +161,7 @@ def granite(config: ConfigFile) -> ModelArchitecture:
     ends = EndsSpec(
         embedding_multiplier=config.number("embedding_multiplier", default=1.0), logits_multiplier=1 / scaling
     )
-    return describe(config, sizes, layers=layers, block=block, ends=ends)
+    return block, ends
 
 
 def helium(config: ConfigFile) -> ModelArchitecture:
@@ -171,6 +177,17 @@ def helium(config: ConfigFile) -> ModelArchitecture:
 
 def hunyuan(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config)
+    layers = describe_layers(
+        sizes, intermediate_size=config.integer("intermediate_size"), rope=read_hunyuan_rope(config, sizes)
+    )
+    names = TensorNames(renamed=HUNYUAN_NAMES)
+    return describe(config, sizes, layers=layers, block=hunyuan_block(config, sizes), names=names)
+
+
+HUNYUAN_NAMES = (("q_norm", "query_layernorm"), ("k_norm", "key_layernorm"))
+
+
+def hunyuan_block(config: ConfigFile, sizes: Sizes) -> BlockSpec:
     config.expect("use_qk_norm", True, otherwise="queries and keys have no norms")
     config.expect("use_cla", False, otherwise="layers share their keys")
     config.expect("norm_type", "rms", otherwise="vectors are normalised in another way")
@@ -182,20 +199,15 @@ def hunyuan(config: ConfigFile) -> ModelArchitecture:
         "cla_share_factor", "class_num", "dense_list", "mask_init_id", "org_vocab_size", "pool_type"
     )
     config.pass_over("im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id")
-    block = replace(
+    return replace(
         _with_biases(rms_block(config, eps=1e-5), config),
         qk_norm="head",
         qk_norm_after_rope=True,
         mlp_bias=False,
     )
-    layers = describe_layers(
-        sizes, intermediate_size=config.integer("intermediate_size"), rope=_hunyuan_rope(config, sizes)
-    )
-    names = TensorNames(renamed=(("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")))
-    return describe(config, sizes, layers=layers, block=block, names=names)
 
 
-def _hunyuan_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
+def read_hunyuan_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
     """Read a rotary embedding of a base that a factor alpha has raised for good, under the name of a dynamic one."""
     rope = config.section("rope_parameters") or config.section("rope_scaling")
     if rope is None or not rope.has("alpha"):

@@ -49,9 +49,19 @@ _GROUPS = {
     },
     "experts": {
         "GptOssForCausalLM": "gpt_oss",
+        "MiniMaxM2ForCausalLM": "minimax_m2",
         "MixtralForCausalLM": "mixtral",
         "OlmoeForCausalLM": "olmoe",
+        "Qwen2MoeForCausalLM": "qwen2_moe",
         "Qwen3MoeForCausalLM": "qwen3_moe",
+    },
+    "shared_experts": {
+        "Dots1ForCausalLM": "dots1",
+        "Ernie4_5_MoeForCausalLM": "ernie_moe",
+        "Glm4MoeForCausalLM": "glm4_moe",
+        "GraniteMoeForCausalLM": "granite_moe",
+        "GraniteMoeSharedForCausalLM": "granite_moe",
+        "HunYuanMoEV1ForCausalLM": "hunyuan_moe",
     },
     "gemma": {
         "Gemma2ForCausalLM": "gemma2",

@@ -1,0 +1,170 @@
+"""Families with a mixture in which every token goes through an expert that all share: Dots 1, Ernie 4.5, GLM 4.5,
+Granite, Hunyuan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triptych.checkpoint.architecture import EndsSpec, ModelArchitecture
+from triptych.checkpoint.config_file import ConfigFile
+from triptych.checkpoint.families.keys import (
+    FULL,
+    SLIDING,
+    describe,
+    describe_layers,
+    read_experts,
+    read_grouped_experts,
+    read_layer_types,
+    read_rope,
+    read_sizes,
+    read_window,
+    with_dense_layers,
+)
+from triptych.checkpoint.families.llama import (
+    HUNYUAN_NAMES,
+    granite_multipliers,
+    hunyuan_block,
+    read_hunyuan_rope,
+    rms_block,
+)
+from triptych.checkpoint.families.registry import architecture_name
+from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+
+
+def dots1(config: ConfigFile) -> ModelArchitecture:
+    config.assume(sliding_window=4096, max_window_layers=62)
+    sizes = read_sizes(config)
+    config.expect("scoring_func", "noaux_tc", otherwise="the router scores in another way")
+    first = config.integer("max_window_layers", minimum=0)
+    has_window = config.has("sliding_window")
+    layer_types = read_layer_types(
+        config, sizes.num_layers, default=lambda index: SLIDING if has_window and index >= first else FULL
+    )
+    experts = read_grouped_experts(config, score="sigmoid")
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        rope=read_rope(config, sizes),
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+        experts=replace(experts, correction_shape=(experts.num_experts,)),
+    )
+    num_dense = config.integer("first_k_dense_replace", default=0, minimum=0)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    bias = config.boolean("attention_bias", default=False)
+    block = replace(rms_block(config), qk_norm="head", qkv_bias=bias, out_bias=bias)
+    return describe(config, sizes, layers=layers, block=block)
+
+
+def ernie_moe(config: ConfigFile) -> ModelArchitecture:
+    config.assume(moe_num_experts=64, moe_k=6, moe_num_shared_experts=2, moe_intermediate_size=1536)
+    sizes = read_sizes(config)
+    # what training keeps, and the least sum of a token's weights, which a softmax does not come near
+    config.pass_over("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free", "output_router_logits")
+    experts = read_experts(config, "moe_num_experts", chosen="moe_k")
+    width = config.integer("moe_intermediate_size")
+    experts = replace(
+        experts,
+        correction_shape=(1, experts.num_experts),
+        shared_size=width * config.integer("moe_num_shared_experts", minimum=0),
+    )
+    layers = describe_layers(
+        sizes,
+        intermediate_size=width,
+        rope=read_rope(config, sizes, theta=500000.0, is_interleaved=True),
+        experts=experts,
+    )
+    start = config.integer("moe_layer_start_index", default=1, minimum=0)
+    end = config.integer("moe_layer_end_index", default=-1, minimum=-1)
+    every = config.integer("moe_layer_interval", default=1)
+    last = sizes.num_layers - 1 if end == -1 else end
+    layers = with_dense_layers(
+        layers,
+        config.integer("intermediate_size"),
+        lambda index: not start <= index <= last or (index + 1) % every != 0,
+    )
+    bias = config.boolean("use_bias", default=False)
+    block = replace(rms_block(config, eps=1e-5), qkv_bias=bias, out_bias=bias, mlp_bias=bias)
+    names = TensorNames(renamed=((".mlp.gate.e_score", ".mlp.moe_statics.e_score"),))
+    ends = EndsSpec(head_bias=bias)
+    return describe(config, sizes, layers=layers, block=block, ends=ends, names=names, is_tied=True)
+
+
+def glm4_moe(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    experts = read_grouped_experts(config, score="sigmoid")
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        rope=read_rope(config, sizes, partial=0.5),
+        experts=replace(experts, correction_shape=(experts.num_experts,)),
+    )
+    num_dense = config.integer("first_k_dense_replace", default=1, minimum=0)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    has_norms = config.boolean("use_qk_norm", default=False)
+    block = replace(
+        rms_block(config, eps=1e-5),
+        qk_norm="head" if has_norms else "none",
+        qkv_bias=config.boolean("attention_bias", default=False),
+    )
+    # the layers behind the last one predict further tokens
+    extra = config.integer("num_nextn_predict_layers", default=1, minimum=0)
+    ignored = tuple(f"model.layers.{sizes.num_layers + index}." for index in range(extra))
+    return describe(config, sizes, layers=layers, block=block, names=TensorNames(ignored_prefixes=ignored))
+
+
+def granite_moe(config: ConfigFile) -> ModelArchitecture:
+    """Read a mixture with Granite's multipliers, with a shared expert or without one."""
+    sizes = read_sizes(config)
+    experts = read_experts(config)
+    if architecture_name(config) == "GraniteMoeSharedForCausalLM":
+        experts = replace(
+            experts, shared_size=config.integer("shared_intermediate_size", default=0, minimum=0)
+        )
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes),
+        experts=experts,
+    )
+    block, ends = granite_multipliers(config)
+    names = TensorNames(
+        renamed=(
+            (".mlp.gate.", ".block_sparse_moe.router.layer."),
+            (".mlp.shared_experts.down_proj.", ".shared_mlp.output_linear."),
+        ),
+        fused=(
+            FusedTensor(
+                "block_sparse_moe.input_linear",
+                ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+                of_experts=True,
+            ),
+            FusedTensor("block_sparse_moe.output_linear", ("mlp.experts.down_proj",), of_experts=True),
+            FusedTensor(
+                "shared_mlp.input_linear", ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+            ),
+        ),
+    )
+    return describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
+
+
+def hunyuan_moe(config: ConfigFile) -> ModelArchitecture:
+    config.pass_over("eod_token_id", "sep_token_id", "pretraining_tp")
+    sizes = read_sizes(config)
+    width = config.integer("intermediate_size")
+    for key in ("num_experts", "moe_topk"):
+        if isinstance(values := config.values.get(key), list) and len(set(values)) != 1:
+            config.fail(key, values, "must be one number for all layers")
+    experts = replace(read_experts(config, "num_experts", chosen="moe_topk"), shared_size=width)
+    layers = describe_layers(
+        sizes, intermediate_size=width, rope=read_hunyuan_rope(config, sizes), experts=experts
+    )
+    names = TensorNames(
+        renamed=(
+            *HUNYUAN_NAMES,
+            (".mlp.gate.", ".mlp.gate.wg."),
+            (".shared_experts.", ".shared_mlp."),
+        )
+    )
+    return describe(config, sizes, layers=layers, block=hunyuan_block(config, sizes), names=names)
