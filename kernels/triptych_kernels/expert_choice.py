@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "sparsemixer")
 """Names of `ExpertChoice.score`."""
 SMALLEST_SUM = 1e-20
 """Added to the sum of scores that weights are divided by, unless they are a softmax: scores of 0 come to 0."""
@@ -21,11 +21,15 @@ class ExpertChoice:
     Of a token's logits, one for each expert:
 
         score[e]   softmax: e^logit[e] / sum of e^logit. sigmoid: 1 / (1 + e^-logit[e]).
-                   sqrtsoftplus: sqrt(log(1 + e^logit[e]))
+                   sqrtsoftplus: sqrt(log(1 + e^logit[e])). sparsemixer: as softmax, see below
         key[e]     score[e] + correction[e]
         group      num_experts / num_groups neighbours; it counts as the sum of its `group_experts` largest keys
         chosen     the top_k largest keys among the experts of the top_groups groups that count most
         weight[e]  scale * score[e], or with `renormalize` scale * score[e] / sum of the scores of those chosen
+
+    With sparsemixer the weight of each expert that is chosen is its softmax among those that are not chosen yet and are
+    near it: (its logit - logit[e]) / max(its logit, |logit[e]|) is at most 2 * jitter. These weights are not
+    renormalised.
 
     Of equal keys that of the lowest number is the larger, and so with groups. Everything is computed in float32.
     Without `correction` logits may be compared in place of scores, since that is the same choice. Which experts a
@@ -33,7 +37,7 @@ class ExpertChoice:
     memory: a recorded step and a CUDA graph read it.
 
     Sources: softmax, Mixtral of Experts, arXiv:2401.04088; groups, DeepSeek V2, arXiv:2405.04434; sigmoid, correction
-    and the sum of two, DeepSeek V3, arXiv:2412.19437.
+    and the sum of two, DeepSeek V3, arXiv:2412.19437; sparsemixer, arXiv:2409.12136.
     """
 
     top_k: int
@@ -54,6 +58,8 @@ class ExpertChoice:
     """[num_experts] float32, added to the scores for the choice only."""
     scales_input: bool = False
     """Whether the weights multiply what an expert reads, and not its result."""
+    jitter: float = 0.0
+    """sparsemixer: half of the distance within which experts share their weight, as a part of their logits."""
 
     def __post_init__(self) -> None:
         """Check the values; `check_experts` checks that they fit the experts.
@@ -63,6 +69,12 @@ class ExpertChoice:
         """
         if self.score not in SCORES:
             raise ValueError(f"experts: score {self.score!r} is none of {', '.join(SCORES)}")
+        if self.score == "sparsemixer" and (
+            self.renormalize or self.correction is not None or self.num_groups > 1
+        ):
+            raise ValueError(
+                "experts: score sparsemixer has neither renormalize nor correction nor num_groups above 1"
+            )
         if not 0 < self.scale < math.inf:
             raise ValueError(f"experts: scale {self.scale} must be positive")
         if not 1 <= self.top_groups <= self.num_groups:

@@ -53,6 +53,7 @@ def _choice_operands(router_logits: Tensor, choice: ExpertChoice) -> dict[str, O
         "routing_score": SCORES.index(choice.score),
         "routing_renormalize": choice.renormalize,
         "routing_scale": float(choice.scale),
+        "routing_jitter": float(choice.jitter),
         "routing_num_groups": choice.num_groups,
         "routing_top_groups": choice.top_groups,
         "routing_group_experts": choice.group_experts,

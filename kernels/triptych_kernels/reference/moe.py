@@ -51,11 +51,26 @@ def choose_experts(logits: list[float], choice: ExpertChoice) -> list[tuple[int,
     best = sorted(groups, key=lambda group: (-count_of(group), group.start))[: choice.top_groups]
     eligible = [expert for group in best for expert in group]
     chosen = sorted(eligible, key=lambda expert: (-keys[expert], expert))[: choice.top_k]
+    if choice.score == "sparsemixer":
+        return [
+            (expert, choice.scale * _share_of_near(logits, chosen[:rank], expert, choice.jitter))
+            for rank, expert in enumerate(chosen)
+        ]
     total = 1.0
     if choice.renormalize:
         total = sum(scores[expert] for expert in chosen)
         total += 0.0 if choice.score == "softmax" else SMALLEST_SUM
     return [(expert, choice.scale * scores[expert] / total) for expert in chosen]
+
+
+def _share_of_near(logits: list[float], taken: list[int], chosen: int, jitter: float) -> float:
+    best = logits[chosen]
+    near = [
+        logit
+        for expert, logit in enumerate(logits)
+        if expert not in taken and best - logit <= 2 * jitter * max(abs(logit), best)
+    ]
+    return math.exp(best) / sum(math.exp(logit) for logit in near)
 
 
 def _scores(logits: list[float], score: str) -> list[float]:

@@ -60,7 +60,7 @@ def choose_experts(router_logits: Tensor, choice: ExpertChoice) -> tuple[Tensor,
     Both are [num_tokens, top_k], the expert with the largest key first.
     """
     logits = router_logits.float()
-    if choice.score == "softmax":
+    if choice.score in ("softmax", "sparsemixer"):
         scores = logits.softmax(dim=-1)
     elif choice.score == "sigmoid":
         scores = logits.sigmoid()
@@ -73,13 +73,27 @@ def choose_experts(router_logits: Tensor, choice: ExpertChoice) -> tuple[Tensor,
         keys = keys.masked_fill(~_eligible(keys, choice), -torch.inf)
     # stable: of equal keys the lowest expert first, which torch.topk leaves open
     experts = keys.sort(dim=-1, descending=True, stable=True).indices[:, : choice.top_k]
-    if choice.renormalize and choice.score == "softmax":
+    if choice.score == "sparsemixer":
+        weights = _sparsemixer(logits, experts, choice.jitter)
+    elif choice.renormalize and choice.score == "softmax":
         weights = logits.gather(1, experts).softmax(dim=-1)
     else:
         weights = scores.gather(1, experts)
         if choice.renormalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
     return weights * choice.scale, experts
+
+
+def _sparsemixer(logits: Tensor, experts: Tensor, jitter: float) -> Tensor:
+    """Return the weights of experts, each among those that are not chosen yet and near it."""
+    weights, left = [], logits
+    for rank in range(experts.shape[1]):
+        chosen = experts[:, rank : rank + 1]
+        best = logits.gather(1, chosen)
+        is_far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(1, chosen))
+        left = left.scatter(1, chosen, -torch.inf)
+    return torch.cat(weights, dim=1)
 
 
 def _eligible(keys: Tensor, choice: ExpertChoice) -> Tensor:

@@ -117,6 +117,12 @@ ORACLES = {
         {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 4},
         correction="argument",
     ),
+    "Phi 3.5 MoE": Oracle(
+        "phimoe.PhimoeTopKRouter",
+        "PhimoeConfig",
+        ExpertChoice(2, "sparsemixer", renormalize=False, jitter=0.2),
+        {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},
+    ),
     "Ernie 4.5 MoE": Oracle(
         "ernie4_5_moe.Ernie4_5_MoeTopKRouter",
         "Ernie4_5_MoeConfig",
@@ -161,6 +167,7 @@ def test_experts_and_weights_are_those_of_transformers(oracle: str, implementati
 CHOICES = {
     "sigmoid": ExpertChoice(2, "sigmoid", renormalize=False),
     "sqrtsoftplus": ExpertChoice(2, "sqrtsoftplus", scale=3.0),
+    "sparsemixer": ExpertChoice(3, "sparsemixer", renormalize=False, jitter=0.3),
     "best of a group": ExpertChoice(2, num_groups=4, top_groups=2),
     "two of a group": ExpertChoice(3, "sigmoid", num_groups=2, top_groups=1, group_experts=2),
     "corrected": ExpertChoice(
@@ -225,6 +232,7 @@ def test_a_shared_expert_is_added(top_k: int, is_gated: bool, implementation: Im
         ({"num_groups": 2, "top_groups": 3}, "top_groups 3 must be from 1 to the number of groups, 2"),
         ({"group_experts": 3}, "group_experts 3 must be 1 or 2"),
         ({"correction": torch.ones(8, 1)}, r"correction \[8, 1\] of torch.float32 must be a contiguous"),
+        ({"score": "sparsemixer"}, "score sparsemixer has neither renormalize nor correction"),
         ({"num_groups": 3}, "num_groups 3 does not divide 8 experts"),
         ({"num_groups": 4}, "top_k 3 must be from 1 to the number of experts of 1 groups, 2"),
         ({"correction": torch.ones(7)}, r"correction \[7\] must be \[num_experts\] = \[8\]"),

@@ -11,7 +11,7 @@
 namespace triptych {
 
 // What a logit becomes; moe.py has the names.
-enum Score : int64_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
+enum Score : int64_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2, kSparsemixer = 3 };
 
 struct Routing {
   int64_t dtype;            // of the logits
@@ -22,6 +22,7 @@ struct Routing {
   int64_t score;
   int64_t renormalize;      // whether a token's weights are divided by their sum
   double scale;             // factor of the weights
+  double jitter;            // of kSparsemixer
   int64_t num_groups;       // of as many experts each, one after the other
   int64_t top_groups;       // groups that a token chooses from
   int64_t group_experts;    // a group counts as the sum of so many of its largest scores
@@ -130,7 +131,23 @@ class Router {
     std::sort(groups_, groups_ + args_.top_groups);  // of experts with equal keys the one with the lowest number is first
   }
 
-  void weigh(const int32_t* experts, float* weights) const {
+  // The weight of each expert among those that are not chosen yet and near it; see expert_choice.py.
+  void weigh_near(const int32_t* experts, float* weights) {
+    const float near = 2.0f * static_cast<float>(args_.jitter);
+    for (int64_t i = 0; i < args_.top_k; ++i) {
+      const float best = logits_[experts[i]];
+      float sum = 0.0f;
+      for (int64_t expert = 0; expert < args_.num_experts; ++expert) {
+        const float logit = logits_[expert];
+        if ((best - logit) / std::max(std::fabs(logit), best) > near) continue;
+        if (std::find(experts, experts + i, expert) == experts + i) sum += std::exp(logit - best);
+      }
+      weights[i] = static_cast<float>(args_.scale) / sum;
+    }
+  }
+
+  void weigh(const int32_t* experts, float* weights) {
+    if (args_.score == kSparsemixer) return weigh_near(experts, weights);
     float sum = 0.0f, peak = -std::numeric_limits<float>::infinity();
     if (args_.score == kSoftmax && args_.renormalize) {
       for (int64_t i = 0; i < args_.top_k; ++i) peak = std::max(peak, logits_[experts[i]]);
