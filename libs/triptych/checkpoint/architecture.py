@@ -60,7 +60,7 @@ class ExpertsSpec:
     bias: bool = False
     """Whether the router has a bias, and each projection of each expert."""
     score: str = "softmax"
-    """Function of the router's logits: softmax, sigmoid, or sqrtsoftplus."""
+    """Function of the router's logits: softmax, sigmoid, sqrtsoftplus, or sparsemixer."""
     scale: float = 1.0
     """Factor of the weights."""
     num_groups: int = 1
@@ -73,6 +73,8 @@ class ExpertsSpec:
     """Shape of the checkpoint's tensor that is added to the scores for the choice only; empty: there is none."""
     scales_input: bool = False
     """Whether the weights multiply what an expert reads, and not its result."""
+    jitter: float = 0.0
+    """sparsemixer: half of the distance within which experts share their weight, as a part of their logits."""
     shared_size: int = 0
     """Columns of an expert that every token goes through, of several such experts together; 0: there is none."""
     has_shared_gate: bool = False

@@ -155,6 +155,7 @@ class Router(WeightedLayer):
             group_experts=spec.group_experts,
             correction=self.correction,
             scales_input=spec.scales_input,
+            jitter=spec.jitter,
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -249,6 +249,24 @@ FAMILIES: dict[str, Tiny] = {
     "OPT": Tiny("opt", {"ffn_dim": 56, "word_embed_proj_dim": 32}, NO_MLP),
     "Phi": Tiny("phi", {}, FOUR),
     "Phi 3": Tiny("phi3", {"sliding_window": WINDOW, "pad_token_id": 0}),
+    "Phi 3.5 MoE": Tiny(
+        "phimoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": WINDOW,
+            # never longer: for longer texts the class of transformers keeps the frequencies of short ones
+            "rope_parameters": {
+                **LONGROPE["rope_parameters"],
+                "original_max_position_embeddings": 64,
+                "short_mscale": 1.25,
+                "long_mscale": 1.25,
+            },
+        },
+    ),
     "Phi 4": Tiny("phi3", {"pad_token_id": 0, **LONGROPE}),
     "Qwen 2": Tiny("qwen2", {"tie_word_embeddings": True}),
     "Qwen 2, windows": Tiny(

@@ -1,14 +1,24 @@
-"""Families with a mixture of experts in place of the MLP: GPT-OSS, MiniMax M2, Mixtral, OLMoE, Qwen 2 and 3 MoE."""
+"""Families with a mixture of experts in place of the MLP: GPT-OSS, MiniMax M2, Mixtral, OLMoE, Phi 3.5 MoE,
+Qwen 2 and 3 MoE.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from triptych.checkpoint.architecture import BlockSpec, LayerSpec, ModelArchitecture, NormSpec
+from triptych.checkpoint.architecture import (
+    BlockSpec,
+    EndsSpec,
+    LayerSpec,
+    ModelArchitecture,
+    NormSpec,
+    RopeParameters,
+)
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
     FULL,
     SLIDING,
+    Sizes,
     describe,
     describe_layers,
     read_experts,
@@ -137,6 +147,47 @@ def olmoe(config: ConfigFile) -> ModelArchitecture:
         clip_qkv=config.number("clip_qkv", default=0.0),
     )
     return describe(config, sizes, layers=layers, block=block)
+
+
+def phimoe(config: ConfigFile) -> ModelArchitecture:
+    config.assume(num_local_experts=16, num_experts_per_tok=2)
+    config.pass_over("input_jitter_noise")  # of training
+    sizes = read_sizes(config)
+    layer_types = (SLIDING if config.has("sliding_window") else FULL,) * sizes.num_layers
+    experts = replace(
+        read_experts(config, renormalize=False),
+        score="sparsemixer",
+        jitter=config.number("router_jitter_noise", default=0.01),
+    )
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=_phimoe_rope(config, sizes),
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+        experts=experts,
+    )
+    bias = config.boolean("attention_bias", default=False)
+    block = replace(
+        rms_block(config),
+        norm=NormSpec("layer", eps=config.number("rms_norm_eps", default=1e-5), bias=True),
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    ends = EndsSpec(head_bias=config.boolean("lm_head_bias", default=False))
+    names = TensorNames(renamed=_MIXTRAL_NAMES)
+    return describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
+
+
+def _phimoe_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
+    """Read a rotary embedding of which longrope names the factor of cosines and sines for short and for long texts."""
+    rope = config.section("rope_parameters") or config.section("rope_scaling")
+    found = read_rope(config, sizes, theta=1000000.0)
+    if rope is None or found.kind != "longrope":
+        return found
+    factor = rope.positive("short_mscale")
+    rope.expect("long_mscale", factor, otherwise="the factor changes with the length of a text")
+    return replace(found, attention_factor=factor)
 
 
 def qwen2_moe(config: ConfigFile) -> ModelArchitecture:

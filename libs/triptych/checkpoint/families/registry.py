@@ -52,6 +52,7 @@ _GROUPS = {
         "MiniMaxM2ForCausalLM": "minimax_m2",
         "MixtralForCausalLM": "mixtral",
         "OlmoeForCausalLM": "olmoe",
+        "PhimoeForCausalLM": "phimoe",
         "Qwen2MoeForCausalLM": "qwen2_moe",
         "Qwen3MoeForCausalLM": "qwen3_moe",
     },
