@@ -59,8 +59,7 @@ inline void prefetch_near(const void* address) { __builtin_prefetch(address); }
 
 // One tile of all rows, with one panel.
 template <typename Line, int Rows>
-void multiply_few(const Linear& args, int64_t panel) {
-  const auto* line = static_cast<const typename Line::Element*>(args.weight) + panel * args.in_features * kPanel;
+void multiply_few(const Linear& args, const typename Line::Element* line, int64_t panel) {
   vec sums[Rows][2];  // of its own: sums that others can see would be stored at every step
   unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = zero(); });
   Inputs<float> inputs(static_cast<const float*>(args.x), args.x_stride);
@@ -268,9 +267,13 @@ void multiply_floats(const Linear& args, int64_t rows) {
   if constexpr (Rows > 1) {
     if (rows < Rows) return multiply_floats<Line, Rows - 1>(args, rows);
   }
+  using Element = typename Line::Element;
+  const int64_t panel_size = args.in_features * kPanel;
   make_all_rows(args.stages);
   for_blocks(rows, 1, args.num_panels(), {Rows, Rows, 1}, [&](const Block& block) {
-    for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) multiply_few<Line, Rows>(args, panel);
+    for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel) {
+      multiply_few<Line, Rows>(args, static_cast<const Element*>(args.weight) + panel * panel_size, panel);
+    }
   });
 }
 
@@ -279,7 +282,8 @@ void multiply_few_rows(const Linear& args, int64_t rows, int64_t panel) {
   if constexpr (Rows > 1) {
     if (rows < Rows) return multiply_few_rows<Line, Rows - 1>(args, rows, panel);
   }
-  multiply_few<Line, Rows>(args, panel);
+  const auto* lines = static_cast<const typename Line::Element*>(args.weight) + panel * args.in_features * kPanel;
+  multiply_few<Line, Rows>(args, lines, panel);
 }
 
 // The steps of such a product; few rows are read where they lie.
