@@ -82,6 +82,7 @@ def test_rows_beyond_the_budget_are_skipped_by_name() -> None:
     assert {figure.note for figure in figures} == {"skipped: the time budget is spent"}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")
 def test_command_without_a_device_says_what_to_try(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--json", str(tmp_path / "figures.json")]

@@ -23,6 +23,7 @@ def cached_share(fleet: Fleet) -> float:
     return sum(r.num_cached_tokens for r in fleet.done) / sum(len(r.prompt) for r in fleet.done)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_every_user(policy: str) -> None:
     fleet = run(policy, "unique", seconds=1.0)
@@ -42,6 +43,7 @@ def test_a_prompt_that_everybody_sends_is_served_by_all() -> None:
     assert cached_share(fleet) > 0.85
 
 
+@pytest.mark.thorough
 def test_engines_join_die_and_come_back() -> None:
     faults = ((0.0, 0, "die"), (1.0, 0, "start"), (2.0, 1, "die"), (2.5, 1, "start"))
     fleet = run("prefix", "documents", faults)

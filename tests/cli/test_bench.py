@@ -220,6 +220,7 @@ def test_an_openai_server_is_measured_by_its_usage(api, tmp_path, capsys, endpoi
     assert {raw.sampling["max_tokens"] for raw in api.generator.requests} == {4}
 
 
+@pytest.mark.thorough
 def test_a_plot_shows_what_was_measured(frontend, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plot.svg"

@@ -196,6 +196,7 @@ def copy_as_docker_does(source: Path, context: Path, target: str, *, is_alone: b
         shutil.copy(source, destination)
 
 
+@pytest.mark.quick_cases(1)
 def test_its_wheel_holds_its_own_service_and_no_other(service, wheel_of):
     names = zipfile.ZipFile(wheel_of(service)).namelist()
     packages = {name.split("/")[0] for name in names if name.endswith(".py")}
@@ -267,6 +268,7 @@ def run_in_image(service: str, wheel: Path, code: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.quick_cases(1)
 def test_its_service_prints_its_help_with_nothing_else_installed(service, wheel_of):
     module = f"triptych_services.{service}"
     code = f"import runpy; sys.argv = ['x', '--help']; runpy.run_module({module!r}, run_name='__main__')"

@@ -20,6 +20,7 @@ def client(cluster: LocalCluster) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0)
 
 
+@pytest.mark.thorough
 def test_bad_words_never_appear(cluster: LocalCluster, client: openai.OpenAI) -> None:
     def complete(**fields: object) -> str:
         answer = client.completions.create(
@@ -37,6 +38,7 @@ def test_bad_words_never_appear(cluster: LocalCluster, client: openai.OpenAI) ->
     assert texts[0] != texts[1] == output.outputs[0].text
 
 
+@pytest.mark.thorough
 def test_an_output_that_repeats_itself_ends(cluster: LocalCluster) -> None:
     detection = RepetitionDetection(max_pattern_size=2, min_count=5)
     with LLM(address=cluster.address) as llm:

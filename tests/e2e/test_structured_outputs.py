@@ -129,6 +129,7 @@ def test_stop_string_ends_the_form_early(cluster: LocalCluster) -> None:
     assert cut.text == whole.text.partition('"age"')[0]
 
 
+@pytest.mark.thorough
 def test_stream_says_what_the_whole_answer_says(cluster: LocalCluster) -> None:
     client = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0)
     call: dict[str, Any] = {

@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc.aio
 import httpx
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.helpers.byte_tokenizer import byte_tokenizer, write_model_directory
@@ -140,6 +141,7 @@ async def test_it_serves_both_doors_and_drains_on_sigterm(tmp_path: Path) -> Non
     assert "Traceback" not in stderr
 
 
+@pytest.mark.thorough
 async def test_it_serves_grpc_and_operators_alone(tmp_path: Path) -> None:
     model = write_model_directory(tmp_path)
     options = {
@@ -164,6 +166,7 @@ async def test_it_serves_grpc_and_operators_alone(tmp_path: Path) -> None:
     assert "Traceback" not in stderr
 
 
+@pytest.mark.thorough
 async def test_what_outlasts_the_drain_is_ended(tmp_path: Path) -> None:
     model = write_model_directory(tmp_path)
     flags = {"frontend__drain_s": "0.05", "frontend__keep_s": "0"}  # what is kept goes on at another frontend

@@ -125,6 +125,7 @@ def test_all_at_once_and_again_with_prefix_hits(
     check("with prefix hits", entries, outputs, excused)
 
 
+@pytest.mark.thorough
 @QUICK_OR_EACH
 def test_in_chunks(runner: Runner, entries: list[Entry], excused: list[str], step: int) -> None:
     entries = entries[::step]
@@ -134,6 +135,7 @@ def test_in_chunks(runner: Runner, entries: list[Entry], excused: list[str], ste
     check("in chunks", entries, outputs, excused)
 
 
+@pytest.mark.thorough
 @EACH_OR_FEW
 def test_with_preemptions(runner: Runner, entries: list[Entry], excused: list[str], step: int) -> None:
     entries = entries[::step]

@@ -66,6 +66,7 @@ def wheel_of(tree: Path, target: Path, **env: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+@pytest.mark.thorough
 def test_wheel_with_kernels(tree: Path, tmp_path: Path) -> None:
     env = compiler(tmp_path / "bin")
     wheel = wheel_of(tree, tmp_path / "wheel", TRIPTYCH_NATIVE="all", **env)
@@ -108,6 +109,7 @@ def test_wheel_without_kernels(tree: Path, tmp_path: Path) -> None:
     assert "triptych_kernels/cpu/src/kernel.h" in wheel.namelist(), "to be compiled where it is installed"
 
 
+@pytest.mark.thorough
 def test_unknown_instruction_set(tree: Path, tmp_path: Path) -> None:
     widest = ISAS[0]
     (flag,) = FLAGS_OF_MACHINE[platform.machine()][widest][-1:]

@@ -72,6 +72,7 @@ async def test_a_link_that_fails_costs_time_and_no_token(kind: Callable[[int], D
         assert tokens == await stack.expected(prompt)
 
 
+@pytest.mark.thorough
 async def test_a_slow_link_is_given_up() -> None:
     async with kv_stack() as stack:
         for number in range(20):  # so that the time of a step is known

@@ -90,6 +90,7 @@ async def test_steps_wait_for_a_slow_transport_and_their_sender_does_not() -> No
         assert worker.step_ids == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.thorough
 async def test_a_worker_that_takes_no_bytes_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_executor, "_SEND_TIMEOUT_S", 0.5)
     async with connected() as (_, executor, news, plan), asyncio.timeout(DEADLINE_S):

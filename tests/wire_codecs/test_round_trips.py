@@ -553,6 +553,7 @@ def test_finish_reasons_have_the_numbers_of_the_proto(reason):
         assert output_pb2.FinishReason.Name(reason.value) == f"FINISH_REASON_{reason.name}"
 
 
+@pytest.mark.thorough
 @settings(max_examples=200)
 @given(submits())
 def test_a_submission_takes_no_more_than_it_is_counted_for(request):

@@ -114,6 +114,7 @@ def carry_out(run: RecordedRun, action: tuple[Any, ...]) -> None:
             engine.frontends.open_session(session)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     script=st.lists(scenes, min_size=2, max_size=12),

@@ -143,6 +143,7 @@ def test_preemptions_are_not_charged_and_every_token_is_once() -> None:
     assert served_to(engine.scheduler, "b") == 21 + 23 + 25 + OUTPUT_WEIGHT * 3 * 30
 
 
+@pytest.mark.thorough
 def test_backlogged_tenants_stay_within_the_bound_of_the_paper() -> None:
     """Lemma 4.3: counters of tenants that wait differ by at most max(w_p * longest prompt, w_q * tokens that
     may be in memory)."""

@@ -324,6 +324,7 @@ class OneAtATime(StepPlanner):
 PLANNER = "triptych_services.enginecore.scheduler.scheduler.StepPlanner"
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     prompts=st.lists(

@@ -94,5 +94,6 @@ def test_no_key_without_the_right_keeps_another_tenant_waiting() -> None:
     assert max(wait if wait is not None else NUM_STEPS for wait in waits) < 16
 
 
+@pytest.mark.thorough
 def test_a_gateway_may_let_its_requests_go_before_all_others() -> None:
     assert waits_beside(key("*")) == [None] * 16

@@ -122,6 +122,7 @@ async def open_stack(reply: Reply) -> AsyncIterator[HttpApi]:
         yield api
 
 
+@pytest.mark.thorough
 def test_streams_and_whole_answers_of_both_apis_agree() -> None:
     said = [""]
 

@@ -38,6 +38,7 @@ def test_any_value_is_read_as_json_reads_it(value: Any, indent: int | None) -> N
     assert read_json_in_parts(text) == json.loads(text)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=300)
 @given(values, st.data())
 def test_what_is_no_json_is_refused_at_the_same_place(value: Any, data: st.DataObject) -> None:

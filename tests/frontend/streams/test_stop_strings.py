@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,6 +146,7 @@ def columns_of(token_ids: Sequence[int]) -> LogprobColumns:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=1500, deadline=None)
 @given(
     prompt=st.lists(tokens, max_size=3),

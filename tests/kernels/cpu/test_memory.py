@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import pytest
 import torch
 
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
@@ -24,6 +25,7 @@ def test_an_empty_tensor_has_its_shape() -> None:
     assert zeros_in_huge_pages((0, 5), torch.float32).shape == (0, 5)
 
 
+@pytest.mark.thorough
 def test_a_large_one_takes_what_is_touched_and_gives_it_back() -> None:
     gc.collect()
     before = resident_bytes()

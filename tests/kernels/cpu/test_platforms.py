@@ -52,6 +52,7 @@ build.main([])
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("system", "machine"), [("linux", "riscv64"), ("win32", "AMD64")], ids=["RISC-V", "Windows"]
 )

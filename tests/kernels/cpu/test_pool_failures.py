@@ -194,11 +194,13 @@ def test_a_kernel_without_memory_raises_and_later_computes() -> None:
     assert done == "done"
 
 
+@pytest.mark.thorough
 def test_threads_that_do_not_start_are_an_error() -> None:
     refused, done = run_python(THREADS)
     assert refused.startswith("500 threads: the system starts no further thread")
     assert done == "done"
 
 
+@pytest.mark.thorough
 def test_a_forked_child_computes_with_threads_of_its_own() -> None:
     assert run_python(FORK) == ["child 0"]

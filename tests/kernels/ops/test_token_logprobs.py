@@ -81,6 +81,7 @@ def test_a_row_has_the_same_bits_in_any_batch(vocab_size: int, implementation: I
                 assert torch.equal(result[0], whole[row])
 
 
+@pytest.mark.thorough
 def test_logits_may_be_a_view(implementation: Implementation) -> None:
     wide = torch.randn(5, 200, generator=torch.Generator().manual_seed(3)).to(implementation.device)
     for part in (wide[:, 3:130], wide[:, ::2], wide.T[:5].T):

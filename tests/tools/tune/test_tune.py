@@ -291,6 +291,7 @@ def test_command_without_a_device(
     assert command.main(["--only", "nothing"]) == 2
 
 
+@pytest.mark.thorough
 def test_tool_imports_without_grpc() -> None:
     import_without(GRPC | HTTP | {"yaml", "tqdm", "safetensors"}, ["tools.tune.__main__"])
 

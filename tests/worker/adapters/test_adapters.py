@@ -76,6 +76,7 @@ def say(
     return said
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
 def test_batches_say_what_merged_models_say(base, adapters, enforce_eager):
     runner, store = make_runner(base, max_adapters=8, enforce_eager=enforce_eager)
@@ -104,6 +105,7 @@ def test_log_probabilities_are_those_of_peft(base, adapters):
     np.testing.assert_allclose(scored.logprobs[:, 0], own, atol=5e-5)
 
 
+@pytest.mark.thorough
 def test_eight_adapters_share_four_slots_one_after_the_other(base, adapters, tmp_path):
     runner, store = make_runner(base, max_adapters=4)
     (prompt,) = texts(6)

@@ -60,6 +60,7 @@ def test_a_start_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve_config(EngineConfig(worker=WorkerConfig(device="cpu")), tiny_architecture())
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_rates_decide_nothing_and_warn(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     engine = EngineConfig(worker=WorkerConfig(device="cpu"))
@@ -71,6 +72,7 @@ def test_rates_decide_nothing_and_warn(caplog: pytest.LogCaptureFixture, tmp_pat
     assert "products of bfloat16 are" in caplog.text
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_only_a_quiet_measurement_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []

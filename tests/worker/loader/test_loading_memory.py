@@ -79,6 +79,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's peak")
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

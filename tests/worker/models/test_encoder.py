@@ -89,6 +89,7 @@ def test_a_text_has_the_same_bits_alone_and_with_any_threads(name: str, saved: A
             assert torch.equal(states_of(backend, inputs, [text])[0], states)
 
 
+@pytest.mark.thorough
 @torch.inference_mode()
 def test_a_long_text_equals_transformers(tmp_path: Path) -> None:
     name, arguments = ENCODERS["ModernBERT"]

@@ -201,6 +201,7 @@ def test_a_requests_tokens_do_not_depend_on_its_batch(
     assert [engine.generate([prompt], sampling)[0] for prompt in prompts] == together
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_wide_products_need_batch_invariance_off(write, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(quantized, "choose_wide", lambda *_: Wide(100, 8))

@@ -147,6 +147,7 @@ def test_ranks_share_what_other_families_have(num_stages: int, tmp_path: Path) -
             np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=5e-4, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_ranks_add_up_in_the_precision_of_activations(
     cases: dict[str, Case], answers: dict[str, list[Answer]]
 ) -> None:

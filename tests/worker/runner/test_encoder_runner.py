@@ -185,6 +185,7 @@ def test_a_plan_that_contradicts_the_rows_is_refused(encoder: tuple[Path, Any]) 
     assert len(runner.execute(step(1, [good])).vectors) == 1
 
 
+@pytest.mark.thorough
 def test_it_sleeps_and_wakes_with_the_same_bits(encoder: tuple[Path, Any]) -> None:
     runner, (text,) = make_runner(encoder[0]), random_texts(40)
     before = runner.execute(step(1, [entering(0, text, EMBED)])).vectors[RowKey(0, 1)]

@@ -161,6 +161,7 @@ def test_a_request_that_needs_more_does_not_disturb_the_others(
     assert results[0].logprobs.rows.tolist() == [2]
 
 
+@pytest.mark.thorough
 def test_it_sleeps_and_wakes(tiny: tuple[Path, Any], directory: Path) -> None:
     config = config_of(FLAGS)
     leave_program(config, directory)

@@ -186,6 +186,7 @@ number ::= "1 " | "2 "
 }
 
 
+@pytest.mark.thorough
 async def test_forms_whose_masks_are_expensive_are_refused() -> None:
     checker = GrammarChecker(byte_tokenizer())
     for form in EXPENSIVE.values():

@@ -240,6 +240,7 @@ def test_8_bit_caches(
     step.assert_attends_like_the_reference(**options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
 def test_a_scale_of_nan_is_seen_by_those_who_attend_to_it(
     half: int, half_dtype: torch.dtype, device: torch.device, many_sms: None

@@ -144,6 +144,7 @@ def test_gate_and_up_are_multiplied(element: torch.dtype, num_rows: int, device:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 def test_outputs_are_activated(element: torch.dtype, device: torch.device) -> None:
     for in_features in (150, 1100):  # one split, and two

@@ -33,6 +33,7 @@ def test_what_was_compiled_ahead_is_found_at_the_launch(found: dict[str, Any]) -
     assert found["at_launch"] == 0
 
 
+@pytest.mark.thorough
 def test_no_launch_finds_a_kernel_that_is_still_being_loaded(found: dict[str, Any]) -> None:
     """Triton would launch it without a function."""
     assert found["found_early"] == 0

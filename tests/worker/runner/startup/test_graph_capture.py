@@ -37,6 +37,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("graph_capture", "expected"), [("startup", ["capture", "warm up"]), ("lazy", ["warm up"])]
 )
