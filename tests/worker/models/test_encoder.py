@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -142,6 +143,28 @@ def test_bfloat16_stays_near(saved: Any) -> None:
     ):
         cosine = torch.nn.functional.cosine_similarity(own.float(), expected, dim=-1)
         assert float(cosine.min()) > 0.995
+
+
+@torch.inference_mode()
+def test_fixed_ntk_scaling_of_older_files(tmp_path: Path) -> None:
+    theta, factor = 20000.0, 8.0
+    oracle = save_checkpoint(create_encoder("GteModel", SIZES), tmp_path)
+    head_dim = SIZES["hidden_size"] // SIZES["num_attention_heads"]
+    numbers = torch.arange(head_dim // 2, dtype=torch.float64)
+    frequencies = theta ** (-2 * numbers / head_dim) / factor ** (2 * (numbers + 1) / head_dim)
+    oracle.rotary_emb.inv_freq.copy_(frequencies)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    scaling = {"type": "ntk", "factor": factor}
+    config |= {"architectures": ["NewModel"], "rope_theta": theta, "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    inputs, texts = new_inputs(), random_texts(*LENGTHS)
+    own = states_of(RecordedEncoder(load_encoder(tmp_path), inputs), inputs, texts)
+    for states, expected in zip(own, expected_states(oracle, texts), strict=True):
+        torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling | {"mixed_b": 0.6}}))
+    with pytest.raises(FeatureDisabled, match="mixed_b"):
+        read_architecture(tmp_path)
 
 
 def test_every_architecture_is_read(saved: Any) -> None:

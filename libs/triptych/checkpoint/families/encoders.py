@@ -11,6 +11,7 @@ from triptych.checkpoint.architecture import (
     EndsSpec,
     ModelArchitecture,
     NormSpec,
+    RopeParameters,
 )
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
@@ -355,7 +356,7 @@ def _rotary_bert(
     layers = describe_layers(
         sizes,
         intermediate_size=config.integer("intermediate_size"),
-        rope=read_rope(config, sizes, theta=theta),
+        rope=_read_ntk(config, sizes, theta) or read_rope(config, sizes, theta=theta),
     )
     block = _block(
         config.number("layer_norm_eps", default=1e-12),
@@ -372,6 +373,26 @@ def _rotary_bert(
     )
     encoder = EncoderSpec(config.integer("type_vocab_size", default=2, minimum=0), head=head)
     return _encoder(described, encoder)
+
+
+def _read_ntk(config: ConfigFile, sizes: Sizes, theta: float) -> RopeParameters | None:
+    """Read the scaling that GTE's files with code of their own call ntk, for texts of any length; None for others.
+
+    With a factor f, frequency i of d / 2 is divided by `f ** (2 * (i + 1) / d)`: the base is multiplied by f, and all
+    frequencies are divided by `f ** (2 / d)`.
+    """
+    scaling = config.section("rope_scaling")
+    if scaling is None or scaling.values.get("type") != "ntk":
+        return None
+    scaling.pass_over("type")
+    scaling.expect("mixed_b", None, otherwise="frequencies are scaled by a power of their place")
+    factor = scaling.positive("factor")
+    return RopeParameters(
+        theta=config.positive("rope_theta", default=theta, maximum=1e15) * factor,
+        kind="linear",
+        factor=factor ** (2 / sizes.head_dim),
+        original_max_position_embeddings=sizes.max_positions,
+    )
 
 
 def _head(config: ConfigFile, *, activation: str = "tanh") -> EncoderHead | None:
