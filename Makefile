@@ -129,8 +129,9 @@ test-all: $(DEV) native model ## Run all tests that need no GPU, and those of th
 	$(MAKE) --no-print-directory sanitize-cpu ARGS=
 
 .PHONY: test-models
-test-models: $(DEV) native ## Examine every decoder of transformers, and compare with tests/worker/models/census.json; 15 minutes
+test-models: $(DEV) native ## Examine every decoder and encoder of transformers, and compare with what is known; 20 minutes
 	PYTHONPATH=libs:kernels:. $(BIN)/python -m tests.worker.models.census --verify $(ARGS)
+	PYTHONPATH=libs:kernels:. $(BIN)/python -m tests.worker.models.encoder_census --verify $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: ## Run the tests that need a CUDA device, with GPU_PYTHON alone: no set-up, no network

@@ -72,8 +72,10 @@ class TextClassifier(Protocol):
 class EncoderModel(Protocol):
     """A model in which a token sees its whole text; as of `CausalLM`, but for what is said here."""
 
-    classifier: TextClassifier | None
-    """The classifier; None: the model only makes vectors."""
+    @property
+    def classifier(self) -> TextClassifier | None:
+        """Return the classifier; None: the model only makes vectors."""
+        ...
 
     def __call__(self, token_ids: Tensor, positions: Tensor, layout: TextLayout) -> Tensor:
         """Return the states [num_tokens, hidden_size] after the last layer.

@@ -2,7 +2,8 @@
 
     python -m tests.worker.models.census [--write | --verify] [MODEL_TYPE ...]
 
-The findings are in census.json beside this file. `make test-models` examines all classes again and compares.
+The findings are in census.json beside this file. `make test-models` examines all classes again and compares, and so it
+does with those of encoders (encoder_census.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import multiprocessing
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ class Finding:
     """loads: logits and greedy tokens equal transformers'. refused. wrong. not examined: no tiny config is known."""
     reason: str = ""
     steps: str = ""
-    """How steps are computed on CPUs: recorded, or eager. Empty: on a machine without native kernels, or not at all."""
+    """How steps are computed on CPUs: recorded, eager, or text by text. Empty: not at all, or on a machine without
+    native kernels."""
 
 
 def examine(model_type: str) -> Finding:
@@ -72,7 +74,7 @@ def examine(model_type: str) -> Finding:
             expected, said = _logits(oracle), [_greedy(oracle, prompt) for prompt in _PROMPTS]
             tolerance = min(max(_TOLERANCE, 10 * _sensitivity(oracle, expected)), 10 * _TOLERANCE)
         except Exception as error:
-            return Finding(model_type, class_name, "not examined", _short(error))
+            return Finding(model_type, class_name, "not examined", short(error))
         try:
             architecture = describe(directory)
             outcome, reason = _compare(directory, architecture, expected, tolerance)
@@ -82,7 +84,7 @@ def examine(model_type: str) -> Finding:
         except FeatureDisabled as error:
             return Finding(model_type, class_name, "refused", str(error))
         except Exception as error:
-            return Finding(model_type, class_name, "wrong", _short(error))
+            return Finding(model_type, class_name, "wrong", short(error))
 
 
 def _token_ids(vocab_size: int) -> list[torch.Tensor]:
@@ -101,10 +103,10 @@ def _sensitivity(oracle: Any, expected: list[torch.Tensor]) -> float:
     """Return how far logits change, relative to the largest, when weights do by some units of float32."""
     for parameter in oracle.parameters():
         parameter.mul_(1 + 2e-7 * torch.randn(parameter.shape))
-    return max(_distance(*pair) for pair in zip(_logits(oracle), expected, strict=True))
+    return max(distance(*pair) for pair in zip(_logits(oracle), expected, strict=True))
 
 
-def _distance(own: torch.Tensor, theirs: torch.Tensor) -> float:
+def distance(own: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((own - theirs).abs().max() / theirs.abs().max())
 
 
@@ -117,7 +119,7 @@ def _compare(
     for cut in ("whole prompts", "prompts beside decodes"):
         sequences = Sequences(model, architecture, LENGTHS)
         for own, theirs in zip(sequences.run(CUTS[cut]), expected, strict=True):
-            if not (error := _distance(own, theirs)) < tolerance:
+            if not (error := distance(own, theirs)) < tolerance:
                 return "wrong", f"{cut}: logits differ by {error:.2g} of the largest"
             if not torch.equal(own.argmax(-1), theirs.argmax(-1)):
                 return "wrong", f"{cut}: greedy tokens differ"
@@ -148,24 +150,32 @@ def _serve(directory: Path, architecture: ModelArchitecture, said: list[list[int
     return ("loads", "", steps) if own == said else ("wrong", "greedy tokens differ", steps)
 
 
-def _short(error: Exception) -> str:
+def short(error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)[:300]} ({Path(where.filename).name}:{where.lineno})"
 
 
-def _answer(model_type: str, pipe: Any) -> None:
-    pipe.send(asdict(examine(model_type)))
+Examine = Callable[[str], Finding]
+"""Finds out about a type of models."""
 
 
-def census(model_types: list[str]) -> Iterator[Finding]:
-    """Examine classes, each in a process of its own that may take `TIMEOUT_S`."""
+def _answer(examine_type: Examine, model_type: str, pipe: Any) -> None:
+    pipe.send(asdict(examine_type(model_type)))
+
+
+def census(model_types: list[str], examine_type: Examine, classes: Mapping[str, str]) -> Iterator[Finding]:
+    """Examine classes, each in a process of its own that may take `TIMEOUT_S`.
+
+    Args:
+        classes: Type of a model -> its class.
+    """
     context = multiprocessing.get_context("fork")
     for model_type in model_types:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_answer, args=(model_type, theirs))
+        process = context.Process(target=_answer, args=(examine_type, model_type, theirs))
         process.start()
         theirs.close()
-        class_name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+        class_name = classes[model_type]
         try:
             if ours.poll(TIMEOUT_S):
                 yield Finding(**ours.recv())
@@ -177,23 +187,24 @@ def census(model_types: list[str]) -> Iterator[Finding]:
         process.join()
 
 
-def read_findings() -> dict[str, Finding]:
-    """Return type of a model -> what census.json says of it."""
-    return {entry["model_type"]: Finding(**entry) for entry in json.loads(FILE.read_text())}
+def read_findings(file: Path = FILE) -> dict[str, Finding]:
+    """Return type of a model -> what a file of findings says of it."""
+    return {entry["model_type"]: Finding(**entry) for entry in json.loads(file.read_text())}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model_types", nargs="*", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def main(doc: str | None, file: Path, examine_type: Examine, classes: Mapping[str, str]) -> int:
+    """Examine what the command line names, and write or compare the findings."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("model_types", nargs="*", default=list(classes))
     parser.add_argument("--write", action="store_true", help="put the findings into census.json")
     parser.add_argument("--verify", action="store_true", help="fail where they differ from census.json")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    known = read_findings() if FILE.is_file() else {}
+    known = read_findings(file) if file.is_file() else {}
     differing = []
-    for finding in census(arguments.model_types):
+    for finding in census(arguments.model_types, examine_type, classes):
         print(json.dumps(asdict(finding)), flush=True)
         before = known.get(finding.model_type)
         # the words of a reason are other libraries' in part
@@ -202,12 +213,13 @@ def main() -> int:
         known[finding.model_type] = finding
     if arguments.write:
         lines = ",\n".join(json.dumps(asdict(known[name])) for name in sorted(known))
-        FILE.write_text(f"[\n{lines}\n]\n")
+        file.write_text(f"[\n{lines}\n]\n")
     if arguments.verify and differing:
-        print(f"other than in {FILE.name}: {', '.join(differing)}", file=sys.stderr)
+        print(f"other than in {file.name}: {', '.join(differing)}", file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    decoders = {kind: str(name) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    sys.exit(main(__doc__, FILE, examine, decoders))

@@ -1,4 +1,4 @@
-"""Tiny configs of transformers' decoders, made from their defaults."""
+"""Tiny configs of transformers' decoders and encoders, made from their defaults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _SIZES: dict[str, int] = {
     "mask_token_id": 3, "type_vocab_size": 2, "rotary_dim": 8, "qk_head_dim": 24, "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 97, "laurel_rank": 8, "global_head_dim": 32,
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_num_heads": 8, "mamba_d_ssm": 128, "mamba_head_dim": 16,
-    "max_target_positions": 128,
+    "max_target_positions": 128, "pooler_hidden_size": 64, "emb_dim": 64, "entity_vocab_size": 10, "dim": 64,
+    "hidden_dim": 96,
 }  # fmt: skip
 """Key of a config -> its value, where the config has the key and a number there."""
 
@@ -42,15 +43,18 @@ _WHEN_UNSET = {
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX"},
+    "esm": {"vocab_size": 97, "pad_token_id": 1, "mask_token_id": 3},
+    "esmc": {"num_key_value_heads": 4},
+    "lilt": {"hidden_size": 96},
     # many cycles would amplify differences of a bit to other tokens
     "hrm_text": {"num_layers_per_stack": 1},
 }
 """Type of a model -> what its tiny config needs besides."""
 
 
-def small_config(model_type: str) -> PreTrainedConfig:
-    """Return a tiny config of a decoder."""
-    class_name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+def small_config(model_type: str, encoder_class: str = "") -> PreTrainedConfig:
+    """Return a tiny config of a decoder, or of an encoder's class."""
+    class_name = encoder_class or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     config_class = getattr(transformers, class_name).config_class
     values = config_class().to_dict()
     _shrink(values)
@@ -58,7 +62,7 @@ def small_config(model_type: str) -> PreTrainedConfig:
     values["architectures"] = [class_name]
     values["tie_word_embeddings"] = values.get("tie_word_embeddings", False)
     if "is_decoder" in values:
-        values["is_decoder"] = True
+        values["is_decoder"] = not encoder_class
     values.pop("dtype", None)
     config: PreTrainedConfig = config_class.from_dict(values)
     return config

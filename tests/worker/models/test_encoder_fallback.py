@@ -13,7 +13,9 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from tests.worker.models.census import read_findings
 from tests.worker.models.checkpoints import save_checkpoint
+from tests.worker.models.encoder_census import CLASSES, FILE, examine
 from tests.worker.models.encoder_families import AT_ONCE, BY_TEXT, SIZES, create_encoder
 from tests.worker.models.test_encoder import (
     CPU,
@@ -177,7 +179,12 @@ def _states(architecture: ModelArchitecture, directory: Path, texts: list[NDArra
     ("class_name", "changes", "why"),
     [
         ("EuroBertForSequenceClassification", {"classifier_pooling": "late"}, "classifier does not read"),
-        ("ElectraModel", {"is_decoder": True}, "ElectraModel is a decoder"),
+        ("ElectraModel", {"is_decoder": True}, "ElectraModel is no encoder"),
+        (
+            "LongformerForSequenceClassification",
+            {"attention_window": 8},
+            "gives its body global_attention_mask",
+        ),
         ("IBertModel", {}, "has QuantEmbedding for its embedding"),
         ("BartModel", {"d_model": 32}, "has a decoder behind its encoder"),
         ("MobileBertModel", {"quantization_config": {"quant_method": "awq"}}, "in floating point only"),
@@ -190,3 +197,16 @@ def test_what_cannot_be_computed_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes, "architectures": [class_name]}))
     with pytest.raises(FeatureDisabled, match=why):
         choose_architecture(tmp_path, "transformers")
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("model_type", ["albert", "longformer", "fnet"])
+def test_a_sample_of_the_census(model_type: str) -> None:
+    found, known = examine(model_type), read_findings(FILE)[model_type]
+    assert (found.outcome, found.reason) == (known.outcome, known.reason)
+
+
+def test_the_census_has_every_class() -> None:
+    findings = read_findings(FILE)
+    assert {kind: finding.class_name for kind, finding in findings.items()} == CLASSES
+    assert not [finding for finding in findings.values() if finding.outcome == "wrong"]

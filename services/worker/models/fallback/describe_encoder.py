@@ -50,6 +50,10 @@ log = logging.getLogger(__name__)
 _FEATURE = "model.backend = transformers"
 _LENGTHS = (1, 2, 3, 7, 16, 61)
 """Tokens of the texts that a model must compute one by one; a class that cuts them to pieces fails at some."""
+_LONG = 2048
+"""Most positions of a model that is called with more tokens than that; a pass over more would take seconds."""
+_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids"})
+"""Names of what a class with a classifier may give its body."""
 _OPTIONS = frozenset({"window", "is_causal"})
 """Options of `AttendOptions` that attention within texts has."""
 
@@ -121,6 +125,7 @@ def _examine_at_once(model: PreTrainedModel) -> _Found:
     for call in calls:
         _check_call(probe.class_name, call)
     probe.check_rows()
+    _check_length(probe.class_name, parts, probe.vocab_size, max_positions)
     first_position = probe.first_position()
     return _Found(
         layers=tuple(describe_layer(call, probe.input_sizes) for call in calls),
@@ -131,6 +136,21 @@ def _examine_at_once(model: PreTrainedModel) -> _Found:
         head_pooling=_find_head(model, parts, probe.vocab_size, RowWise()),
         has_token_types=parts.has_token_types,
     )
+
+
+@torch.inference_mode()
+def _check_length(class_name: str, parts: EncoderParts, vocab_size: int, max_positions: int) -> None:
+    """Check that a step may have more tokens than a text."""
+    if max_positions > _LONG:
+        return
+    ids = probe_ids(max_positions + 1, vocab_size)
+    try:
+        with StandIns():
+            parts(ids, torch.zeros_like(ids), RowWise())
+    except Exception as error:  # whatever a class raises for a text that is too long
+        raise FeatureDisabled(
+            _FEATURE, f"{class_name} takes no step of {len(ids)} tokens: {error}"
+        ) from error
 
 
 def _check_call(class_name: str, call: AttentionCall) -> None:
@@ -167,7 +187,7 @@ def _examine_by_text(model: PreTrainedModel) -> _Found:
         sees_all |= length > 1 and not torch.equal(states[0], other[0])
     if not sees_all:
         raise FeatureDisabled(
-            _FEATURE, f"{class_name} is a decoder: the first token of a text does not see the last one"
+            _FEATURE, f"{class_name} is no encoder: the first token of a text does not see the last one"
         )
     num_heads = max(1, int(getattr(model.config, "num_attention_heads", 1)))
     layer = LayerSpec(num_heads, num_heads, states.shape[1] // num_heads, max(sizes, default=1), rope=None)
@@ -239,7 +259,13 @@ def _find_head(
         return ""
     _randomize_head(model, parts)
     seen: list[Tensor] = []
-    hook = parts.body.register_forward_hook(lambda module, arguments, out: seen.append(out[0][0]))
+    inputs: set[str] = set()
+
+    def look(module: nn.Module, arguments: Any, given: dict[str, Any], out: Any) -> None:
+        seen.append(out[0][0])
+        inputs.update(name for name, value in given.items() if isinstance(value, Tensor))
+
+    hook = parts.body.register_forward_hook(look, with_kwargs=True)
     given = {"token_type_ids": torch.zeros(1, 5, dtype=torch.int64)} if parts.has_token_types else {}
     parts.calls.attention = attention
     try:
@@ -254,6 +280,8 @@ def _find_head(
         raise FeatureDisabled(
             _FEATURE, f"{class_name}: its classifier cannot be called by itself: {error}"
         ) from error
+    if other := sorted(inputs - _INPUTS):
+        raise FeatureDisabled(_FEATURE, f"{class_name} gives its body {other[0]}, which depends on its task")
     fitting = [kind for kind, own in kind_to_scores.items() if torch.allclose(own, scores, 1e-5, 1e-5)]
     if len(fitting) != 1:
         raise FeatureDisabled(

@@ -29,7 +29,7 @@ from triptych_services.worker.models.fallback.layers import (
 )
 from triptych_services.worker.models.fallback.masks import describe_masks
 from triptych_services.worker.models.fallback.names import TensorRules
-from triptych_services.worker.models.fallback.skeleton import build_encoder
+from triptych_services.worker.models.fallback.skeleton import build_encoder, take_pooler
 
 
 class EncoderParts(nn.Module):
@@ -56,10 +56,8 @@ class EncoderParts(nn.Module):
 
     def cut(self) -> None:
         """Take the pooler out of the body, and put given states in the place of the body."""
-        body, self._pooler = self.body, getattr(self.body, "pooler", None)
-        self._pooler_activation = getattr(body, "pooler_activation", None)
-        if self._pooler is not None:
-            body.pooler = None  # type: ignore[assignment]
+        self._pooler_activation = getattr(self.body, "pooler_activation", None)
+        self._pooler = take_pooler(self.body)
         setattr(self.whole, self.whole.base_model_prefix, self._given)
 
     def forward(

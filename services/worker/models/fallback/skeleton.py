@@ -69,12 +69,12 @@ def find_encoder(values: Mapping[str, Any]) -> type[PreTrainedModel] | None:
     A head for masked words, or for another task of pretraining, is left out.
     """
     for name in map(str, values.get("architectures") or ()):
-        for kind in _encoder_types():
-            body = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(kind) or _first(MODEL_MAPPING_NAMES[kind])
+        for kind in encoder_types():
+            body = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(kind) or first_name(MODEL_MAPPING_NAMES[kind])
             found: str | None = None
             if name == MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind):
                 found = name
-            elif name in (body, _first(MODEL_MAPPING_NAMES[kind])) or (
+            elif name in (body, first_name(MODEL_MAPPING_NAMES[kind])) or (
                 name.endswith(_OTHER_HEADS)
                 and name
                 in (
@@ -89,7 +89,7 @@ def find_encoder(values: Mapping[str, Any]) -> type[PreTrainedModel] | None:
     return None
 
 
-def _encoder_types() -> list[str]:
+def encoder_types() -> list[str]:
     """Return the types of models that may be encoders of texts; a probe says which of them are."""
     classifiers = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.keys()
     kinds = {
@@ -100,7 +100,7 @@ def _encoder_types() -> list[str]:
     return sorted(kinds & MODEL_MAPPING_NAMES.keys())
 
 
-def _first(names: str | Sequence[str]) -> str:
+def first_name(names: str | Sequence[str]) -> str:
     return names if isinstance(names, str) else names[0]
 
 
@@ -175,11 +175,20 @@ def build_encoder(values: Mapping[str, Any], dtype: torch.dtype, *, is_by_text: 
         raise FeatureDisabled(_FEATURE, f"{model_class.__name__} has a decoder behind its encoder")
     config.chunk_size_feed_forward = 0  # tokens that an MLP computes at once; they change no number
     model = _build(model_class, config, dtype)
-    pooler = getattr(model, "pooler", None)
-    if pooler is not None and not model_class.__name__.endswith(CLASSIFIER_SUFFIX):
-        # some classes call it without a question; one that is a bare layer is asked for
-        model.pooler = None if isinstance(pooler, nn.Linear) else _NoPooler()  # type: ignore[assignment]
+    if not model_class.__name__.endswith(CLASSIFIER_SUFFIX):
+        take_pooler(model)
     return model
+
+
+def take_pooler(body: nn.Module) -> nn.Module | None:
+    """Take the pooler out of a body, and return it; None: it has none."""
+    pooler = getattr(body, "pooler", None)
+    if not isinstance(pooler, nn.Module):
+        return None
+    # some classes call it without looking; those with a bare layer look, and would go on with its result
+    absent = None if hasattr(pooler, "in_features") else _NoPooler()
+    body.pooler = absent  # type: ignore[assignment]
+    return pooler
 
 
 class _NoPooler(nn.Module):
