@@ -38,19 +38,22 @@ STAGES = ("schedule", "encode", "decode", "update")
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     for _ in range(arguments.rounds):
         for num_running in arguments.running:
-            times = stage_times(num_running, arguments.steps, arguments.steps_in_flight) / 1e3
+            times = (
+                stage_times(num_running, arguments.steps, arguments.steps_in_flight, arguments.windows) / 1e3
+            )
             for stage, column in zip(STAGES, times, strict=True):
                 yield from distribution(f"{num_running:,} running, {stage}", "us", column)
             yield from distribution(f"{num_running:,} running, all", "us", times.sum(axis=0))
 
 
-def stage_times(num_running: int, num_steps: int, steps_in_flight: int) -> np.ndarray:
+def stage_times(num_running: int, num_steps: int, steps_in_flight: int, num_windows: int = 0) -> np.ndarray:
     """Return the nanoseconds of each stage of each step, [num_stages, num_steps]."""
     num_all_steps = NUM_WARM_UP_STEPS + num_steps
     max_model_len = PROMPT_LEN + BLOCK_SIZE + num_all_steps + 8
     scheduler = create_scheduler(
         decoding_submits(num_running, SamplingParams(max_tokens=None)),
-        num_blocks=blocks_of(num_running, max_model_len),
+        num_blocks=blocks_of(num_running, max_model_len) * (1 + num_windows),
+        num_windows=num_windows,
         max_model_len=max_model_len,
         max_num_seqs=num_running,
         max_num_batched_tokens=num_running * (PROMPT_LEN + BLOCK_SIZE),
@@ -90,4 +93,7 @@ if __name__ == "__main__":
     parser.add_argument("--running", type=int, nargs="+", default=[256, 1024], help="requests that decode")
     parser.add_argument("--steps", type=int, default=1000, help="steps of a round")
     parser.add_argument("--steps-in-flight", type=int, default=2)
+    parser.add_argument(
+        "--windows", type=int, default=0, help="groups of layers with a window beside the full one"
+    )
     sys.exit(run(parser, measure))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from triptych.config import SchedulerConfig
-from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
+from triptych.types.facts import KvKind, KvLayout, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import SubmitRequest, single_choice
@@ -19,6 +20,7 @@ BLOCK_SIZE = 16
 VOCAB_SIZE = 49152
 PROMPT_LEN = 128
 NUM_WARM_UP_STEPS = 64
+_WINDOW = 128  # tokens
 
 
 def submit_of(
@@ -49,6 +51,7 @@ def create_scheduler(
     block_size: int = BLOCK_SIZE,
     enable_prefix_caching: bool = True,
     num_stages: int = 1,
+    num_windows: int = 0,
 ) -> Scheduler:
     """Return a scheduler with these requests waiting."""
     config = SchedulerConfig(
@@ -64,6 +67,7 @@ def create_scheduler(
         block_size=block_size,
         eos_token_ids=(2,),
         num_stages=num_stages,
+        num_windows=num_windows,
     )
     scheduler = Scheduler(config, facts, enable_prefix_caching=enable_prefix_caching, clock=time.monotonic)
     for submit in submits:
@@ -80,8 +84,15 @@ def worker_facts(
     block_size: int = BLOCK_SIZE,
     eos_token_ids: tuple[int, ...] = (),
     num_stages: int = 1,
+    num_windows: int = 0,
 ) -> WorkerFacts:
-    """Return what a worker that computes nothing says of itself."""
+    """Return what a worker that computes nothing says of itself.
+
+    Args:
+        num_windows: Groups of layers with a window, beside the full one.
+    """
+    kv = KvLayout(num_blocks, block_size, 1, 1, 1, "float32")
+    window = replace(kv.groups[0], kind=KvKind.WINDOW, window=_WINDOW)
     return WorkerFacts(
         boot_id="none",
         model=ModelFacts(
@@ -94,7 +105,7 @@ def worker_facts(
             kv_dtype="float32",
             quantization="none",
         ),
-        kv=KvLayout(num_blocks, block_size, 1, 1, 1, "float32"),
+        kv=replace(kv, groups=(*kv.groups, *[window] * num_windows)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_steps_in_flight=4,

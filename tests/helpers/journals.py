@@ -12,6 +12,7 @@ from tests.helpers.scheduling import Clock
 from tests.helpers.stack import NaiveRunner, make_config
 from tools.replay.engine import Replay, replay
 from triptych.config import JournalConfig
+from triptych.types.facts import KvLayout
 from triptych.types.journal import JournalEvent
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan, StepResult
@@ -38,6 +39,7 @@ class RecordedRun:
         engine_id: str = "engine-0",
         max_samples_per_row: int = 1,
         num_stages: int = 1,
+        kv: KvLayout | None = None,
         **scheduler: Any,
     ) -> None:
         config = make_config(**{"max_num_seqs": 4, "max_num_batched_tokens": 48, **scheduler})
@@ -49,7 +51,8 @@ class RecordedRun:
         self.clock = Clock()
         self.engine: EngineCore = create_engine(config, started_at_ms, lambda: self.clock())
         self.runner = NaiveRunner(config, num_blocks, max_model_len, max_samples_per_row)
-        self.runner.facts = replace(self.runner.facts, num_stages=num_stages)
+        self.runner.facts = replace(self.runner.facts, num_stages=num_stages, kv=kv or self.runner.facts.kv)
+        self.runner.reset()
         self.plans: deque[StepPlan] = deque()
         self._numbers: dict[int, int] = {}
 

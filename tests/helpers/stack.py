@@ -109,7 +109,7 @@ class NaiveRunner:
         return self.worker.execute(plan)
 
     def reset(self) -> None:
-        self.worker = NaiveWorker()
+        self.worker = NaiveWorker(groups=self.facts.kv.groups)
 
     def sleep(self, level: SleepLevel) -> int:
         if self.sleep_error is not None:

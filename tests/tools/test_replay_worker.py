@@ -15,6 +15,7 @@ from tests.helpers.scheduling import make_prompt
 from tests.helpers.stack import NaiveRunner, WorkerStack, make_config
 from tools.replay.worker import Replay, replay
 from triptych.errors import ConfigError, EngineUnavailable, HandshakeMismatch
+from triptych.types.facts import KvKind, KvLayout
 from triptych.types.journal import JournalEvent, ResultTaken
 from triptych.types.step import RowError, RowKey
 from triptych.wire.journal import JournalReader
@@ -51,6 +52,19 @@ async def worker(num_blocks: int = 6, **scheduler: int) -> AsyncIterator[WorkerS
 async def replayed(directory: Path, stack: WorkerStack) -> Replay:
     with JournalReader(directory) as journal:
         return await replay(journal, f"127.0.0.1:{stack.port}")
+
+
+async def test_a_worker_with_other_groups_is_refused(tmp_path: Path) -> None:
+    kv = KvLayout(40, 16, 1, 1, 1, "float32")
+    group = replace(kv.groups[0], kind=KvKind.WINDOW, window=40)
+    run = RecordedRun(tmp_path, kv=replace(kv, groups=(*kv.groups, group))).start()
+    run.submit(make_prompt(20), sampling={"max_tokens": 3})
+    run.run().engine.close()
+    async with worker(num_blocks=40) as stack:
+        with pytest.raises(
+            ConfigError, match=r"kv\.groups: this worker has .*FULL.*, the recorded one had .*WINDOW"
+        ):
+            await replayed(tmp_path, stack)
 
 
 def nth_result(

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from triptych.types.step import NewRow, StepPlan
+from triptych.types.step import NewRow, StepPlan, empty_u32
 from triptych.wire.step import plan_to_proto
 
 _SHOWN = 6  # values of a column, from the first that differs
@@ -19,6 +19,7 @@ _COLUMN_TO_SLOTS = {
     "skipped_slots": "skipped_slots",
     "block_slots": "block_slots",
     "block_ids": "block_slots",
+    "block_groups": "block_slots",
     "sample_slots": "sample_slots",
     "sample_limits": "sample_slots",
 }
@@ -98,9 +99,11 @@ def _row_differences(recorded: Sequence[NewRow], now: Sequence[NewRow]) -> Itera
         yield Difference("new_rows", f"{len(recorded)} rows", f"{len(now)} rows", frozenset(slots))
     for index, (before, after) in enumerate(zip(recorded, now, strict=False)):
         slots = {before.slot, after.slot}
-        for field_name in _ROW_FIELDS:
+        compared = [(name, getattr(before, name), getattr(after, name)) for name in _ROW_FIELDS]
+        tables = zip_longest(before.group_block_ids, after.group_block_ids, fillvalue=empty_u32())
+        compared += [(f"group_block_ids[{group}]", *pair) for group, pair in enumerate(tables)]
+        for field_name, then, today in compared:
             name = f"new_rows[{index}].{field_name}"
-            then, today = getattr(before, field_name), getattr(after, field_name)
             if not isinstance(then, np.ndarray):
                 if then != today:
                     yield Difference(name, str(then), str(today), frozenset(slots))

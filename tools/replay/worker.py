@@ -23,12 +23,13 @@ from triptych.internal.v1 import session_pb2, worker_pb2, worker_pb2_grpc
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES, open_channel
 from triptych.rpc.session.handshake import WORKER_PROTOCOL, end_of, greet, session_hello
 from triptych.rpc.status import from_rpc_error
-from triptych.types.facts import WorkerFacts
+from triptych.types.facts import KvLayout, WorkerFacts
 from triptych.types.journal import Planned, ResultTaken, Submitted, WorkerGone, WorkerReady
 from triptych.types.step import StepPlan, StepResult
 from triptych.wire.journal import JournalReader
 from triptych.wire.result import result_from_proto
 from triptych.wire.step import StepEncoder
+from triptych.wire.worker import worker_facts_from_proto
 
 _ENGINE_ID = "replay"
 _POLL_S = 0.05
@@ -122,12 +123,7 @@ class _Replayer:
                 if not self._may_become_ready():
                     raise
             await asyncio.sleep(_POLL_S)
-        num_blocks = welcome.facts.kv.num_blocks
-        if num_blocks < recorded.kv.num_blocks:
-            raise ConfigError(
-                f"cache.num_blocks: this worker has {num_blocks} KV blocks, the recorded one had "
-                f"{recorded.kv.num_blocks}, and its plans may use them all"
-            )
+        _check_cache(worker_facts_from_proto(welcome.facts).kv, recorded.kv)
 
     async def execute(self, plan: StepPlan) -> None:
         self.names.note_rows(plan.new_rows)
@@ -211,6 +207,25 @@ class _Replayer:
         if response is grpc.aio.EOF:
             raise await end_of(self._call)
         return response
+
+
+def _check_cache(kv: KvLayout, recorded: KvLayout) -> None:
+    """Check that a worker can carry out plans for the cache of another.
+
+    Raises:
+        ConfigError: It has too few blocks, or other groups.
+    """
+    if kv.groups != recorded.groups:
+        raise ConfigError(f"kv.groups: this worker has {kv.groups}, the recorded one had {recorded.groups}")
+    for what, num, num_recorded in (
+        ("KV blocks", kv.num_blocks, recorded.num_blocks),
+        ("pages of recurrent state", kv.num_state_blocks, recorded.num_state_blocks),
+    ):
+        if num < num_recorded:
+            raise ConfigError(
+                f"cache.num_blocks: this worker has {num} {what}, the recorded one had {num_recorded}, and its plans "
+                "may use them all"
+            )
 
 
 def _slot_to_error(result: StepResult) -> dict[int, str]:

@@ -233,14 +233,11 @@ def check_layout(kv: KvLayout, *, max_model_len: int, chunk: int, max_samples_pe
     needed = {False: 0, True: 0}
     for rules in rules_of(kv):
         needed[rules.is_state] += rules.peak(0, max_model_len, chunk)
-    for is_state, num_blocks, option in (
-        (False, kv.num_blocks, "cache.num_blocks"),
-        (True, kv.num_state_blocks, "cache.num_state_blocks"),
-    ):
+    for is_state, num_blocks in ((False, kv.num_blocks), (True, kv.num_state_blocks)):
         if needed[is_state] > max(num_blocks - 1, 0):
             what = "pages of recurrent state" if is_state else "KV blocks"
             raise ConfigError(
                 f"max_model_len {max_model_len} does not fit into {max(num_blocks - 1, 0)} {what}: one request takes "
                 f"up to {needed[is_state]} in {len(kv.groups)} groups of layers; lower model.max_model_len or "
-                f"scheduler.max_num_batched_tokens, or raise {option}"
+                "scheduler.max_num_batched_tokens, or give the cache more memory"
             )

@@ -159,7 +159,8 @@ class BlockPool:
             soft_num_blocks: The soft limit at the start; None: touching blocks costs nothing.
             cached_prefixes: Takes in what comes and goes, where a prefix needs blocks of several groups.
         """
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
+        """Number of blocks, including the null block."""
         self._soft_limit = num_blocks if soft_num_blocks is None else soft_num_blocks
         self._num_touched = 0
         self.num_free = num_blocks - 1
@@ -294,7 +295,7 @@ class BlockPool:
     def uncache_all(self) -> None:
         """Empty the cache, for a worker that lost its blocks. No block may be held."""
         assert not self.num_held, f"{self.num_held} blocks are in use"
-        self._block_to_hash = [None] * self._num_blocks
+        self._block_to_hash = [None] * self.num_blocks
         self._hash_to_block.clear()
         self.cache_changes.note_cleared()
         self._num_cached_free = 0
@@ -303,7 +304,7 @@ class BlockPool:
     def snapshot(self) -> PoolSnapshot:
         """Copy everything. Takes time in proportion to the number of blocks."""
         free, num_blank = tuple(self._free), len(self._free) - self._num_cached_free
-        untouched = tuple(range(self._num_touched + 1, self._num_blocks))
+        untouched = tuple(range(self._num_touched + 1, self.num_blocks))
         within, above = untouched[: self._num_within_limit], untouched[self._num_within_limit :]
         return PoolSnapshot(
             free[:num_blank] + within + free[num_blank:] + above,
@@ -321,7 +322,7 @@ class BlockPool:
         Raises:
             AssertionError: Names the block and what is wrong with it.
         """
-        blocks = range(1, self._num_blocks)
+        blocks = range(1, self.num_blocks)
         assert self._references[NULL_BLOCK] == 0, "the null block is held"
         assert self._block_to_hash[NULL_BLOCK] is None, "the null block is cached"
         for block in blocks:
@@ -341,12 +342,12 @@ class BlockPool:
 
     @property
     def _num_untouched(self) -> int:
-        return self._num_blocks - 1 - self._num_touched
+        return self.num_blocks - 1 - self._num_touched
 
     @property
     def _num_within_limit(self) -> int:
         """Number of untouched blocks within the soft limit."""
-        return max(min(self._soft_limit, self._num_blocks - 1) - self._num_touched, 0)
+        return max(min(self._soft_limit, self.num_blocks - 1) - self._num_touched, 0)
 
     def _evict(self, block: int) -> None:
         block_hash = self._block_to_hash[block]

@@ -104,7 +104,6 @@ class Scheduler:
         kv, num_stages, eos_token_ids = facts.kv, facts.num_stages, facts.model.eos_token_ids
         config = split_budget(config, num_stages)
         self._model = facts.model
-        self._num_blocks = kv.num_blocks
         self._clock = clock
         policy = create_policy(config)
         self._rows = RunningRows(config.max_num_seqs, kv.block_size, eos_token_ids, len(kv.groups))
@@ -168,7 +167,7 @@ class Scheduler:
             waiting=tuple(request for request in self._states.index if request.state is RequestState.WAITING),
             draining=tuple(self._states.draining.values()),
             steps_in_flight=tuple(self._in_flight),
-            num_blocks=self._num_blocks - 1,
+            num_blocks=self._blocks.pool.num_blocks - 1,
             num_used_blocks=self._blocks.pool.num_held,
             num_cached_blocks=self._blocks.pool.num_cached_free,
             num_touched_blocks=self._blocks.pool.num_touched,
@@ -191,7 +190,7 @@ class Scheduler:
             num_waiting=len(self._states.waiting),
             oldest_waiting_s=max(now - next(waiting_since, now), 0.0),  # the index is in the order of arrival
             num_waiting_by_priority={level: num for level, count in alive if (num := count - running[level])},
-            num_blocks=self._num_blocks - 1,
+            num_blocks=self._blocks.pool.num_blocks - 1,
             num_used_blocks=self._blocks.pool.num_held,
             num_cached_blocks=self._blocks.pool.num_cached_free,
             num_touched_blocks=self._blocks.pool.num_touched,

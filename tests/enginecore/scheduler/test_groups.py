@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import initialize
 
 from tests.enginecore.scheduler.test_machine import MAX_MODEL_LEN, SchedulerMachine
+from tests.helpers.journals import RecordedRun, replayed
 from tests.helpers.scheduling import (
     EOS,
     Engine,
@@ -22,11 +24,15 @@ from tests.helpers.scheduling import (
     make_scheduler,
     naive_generation,
 )
+from tools.replay.plan_difference import differences_between, is_same
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_device
 from triptych.errors import ConfigError
 from triptych.types.facts import KvGroup, KvKind, KvLayout
-from triptych.types.step import StepPlan, StepResult
+from triptych.types.journal import Planned
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import NewRow, RowContent, StepPlan, StepResult, empty_u32
+from triptych.wire.journal import read_journal
 from triptych_services.enginecore.kv.groups import longest_step, rules_of
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.scheduler import Scheduler
@@ -273,6 +279,46 @@ def test_states_are_refused_beside_what_cannot_keep_them() -> None:
         make_scheduler(
             kv=kv, max_model_len=100, max_num_batched_tokens=128, max_num_seqs=8, enable_chunked_prefill=False
         )
+
+
+def record(directory: Path, *, window: int = 10) -> RecordedRun:
+    """Record requests of one prompt, a lost worker, and a reset of the cache."""
+    groups = (FULL, STATE, replace(WINDOW, window=window))
+    run = RecordedRun(directory, kv=layout_for_one(groups, 80, 64, spare=20, spare_states=3)).start()
+    for number in range(6):
+        run.submit(make_prompt(30 + number, seed=number % 2), sampling={"max_tokens": 30, "ignore_eos": True})
+    run.run(9)
+    run.lose_worker()
+    run.connect(after_crash=True)
+    run.run()
+    assert run.engine.scheduler.counters.prefix_hits > 0
+    run.engine.reset_prefix_cache()
+    run.submit(make_prompt(30), sampling={"max_tokens": 3, "ignore_eos": True})
+    run.run().engine.close()
+    return run
+
+
+def test_a_journal_of_several_groups_replays_the_same(tmp_path: Path) -> None:
+    record(tmp_path)
+    assert replayed(tmp_path).divergence is None
+
+
+def test_a_difference_in_a_further_group_is_named(tmp_path: Path) -> None:
+    plans = []
+    for window in (10, 14):
+        record(tmp_path / str(window), window=window)
+        events = read_journal(tmp_path / str(window))
+        plans.append(
+            [event.what.plan for event in events if isinstance(event.what, Planned) and event.what.plan]
+        )
+    pairs = zip(*plans, strict=False)
+    one, other = next(pair for pair in pairs if not is_same(*pair))
+    fields = [difference.field for difference in differences_between(one, other)]
+    assert any("block" in field for field in fields), fields
+    row = NewRow(0, 1, RowContent(one.removed_slots, SamplingParams()), empty_u32(), 0, 0, empty_u32(), 0)
+    changed = replace(row, group_block_ids=(np.array([4], np.uint32),))
+    (difference,) = differences_between(replace(one, new_rows=(row,)), replace(one, new_rows=(changed,)))
+    assert difference.field == "new_rows[0].group_block_ids[0][0]"
 
 
 TestGroupedMachine = GroupedMachine.TestCase
