@@ -5,6 +5,7 @@ Nothing is given out here. Where there are groups, a count is that of both pools
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import overload
 
@@ -138,6 +139,8 @@ class GroupedBlockBudget(BlockBudget):
         self._pools = [state_pool if group.is_state else kv_pool for group in groups]
         self._unit = block_size
         self._longest_step = longest_step
+        self._kinds = Counter((int(group.is_state), group.block_size) for group in groups)
+        """Pool and block size -> groups that have them."""
 
     @property
     def fit_credit(self) -> Count:
@@ -146,9 +149,8 @@ class GroupedBlockBudget(BlockBudget):
 
     def growth(self, capacities: Ints, ends: Ints) -> tuple[Ints, Count]:
         nums_new = np.zeros((2, len(ends)), np.int64)
-        for group in self._groups:
-            added = group.blocks_for(ends) - group.blocks_for(capacities)
-            nums_new[int(group.is_state)] += np.maximum(added, 0)
+        for (is_state, size), num_groups in self._kinds.items():
+            nums_new[is_state] += num_groups * np.maximum(-(-ends // size) - -(-capacities // size), 0)
         kv, state = nums_new.sum(axis=1).tolist()
         return nums_new, PoolCounts(kv - self._kv_pool.num_free, state - self._state_pool.num_free)
 

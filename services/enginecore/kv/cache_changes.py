@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from triptych.types.kv_transfer import HASH_BYTES
 from triptych.types.outputs import CacheNews
-from triptych_services.enginecore.kv.groups import GroupRules
+from triptych_services.enginecore.kv.groups import ChunkRules, GroupRules
 
 
 class CacheChanges:
@@ -99,6 +99,41 @@ class _Prefix:
         return self.can_hit or self.num_useful_children > 0
 
 
+class _Need:
+    """The blocks of one group that a hit needs, in numbers that are at hand."""
+
+    __slots__ = (
+        "_block_size",
+        "_group",
+        "first_run",
+        "is_chunk",
+        "num_needed_at_most",
+        "ratio",
+        "window_blocks",
+    )
+
+    def __init__(self, group: GroupRules, block_size: int) -> None:
+        self._group = group
+        self._block_size = block_size
+        self.ratio = group.block_size // block_size
+        self.first_run = 0 if group.releases else 1
+        """Run before the first block."""
+        self.is_chunk = isinstance(group, ChunkRules)
+        """Whether the number depends on the place in the chunk."""
+        self.num_needed_at_most = 1
+        self.window_blocks = 0
+        """The longest run that is counted. 0: a full group, of which it is 1 where nothing is missing."""
+        if group.releases:
+            end = 2 * group.window * group.block_size  # any that is far enough from the beginning
+            self.num_needed_at_most = max(end // group.block_size - group.first_needed(end), 1)
+            self.window_blocks = group.window // group.block_size + 2
+
+    def num_needed(self, depth: int) -> int:
+        """Return the blocks that a hit of `depth` blocks of the smallest size needs."""
+        num_tokens = depth * self._block_size
+        return num_tokens // self._group.block_size - self._group.first_needed(num_tokens)
+
+
 class CachedPrefixes:
     """The prefixes that a request can find where each needs blocks of several groups. Owned by the block manager.
 
@@ -118,9 +153,7 @@ class CachedPrefixes:
         Args:
             block_size: Tokens of the blocks that hashes name.
         """
-        self._groups = groups
-        self._block_size = block_size
-        self._ratios = [group.block_size // block_size for group in groups]
+        self._needs = [_Need(group, block_size) for group in groups]
         self._prefixes: dict[bytes, _Prefix] = {}
         self._useful: dict[bytes, None] = {}
         self._changes = CacheChanges(self._useful)
@@ -143,21 +176,30 @@ class CachedPrefixes:
             first -= 1
         parent = self._prefixes[hashes[first - 1]] if first else None
         for block_hash in hashes[first:num_blocks]:
-            prefix = _Prefix(block_hash, parent, len(self._groups))
+            prefix = _Prefix(block_hash, parent, len(self._needs))
             self._prefixes[block_hash] = prefix
             if parent is not None:
                 parent.children[block_hash] = prefix
-            self._update(prefix)
+            for index, need in enumerate(self._needs):
+                if prefix.depth % need.ratio:  # goes on from the block before
+                    prefix.runs[index] = need.first_run if parent is None else parent.runs[index]
             parent = prefix
 
     def note_stored(self, keys: Iterable[bytes]) -> None:
         """Note that blocks that were not cached are cached."""
+        prefixes: dict[_Prefix, None] = {}
         for key in keys:
-            self._mark(key, is_cached=True)
+            prefix = self._prefixes[key[:HASH_BYTES]]
+            prefix.is_cached[key[HASH_BYTES] if len(key) > HASH_BYTES else 0] = True
+            prefixes[prefix] = None
+        for prefix in prefixes:
+            self._update(prefix)
 
     def note_evicted(self, key: bytes) -> None:
         """Note that a block that was cached is not cached any more."""
-        prefix = self._mark(key, is_cached=False)
+        prefix = self._prefixes[key[:HASH_BYTES]]
+        prefix.is_cached[key[HASH_BYTES] if len(key) > HASH_BYTES else 0] = False
+        self._update(prefix)
         while not prefix.children and not any(prefix.is_cached):
             del self._prefixes[prefix.block_hash]
             if prefix.parent is None:
@@ -171,49 +213,35 @@ class CachedPrefixes:
         self._useful.clear()
         self._changes.note_cleared()
 
-    def _mark(self, key: bytes, *, is_cached: bool) -> _Prefix:
-        prefix = self._prefixes[key[:HASH_BYTES]]
-        index = key[HASH_BYTES] if len(key) > HASH_BYTES else 0
-        prefix.is_cached[index] = is_cached
-        self._update(prefix)
-        return prefix
-
     def _update(self, prefix: _Prefix) -> None:
         """Bring a prefix up to date, and those behind it that are affected."""
         changed = [prefix]
         while changed:
             each = changed.pop()
-            before = each.runs
-            each.runs = [
-                self._run_of(each, group, ratio)
-                for group, ratio in zip(self._groups, self._ratios, strict=True)
-            ]
-            self._note_hit(each, self._is_served(each))
-            if each.runs != before:
+            depth, parent, is_cached = each.depth, each.parent, each.is_cached
+            runs, can_hit, num_blocks = [], True, 0
+            for index, need in enumerate(self._needs):
+                run = need.first_run if parent is None else parent.runs[index]
+                if depth % need.ratio:
+                    can_hit = False
+                elif not is_cached[index]:
+                    run = 0
+                elif need.window_blocks:
+                    run = min(run + 1, need.window_blocks)
+                num_needed = (
+                    need.num_needed(depth)
+                    if need.is_chunk
+                    else min(need.num_needed_at_most, depth // need.ratio)
+                )
+                can_hit = can_hit and run >= num_needed
+                num_blocks += num_needed
+                runs.append(run)
+            can_hit = can_hit and num_blocks > 0
+            if can_hit is not each.can_hit:
+                self._note_hit(each, can_hit)
+            if runs != each.runs:
+                each.runs = runs
                 changed += each.children.values()
-
-    def _run_of(self, prefix: _Prefix, group: GroupRules, ratio: int) -> int:
-        parent = prefix.parent
-        before = parent.runs[group.index] if parent is not None else int(not group.releases)
-        if prefix.depth % ratio:
-            return before
-        if not prefix.is_cached[group.index]:
-            return 0
-        if not group.releases:
-            return before
-        return min(before + 1, group.window // group.block_size + 2)
-
-    def _is_served(self, prefix: _Prefix) -> bool:
-        """Return whether a request that goes on behind a prefix finds what it needs in every group."""
-        num_tokens, num_blocks = prefix.depth * self._block_size, 0
-        for group, ratio, run in zip(self._groups, self._ratios, prefix.runs, strict=True):
-            if prefix.depth % ratio:
-                return False
-            num_needed = prefix.depth // ratio - group.first_needed(num_tokens) if group.releases else 1
-            if run < num_needed:
-                return False
-            num_blocks += num_needed
-        return num_blocks > 0
 
     def _note_hit(self, prefix: _Prefix, can_hit: bool) -> None:
         was_useful = prefix.is_useful

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from itertools import islice
 from math import lcm
 
 import numpy as np
@@ -14,7 +13,7 @@ from triptych.types.facts import KvLayout
 from triptych_services.enginecore.kv.block_table import NULL_BLOCK, BlockTable, GroupTable
 from triptych_services.enginecore.kv.budget import GroupedBlockBudget, GroupHits
 from triptych_services.enginecore.kv.cache_changes import CachedPrefixes
-from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints, PoolCounts, rules_of
+from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints, PoolCounts, rules_of, twins_of
 from triptych_services.enginecore.kv.manager import BlockManager, Growth
 from triptych_services.enginecore.kv.pool import BlockPool
 
@@ -33,7 +32,7 @@ class GroupedBlockManager(BlockManager):
         """
         super().__init__(num_blocks=1, block_size=kv.block_size, enable_prefix_caching=enable_prefix_caching)
         self.groups = rules_of(kv)
-        self.releasing = tuple(group for group in self.groups if group.releases)
+        self.releasing = twins_of(self.groups)
         self._cached_prefixes = CachedPrefixes(self.groups, kv.block_size)
         self._kv_pool = BlockPool(max(kv.num_blocks, 1), kv.soft_num_blocks, self._cached_prefixes)
         self._state_pool = BlockPool(max(kv.num_state_blocks, 1), None, self._cached_prefixes)
@@ -80,6 +79,7 @@ class GroupedBlockManager(BlockManager):
             pool.share(blocks[own.num_released :])
             own.num_settled = len(blocks)
             own.block_ids += blocks
+        table.num_cached = len(hits)
         for group, pool, own in zip(
             self.groups, self._pools, table.groups, strict=True
         ):  # once all hits are held
@@ -87,29 +87,44 @@ class GroupedBlockManager(BlockManager):
         return table.block_ids
 
     def grow(self, tables: Sequence[BlockTable], capacities: Ints, ends: Ints) -> Growth:
-        added = np.stack([group.blocks_for(ends) - group.blocks_for(capacities) for group in self.groups])
-        is_state = [group.is_state for group in self.groups]
-        num_state = int(added[is_state].sum())
-        kv_blocks = iter(self._kv_pool.take(int(added.sum()) - num_state))
-        state_blocks = iter(self._state_pool.take(num_state))
+        size_to_added = {
+            size: (-(-ends // size) - -(-capacities // size))
+            for size in {each.block_size for each in self.groups}
+        }
+        nums_new = sum((size_to_added[group.block_size] for group in self.groups), np.zeros_like(ends))
+        num_state = sum(int(size_to_added[group.block_size].sum()) for group in self.groups if group.is_state)
+        state_blocks = self._state_pool.take(num_state)
+        kv_blocks = self._kv_pool.take(int(nums_new.sum()) - num_state)
+        columns = [size_to_added[group.block_size].tolist() for group in self.groups]
         block_ids: list[int] = []
         block_groups: list[int] = []
-        for table, nums in zip(tables, added.T.tolist(), strict=True):
-            for group, own, num_new in zip(self.groups, table.groups, nums, strict=True):
-                if num_new:
-                    blocks = list(islice(state_blocks if group.is_state else kv_blocks, num_new))
-                    own.block_ids += blocks
-                    block_ids += blocks
-                    block_groups += [group.index] * num_new
-        return Growth(added.sum(axis=0), block_ids, block_groups)
+        kv_start = state_start = 0
+        for table, *nums in zip(tables, *columns, strict=True):
+            for index, (own, num_new) in enumerate(zip(table.groups, nums, strict=True)):
+                if not num_new:
+                    continue
+                if self.groups[index].is_state:
+                    blocks = state_blocks[state_start : state_start + num_new]
+                    state_start += num_new
+                else:
+                    blocks = kv_blocks[kv_start : kv_start + num_new]
+                    kv_start += num_new
+                own.block_ids += blocks
+                block_ids += blocks
+                block_groups += [index] * num_new
+        return Growth(nums_new, block_ids, block_groups)
 
-    def release_unseen(self, table: BlockTable, group: GroupRules, num_needless: int) -> None:
-        own, pool = table.groups[group.index], self._pools[group.index]
-        assert own.num_settled >= num_needless or not self.is_cached(table), "released before it is cached"
-        first = own.num_released
-        pool.release(reversed(own.block_ids[first:num_needless]))
-        own.block_ids[first:num_needless] = [NULL_BLOCK] * (num_needless - first)
-        own.num_released = num_needless
+    def release_unseen(self, twins: Sequence[GroupRules], needless: Sequence[tuple[BlockTable, int]]) -> None:
+        for group in twins:
+            blocks: list[int] = []
+            for table, num_needless in needless:
+                own = table.groups[group.index]
+                assert own.num_settled >= num_needless or not self.is_cached(table), "not cached yet"
+                first = own.num_released
+                blocks += own.block_ids[first:num_needless]
+                own.block_ids[first:num_needless] = [NULL_BLOCK] * (num_needless - first)
+                own.num_released = num_needless
+            self._pools[group.index].release(blocks)
 
     def cache_full_blocks(
         self, filled: Iterable[tuple[BlockTable, array[int], int]], *, is_planning: bool = False
@@ -118,22 +133,22 @@ class GroupedBlockManager(BlockManager):
         blocks: tuple[list[int], list[int]] = ([], [])
         keys: tuple[list[bytes], list[bytes]] = ([], [])
         for table, token_ids, num_tokens in filled:
-            if not (caches_all or table.is_shared) or num_tokens < unit:
+            num_named = num_tokens // unit
+            if num_named <= table.num_cached or not (caches_all or table.is_shared):
                 continue
-            is_known = False
+            if num_named > len(table.hashes):
+                table.extend_hashes(token_ids, num_named, unit)
+            self._cached_prefixes.add_chain(table.hashes, num_named)
             for group, own in zip(self.groups, table.groups, strict=True):
                 first, num_full = own.num_settled, num_tokens // group.block_size
                 if group.is_state and is_planning:  # the step writes the last page
                     num_full = min(num_full, len(own.block_ids) - 1)
-                if num_full <= first:
-                    continue
-                if not is_known:
-                    is_known, num_named = True, num_tokens // unit
-                    table.extend_hashes(token_ids, num_named, unit)
-                    self._cached_prefixes.add_chain(table.hashes, num_named)
-                blocks[group.is_state].extend(own.block_ids[first:num_full])
-                keys[group.is_state].extend(group.keys(table.hashes, first, num_full, unit))
-                own.num_settled = num_full
+                if num_full > first:
+                    blocks[group.is_state].extend(own.block_ids[first:num_full])
+                    keys[group.is_state].extend(group.keys(table.hashes, first, num_full, unit))
+                    own.num_settled = num_full
+            if not (is_planning and self.step_end_every):  # a page of a state may follow
+                table.num_cached = num_named
         if blocks[False]:
             self._newly_cached += self._kv_pool.cache(blocks[False], keys[False])
         if blocks[True]:
@@ -173,7 +188,7 @@ class GroupedBlockManager(BlockManager):
             pool.release(reversed(own.block_ids[own.num_released :]))
             own.block_ids.clear()
         table.groups = ()
-        table.num_hits = 0
+        table.num_hits = table.num_cached = 0
 
     def blocks_freed_by(self, tables: Iterable[BlockTable]) -> Iterator[Count]:
         references: dict[int, int] = {}

@@ -184,6 +184,15 @@ def rules_of(kv: KvLayout) -> tuple[GroupRules, ...]:
     return tuple(_RULES[group.kind](group, index) for index, group in enumerate(kv.groups))
 
 
+def twins_of(groups: Sequence[GroupRules]) -> tuple[tuple[GroupRules, ...], ...]:
+    """Return the groups that release blocks, those together that release them at the same positions."""
+    twins: dict[tuple[type, int, int], list[GroupRules]] = {}
+    for group in groups:
+        if group.releases:
+            twins.setdefault((type(group), group.block_size, group.window), []).append(group)
+    return tuple(map(tuple, twins.values()))
+
+
 def longest_step(max_tokens: int, max_steps_in_flight: int, max_samples_per_row: int) -> int:
     """Return the most positions that lie between what is known to be needed no more and the end of a step.
 

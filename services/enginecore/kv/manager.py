@@ -58,8 +58,8 @@ class BlockManager:
         self.budget: BlockBudget = BlockBudget(self.pool, block_size)
         """Counts what requests need of the free blocks."""
         self.enable_prefix_caching = enable_prefix_caching
-        self.releasing: tuple[GroupRules, ...] = ()
-        """The groups of which rows release blocks as they go on; none without further groups."""
+        self.releasing: tuple[tuple[GroupRules, ...], ...] = ()
+        """The groups of which rows release blocks as they go on, those together that release the same."""
         self.step_end_every = 0
         """Tokens of a block of states, at the ends of which steps of a row end; 0: they may end anywhere."""
         self._newly_cached: list[int] = []
@@ -150,12 +150,12 @@ class BlockManager:
             start += num_new
         return Growth(nums_new, added)
 
-    def release_unseen(self, table: BlockTable, group: GroupRules, num_needless: int) -> None:
-        """Give back the blocks of a group that no later query of a request sees.
+    def release_unseen(self, twins: Sequence[GroupRules], needless: Sequence[tuple[BlockTable, int]]) -> None:
+        """Give back blocks that no later query sees. Those of known tokens must have been cached.
 
         Args:
-            group: One of `releasing`.
-            num_needless: Leading blocks of the group's table that are not needed; more than were released before.
+            twins: One of `releasing`.
+            needless: Tables, and how many leading blocks of these groups each does not need: more than before.
         """
         raise AssertionError("one full group keeps every key")
 

@@ -90,9 +90,9 @@ class StepPlanner:
         if not build.num_preempted:
             self._plan_waiting(build)
             if not self._states.is_short_of_blocks:
-                rows = self._states.rows  # each of them may need a further block soon
-                num_promised = self._num_promised() + len(rows.slot_to_request)
-                self._states.transfers.pulls.begin(num_promised)
+                pulls, num_running = self._states.transfers.pulls, len(self._states.rows.slot_to_request)
+                if len(pulls):  # each row may need a further block soon
+                    pulls.begin(self._num_promised() + num_running)
             if build.num_reserved and build.budget:
                 self._extend_chunks(build)
         return build
@@ -298,14 +298,25 @@ class StepPlanner:
         rows, blocks = self._states.rows, self._states.blocks
         slots = rows.running_order()
         reached = np.minimum(rows.known[slots], rows.computed[slots] - rows.num_uncertain[slots])
-        for group in blocks.releasing:
-            first_needed = group.first_needed(reached)
-            for place in np.flatnonzero(first_needed > rows.released[group.index, slots]).tolist():
-                slot, num_needless = int(slots[place]), int(first_needed[place])
-                request = rows.slot_to_request[slot]
-                blocks.cache_full_blocks([(request.blocks, request.token_ids, int(reached[place]))])
-                blocks.release_unseen(request.blocks, group, num_needless)
-                rows.released[group.index, slot] = num_needless
+        for twins in blocks.releasing:
+            num_needless = twins[0].first_needed(reached)
+            places = np.flatnonzero(num_needless > rows.released[twins[0].index, slots])
+            if not len(places):
+                continue
+            crossing, num_needless = slots[places], num_needless[places]
+            requests = list(map(rows.slot_to_request.__getitem__, crossing.tolist()))
+            tables = [request.blocks for request in requests]
+            blocks.cache_full_blocks(
+                [
+                    (table, request.token_ids, num_tokens)
+                    for table, request, num_tokens in zip(
+                        tables, requests, reached[places].tolist(), strict=True
+                    )
+                ]
+            )
+            blocks.release_unseen(twins, list(zip(tables, num_needless.tolist(), strict=True)))
+            for group in twins:
+                rows.released[group.index, crossing] = num_needless
 
     def _make_way(self, request: Request) -> bool:
         """Take the blocks of a pull for the next request, if nothing runs that will give back some.

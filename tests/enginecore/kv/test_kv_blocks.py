@@ -143,10 +143,10 @@ class BlocksMachine(RuleBasedStateMachine):
 
     def release(self, holder: Holder) -> None:
         self.manager.cache_full_blocks([(holder.table, array("I", holder.tokens), holder.computed)])
-        for group in self.manager.releasing:
-            num_needless = group.first_needed(holder.computed)
-            if num_needless > holder.table.groups[group.index].num_released:
-                self.manager.release_unseen(holder.table, group, num_needless)
+        for twins in self.manager.releasing:
+            num_needless = twins[0].first_needed(holder.computed)
+            if num_needless > holder.table.groups[twins[0].index].num_released:
+                self.manager.release_unseen(twins, [(holder.table, num_needless)])
 
     @precondition(lambda self: self.holders)
     @rule(choice=st.integers(0, 99), is_trusted=st.booleans())
