@@ -93,7 +93,7 @@ def pooling_runner(
     model = load_model(config, open_checkpoint(directory))
     runner = ModelRunner(
         model=model,
-        kv_caches=allocate_kv_cache(kv.shape, torch.device("cpu")),
+        kv_caches=allocate_kv_cache(kv.shape, torch.device("cpu"), kv.places),
         facts=worker_facts(
             config,
             kv,

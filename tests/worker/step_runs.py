@@ -36,7 +36,7 @@ def runner_for(
     facts = tiny_facts(config, kv.max_model_len, kv.shape)
     return ModelRunner(
         model=model,
-        kv_caches=allocate_kv_cache(kv.shape, CPU),
+        kv_caches=allocate_kv_cache(kv.shape, CPU, kv.places),
         facts=facts,
         enforce_eager=True,
         stream=stream,

@@ -95,7 +95,7 @@ def tiny_facts(config: ResolvedConfig, max_model_len: int, kv: KvLayout) -> Work
 def runner_for(model: nn.Module, config: ResolvedConfig, *, enforce_eager: bool = False) -> ModelRunner:
     """A runner over fresh KV memory full of NaN: what no step wrote must never show."""
     kv = plan_kv_cache(config, free_bytes=1 << 30)
-    kv_caches = allocate_kv_cache(kv.shape, torch.device("cpu"))
+    kv_caches = allocate_kv_cache(kv.shape, torch.device("cpu"), kv.places)
     for layer in kv_caches:
         (layer.blocks if layer.scales is None else layer.scales)[1:] = float("nan")
     facts = tiny_facts(config, kv.max_model_len, kv.shape)

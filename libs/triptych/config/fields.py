@@ -154,6 +154,14 @@ class CacheConfig:
         ge=0,
         le=1,
     )
+    groups: str = value(
+        "one",
+        "auto: layers with a window keep the blocks of their window only, in KV groups of their own, where groups of "
+        "equal blocks can be made and save memory; a request then takes a block of each group. one: all layers keep "
+        "all tokens.",
+        WORKER,
+        choices=("auto", "one"),
+    )
     enable_prefix_caching: bool = value(True, "Reuse the KV blocks of equal prefixes.", ENGINE)
 
 

@@ -42,6 +42,7 @@ from triptych_services.worker.runner.pooled_rows import RowPooler
 from triptych_services.worker.runner.pooling import Pooler
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
 from triptych_services.worker.runner.request_rows import RequestRows, create_rows
+from triptych_services.worker.runner.startup.kv_cache import distinct_tensors
 from triptych_services.worker.runner.stored.runner import INPUT, KV_CACHE, HeldState
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 from triptych_services.worker.sampling.logits_processors.create import create_logits_processors
@@ -227,8 +228,8 @@ class ModelRunner(StepRunner):
         if not self._generates:
             return None
         caches = {
-            f"{KV_CACHE}{layer}.{name}": tensor
-            for layer, cache in enumerate(self._kv_caches)
+            f"{KV_CACHE}{number}.{name}": tensor
+            for number, cache in enumerate(distinct_tensors(self._kv_caches))
             for name, tensor in (("blocks", cache.blocks), ("scales", cache.scales))
             if tensor is not None
         }

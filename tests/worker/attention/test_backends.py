@@ -274,7 +274,7 @@ def run_steps(
     kv = plan_kv_cache(config, free_bytes=1 << 30)
     runner = ModelRunner(
         model=model,
-        kv_caches=allocate_kv_cache(kv.shape, CPU),
+        kv_caches=allocate_kv_cache(kv.shape, CPU, kv.places),
         facts=tiny_facts(config, kv.max_model_len, kv.shape),
         attention=attention,
         enforce_eager=eager,

@@ -164,7 +164,7 @@ def _create_stage(
     model = load_model(config, open_checkpoint(directory, device=place), group=group)
     runner = ModelRunner(
         model=model,
-        kv_caches=allocate_kv_cache(kv.shape, place),
+        kv_caches=allocate_kv_cache(kv.shape, place, kv.places),
         facts=worker_facts(
             config,
             kv,

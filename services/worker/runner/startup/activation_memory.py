@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from triptych.types.facts import KvLayout
 from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS
 from triptych_kernels.ops import gather_rows, token_logprobs
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
@@ -17,6 +16,7 @@ from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.runner.prompt_logprobs import MAX_SCORED_AT_ONCE
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import KvPlan
 from triptych_services.worker.sampling.batch import SamplingBatch
 from triptych_services.worker.sampling.params import COLUMN_TO_DTYPE
 
@@ -33,7 +33,7 @@ class LargestSteps:
     def __init__(
         self,
         model: CausalLM,
-        kv: KvLayout,
+        kv: KvPlan,
         device: torch.device,
         *,
         attention: AttentionBackend,
@@ -45,7 +45,7 @@ class LargestSteps:
     ) -> None:
         """
         Args:
-            kv: Shape of the KV cache; its number of blocks is not used.
+            kv: Plan of the KV cache; its number of blocks is not used.
             rank: The stage that `model` is; None: all layers.
             hidden_size: Size of the states that a stage gets from the one before.
         """
@@ -54,8 +54,8 @@ class LargestSteps:
         self._model = model
         self._device = device
         self._attention = attention
-        self._block_size, self._num_groups = kv.block_size, len(kv.groups)
-        self._kv_caches = allocate_kv_cache(replace(kv, num_blocks=1), device)
+        self._block_size, self._num_groups = kv.shape.block_size, len(kv.shape.groups)
+        self._kv_caches = allocate_kv_cache(replace(kv.shape, num_blocks=1), device, kv.places)
         self._max_num_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len

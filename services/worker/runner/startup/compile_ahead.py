@@ -28,13 +28,14 @@ from triptych_services.worker.runner.model_runner import ModelRunner
 from triptych_services.worker.runner.startup.activation_memory import LargestSteps
 from triptych_services.worker.runner.startup.facts import worker_facts
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_groups import choose_groups
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.runner.startup.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
 _MAX_THREADS = 16  # other workers may start on the same machine
-_NUM_BLOCKS = 4  # as many as the steps of a warm-up use
+_NUM_BLOCKS = 4  # of each KV group: as many as the steps of a warm-up use
 
 
 @contextmanager
@@ -100,14 +101,15 @@ def note_launches(
     """
     engine = config.engine
     attention = create_attention(config)
-    few = replace(config, engine=replace(engine, cache=replace(engine.cache, num_blocks=_NUM_BLOCKS)))
+    num_blocks = _NUM_BLOCKS * len(choose_groups(config).kinds)
+    few = replace(config, engine=replace(engine, cache=replace(engine.cache, num_blocks=num_blocks)))
     kv = plan_kv_cache(few, free_memory(device))
     with noted_launches() as noted:
         try:
             for num_tokens, num_rows in step_sizes(config):
                 steps = LargestSteps(
                     model,
-                    kv.shape,
+                    kv,
                     device,
                     attention=attention,
                     max_num_batched_tokens=num_tokens,
@@ -122,7 +124,7 @@ def note_launches(
                 return noted  # the kernels of sampling, which a runner of all stages would launch, are compiled later
             runner = ModelRunner(
                 model=model,
-                kv_caches=allocate_kv_cache(kv.shape, device),
+                kv_caches=allocate_kv_cache(kv.shape, device, kv.places),
                 facts=worker_facts(
                     config,
                     kv,

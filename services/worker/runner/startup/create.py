@@ -53,7 +53,8 @@ from triptych_services.worker.runner.startup.encoder import (
 )
 from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, view_kv_cache
-from triptych_services.worker.runner.startup.kv_plan import KvPlan
+from triptych_services.worker.runner.startup.kv_groups import choose_groups
+from triptych_services.worker.runner.startup.kv_plan import KvPlan, report_groups
 from triptych_services.worker.runner.startup.memory_plan import plan_memory
 from triptych_services.worker.runner.startup.pooler import create_pooler
 from triptych_services.worker.runner.startup.warm_up import warm_up
@@ -127,7 +128,9 @@ def _plan(config: ResolvedConfig, group: RankGroup, model: CausalLM) -> tuple[Re
     """Return the sizes of the KV cache, and the config with the step that is taken; see `plan_memory`."""
     if config.architecture.encoder is not None:
         return plan_encoder(config)
-    return plan_memory(config, group, model, create_attention(config), torch.device(config.rank.device))
+    config, kv = plan_memory(config, group, model, create_attention(config), torch.device(config.rank.device))
+    report_groups(config, kv.shape)
+    return config, kv
 
 
 def resume_runner(
@@ -226,12 +229,12 @@ class RunnerFactory:
     def _create_for_decoder(self, model: CausalLM) -> ModelRunner:
         config, stages = self._config, self._group.stages
         stage = None if stages is None else create_stage(config, stages)
-        held, shape = self._held, self._facts.kv
+        held, shape, places = self._held, self._facts.kv, choose_groups(config).places
         runner = ModelRunner(
             model=model,
-            kv_caches=allocate_kv_cache(shape, self._device)
+            kv_caches=allocate_kv_cache(shape, self._device, places)
             if held is None
-            else view_kv_cache(shape, held.kv_memory),
+            else view_kv_cache(shape, held.kv_memory, places),
             facts=self._facts,
             attention=create_attention(config),
             enforce_eager=config.engine.worker.enforce_eager,

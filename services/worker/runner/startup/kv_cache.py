@@ -1,9 +1,10 @@
 """Allocation of the paged KV cache, in the size that `kv_plan` decides.
 
-    layer 0   [ null | block 1 | block 2 | … ]   each block [2 (key, value), num_kv_heads, block_size, head_dim]
-    layer 1   [ null | block 1 | block 2 | … ]   block 0 belongs to no request: padding points at it
+    tensor 0   [ null | block 1 | block 2 | … ]   each block [2 (key, value), num_kv_heads, block_size, head_dim]
+    tensor 1   [ null | block 1 | block 2 | … ]   block 0 belongs to no request: padding points at it
 
-The blocks of latent attention are [1, 1, block_size, width].
+Each layer has a tensor, or shares it with one layer of each other KV group, which holds other blocks in it. The blocks
+of latent attention are [1, 1, block_size, width].
 
 A cache of 8 bits also has scales, with the same block ids. Only ops index these tensors. Only the engine decides which
 request holds which block.
@@ -12,6 +13,8 @@ request holds which block.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,30 +24,43 @@ from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_services.worker.attention.base import KvCache
 from triptych_services.worker.context.device import TORCH_DTYPES
-from triptych_services.worker.runner.startup.kv_plan import kv_parts, vectors_per_token
+from triptych_services.worker.runner.startup.kv_groups import LayerPlace
+from triptych_services.worker.runner.startup.kv_plan import kv_parts, num_kv_tensors, vectors_per_token
 
 _KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
-def allocate_kv_cache(shape: KvLayout, device: torch.device) -> tuple[KvCache, ...]:
-    """Allocate one cache per layer; the content of blocks other than block 0 is undefined.
+def allocate_kv_cache(
+    shape: KvLayout, device: torch.device, places: Sequence[LayerPlace] = ()
+) -> tuple[KvCache, ...]:
+    """Allocate the caches of all layers; the content of blocks other than block 0 is undefined.
 
     On a CPU the system allocates a page when it is first written, so blocks that no request has held take no memory;
     all of the cache is zero then. Block 0 is zeroed: padding may be read and masked, and a NaN would survive the mask.
+
+    Args:
+        places: As in `KvPlan`.
     """
     scales_shape = (shape.num_blocks, vectors_per_token(shape), shape.num_kv_heads, shape.block_size)
     dtype = _KV_DTYPES[shape.dtype]
-    return tuple(
+    tensors = [
         KvCache(
             _allocate((*scales_shape, shape.head_dim), dtype, device),
             _allocate(scales_shape, torch.float32, device) if dtype in LARGEST_ELEMENT else None,
         )
-        for _ in range(shape.num_layers)
-    )
+        for _ in range(num_kv_tensors(shape))
+    ]
+    return _by_layer(shape, tensors, places)
 
 
-def view_kv_cache(shape: KvLayout, memory: mmap.mmap) -> tuple[KvCache, ...]:
-    """Return the caches of all layers in memory that `kv_parts` divides, on the CPU."""
+def view_kv_cache(
+    shape: KvLayout, memory: mmap.mmap, places: Sequence[LayerPlace] = ()
+) -> tuple[KvCache, ...]:
+    """Return the caches of all layers in memory that `kv_parts` divides, on the CPU.
+
+    Args:
+        places: As in `KvPlan`.
+    """
     scales_shape = (shape.num_blocks, vectors_per_token(shape), shape.num_kv_heads, shape.block_size)
     tensors: dict[str, Tensor] = {}
     for name, start, num_bytes in kv_parts(shape):
@@ -53,10 +69,26 @@ def view_kv_cache(shape: KvLayout, memory: mmap.mmap) -> tuple[KvCache, ...]:
             tensors[name] = part.view(_KV_DTYPES[shape.dtype]).view(*scales_shape, shape.head_dim)
         else:
             tensors[name] = part.view(torch.float32).view(scales_shape)
-    return tuple(
-        KvCache(tensors[f"{layer}.blocks"], tensors.get(f"{layer}.scales"))
-        for layer in range(shape.num_layers)
-    )
+    caches = [
+        KvCache(tensors[f"{tensor}.blocks"], tensors.get(f"{tensor}.scales"))
+        for tensor in range(num_kv_tensors(shape))
+    ]
+    return _by_layer(shape, caches, places)
+
+
+def distinct_tensors(kv_caches: Sequence[KvCache]) -> list[KvCache]:
+    """Return each tensor once, in the order of `kv_parts`: layers meet the tensors of their groups in that order."""
+    return list({cache.blocks.data_ptr(): cache for cache in kv_caches}.values())
+
+
+def _by_layer(
+    shape: KvLayout, tensors: Sequence[KvCache], places: Sequence[LayerPlace]
+) -> tuple[KvCache, ...]:
+    """Return the cache of each layer."""
+    if not places:
+        assert len(shape.groups) == 1, "layers of several groups have places"
+        return tuple(tensors)
+    return tuple(replace(tensors[place.tensor], group=place.group) for place in places)
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

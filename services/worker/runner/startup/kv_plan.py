@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ConfigError, FeatureDisabled
-from triptych.types.facts import KvLayout
+from triptych.types.facts import KvKind, KvLayout
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych_services.worker.parallel.shares import share_kv_heads, stage_layers
+from triptych_services.worker.runner.base import max_steps_in_flight
+from triptych_services.worker.runner.startup.kv_groups import (
+    LayerPlace,
+    blocks_held,
+    choose_groups,
+    most_tokens,
+)
 
-_MIN_BLOCKS = 2  # the null block and one that a request can hold
+log = logging.getLogger(__name__)
+
 _MIB = 1 << 20
 _SCALED_DTYPES, _SCALE_BYTES = ("int8", "float8_e4m3fn"), 4
 _PART_ALIGNMENT = 1 << 21  # a huge page
@@ -25,6 +34,8 @@ class KvPlan:
     """Tokens of prompt and output together: min(the model's or the operator's, the tokens that the blocks hold)."""
     activation_bytes: int = 0
     """Bytes left free for the largest step; 0 if that was not measured."""
+    places: tuple[LayerPlace, ...] = ()
+    """By layer of this stage. Empty: there is one full group, with a tensor for each layer."""
 
 
 def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: int = 0) -> KvPlan:
@@ -48,29 +59,55 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
             f"{architecture.name}: layers with a recurrent state",
             "the worker's cache has no pages for states yet",
         )
-    shape = _without_blocks(config)
-    block_bytes = shape.block_bytes
+    choice = choose_groups(config)
+    shape = choice.with_groups(_without_blocks(config))
+    block_bytes, min_blocks = shape.block_bytes, 1 + len(shape.groups)  # the null block and one of each
     max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
     if cache.num_blocks:
-        num_blocks = _check_num_blocks(cache.num_blocks, block_bytes, free_bytes - activation_bytes)
+        num_blocks = _check_num_blocks(
+            cache.num_blocks, min_blocks, block_bytes, free_bytes - activation_bytes
+        )
     else:
         fraction = cache.memory_fraction or _default_fraction(config.rank.device)
         granted = int(free_bytes * fraction) - activation_bytes
-        blocks_per_seq = -(-max_model_len // cache.block_size)
+        blocks_per_seq = blocks_held(shape.groups, max_model_len, step_tokens(config))
         num_blocks = min(granted // block_bytes, config.engine.scheduler.max_num_seqs * blocks_per_seq + 1)
-        if num_blocks < _MIN_BLOCKS:
+        if num_blocks < min_blocks:
             raise ConfigError(
                 f"cache.memory_fraction: {fraction:g} of the {_mib(free_bytes)} free after loading"
                 f"{f', less {_mib(activation_bytes)} for activations,' if activation_bytes else ''} is "
-                f"{_mib(granted)}, but {_MIN_BLOCKS} KV blocks of {cache.block_size} tokens take "
-                f"{_mib(_MIN_BLOCKS * block_bytes)}; free memory, raise cache.memory_fraction or lower "
+                f"{_mib(granted)}, but {min_blocks} KV blocks of {cache.block_size} tokens take "
+                f"{_mib(min_blocks * block_bytes)}; free memory, raise cache.memory_fraction or lower "
                 "cache.block_size"
             )
     soft_num_blocks = None
     if config.rank.device == "cpu":
         soft_num_blocks = min(int(free_bytes * cache.soft_memory_fraction) // block_bytes, num_blocks - 1)
     shape = replace(shape, num_blocks=num_blocks, soft_num_blocks=soft_num_blocks)
-    return KvPlan(shape, min(max_model_len, shape.num_tokens), activation_bytes)
+    longest = most_tokens(shape, step_tokens(config))
+    return KvPlan(shape, min(max_model_len, longest), activation_bytes, choice.places)
+
+
+def step_tokens(config: ResolvedConfig) -> int:
+    """Return the most tokens between what a row needs no more and the end of a step."""
+    in_flight = max_steps_in_flight(config.rank.num_stages) + 1
+    return max(config.engine.scheduler.max_num_batched_tokens, in_flight)
+
+
+def report_groups(config: ResolvedConfig, shape: KvLayout) -> None:
+    """Log the groups if there are others than one full one, or why there are none for layers with windows."""
+    reason = choose_groups(config).reason
+    if reason:
+        log.info("one KV group for all layers, and no memory is saved by their windows: %s", reason)
+    if not shape.is_plain:
+        log.info(
+            "%d KV groups share the blocks: %s",
+            len(shape.groups),
+            ", ".join(
+                f"{group.num_layers} layers {group.kind.name.lower()} {group.window or ''}".rstrip()
+                for group in shape.groups
+            ),
+        )
 
 
 def _without_blocks(config: ResolvedConfig) -> KvLayout:
@@ -120,7 +157,7 @@ def vector_shapes(architecture: ModelArchitecture, rank: RankFacts) -> tuple[Vec
 
 def vectors_per_token(layout: KvLayout) -> int:
     """Return how many vectors a layer keeps for a token and key head: a key and a value, or one that is both."""
-    of_pairs = replace(layout, groups=())
+    of_pairs = replace(layout, num_layers=num_kv_tensors(layout), groups=())
     return 2 * layout.block_bytes // of_pairs.block_bytes
 
 
@@ -132,11 +169,11 @@ def _default_fraction(device: str) -> float:
     return 0.9 if device.startswith("cuda") else 0.5
 
 
-def _check_num_blocks(num_blocks: int, block_bytes: int, free_bytes: int) -> int:
-    if num_blocks < _MIN_BLOCKS:
+def _check_num_blocks(num_blocks: int, min_blocks: int, block_bytes: int, free_bytes: int) -> int:
+    if num_blocks < min_blocks:
         raise ConfigError(
-            f"cache.num_blocks: {num_blocks} leaves none for requests, block 0 being the null block; "
-            f"set at least {_MIN_BLOCKS}, or 0 to size from free memory"
+            f"cache.num_blocks: {num_blocks} leaves too few, block 0 being the null block; "
+            f"set at least {min_blocks}, or 0 to size from free memory"
         )
     if num_blocks * block_bytes > free_bytes:
         raise ConfigError(
@@ -151,14 +188,20 @@ def _mib(num_bytes: int) -> str:
 
 
 def kv_parts(shape: KvLayout) -> list[tuple[str, int, int]]:
-    """Return the name, the start and the bytes of each layer's blocks and scales in one piece of memory."""
+    """Return the name, the start and the bytes of each tensor's blocks and scales in one piece of memory."""
+    num_tensors = num_kv_tensors(shape)
     vectors = shape.num_blocks * 2 * shape.num_kv_heads * shape.block_size
-    bytes_of_all = shape.block_bytes * shape.num_blocks // shape.num_layers
+    bytes_of_all = shape.block_bytes * shape.num_blocks // num_tensors
     scale_bytes = vectors * _SCALE_BYTES if shape.dtype in _SCALED_DTYPES else 0
     parts, end = [], 0
-    for layer in range(shape.num_layers):
+    for tensor in range(num_tensors):
         for name, num_bytes in (("blocks", bytes_of_all - scale_bytes), ("scales", scale_bytes)):
             if num_bytes:
-                parts.append((f"{layer}.{name}", end, num_bytes))
+                parts.append((f"{tensor}.{name}", end, num_bytes))
                 end += -(-num_bytes // _PART_ALIGNMENT) * _PART_ALIGNMENT
     return parts
+
+
+def num_kv_tensors(shape: KvLayout) -> int:
+    """Return the number of tensors with blocks: as many as the largest group has layers."""
+    return max(group.num_layers for group in shape.groups if group.kind is not KvKind.STATE)

@@ -16,7 +16,8 @@ from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.runner.graph_sizes import graph_token_limit
 from triptych_services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
-from triptych_services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache
+from triptych_services.worker.runner.startup.kv_groups import most_tokens
+from triptych_services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache, step_tokens
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def plan_memory(
         free_bytes = (
             group.minimum(free_memory(device)) // config.rank.ranks_on_host
         )  # each has counted the same
-        return config, _agree_on_blocks(plan_kv_cache(config, free_bytes), group)
+        return config, _agree_on_blocks(config, plan_kv_cache(config, free_bytes), group)
     plan_kv_cache(
         config, group.minimum(free_memory(device))
     )  # what does not fit without a step fits with none
@@ -91,7 +92,7 @@ def _plan_beside_step(
     try:
         steps = LargestSteps(
             model,
-            unmeasured.shape,
+            unmeasured,
             device,
             attention=attention,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -111,7 +112,9 @@ def _plan_beside_step(
         ) from None
     # measured again: kernels and workspaces that the steps have loaded stay in memory
     free_bytes, activation_bytes = group.minimum(free_memory(device)), -group.minimum(-activation_bytes)
-    return _agree_on_blocks(plan_kv_cache(config, free_bytes, activation_bytes=activation_bytes), group)
+    return _agree_on_blocks(
+        config, plan_kv_cache(config, free_bytes, activation_bytes=activation_bytes), group
+    )
 
 
 def _with_smaller_step(config: ResolvedConfig) -> ResolvedConfig | None:
@@ -123,7 +126,7 @@ def _with_smaller_step(config: ResolvedConfig) -> ResolvedConfig | None:
     return None if scheduler is None else replace(config, engine=replace(config.engine, scheduler=scheduler))
 
 
-def _agree_on_blocks(plan: KvPlan, group: RankGroup) -> KvPlan:
+def _agree_on_blocks(config: ResolvedConfig, plan: KvPlan, group: RankGroup) -> KvPlan:
     """Return the plan with as many blocks as every rank can hold, since stages may have more layers than others."""
     shape, soft = plan.shape, plan.shape.soft_num_blocks
     shape = replace(
@@ -131,4 +134,5 @@ def _agree_on_blocks(plan: KvPlan, group: RankGroup) -> KvPlan:
         num_blocks=group.minimum(shape.num_blocks),
         soft_num_blocks=None if soft is None else group.minimum(soft),
     )
-    return replace(plan, shape=shape, max_model_len=min(plan.max_model_len, shape.num_tokens))
+    longest = most_tokens(shape, step_tokens(config))
+    return replace(plan, shape=shape, max_model_len=min(plan.max_model_len, longest))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from triptych.types.facts import KvLayout
 from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS, SamplingParams
 from triptych.types.step import U32, NewRow, RowContent, StepPlan, empty_u32
 from triptych_services.worker.runner.base import StepRunner
@@ -33,12 +36,12 @@ def warm_up(runner: StepRunner) -> None:
     num_prompt = min(_NUM_TOKENS, facts.max_num_batched_tokens, facts.model.max_model_len - 2)
     if num_prompt < 1:
         return  # a context of two tokens has no decode to warm up
-    block_ids = np.arange(1, num_prompt // facts.kv.block_size + 2, dtype=np.uint32)
+    tables = _tables(facts.kv, num_prompt)
     runner.reset()
-    runner.execute(_first_step(1, num_prompt, block_ids, _ALL_KINDS))
+    runner.execute(_first_step(1, num_prompt, tables, _ALL_KINDS))
     runner.execute(StepPlan(step_id=2, last_result_seen=1))
     for step_id, sampling in enumerate(_OTHER_FORMS, 3):
-        runner.execute(_first_step(step_id, 1, block_ids, sampling))
+        runner.execute(_first_step(step_id, 1, tables, sampling))
     runner.reset()
 
 
@@ -48,14 +51,20 @@ def warm_up_plainly(runner: StepRunner) -> None:
     num_prompt = min(_NUM_TOKENS, facts.max_num_batched_tokens, facts.model.max_model_len - 2)
     if num_prompt < 1:
         return
-    block_ids = np.arange(1, num_prompt // facts.kv.block_size + 2, dtype=np.uint32)
+    tables = _tables(facts.kv, num_prompt)
     runner.reset()
-    runner.execute(_first_step(1, num_prompt, block_ids, SamplingParams(temperature=0.0)))
+    runner.execute(_first_step(1, num_prompt, tables, SamplingParams(temperature=0.0)))
     runner.execute(StepPlan(step_id=2, last_result_seen=1))
     runner.reset()
 
 
-def _first_step(step_id: int, num_tokens: int, block_ids: U32, sampling: SamplingParams) -> StepPlan:
+def _tables(kv: KvLayout, num_prompt: int) -> list[U32]:
+    """Return blocks for a prompt and a token behind it, by group. Groups share them, since nothing is asked of what
+    these rows read."""
+    return [np.arange(1, num_prompt // group.block_size + 2, dtype=np.uint32) for group in kv.groups]
+
+
+def _first_step(step_id: int, num_tokens: int, tables: Sequence[U32], sampling: SamplingParams) -> StepPlan:
     """Return the plan of a step in which a request enters with its whole prompt, and the request before it leaves."""
     row = NewRow(
         slot=0,
@@ -64,8 +73,9 @@ def _first_step(step_id: int, num_tokens: int, block_ids: U32, sampling: Samplin
         emitted_token_ids=empty_u32(),
         num_computed_tokens=0,
         num_cached_tokens=0,
-        block_ids=block_ids,
+        block_ids=tables[0],
         seed=0,
+        group_block_ids=tuple(tables[1:]),
     )
     return StepPlan(
         step_id=step_id,

@@ -43,7 +43,7 @@ def measured(*, max_graph_tokens: int, peaks: dict[int, int]) -> tuple[int, list
     device = torch.device("cpu")
     steps = LargestSteps(
         model,
-        plan_kv_cache(config, free_bytes=1 << 30).shape,
+        plan_kv_cache(config, free_bytes=1 << 30),
         device,
         attention=PagedAttention(),
         max_num_batched_tokens=BUDGET,

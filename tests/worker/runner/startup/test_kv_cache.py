@@ -75,7 +75,7 @@ def test_given_blocks_are_taken_as_they_are():
 @pytest.mark.parametrize(
     ("cache", "free", "says"),
     [
-        (CacheConfig(block_size=4, num_blocks=1), 1 << 30, "cache.num_blocks: 1 leaves none"),
+        (CacheConfig(block_size=4, num_blocks=1), 1 << 30, "cache.num_blocks: 1 leaves too few"),
         (CacheConfig(block_size=4, num_blocks=9), 5 * BLOCK_BYTES, "cache.num_blocks: 9 .* at most 5"),
         (
             CacheConfig(block_size=4, memory_fraction=0.5),

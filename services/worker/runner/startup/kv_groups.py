@@ -1,0 +1,228 @@
+"""The choice of KV groups: which layers share a block table, and which share a tensor. docs/adr/0087. Needs no torch.
+
+six layers, windows but for the third and the sixth, divided into groups of two
+
+             group 0, full     group 1, window     group 2, window
+tensor 0     layer 2           layer 0             layer 3
+tensor 1     layer 5           layer 1             layer 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture
+from triptych.types.facts import KvGroup, KvKind, KvLayout
+from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from triptych_services.worker.parallel.shares import stage_layers
+
+_MAX_PADDING = 0.1  # of what a request holds: bytes of a group's blocks that no layer uses
+_MAX_GROUPS = 16  # of a model: each step fills in a table and a slot mapping for each
+_LEAST_SAVING = 0.1  # of what the longest request holds in one group: a table more costs each step something
+_ATTENTION_TO_KIND = {"sliding": KvKind.WINDOW, "chunked": KvKind.CHUNK}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """The keys and values of one layer."""
+
+    group: int
+    tensor: int
+    """Number of the tensor, which a layer of each group has a part of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The positions that the queries of a layer see."""
+
+    kind: KvKind
+    window: int = 0
+
+    def num_held(self, num_tokens: int) -> int:
+        """Return how many tokens of a request are kept, about."""
+        return min(num_tokens, self.window) if self.window else num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """The groups of a stage's layers."""
+
+    kinds: tuple[_Kind, ...]
+    """By group: full ones first, then by window."""
+    places: tuple[LayerPlace, ...]
+    """By layer of the stage."""
+    num_tensors: int
+    reason: str = ""
+    """Why layers with windows are in one group with others; empty: they are not."""
+
+    def with_groups(self, shape: KvLayout) -> KvLayout:
+        """Return the layout of one full group as one of these groups."""
+        layer_bytes = shape.block_bytes // shape.num_layers
+        groups = tuple(
+            KvGroup(
+                kind.kind,
+                num_layers=len({place.tensor for place in self.places if place.group == number}),
+                block_size=shape.block_size,
+                block_bytes=layer_bytes * self.num_tensors,
+                window=kind.window,
+            )
+            for number, kind in enumerate(self.kinds)
+        )
+        return replace(shape, groups=groups)
+
+
+def choose_groups(config: ResolvedConfig) -> GroupChoice:
+    """Choose the groups of this rank's layers, the same kinds on every stage.
+
+    Every rank finds the same, from the layers of the whole model.
+    """
+    architecture = config.architecture
+    stage = stage_layers(architecture, rank=config.rank)
+    max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
+    kind_of_layer = [_kind_of(layer, max_model_len) for layer in architecture.layers]
+    kinds = sorted(set(kind_of_layer), key=lambda kind: (kind.kind is not KvKind.FULL, kind.window))
+    one = GroupChoice(
+        (_Kind(KvKind.FULL),), tuple(LayerPlace(0, tensor) for tensor in range(len(stage))), len(stage)
+    )
+    if kinds == [_Kind(KvKind.FULL)]:
+        return one
+    reason = _obstacle(config)
+    if reason:
+        return replace(one, reason=reason)
+    kind_to_layers = {
+        kind: [
+            index
+            for index, layer in enumerate(architecture.layers)
+            if kind_of_layer[index] == kind and layer.kv_from < 0
+        ]
+        for kind in kinds
+    }
+    kind_to_layers = {kind: layers for kind, layers in kind_to_layers.items() if layers}
+    counts = _choose_counts(kind_to_layers, _stages(architecture, config.rank), max_model_len)
+    if isinstance(counts, str):
+        return replace(one, reason=counts)
+    return _place(architecture, stage, kind_to_layers, counts)
+
+
+def _kind_of(layer: LayerSpec, max_model_len: int) -> _Kind:
+    """Return what the layer's queries see; a window of the whole context is none."""
+    kind = _ATTENTION_TO_KIND.get(layer.attention)
+    return _Kind(KvKind.FULL) if kind is None or layer.window >= max_model_len else _Kind(kind, layer.window)
+
+
+def _obstacle(config: ResolvedConfig) -> str:
+    """Return why there can be one group only, whatever the layers are; empty if there can be others."""
+    if config.engine.cache.groups == "one":
+        return "cache.groups is one"
+    if config.engine.worker.kv_transfer:
+        return "worker.kv_transfer transfers blocks of one group only"
+    if config.architecture.config:
+        return f"the windows of {config.architecture.name} are its own code's"
+    return ""
+
+
+def _stages(architecture: ModelArchitecture, rank: RankFacts) -> list[range]:
+    """Return the layers of each stage."""
+    return [stage_layers(architecture, rank=replace(rank, stage=stage)) for stage in range(rank.num_stages)]
+
+
+def _choose_counts(
+    kind_to_layers: Mapping[_Kind, Sequence[int]], stages: Sequence[range], max_model_len: int
+) -> dict[_Kind, int] | str:
+    """Return into how many groups each kind is divided, as few as padding allows; or why that is impossible."""
+    lengths = {min(kind.window or max_model_len for kind in kind_to_layers), max_model_len}
+    least_padding = 1.0
+    for num_layers in range(max(map(len, kind_to_layers.values())), 0, -1):
+        counts = {kind: -(-len(layers) // num_layers) for kind, layers in kind_to_layers.items()}
+        if sum(counts.values()) > _MAX_GROUPS:
+            break
+        padding = max(
+            _padding(kind_to_layers, counts, stage, num_tokens) for stage in stages for num_tokens in lengths
+        )
+        least_padding = min(least_padding, padding)
+        if padding > _MAX_PADDING:
+            continue
+        held = sum(kind.num_held(max_model_len) * len(layers) for kind, layers in kind_to_layers.items())
+        in_one_group = max_model_len * sum(map(len, kind_to_layers.values()))
+        if held > (1 - _LEAST_SAVING) * in_one_group:
+            return f"they would save less than {_LEAST_SAVING:.0%} of {max_model_len} tokens"
+        return counts
+    return (
+        f"up to {_MAX_GROUPS} groups of equal blocks would have {least_padding:.0%} of padding, and {_MAX_PADDING:.0%} "
+        "is the limit"
+    )
+
+
+def _padding(
+    kind_to_layers: Mapping[_Kind, Sequence[int]], counts: Mapping[_Kind, int], stage: range, num_tokens: int
+) -> float:
+    """Return the share of a request's memory on a stage that no layer uses, relative to what layers use."""
+    num_of_stage = {kind: sum(index in stage for index in layers) for kind, layers in kind_to_layers.items()}
+    num_tensors = max(-(-num_of_stage[kind] // count) for kind, count in counts.items())
+    used = sum(kind.num_held(num_tokens) * number for kind, number in num_of_stage.items())
+    taken = num_tensors * sum(kind.num_held(num_tokens) * count for kind, count in counts.items())
+    return taken / used - 1 if used else float("inf")
+
+
+def _place(
+    architecture: ModelArchitecture,
+    stage: range,
+    kind_to_layers: Mapping[_Kind, Sequence[int]],
+    counts: Mapping[_Kind, int],
+) -> GroupChoice:
+    """Divide the layers of each kind, in their order, and give those that read another layer's keys its place."""
+    of_stage = {
+        kind: [index for index in layers if index in stage] for kind, layers in kind_to_layers.items()
+    }
+    num_tensors = max(-(-len(of_stage[kind]) // count) for kind, count in counts.items())
+    layer_to_place: dict[int, LayerPlace] = {}
+    kinds: list[_Kind] = []
+    for kind, count in counts.items():
+        for number, index in enumerate(of_stage[kind]):
+            layer_to_place[index] = LayerPlace(len(kinds) + number // num_tensors, number % num_tensors)
+        kinds += [kind] * count
+    for index in stage:
+        source = architecture.layers[index].kv_from
+        if source >= 0:
+            layer_to_place[index] = layer_to_place[source]
+    return GroupChoice(tuple(kinds), tuple(layer_to_place[index] for index in stage), num_tensors)
+
+
+def blocks_held(groups: Sequence[KvGroup], num_tokens: int, step_tokens: int) -> int:
+    """Return the most blocks of keys and values that a request of so many tokens holds at a time.
+
+    Args:
+        step_tokens: Tokens between what a row needs no more and the end of a step, at most.
+    """
+    total = 0
+    for group in groups:
+        of_all = -(-num_tokens // group.block_size)
+        if group.kind is KvKind.FULL:
+            total += of_all
+        elif group.kind is not KvKind.STATE:
+            span = group.window - 1 + step_tokens
+            total += min(of_all, max(span - 2, 0) // group.block_size + 2)
+    return total
+
+
+def most_tokens(layout: KvLayout, step_tokens: int) -> int:
+    """Return the length of the longest request that the blocks of a layout hold.
+
+    Args:
+        step_tokens: As of `blocks_held`.
+    """
+    num_blocks = layout.num_blocks - 1
+    if layout.is_plain:
+        return num_blocks * layout.block_size
+    least, most = (
+        0,
+        1 << 40,
+    )  # a request of `least` tokens fits, and one of `most` only if windows keep it small
+    while least < most:
+        middle = (least + most + 1) // 2
+        if blocks_held(layout.groups, middle, step_tokens) <= num_blocks:
+            least = middle
+        else:
+            most = middle - 1
+    return least

@@ -1,0 +1,157 @@
+"""The choice of KV groups from the layers of a model, and what their blocks hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker.grouped_blocks import seen_blocks
+from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych.checkpoint.architecture import LayerSpec
+from triptych.types.facts import KvGroup, KvKind, KvLayout
+from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, distinct_tensors
+from triptych_services.worker.runner.startup.kv_groups import blocks_held, choose_groups, most_tokens
+from triptych_services.worker.runner.startup.kv_plan import kv_parts, plan_kv_cache
+
+SIZES = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 40}
+FULL, WINDOW = LayerSpec(**SIZES), LayerSpec(**SIZES, attention="sliding", window=1024)
+CHUNK = LayerSpec(**SIZES, attention="chunked", window=8192)
+
+
+def config_of(*layers: LayerSpec, context: int = 131072, **changes: Any) -> ResolvedConfig:
+    architecture = replace(tiny_architecture(), layers=layers, max_position_embeddings=context)
+    config = tiny_config(architecture, num_blocks=0)
+    cache = replace(config.engine.cache, groups=changes.pop("groups", "auto"))
+    worker = replace(config.engine.worker, **changes)
+    return replace(config, engine=replace(config.engine, cache=cache, worker=worker))
+
+
+def gemma(num_layers: int) -> tuple[LayerSpec, ...]:
+    """Five windows, then a full layer, and so on."""
+    return tuple(FULL if index % 6 == 5 else WINDOW for index in range(num_layers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_full", "num_windows", "num_tensors"),
+    [
+        (gemma(26), 1, 6, 4),  # Gemma 3 1B: 4 full layers, 22 windows
+        (gemma(34), 1, 6, 5),  # 4B
+        (gemma(48), 1, 5, 8),  # 12B
+        (gemma(62), 1, 5, 11),  # 27B: groups of 10 pad short requests by 13%
+        ((WINDOW, FULL) * 12, 1, 1, 12),  # GPT-OSS, Gemma 2
+        ((WINDOW, WINDOW, WINDOW, FULL) * 8, 1, 3, 8),  # Cohere 2, OLMo 3
+        ((WINDOW,) * 32, 0, 1, 32),  # Mistral 7B
+        ((FULL,) * 32, 1, 0, 32),
+    ],
+)
+def test_groups_of_published_models(
+    layers: tuple[LayerSpec, ...], num_full: int, num_windows: int, num_tensors: int
+) -> None:
+    choice = choose_groups(config_of(*layers))
+    kinds = [kind.kind for kind in choice.kinds]
+    assert kinds == [KvKind.FULL] * num_full + [KvKind.WINDOW] * num_windows
+    assert choice.num_tensors == num_tensors
+    assert not choice.reason
+    # no two layers share a place, and each is in a group of its kind
+    assert len(set(choice.places)) == len(layers)
+    for layer, place in zip(layers, choice.places, strict=True):
+        assert (choice.kinds[place.group].kind is KvKind.WINDOW) == (layer is WINDOW)
+        assert choice.kinds[place.group].window == layer.window
+        assert place.tensor < num_tensors
+
+
+def test_layers_that_read_keys_of_others_share_their_places() -> None:
+    layers = (WINDOW, FULL, replace(WINDOW, kv_from=0), replace(FULL, kv_from=1))
+    choice = choose_groups(config_of(*layers))
+    assert [(place.group, place.tensor) for place in choice.places] == [(1, 0), (0, 0), (1, 0), (0, 0)]
+
+
+def test_chunks_and_windows_are_groups_of_their_own() -> None:
+    choice = choose_groups(config_of(*(CHUNK, WINDOW, FULL) * 2))
+    assert [(kind.kind, kind.window) for kind in choice.kinds] == [
+        (KvKind.FULL, 0),
+        (KvKind.WINDOW, 1024),
+        (KvKind.CHUNK, 8192),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (config_of(WINDOW, FULL, groups="one"), "cache.groups is one"),
+        (config_of(WINDOW, FULL, kv_transfer=True), "worker.kv_transfer transfers"),
+        (config_of(WINDOW, FULL, context=1100), "they would save less than 10% of 1100 tokens"),
+        (config_of(*(WINDOW,) * 13, FULL, FULL, FULL, *(CHUNK,) * 2), "padding, and 10% is the limit"),
+    ],
+)
+def test_one_group_for_a_reason(config: ResolvedConfig, says: str) -> None:
+    choice = choose_groups(config)
+    assert says in choice.reason
+    assert plan_kv_cache(config, 1 << 30).shape.is_plain
+
+
+def test_a_window_of_the_whole_context_is_none() -> None:
+    choice = choose_groups(config_of(WINDOW, FULL, context=1024))
+    assert (len(choice.kinds), choice.reason) == (1, "")
+
+
+def test_stages_have_the_same_groups() -> None:
+    config = config_of(*(WINDOW, FULL) * 8)
+    kinds = set()
+    for stage in range(2):
+        rank = RankFacts(stage=stage, num_stages=2)
+        choice = choose_groups(replace(config, rank=rank))
+        kinds.add(choice.kinds)
+        shape = plan_kv_cache(replace(config, rank=rank), 1 << 30).shape
+        assert [group.num_layers for group in shape.groups] == [choice.num_tensors] * 2
+    assert len(kinds) == 1
+
+
+def test_layers_of_a_tensor_hold_other_blocks_of_it() -> None:
+    config = config_of(WINDOW, WINDOW, FULL, WINDOW, FULL, WINDOW)
+    plan = plan_kv_cache(config, 1 << 24)
+    assert [group.block_bytes for group in plan.shape.groups] == [plan.shape.block_bytes] * 3
+    layers = allocate_kv_cache(plan.shape, torch.device("cpu"), plan.places)
+    assert [layer.group for layer in layers] == [1, 1, 0, 2, 0, 2]
+    tensors = distinct_tensors(layers)
+    assert len(tensors) == 2
+    assert layers[0].blocks.data_ptr() == layers[2].blocks.data_ptr() == layers[3].blocks.data_ptr()
+    assert [name for name, _, _ in kv_parts(plan.shape)] == ["0.blocks", "1.blocks"]
+    assert [num_bytes for _, _, num_bytes in kv_parts(plan.shape)] == [each.blocks.nbytes for each in tensors]
+
+
+@pytest.mark.parametrize("group", [KvGroup(KvKind.WINDOW, 1, 4, 64, 9), KvGroup(KvKind.CHUNK, 1, 4, 64, 10)])
+@pytest.mark.parametrize("step", [1, 3, 16])
+def test_no_request_holds_more_than_the_plan_says(group: KvGroup, step: int) -> None:
+    for num_tokens in (1, 5, 40, 61):
+        most = 0
+        for start in range(num_tokens):
+            last = min(start + step, num_tokens) - 1
+            held = set().union(*(seen_blocks(group, position) for position in range(start, last + 1)))
+            most = max(most, len(held))
+        assert most <= blocks_held((group,), num_tokens, step)
+
+
+def test_the_longest_request_just_fits() -> None:
+    groups = (KvGroup(KvKind.FULL, 1, 4, 64), *[KvGroup(KvKind.WINDOW, 1, 4, 64, 9)] * 2)
+    for num_blocks in (4, 10, 40):
+        layout = KvLayout(num_blocks, 4, 3, 1, 2, "float32", groups=groups)
+        longest = most_tokens(layout, 3)
+        assert blocks_held(groups, longest, 3) <= num_blocks - 1 < blocks_held(groups, longest + 1, 3)
+    assert most_tokens(KvLayout(10, 4, 3, 1, 2, "float32"), 3) == 36
+
+
+def test_the_same_memory_holds_five_times_the_tokens_of_windows_at_32k() -> None:
+    """Ratio of what one request of 32k tokens takes: Gemma 3 27B's layers, in one group and in several."""
+    config = config_of(*gemma(62), context=32768)
+    grouped, plain = (
+        plan_kv_cache(config, 1 << 36).shape,
+        plan_kv_cache(config_of(*gemma(62), groups="one"), 1 << 36).shape,
+    )
+    bytes_grouped = blocks_held(grouped.groups, 32768, 2048) * grouped.block_bytes
+    bytes_plain = blocks_held(plain.groups, 32768, 2048) * plain.block_bytes
+    assert bytes_plain / bytes_grouped > 3.5
