@@ -6,6 +6,7 @@ Lists are shortened to the layers that differ, and sizes that no other key depen
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,28 @@ GPT2 = {
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
     "bos_token_id": 50256,
     "eos_token_id": 50256,
+}
+DEEPSEEK = NO_GROUPS | {
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "v_head_dim": 128,
+}
+DEEPSEEK_YARN = {
+    "type": "yarn",
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
 }
 LAYER_NORM = {key: value for key, value in LLAMA.items() if key not in ("rms_norm_eps", "rope_theta")}
 FALCON = {
@@ -381,6 +404,77 @@ PUBLISHED: dict[str, tuple[str, Config, Config]] = {
             "v_head_dim": 128,
         },
         {"tied": True, "latent": (512, 1536, 128, 64, 128), "theta": 1600000.0, "scale": 192**-0.5},
+    ),
+    "DeepSeek-V2-Lite": (
+        "DeepseekV2ForCausalLM",
+        DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 6,
+            "q_lora_rank": None,
+            "rope_scaling": DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+            "routed_scaling_factor": 1.0,
+            "scoring_func": "softmax",
+            "topk_group": 1,
+            "topk_method": "greedy",
+        },
+        {
+            "latent": (512, 0, 128, 64, 128),
+            "experts": (64, 6),
+            "router": ("softmax", 1, 1, 1, False, 1.0, (), 2816),
+            "dense": 1,
+            "scale": pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2),
+        },
+    ),
+    "DeepSeek-V2": (
+        "DeepseekV2ForCausalLM",
+        DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "n_group": 8,
+            "n_routed_experts": 160,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 6,
+            "q_lora_rank": 1536,
+            "rope_scaling": DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+            "routed_scaling_factor": 16.0,
+            "scoring_func": "softmax",
+            "topk_group": 3,
+            "topk_method": "group_limited_greedy",
+        },
+        {"latent": (512, 1536, 128, 64, 128), "router": ("softmax", 8, 3, 1, False, 16.0, (), 4096)},
+    ),
+    "Kimi-K2, in 16 bits": (
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "n_routed_experts": 384,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_nextn_predict_layers": 0,
+            "q_lora_rank": 1536,
+            "rope_scaling": DEEPSEEK_YARN | {"factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "routed_scaling_factor": 2.827,
+            "scoring_func": "sigmoid",
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+        },
+        {
+            "latent": (512, 1536, 128, 64, 128),
+            "router": ("sigmoid", 1, 1, 2, True, 2.827, (384,), 2048),
+            "dense": 1,
+            "scale": pytest.approx(192**-0.5 * (0.1 * math.log(32) + 1) ** 2),
+        },
     ),
     "starcoder2-7b": (
         "Starcoder2ForCausalLM",
@@ -784,7 +878,10 @@ def facts(read: ModelArchitecture) -> Config:
         "head_dim": read.head_dim,
         "width": first.intermediate_size,
         "windows": [layer.window for layer in read.layers],
-        "experts": (read.num_experts, read.num_experts_per_tok),
+        "experts": (
+            read.num_experts,
+            max((layer.experts.num_experts_per_tok for layer in read.layers if layer.experts), default=0),
+        ),
         "has_rope": [one is not None for one in ropes],
         "kinds": [one.kind for one in ropes if one],
         "thetas": {one.theta for one in ropes if one},
@@ -802,7 +899,13 @@ def facts(read: ModelArchitecture) -> Config:
         found["latent"] = (
             latent.kv_rank, latent.q_rank, latent.nope_dim, latent.rope_dim, first.value_dim
         )  # fmt: skip
+        found["dense"] = sum(layer.experts is None for layer in read.layers)
         found["multipliers"] = (ends.embedding_multiplier, block.residual_multiplier, ends.logits_multiplier)
+    if (experts := read.layers[-1].experts) is not None:
+        found["router"] = (
+            experts.score, experts.num_groups, experts.top_groups, experts.group_experts, experts.renormalize,
+            experts.scale, experts.correction_shape, experts.shared_size,
+        )  # fmt: skip
     if rope is not None:
         found |= {"kind": rope.kind, "theta": rope.theta, "rope_factor": rope.factor}
         found["rotary_dim"] = rope.rotary_dim
@@ -829,6 +932,13 @@ def test_published_configs_mean_what_their_models_were_trained_with(tmp_path: Pa
         ("FalconForCausalLM", FALCON | {"alibi": True}, "alibi = True"),
         ("StableLmForCausalLM", LAYER_NORM | {"qk_layernorm": True}, "qk_layernorm = True"),
         ("CohereForCausalLM", COHERE | {"use_qk_norm": True}, "use_qk_norm = True"),
+        ("DeepseekV2ForCausalLM", DEEPSEEK | {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        (
+            "DeepseekV3ForCausalLM",
+            DEEPSEEK | {"attention_bias": True},
+            "attention_bias = True",
+        ),
+        ("DeepseekV3ForCausalLM", DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         (
             "OPTForCausalLM",
             PUBLISHED["opt-125m"][1] | {"word_embed_proj_dim": 512},

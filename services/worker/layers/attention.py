@@ -10,7 +10,6 @@ from triptych.errors import FeatureDisabled
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.ops import rotary_and_write_kv, write_kv
 from triptych_services.worker.attention.base import AttentionBackend
-from triptych_services.worker.layers.latent_attention import LatentSelfAttention
 from triptych_services.worker.layers.rotary import RotaryEmbedding
 from triptych_services.worker.layers.step_context import StepContext
 
@@ -73,9 +72,10 @@ def check_layers(model: nn.Module, backend: AttentionBackend) -> None:
         FeatureDisabled: It does not compute an option of a layer; names both.
     """
     for layer in model.modules():
-        if not isinstance(layer, Attention | LatentSelfAttention):
+        options = getattr(layer, "options", None)  # those of attention are the only ones
+        if not isinstance(options, AttendOptions):
             continue
-        if lacking := sorted(layer.options.in_use - backend.supported):
+        if lacking := sorted(options.in_use - backend.supported):
             raise FeatureDisabled(
                 f"worker.attention_backend = {backend.name}",
                 f"it does not compute {', '.join(lacking)}, which the model's attention needs; set it to auto",

@@ -101,6 +101,17 @@ FAMILIES: dict[str, Tiny] = {
     "Cohere": Tiny("cohere", {"logit_scale": 0.25, "attention_bias": True}),
     "Cohere 2": Tiny("cohere2", {"sliding_window": WINDOW, "head_dim": 10}),
     "Ernie 4.5": Tiny("ernie4_5", {"head_dim": 10, "use_bias": True}),
+    "DeepSeek V2": Tiny(
+        "deepseek_v2",
+        {**DEEPSEEK_EXPERTS, "topk_method": "group_limited_greedy", "norm_topk_prob": False, **MSCALED},
+        LATENT,
+    ),
+    "DeepSeek V2 Lite": Tiny(
+        "deepseek_v2",
+        {**DEEPSEEK_EXPERTS, "q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        LATENT,
+    ),
+    "DeepSeek V3": Tiny("deepseek_v3", {**DEEPSEEK_EXPERTS, **MSCALED}, LATENT),
     "Dots 1": Tiny(
         "dots1", {**DEEPSEEK_EXPERTS, "head_dim": 8, "sliding_window": WINDOW, "max_window_layers": 2}
     ),
@@ -143,6 +154,7 @@ FAMILIES: dict[str, Tiny] = {
     "GLM 4.5": Tiny(
         "glm4_moe", {**DEEPSEEK_EXPERTS, "head_dim": 12, "use_qk_norm": True, "attention_bias": True}
     ),
+    "GLM 4.7 Flash": Tiny("glm4_moe_lite", {**DEEPSEEK_EXPERTS, "q_lora_rank": 22, "v_head_dim": 12}, LATENT),
     "GPT-2": Tiny("gpt2", {}, GPT2),
     "GPT-BigCode": Tiny("gpt_bigcode", {}, GPT2),
     "GPT-BigCode, many heads": Tiny("gpt_bigcode", {"multi_query": False}, GPT2),

@@ -1,4 +1,6 @@
-"""Families with latent attention: MiniCPM 3, Youtu."""
+"""Families with latent attention: DeepSeek V2 and V3 (Kimi K2 is V3 with other numbers), GLM 4.7 Flash, MiniCPM 3,
+Youtu.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,78 @@ from dataclasses import replace
 from triptych.checkpoint.architecture import (
     BlockSpec,
     EndsSpec,
+    ExpertsSpec,
     LatentSpec,
     LayerSpec,
     ModelArchitecture,
     RopeParameters,
 )
 from triptych.checkpoint.config_file import ConfigFile
-from triptych.checkpoint.families.keys import Sizes, describe, describe_layers, read_rope, read_sizes
+from triptych.checkpoint.families.keys import (
+    Sizes,
+    describe,
+    describe_layers,
+    read_grouped_experts,
+    read_rope,
+    read_sizes,
+    with_dense_layers,
+)
 from triptych.checkpoint.families.llama import rms_block
+from triptych.checkpoint.tensor_names import TensorNames
+
+
+def deepseek_v2(config: ConfigFile) -> ModelArchitecture:
+    config.assume(norm_topk_prob=False, num_experts_per_tok=6, n_routed_experts=64, n_shared_experts=2)
+    sizes, latent = _read_sizes(config, kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64)
+    rope = read_rope(config, sizes, is_interleaved=True)
+    config.expect(
+        "norm_topk_prob", False, otherwise="the weights of a token's experts are divided by their sum"
+    )
+    config.expect("scoring_func", "softmax", otherwise="the router scores in another way")
+    experts = read_grouped_experts(config, group_experts=1)
+    if config.text("topk_method", default="greedy") == "greedy":
+        experts = replace(experts, num_groups=1, top_groups=1)
+    else:
+        config.expect("topk_method", "group_limited_greedy", otherwise="the router chooses in another way")
+    layers = _describe_layers(config, sizes, latent, rope, experts=experts)
+    num_dense = config.integer("first_k_dense_replace", default=0, minimum=0)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    block = replace(_block(config, latent, rope), mlp_bias=config.boolean("mlp_bias", default=False))
+    return describe(config, sizes, layers=layers, block=block, names=_names(config, sizes))
+
+
+def deepseek_v3(config: ConfigFile) -> ModelArchitecture:
+    config.expect("topk_method", "noaux_tc", otherwise="the router chooses in another way")
+    config.expect("scoring_func", "sigmoid", otherwise="the router scores in another way")
+    sizes, latent = _read_sizes(config, kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64)
+    rope = _read_v3_rope(config, sizes)
+    experts = read_grouped_experts(config, score="sigmoid")
+    experts = replace(experts, correction_shape=(experts.num_experts,))
+    layers = _describe_layers(config, sizes, latent, rope, experts=experts)
+    num_dense = config.integer("first_k_dense_replace", default=3, minimum=0)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    block = _block(config, latent, rope)
+    return describe(config, sizes, layers=layers, block=block, names=_names(config, sizes))
+
+
+def glm4_moe_lite(config: ConfigFile) -> ModelArchitecture:
+    """Read GLM 4.7 Flash, of which a list says what layers have a mixture."""
+    num_layers = config.integer("num_hidden_layers")
+    num_dense = 1
+    if config.has("mlp_layer_types"):
+        kinds = config.words("mlp_layer_types", length=num_layers, among=("dense", "sparse"))
+        num_dense = kinds.index("sparse") if "sparse" in kinds else num_layers
+        if "dense" in kinds[num_dense:]:
+            config.fail("mlp_layer_types", kinds, "must have its dense layers before the others")
+    config.pass_over("mlp_layer_types")
+    config.assume(rms_norm_eps=1e-5, first_k_dense_replace=num_dense)
+    return deepseek_v3(config)
 
 
 def minicpm3(config: ConfigFile) -> ModelArchitecture:
     sizes, latent = _read_sizes(config, kv_rank=256, q_rank=768, nope_dim=64, rope_dim=32)
     rope = read_rope(config, sizes)
-    value_dim = config.integer("v_head_dim", default=sizes.hidden_size // sizes.num_heads)
+    config.assume(v_head_dim=sizes.hidden_size // sizes.num_heads)
     config.pass_over("rope_interleave")
     # null says that there is no such factor
     depth = 1.4 if "scale_depth" not in config.values else math.sqrt(sizes.num_layers)
@@ -35,7 +95,7 @@ def minicpm3(config: ConfigFile) -> ModelArchitecture:
         residual_multiplier=config.number("scale_depth", default=depth) / math.sqrt(sizes.num_layers),
         mlp_bias=config.boolean("mlp_bias", default=False),
     )
-    layers = _describe_layers(config, sizes, latent, rope, value_dim=value_dim)
+    layers = _describe_layers(config, sizes, latent, rope)
     return describe(config, sizes, layers=layers, block=block, ends=ends, is_tied=True)
 
 
@@ -43,9 +103,7 @@ def youtu(config: ConfigFile) -> ModelArchitecture:
     sizes, latent = _read_sizes(config, kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64)
     rope = _read_v3_rope(config, sizes)
     config.pass_over("embedding_initializer_range", "mlp_bias")
-    layers = _describe_layers(
-        config, sizes, latent, rope, value_dim=config.integer("v_head_dim", default=128)
-    )
+    layers = _describe_layers(config, sizes, latent, rope)
     return describe(config, sizes, layers=layers, block=_block(config, latent, rope), is_tied=True)
 
 
@@ -88,13 +146,31 @@ def _read_v3_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
 
 
 def _describe_layers(
-    config: ConfigFile, sizes: Sizes, latent: LatentSpec, rope: RopeParameters, *, value_dim: int
+    config: ConfigFile,
+    sizes: Sizes,
+    latent: LatentSpec,
+    rope: RopeParameters,
+    *,
+    experts: ExpertsSpec | None = None,
 ) -> tuple[LayerSpec, ...]:
-    layers = describe_layers(sizes, intermediate_size=config.integer("intermediate_size"), rope=rope)
-    head_dim = latent.nope_dim + latent.rope_dim
+    width = config.integer("intermediate_size" if experts is None else "moe_intermediate_size")
+    layers = describe_layers(sizes, intermediate_size=width, rope=rope, experts=experts)
+    head_dim, value_dim = latent.nope_dim + latent.rope_dim, config.integer("v_head_dim", default=128)
     return tuple(
         replace(layer, num_kv_heads=1, head_dim=head_dim, value_dim=value_dim, latent=latent)
         for layer in layers
+    )
+
+
+def _names(config: ConfigFile, sizes: Sizes) -> TensorNames:
+    """Return the names, without the layers behind the last one, which predict further tokens."""
+    config.expect("moe_layer_freq", 1, otherwise="only some of the later layers have experts")
+    # of training, and of how the first checkpoints were divided among devices
+    config.pass_over("aux_loss_alpha", "seq_aux", "ep_size")
+    key = "num_mtp_layers" if config.has("num_mtp_layers") else "num_nextn_predict_layers"
+    num_further = config.integer(key, default=0, minimum=0)
+    return TensorNames(
+        ignored_prefixes=tuple(f"model.layers.{sizes.num_layers + index}." for index in range(num_further))
     )
 
 

@@ -77,6 +77,9 @@ _GROUPS = {
         "NemotronHForCausalLM": "nemotron_h",
     },
     "latent": {
+        "DeepseekV2ForCausalLM": "deepseek_v2",
+        "DeepseekV3ForCausalLM": "deepseek_v3",
+        "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
         "MiniCPM3ForCausalLM": "minicpm3",
         "YoutuForCausalLM": "youtu",
     },
