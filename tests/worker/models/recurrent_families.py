@@ -20,6 +20,13 @@ MAMBA = {
     "mamba_d_state": 10,
     "mamba_chunk_size": 8,
 }
+SHARED = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 96,
+    "experts_implementation": "eager",
+}
 NO_ATTENTION = {
     key: value for key, value in FOUR.items() if key in ("vocab_size", "hidden_size", "num_hidden_layers")
 }
@@ -43,6 +50,18 @@ RECURRENT_FAMILIES: dict[str, Tiny] = {
     ),
     "Falcon-H1, norm": Tiny(
         "falcon_h1", {**MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+    ),
+    "Granite 4": Tiny(
+        "granitemoehybrid",
+        {
+            **MAMBA,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 96,
+            "attention_multiplier": 0.3,
+            "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+            "experts_implementation": "eager",
+        },
     ),
     "Granite 4, dense": Tiny(
         "granitemoehybrid",
@@ -99,8 +118,10 @@ RECURRENT_FAMILIES: dict[str, Tiny] = {
         },
         {key: value for key, value in FOUR.items() if key != "num_hidden_layers"},
     ),
+    "Qwen3-Next": Tiny("qwen3_next", {**DELTA, **SHARED, "mlp_only_layers": [1]}),
     "Qwen3-Next, dense": Tiny("qwen3_next", {**DELTA, "num_experts": 0}),
     "Qwen 3.5": Tiny(
         "qwen3_5_text", {**DELTA, **rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1])}
     ),
+    "Qwen 3.5 MoE": Tiny("qwen3_5_moe_text", {**DELTA, **SHARED}),
 }

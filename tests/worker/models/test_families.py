@@ -38,6 +38,7 @@ COMPOSITE = {
     "Gemma3ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 }
 ALL_FAMILIES = FAMILIES | RECURRENT_FAMILIES
 

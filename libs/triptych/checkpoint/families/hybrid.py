@@ -24,7 +24,7 @@ from triptych.checkpoint.families.keys import (
     read_rope,
     read_sizes,
 )
-from triptych.checkpoint.families.llama import rms_block
+from triptych.checkpoint.families.llama import granite_multipliers, rms_block
 from triptych.checkpoint.families.recurrent import (
     LINEAR,
     MIXER_ONLY,
@@ -33,6 +33,7 @@ from triptych.checkpoint.families.recurrent import (
     read_limits,
     with_states,
 )
+from triptych.checkpoint.families.shared_experts import GRANITE_EXPERTS
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 from triptych.errors import FeatureDisabled
 
@@ -74,9 +75,10 @@ def _mamba2_of_hybrid(config: ConfigFile, hidden_size: int, *, inner: int = 0) -
 
 def granite_hybrid(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config)
-    config.expect("num_local_experts", 0, otherwise="the layers have experts beside the shared MLP")
-    if not config.has("num_local_experts"):
-        config.fail("num_local_experts", None, "must be 0: experts beside the shared MLP are not built")
+    has_experts = config.integer("num_local_experts", default=8, minimum=0) > 0
+    config.assume(num_local_experts=8, num_experts_per_tok=2)
+    width = config.integer("shared_intermediate_size", default=1024)
+    experts = replace(read_experts(config), shared_size=width) if has_experts else None
     config.pass_over("num_experts_per_tok", "intermediate_size", "normalization_function", "init_method")
     names = {"mamba": LINEAR, LINEAR: LINEAR, "attention": FULL, FULL: FULL}
     key = "layers_block_type" if config.has("layers_block_type") else "layer_types"
@@ -88,26 +90,24 @@ def granite_hybrid(config: ConfigFile) -> ModelArchitecture:
     layers = with_states(
         describe_layers(
             sizes,
-            intermediate_size=config.integer("shared_intermediate_size", default=1024),
+            intermediate_size=config.integer("intermediate_size") if has_experts else width,
             rope=rope if has_positions else None,
+            experts=experts,
         ),
         {index: state for index, kind in enumerate(kinds) if names[kind] == LINEAR},
     )
-    bias = config.boolean("attention_bias", default=False)
-    block = replace(
-        rms_block(config),
-        qkv_bias=bias,
-        out_bias=bias,
-        residual_multiplier=config.number("residual_multiplier", default=1.0),
-        attention_scale=config.number("attention_multiplier", default=1.0),
-    )
-    ends = EndsSpec(
-        embedding_multiplier=config.number("embedding_multiplier", default=1.0),
-        logits_multiplier=1.0 / config.positive("logits_scaling", default=1.0),
-    )
+    block, ends = granite_multipliers(config)
+    shared = "mlp.shared_experts" if has_experts else "mlp"
     tensors = TensorNames(
-        renamed=((".mixer.", ".mamba."), (".mlp.down_proj", ".shared_mlp.output_linear")),
-        fused=(FusedTensor("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),),
+        renamed=(
+            (".mixer.", ".mamba."),
+            (".mlp.gate.", ".block_sparse_moe.router.layer."),
+            (f".{shared}.down_proj.", ".shared_mlp.output_linear."),
+        ),
+        fused=(
+            FusedTensor("shared_mlp.input_linear", (f"{shared}.gate_proj", f"{shared}.up_proj")),
+            *(GRANITE_EXPERTS if has_experts else ()),
+        ),
     )
     return describe(config, sizes, layers=layers, block=block, ends=ends, names=tensors)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from triptych.checkpoint.architecture import (
     BlockSpec,
+    ExpertsSpec,
     LayerSpec,
     ModelArchitecture,
     NormSpec,
@@ -21,9 +22,12 @@ from triptych.checkpoint.families.keys import (
     Sizes,
     describe,
     describe_layers,
+    read_experts,
     read_rope,
     read_sizes,
+    with_dense_layers,
 )
+from triptych.checkpoint.families.registry import architecture_name
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 
 LINEAR = "linear_attention"
@@ -105,15 +109,32 @@ def _gated_delta(config: ConfigFile) -> StateSpec:
     return spec
 
 
-def _qwen(config: ConfigFile, sizes: Sizes, rope: RopeParameters, names: TensorNames) -> ModelArchitecture:
-    """Describe what Qwen3-Next and Qwen 3.5 have in common: dense layers, of which most have a gated delta net."""
+def _qwen(
+    config: ConfigFile,
+    sizes: Sizes,
+    rope: RopeParameters,
+    names: TensorNames,
+    *,
+    experts: ExpertsSpec | None = None,
+) -> ModelArchitecture:
+    """Describe what Qwen3-Next and Qwen 3.5 have in common: most layers have a gated delta net in place of attention.
+
+    Args:
+        experts: The mixture of the layers that have one; None: there are none.
+    """
     kinds = _read_types(config, sizes.num_layers)
     state = _gated_delta(config)
     config.expect("hidden_act", "silu", otherwise="the convolution of this family has another activation")
-    layers = with_states(
-        describe_layers(sizes, intermediate_size=config.integer("intermediate_size"), rope=rope),
-        {index: state for index, kind in enumerate(kinds) if kind == LINEAR},
-    )
+    width = "intermediate_size" if experts is None else "moe_intermediate_size"
+    layers = describe_layers(sizes, intermediate_size=config.integer(width), rope=rope, experts=experts)
+    if experts is not None:
+        every = config.integer("decoder_sparse_step", default=1)
+        dense = config.indices("mlp_only_layers", length=sizes.num_layers)
+        dense_width = config.integer("intermediate_size", default=5632)
+        layers = with_dense_layers(
+            layers, dense_width, lambda index: index in dense or (index + 1) % every > 0
+        )
+    layers = with_states(layers, {index: state for index, kind in enumerate(kinds) if kind == LINEAR})
     norm = NormSpec(eps=config.number("rms_norm_eps", default=1e-6), offset=1.0)
     bias = config.boolean("attention_bias", default=False)
     block = BlockSpec(
@@ -128,22 +149,13 @@ def _qwen(config: ConfigFile, sizes: Sizes, rope: RopeParameters, names: TensorN
         ),
         FusedTensor("linear_attn.conv1d", ("mixer.conv_q", "mixer.conv_k", "mixer.conv_v")),
     )
-    renamed = (*names.renamed, (".mixer.", ".linear_attn."))
+    renamed = (*names.renamed, (".mixer.", ".linear_attn."), (".shared_experts.", ".shared_expert."))
     names = replace(names, renamed=renamed, fused=(*names.fused, *own))
     return describe(config, sizes, layers=layers, block=block, names=names)
 
 
 def qwen3_next(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config, default_head_dim=256)
-    sparse = config.integer("num_experts", default=512, minimum=0)
-    dense = config.indices("mlp_only_layers", length=sizes.num_layers)
-    if sparse and len(dense) < sizes.num_layers:
-        config.expect("num_experts", 0, otherwise="experts beside a shared one with a gate")
-        config.fail("num_experts", None, "must be 0: experts beside a shared one with a gate are not built")
-    config.pass_over(
-        *("decoder_sparse_step", "moe_intermediate_size", "shared_expert_intermediate_size"),
-        *("num_experts_per_tok", "norm_topk_prob"),
-    )
     groups = config.integer("linear_num_key_heads", default=16)
     names = TensorNames(
         fused=tuple(
@@ -157,7 +169,31 @@ def qwen3_next(config: ConfigFile) -> ModelArchitecture:
         ),
         ignored_prefixes=("mtp.",),
     )
-    return _qwen(config, sizes, read_rope(config, sizes, partial=0.25), names)
+    rope, experts = (
+        read_rope(config, sizes, partial=0.25),
+        _shared_experts(config, num_experts=512, chosen=10),
+    )
+    return _qwen(config, sizes, rope, names, experts=experts)
+
+
+def _shared_experts(config: ConfigFile, *, num_experts: int, chosen: int) -> ExpertsSpec | None:
+    """Read a mixture beside an expert of all tokens, which has a gate; None where there are no experts.
+
+    Args:
+        num_experts, chosen: The family's defaults.
+    """
+    if config.values.get("num_experts") == 0:
+        config.pass_over(
+            *("num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),
+            *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+        )
+        return None
+    config.assume(num_experts=num_experts, num_experts_per_tok=chosen, moe_intermediate_size=512)
+    return replace(
+        read_experts(config, "num_experts", renormalize=config.boolean("norm_topk_prob", default=True)),
+        shared_size=config.integer("shared_expert_intermediate_size", default=512),
+        has_shared_gate=True,
+    )
 
 
 _QWEN3_5_FUSED = (
@@ -167,9 +203,18 @@ _QWEN3_5_FUSED = (
 
 
 def qwen3_5(config: ConfigFile) -> ModelArchitecture:
-    sizes = read_sizes(config, default_head_dim=256)
+    return _qwen3_5(config, TensorNames(fused=_QWEN3_5_FUSED, ignored_prefixes=("mtp.",)))
+
+
+def qwen3_5_moe(config: ConfigFile) -> ModelArchitecture:
     names = TensorNames(fused=_QWEN3_5_FUSED, ignored_prefixes=("mtp.",))
-    return _qwen(config, sizes, _text_rope(config, sizes), names)
+    return _qwen3_5(config, names, has_experts=True)
+
+
+def _qwen3_5(config: ConfigFile, names: TensorNames, *, has_experts: bool = False) -> ModelArchitecture:
+    sizes = read_sizes(config, default_head_dim=256)
+    experts = _shared_experts(config, num_experts=256, chosen=8) if has_experts else None
+    return _qwen(config, sizes, _text_rope(config, sizes), names, experts=experts)
 
 
 def qwen3_5_with_images(config: ConfigFile) -> ModelArchitecture:
@@ -183,14 +228,13 @@ def qwen3_5_with_images(config: ConfigFile) -> ModelArchitecture:
         ),
         "tie_word_embeddings",
     )
-    text = config.text_section()
-    sizes = read_sizes(text, default_head_dim=256)
     names = TensorNames(
         renamed=(("model.", "model.language_model."),),
         fused=_QWEN3_5_FUSED,
         ignored_prefixes=("mtp.", "model.visual."),
     )
-    return _qwen(text, sizes, _text_rope(text, sizes), names)
+    has_experts = architecture_name(config).startswith("Qwen3_5Moe")
+    return _qwen3_5(config.text_section(), names, has_experts=has_experts)
 
 
 def _text_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:

@@ -108,6 +108,8 @@ _GROUPS = {
         "Qwen3NextForCausalLM": "qwen3_next",
         "Qwen3_5ForCausalLM": "qwen3_5",
         "Qwen3_5ForConditionalGeneration": "qwen3_5_with_images",
+        "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration": "qwen3_5_with_images",
     },
 }
 """Module in this package -> architecture of a decoder -> its function."""

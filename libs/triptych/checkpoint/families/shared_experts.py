@@ -114,6 +114,15 @@ def glm4_moe(config: ConfigFile) -> ModelArchitecture:
     return describe(config, sizes, layers=layers, block=block, names=TensorNames(ignored_prefixes=ignored))
 
 
+GRANITE_EXPERTS = (
+    FusedTensor(
+        "block_sparse_moe.input_linear", ("mlp.experts.gate_proj", "mlp.experts.up_proj"), of_experts=True
+    ),
+    FusedTensor("block_sparse_moe.output_linear", ("mlp.experts.down_proj",), of_experts=True),
+)
+"""Tensors of all experts of a layer in Granite's mixtures."""
+
+
 def granite_moe(config: ConfigFile) -> ModelArchitecture:
     """Read a mixture with Granite's multipliers, with a shared expert or without one."""
     sizes = read_sizes(config)
@@ -135,12 +144,7 @@ def granite_moe(config: ConfigFile) -> ModelArchitecture:
             (".mlp.shared_experts.down_proj.", ".shared_mlp.output_linear."),
         ),
         fused=(
-            FusedTensor(
-                "block_sparse_moe.input_linear",
-                ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
-                of_experts=True,
-            ),
-            FusedTensor("block_sparse_moe.output_linear", ("mlp.experts.down_proj",), of_experts=True),
+            *GRANITE_EXPERTS,
             FusedTensor(
                 "shared_mlp.input_linear", ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
             ),
