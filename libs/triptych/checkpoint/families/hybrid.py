@@ -29,6 +29,7 @@ from triptych.checkpoint.families.recurrent import (
     LINEAR,
     MIXER_ONLY,
     OF_TRAINING,
+    check_groups,
     read_dt_rank,
     read_limits,
     with_states,
@@ -59,7 +60,7 @@ def _mamba2_of_hybrid(config: ConfigFile, hidden_size: int, *, inner: int = 0) -
             heads,
             f"times mamba_d_head {head_dim} must be {inner}, the channels of the mixer",
         )
-    return StateSpec(
+    state = StateSpec(
         kind="mamba2",
         taps=config.integer("mamba_d_conv", default=4, minimum=2),
         num_heads=heads,
@@ -71,6 +72,7 @@ def _mamba2_of_hybrid(config: ConfigFile, hidden_size: int, *, inner: int = 0) -
         norm_groups=config.integer("mamba_n_groups", default=1),
         dt_limits=read_limits(config),
     )
+    return check_groups(config, "mamba_n_groups", state)
 
 
 def granite_hybrid(config: ConfigFile) -> ModelArchitecture:
@@ -206,6 +208,7 @@ def nemotron_h(config: ConfigFile) -> ModelArchitecture:
         norm_groups=groups,
         dt_limits=(config.number("time_step_min", default=0.001), math.inf),
     )
+    check_groups(config, "n_groups", state)
     config.expect("mamba_hidden_act", "silu", otherwise="the convolution has another activation")
     config.expect("mamba_proj_bias", bias, otherwise="the mixer has biases that use_bias does not name")
     config.pass_over("expand", "time_step_limit", "sliding_window", *OF_TRAINING)

@@ -78,6 +78,17 @@ def read_limits(config: ConfigFile) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def check_groups(config: ConfigFile, key: str, state: StateSpec) -> StateSpec:
+    """Check that groups of B and C divide the heads, and return the state.
+
+    Raises:
+        ModelError: They do not; names both.
+    """
+    if state.num_heads % state.num_key_heads:
+        config.fail(key, state.num_key_heads, f"must divide the {state.num_heads} heads of the mixer")
+    return state
+
+
 def read_dt_rank(config: ConfigFile, key: str, hidden_size: int) -> int:
     """Return the rank of the projection to step sizes; auto: a sixteenth of the hidden size."""
     config.pass_over(key)
@@ -212,6 +223,9 @@ def qwen3_5_moe(config: ConfigFile) -> ModelArchitecture:
 
 
 def _qwen3_5(config: ConfigFile, names: TensorNames, *, has_experts: bool = False) -> ModelArchitecture:
+    config.expect("attn_output_gate", True, otherwise="the attention has no gate")
+    # layers that predict further tokens are not read; states are float32 in any case
+    config.pass_over("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
     sizes = read_sizes(config, default_head_dim=256)
     experts = _shared_experts(config, num_experts=256, chosen=8) if has_experts else None
     return _qwen(config, sizes, _text_rope(config, sizes), names, experts=experts)
@@ -266,7 +280,7 @@ def mamba2(config: ConfigFile) -> ModelArchitecture:
     )
     config.expect("norm_before_gate", False, otherwise="the norm comes before the gate")
     config.expect("rms_norm", True, otherwise="there is no norm beside the gate")
-    return _mixers_only(config, state, is_tied=False)
+    return _mixers_only(config, check_groups(config, "n_groups", state), is_tied=False)
 
 
 def mamba(config: ConfigFile) -> ModelArchitecture:

@@ -1,0 +1,166 @@
+"""config.json of families with recurrent states: what is read, in the ways that programs write it, and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.config_json import read_architecture
+from triptych.errors import FeatureDisabled, ModelError
+
+LINEAR, FULL = "linear_attention", "full_attention"
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+QWEN = SIZES | {
+    "num_hidden_layers": 8,
+    "head_dim": 32,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+}
+SHARED = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 48,
+}
+MAMBA2 = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 16,
+    "n_groups": 2,
+    "state_size": 32,
+    "chunk_size": 256,
+    "rms_norm": True,
+    "norm_before_gate": False,
+    "residual_in_fp32": True,
+    "time_step_rank": 160,
+}
+NEMOTRON = SIZES | {
+    "hybrid_override_pattern": "M-M*-",
+    "attention_head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+}
+
+
+def read(directory: Path, name: str, values: dict[str, Any]) -> ModelArchitecture:
+    (directory / "config.json").write_text(json.dumps({"architectures": [name], **values}))
+    return read_architecture(directory)
+
+
+def kinds(architecture: ModelArchitecture) -> list[str]:
+    return [layer.state.kind if layer.state else layer.attention for layer in architecture.layers]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_every_fourth_layer_of_qwen_attends(listed: bool, tmp_path: Path) -> None:
+    types = {"layer_types": ([LINEAR] * 3 + [FULL]) * 2} if listed else {}
+    architecture = read(tmp_path, "Qwen3NextForCausalLM", QWEN | SHARED | types)
+    assert kinds(architecture) == (["gated_delta"] * 3 + ["full"]) * 2
+    assert (architecture.num_kv_heads, architecture.head_dim) == (2, 32)
+    assert architecture.layers[3].rope is not None
+    assert architecture.layers[3].rope.rotary_dim == 8
+    state, experts = architecture.layers[0].state, architecture.layers[0].experts
+    assert state is not None
+    assert experts is not None
+    # keys and queries of 2 heads of 16, values of 4 heads of 8; 3 past inputs
+    assert (state.conv_channels, state.page_elements) == (96, 3 * 96 + 4 * 16 * 8)
+    assert (experts.num_experts, experts.shared_size, experts.has_shared_gate) == (6, 48, True)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"])
+def test_the_text_part_of_qwen_3_5_is_read(name: str, tmp_path: Path) -> None:
+    rope = {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_theta": 1e7, "rope_type": "default"}
+    text = {key: value for key, value in QWEN.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    text |= {"rope_parameters": rope | {"partial_rotary_factor": 0.25}, "attn_output_gate": True}
+    text |= SHARED if "Moe" in name else {}
+    vision = {"vision_config": {"depth": 3}, "image_token_id": 9, "video_token_id": 8}
+    architecture = read(tmp_path, name, {"text_config": text, **vision, "tie_word_embeddings": False})
+    assert kinds(architecture)[2:5] == ["gated_delta", "full", "gated_delta"]
+    assert architecture.names.stored("model.norm.weight") == "model.language_model.norm.weight"
+    held = architecture.names.holder("model.layers.0.mixer.in_k.weight")
+    assert held.name == "model.language_model.layers.0.linear_attn.in_proj_qkv.weight"
+    assert architecture.block.has_output_gate
+
+
+@pytest.mark.parametrize("infinity", ["Infinity", {"__float__": "Infinity"}, math.inf], ids=str)
+def test_limits_of_step_sizes_are_read(infinity: Any, tmp_path: Path) -> None:
+    limits = {"time_step_limit": [0.25, infinity]}
+    (layer, *_) = read(tmp_path, "Mamba2ForCausalLM", MAMBA2 | limits).layers
+    assert layer.state is not None
+    assert layer.state.dt_limits == (0.25, math.inf)
+    assert (layer.attention, layer.mlp, layer.num_kv_heads) == ("none", "none", 0)
+
+
+@pytest.mark.parametrize("limits", [[1.0], [2.0, 1.0], [-1.0, 1.0], [0.0, "many"], 3, [0.0, None]], ids=str)
+def test_odd_limits_are_refused(limits: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="time_step_limit: "):
+        read(tmp_path, "Mamba2ForCausalLM", MAMBA2 | {"time_step_limit": limits})
+
+
+def test_layers_of_nemotron_are_one_block_each(tmp_path: Path) -> None:
+    values = {key: value for key, value in NEMOTRON.items() if key != "attention_head_dim"} | {"head_dim": 16}
+    architecture = read(tmp_path, "NemotronHForCausalLM", values)
+    assert kinds(architecture) == ["mamba2", "none", "mamba2", "full", "none"]
+    assert [layer.mlp for layer in architecture.layers] == ["none", "plain", "none", "none", "plain"]
+    with pytest.raises(FeatureDisabled, match="with moe"):
+        read(tmp_path, "NemotronHForCausalLM", values | {"hybrid_override_pattern": "ME*"})
+    with pytest.raises(ModelError, match=r"layers_block_type: .* must be a list of"):
+        read(tmp_path, "NemotronHForCausalLM", values | {"hybrid_override_pattern": "M?"})
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("Mamba2ForCausalLM", MAMBA2 | {"num_heads": 7}, "num_heads: 7 times head_dim 16"),
+        ("Mamba2ForCausalLM", MAMBA2 | {"n_groups": 3}, "n_groups: 3 must divide"),
+        (
+            "Qwen3NextForCausalLM",
+            QWEN | SHARED | {"linear_num_value_heads": 3},
+            "must be a multiple of 2 key",
+        ),
+        (
+            "Qwen3NextForCausalLM",
+            QWEN | SHARED | {"layer_types": ["linear"] * 8},
+            "is none of full_attention",
+        ),
+        ("Qwen3NextForCausalLM", QWEN | SHARED | {"novelty": 1}, "novelty"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    name: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, name, values)
+
+
+def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FeatureDisabled, match="norm_before_gate = True"):
+        read(tmp_path, "Mamba2ForCausalLM", MAMBA2 | {"norm_before_gate": True})
+    falcon = SIZES | {"num_hidden_layers": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64}
+    with pytest.raises(FeatureDisabled, match="mamba_norm_before_gate = True"):
+        read(tmp_path, "FalconH1ForCausalLM", falcon | {"mamba_rms_norm": True})
