@@ -70,6 +70,7 @@ def simulated_runner(
     eos: int = EOS,
     makes_vectors: bool = False,
     max_adapters: int = 0,
+    kv: KvLayout | None = None,
 ) -> SimulatedRunner:
     """`num_stages`: what the facts say."""
     facts = WorkerFacts(
@@ -88,7 +89,7 @@ def simulated_runner(
             tasks=("generate", "embed", "token_embed") if makes_vectors else ("generate",),
             embedding_size=8 if makes_vectors else 0,
         ),
-        kv=KvLayout(num_blocks, block_size, 1, 1, 8, "bfloat16"),
+        kv=kv or KvLayout(num_blocks, block_size, 1, 1, 8, "bfloat16"),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_steps_in_flight=4,

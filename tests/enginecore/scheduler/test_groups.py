@@ -24,6 +24,7 @@ from tests.helpers.scheduling import (
     make_scheduler,
     naive_generation,
 )
+from tests.worker.simulated import simulated_runner
 from tools.replay.plan_difference import differences_between, is_same
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_device
@@ -279,6 +280,22 @@ def test_states_are_refused_beside_what_cannot_keep_them() -> None:
         make_scheduler(
             kv=kv, max_model_len=100, max_num_batched_tokens=128, max_num_seqs=8, enable_chunked_prefill=False
         )
+
+
+def test_a_worker_takes_every_plan_of_several_groups() -> None:
+    """Run steps on the simulated worker, of which the rows refuse a plan that leaves out a block that is read."""
+    groups = (FULL, WIDE, CHUNK, STATE)
+    kv = layout_for_one(groups, 120, 64, spare=40, spare_states=4)
+    runner = simulated_runner(kv=kv, max_model_len=120, max_num_seqs=4, budget=64)
+    scheduler = make_scheduler(kv=kv, max_model_len=120, max_num_batched_tokens=64, max_num_seqs=4)
+    for number in range(12):
+        prompt = make_prompt(50, seed=number % 2) + make_prompt(5, seed=number)
+        scheduler.requests.add(make_request(number, prompt, max_tokens=40, ignore_eos=True))
+    num_ended = 0
+    while (plan := scheduler.schedule()) is not None:
+        num_ended += len(scheduler.update(runner.execute(plan)).finished)
+    assert num_ended == 12
+    assert scheduler.counters.prefix_hits > 0
 
 
 def record(directory: Path, *, window: int = 10) -> RecordedRun:
