@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,16 @@ from torch import Tensor
 from tests.worker.models.checkpoints import load_checkpoint, make_runner, save_checkpoint
 from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.models.sequences import CUTS, STATE_INTERVAL, Sequences, assert_equals_oracle
+from tests.worker.tiny import tiny_config
+from triptych.checkpoint.config_json import read_architecture
 from triptych.errors import FeatureDisabled
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import Program, record
 from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.state_batch import StateBatch
-from triptych_services.worker.attention.base import AttentionBatch
+from triptych_services.worker.attention.base import AttentionBatch, KvCache
 from triptych_services.worker.layers.step_context import StepContext
-from triptych_services.worker.loader.load import open_checkpoint
+from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models.base import CausalLM
 
 LENGTHS = (1, 3, 4, 5, 11, 2 * STATE_INTERVAL + 2)
@@ -109,6 +113,26 @@ def test_recorded_steps_equal_transformers(name: str, saved: Any) -> None:
     sequences = Sequences(RecordedModel(model), architecture, LENGTHS)  # type: ignore[arg-type]
     with torch.inference_mode():
         assert_equals_oracle(oracle, sequences, sequences.run(CUTS["prompts beside decodes"]))
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_transformers_own(name: str, saved: Any) -> None:
+    directory, oracle = saved(name)
+    config = replace(tiny_config(read_architecture(directory)), dtype="bfloat16", quantization="none")
+    model = load_model(config, open_checkpoint(directory))
+    sequences = Sequences(model, config.architecture, (40, 33, 50))
+    sequences.kv_caches = [KvCache(cache.blocks.bfloat16()) for cache in sequences.kv_caches]
+    exact, rounded = deepcopy(oracle).bfloat16().float(), deepcopy(oracle).bfloat16()
+    ours, theirs = [], []
+    with torch.inference_mode():
+        for token_ids, logits in zip(sequences.token_ids, sequences.run(CUTS["whole prompts"]), strict=True):
+            # float32 arithmetic on the weights that both have
+            wanted = exact(token_ids[None]).logits[0].log_softmax(-1)
+            ours.append((logits.log_softmax(-1) - wanted).abs().mean())
+            their_logits = rounded(token_ids[None]).logits[0].float()
+            theirs.append((their_logits.log_softmax(-1) - wanted).abs().mean())
+    assert torch.stack(ours).mean() <= 1.2 * torch.stack(theirs).mean()
 
 
 @pytest.mark.parametrize("name", RECURRENT_FAMILIES)
