@@ -18,6 +18,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.worker.models.checkpoints import SIZES, greedy_tokens, random_prompts, save_checkpoint
+from tests.worker.models.families import FAMILIES
 from tests.worker.pooled import pool, save_decoder
 from tests.worker.runner.stored_start import config_of, decode, enter, start
 from tests.worker.tiny import new_row, step_plan
@@ -103,6 +104,23 @@ def test_float32_without_torch_gives_the_tokens_of_transformers(
     found = in_process_without_torch(FLAGS, directory)
     assert found["tokens"] == [greedy_tokens(tiny[1], prompt, NUM_NEW) for prompt in PROMPTS]
     assert not found["has_torch"]
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("directory")  # of the test's own programs
+@pytest.mark.parametrize(("family", "quantization"), [("GLM 4.5", "none"), ("Qwen 2 MoE", "q8")])
+def test_a_mixture_without_torch_gives_the_tokens_of_a_fresh_recording(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "mixture"
+    oracle = save_checkpoint(FAMILIES[family].create(), directory)
+    flags = FLAGS | {"model.quantization": quantization}
+    expected = [greedy_tokens(oracle, prompt, NUM_NEW) for prompt in PROMPTS]
+    if quantization != "none":
+        expected = decode(ordinary(config_of(flags), directory), PROMPTS, NUM_NEW)
+    leave_program(config_of(flags), directory)
+    found = in_process_without_torch(flags, directory)
+    assert found == {"tokens": expected, "has_torch": False}
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
