@@ -236,6 +236,8 @@ class BlockSpec:
     """none. head: each head's queries and keys are normalised. all: those of all heads together."""
     qk_norm_spec: NormSpec = field(default_factory=NormSpec)
     qk_norm_after_rope: bool = False
+    qk_norm_needs_rope: bool = False
+    """Whether layers without positions do not normalise queries and keys."""
     qkv_bias: bool = False
     out_bias: bool = False
     """Whether the projection of the attention's output has a bias."""
@@ -259,6 +261,8 @@ class BlockSpec:
     """Limit of the magnitude of queries, keys and values; 0: none."""
     query_scaling: tuple[float, int] | None = None
     """(beta, length): queries are multiplied by `1 + beta * log(1 + floor(position / length))`."""
+    scales_queries_without_rope: bool = False
+    """Whether only layers without positions have `query_scaling`, by the number of keys in place of the position."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,14 +59,16 @@ class SelfAttention(nn.Module):
         )
         self.has_gate = block.has_output_gate
         self.clip_qkv = block.clip_qkv
-        self.qk_norm = block.qk_norm
+        lacks_norm = spec.rope is None and block.qk_norm_needs_rope
+        self.qk_norm = "none" if lacks_norm else block.qk_norm
         if self.qk_norm != "none":
             self.q_norm, self.k_norm = self._create_norms(head_dim, context, prefix)
         self.rotary = None if spec.rope is None else tables.find(head_dim, spec.rope)
         self.is_normalised_last = block.qk_norm_after_rope
         self.query_scales: QueryScales | None = None
-        if block.query_scaling is not None:
-            self.query_scales = QueryScales(*block.query_scaling, context=context)
+        if block.query_scaling is not None and (spec.rope is None or not block.scales_queries_without_rope):
+            first = int(block.scales_queries_without_rope)
+            self.query_scales = QueryScales(*block.query_scaling, first=first, context=context)
         self.sinks: Sinks | None = None
         if block.has_sinks:
             self.sinks = Sinks(spec.num_heads, context=context, prefix=f"{prefix}.sinks")
@@ -141,14 +143,14 @@ class SelfAttention(nn.Module):
 
 
 class QueryScales(nn.Module):
-    """A factor of each position's query, `1 + beta * log(1 + floor(position / length))`.
+    """A factor of each position's query, `1 + beta * log(1 + floor((position + first) / length))`.
 
     Source: scalable softmax as in Llama 4, https://github.com/meta-llama/llama-models.
     """
 
-    def __init__(self, beta: float, length: int, *, context: ModelContext) -> None:
+    def __init__(self, beta: float, length: int, *, first: int = 0, context: ModelContext) -> None:
         super().__init__()
-        positions = torch.arange(context.max_positions, dtype=torch.float32)
+        positions = first + torch.arange(context.max_positions, dtype=torch.float32)
         scales = 1 + beta * torch.log(1 + torch.floor(positions / length))
         self.register_buffer("scales", scales[:, None].to(context.device), persistent=False)
         self.scales: Tensor

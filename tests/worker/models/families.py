@@ -210,6 +210,20 @@ FAMILIES: dict[str, Tiny] = {
     "Hunyuan, alpha": Tiny("hunyuan_v1_dense", {"head_dim": 10, **rope("dynamic", alpha=50.0, factor=1.0)}),
     "Hunyuan MoE": Tiny("hunyuan_v1_moe", {"head_dim": 10, "num_experts": 5, "moe_topk": 2}),
     "Llama": Tiny("llama", {"attention_bias": True, "mlp_bias": True}),
+    "Llama 4": Tiny(
+        "llama4_text",
+        {
+            "head_dim": 8,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+        },
+    ),
     "Llama, yarn": Tiny("llama", YARN),
     "Llama, linear": Tiny("llama", rope("linear", factor=2.0)),
     "Llama, llama3": Tiny(

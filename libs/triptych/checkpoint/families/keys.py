@@ -18,8 +18,8 @@ from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.registry import architecture_name
 from triptych.checkpoint.tensor_names import TensorNames
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-_ATTENTION = {FULL: "full", SLIDING: "sliding"}
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_ATTENTION = {FULL: "full", SLIDING: "sliding", CHUNKED: "chunked"}
 
 _ACTIVATIONS = {
     "silu": "silu",

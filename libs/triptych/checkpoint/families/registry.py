@@ -63,6 +63,7 @@ _GROUPS = {
         "GraniteMoeForCausalLM": "granite_moe",
         "GraniteMoeSharedForCausalLM": "granite_moe",
         "HunYuanMoEV1ForCausalLM": "hunyuan_moe",
+        "Llama4ForCausalLM": "llama4",
     },
     "gemma": {
         "Gemma2ForCausalLM": "gemma2",

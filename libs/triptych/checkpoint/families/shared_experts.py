@@ -1,14 +1,15 @@
 """Families with a mixture in which every token goes through an expert that all share: Dots 1, Ernie 4.5, GLM 4.5,
-Granite, Hunyuan.
+Granite, Hunyuan, Llama 4.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from triptych.checkpoint.architecture import EndsSpec, ModelArchitecture
+from triptych.checkpoint.architecture import EndsSpec, ModelArchitecture, NormSpec
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
+    CHUNKED,
     FULL,
     SLIDING,
     describe,
@@ -172,3 +173,81 @@ def hunyuan_moe(config: ConfigFile) -> ModelArchitecture:
         )
     )
     return describe(config, sizes, layers=layers, block=hunyuan_block(config, sizes), names=names)
+
+
+def llama4(config: ConfigFile) -> ModelArchitecture:
+    """Read Llama 4, in which layers with positions see chunks, and those without see everything."""
+    config.assume(attention_chunk_size=8192, num_local_experts=16, num_experts_per_tok=1)
+    config.pass_over("for_llm_compressor", "router_jitter_noise", "output_router_logits")
+    sizes = read_sizes(config)
+    interval = config.integer("no_rope_layer_interval", default=4)
+    has_rope = [(index + 1) % interval != 0 for index in range(sizes.num_layers)]
+    if config.values.get("no_rope_layers"):
+        has_rope = [bool(flag) for flag in config.numbers("no_rope_layers", length=sizes.num_layers)]
+    config.pass_over("no_rope_layers")
+    layer_types = tuple(CHUNKED if flag else FULL for flag in has_rope)
+    if config.has("layer_types"):
+        layer_types = config.words("layer_types", length=sizes.num_layers, among=(CHUNKED, FULL))
+    width = config.integer("intermediate_size")
+    experts = replace(
+        read_experts(config, renormalize=False), score="sigmoid", scales_input=True, shared_size=width
+    )
+    rope = read_rope(config, sizes, theta=500000.0, is_interleaved=True)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=width,
+        rope=lambda index, kind: rope if has_rope[index] else None,
+        layer_types=layer_types,
+        window=config.integer("attention_chunk_size") if CHUNKED in layer_types else 0,
+        experts=experts,
+    )
+    step = config.integer("interleave_moe_layer_step", default=1)
+    sparse = frozenset(range(step - 1, sizes.num_layers, step))
+    if config.has("moe_layers"):
+        sparse = config.indices("moe_layers", length=sizes.num_layers)
+    layers = with_dense_layers(
+        layers, config.integer("intermediate_size_mlp"), lambda index: index not in sparse
+    )
+    eps = config.number("rms_norm_eps", default=1e-5)
+    bias = config.boolean("attention_bias", default=False)
+    scaling = (config.number("attn_scale", default=0.1), config.integer("floor_scale", default=8192))
+    block = replace(
+        rms_block(config, eps=1e-5),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm="head" if config.boolean("use_qk_norm", default=True) else "none",
+        qk_norm_spec=NormSpec(eps=eps, weight=False),
+        qk_norm_after_rope=True,
+        qk_norm_needs_rope=True,
+        query_scaling=scaling if _is_on(config, "attn_temperature_tuning") else None,
+        scales_queries_without_rope=True,
+    )
+    return describe(config, sizes, layers=layers, block=block, names=_LLAMA4_NAMES)
+
+
+_LLAMA4_NAMES = TensorNames(
+    renamed=(
+        (".mlp.gate.", ".feed_forward.router."),
+        (".shared_experts.", ".shared_expert."),
+        (".mlp.", ".feed_forward."),
+    ),
+    fused=tuple(
+        FusedTensor(
+            f"feed_forward.experts.{name}",
+            tuple(f"mlp.experts.{part}" for part in parts),
+            of_experts=True,
+            is_transposed=True,
+            suffixes=("", "_bias"),
+        )
+        for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+    ),
+)
+
+
+def _is_on(config: ConfigFile, key: str) -> bool:
+    """Read a switch that older files write as a number."""
+    value = config.values.get(key, True)
+    config.pass_over(key)
+    if not isinstance(value, int):
+        config.fail(key, value, "must be a boolean or a number")
+    return bool(value)
