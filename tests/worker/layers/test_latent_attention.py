@@ -29,6 +29,7 @@ from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.resolve import choose_quantization, resolve_for_device
 from triptych_services.worker.context.resolved_config import DeviceTraits
+from triptych_services.worker.kv_transfer.cpu_store import CpuBlockStore
 from triptych_services.worker.layers.latent_attention import LatentSelfAttention
 from triptych_services.worker.layers.rotary import RotaryTables
 from triptych_services.worker.layers.step_context import StepContext
@@ -137,6 +138,7 @@ def test_the_cache_holds_one_vector_per_token_on_each_rank(num_ranks: int) -> No
     assert layout.block_bytes == 2 * 4 * 24 * 4  # layers, tokens, elements of a vector, float32
     caches = allocate_kv_cache(layout, torch.device("cpu"))
     assert [list(cache.blocks.shape) for cache in caches] == [[7, 1, 1, 4, 24]] * 2
+    assert CpuBlockStore(caches).block_bytes == layout.block_bytes  # as other workers pull them
 
 
 def test_what_it_is_not_computed_with_is_refused_by_name() -> None:

@@ -67,6 +67,8 @@ NUM_RANKS_OF = {
 OTHER_FAMILIES = (
     "BLOOM",
     "Cohere",
+    "DeepSeek V2 Lite",
+    "DeepSeek V3",
     "Falcon 40B",
     "Falcon, in turn",
     "Gemma 2",
