@@ -108,8 +108,11 @@ def test_float32_without_torch_gives_the_tokens_of_transformers(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("directory")  # of the test's own programs
-@pytest.mark.parametrize(("family", "quantization"), [("GLM 4.5", "none"), ("Qwen 2 MoE", "q8")])
-def test_a_mixture_without_torch_gives_the_tokens_of_a_fresh_recording(
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("GLM 4.5", "none"), ("Qwen 2 MoE", "q8"), ("DeepSeek V3", "none"), ("MiniCPM 3", "q8")],
+)
+def test_mixtures_and_latents_without_torch_give_the_tokens_of_a_fresh_recording(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
     directory = tmp_path / "mixture"
