@@ -16,9 +16,11 @@ from triptych.errors import ConfigError, FeatureDisabled, ModelError
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.ops import fused_moe
+from triptych_kernels.reference.linear import gated_linear, linear
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.resolved_config import RankFacts
 from triptych_services.worker.layers.checkpoint_tensors import load_weights
+from triptych_services.worker.layers.mlp import create_mlp
 from triptych_services.worker.layers.moe import SparseMoE
 from triptych_services.worker.layers.weights import find_weight_targets
 
@@ -122,6 +124,38 @@ def test_the_ranks_results_sum_to_the_mixture_with_biases(num_ranks: int) -> Non
         impl="reference",
     )
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_add_their_parts_of_a_shared_expert(num_ranks: int, has_gate: bool) -> None:
+    spec = ExpertsSpec(NUM_EXPERTS, 2, shared_size=8, has_shared_gate=has_gate)
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"gate_proj": (8, HIDDEN), "up_proj": (8, HIDDEN), "down_proj": (HIDDEN, 8)}
+    shared = {
+        f"m.shared_experts.{name}.weight": torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+    gate = {"m.shared_expert_gate.weight": torch.randn(1, HIDDEN, generator=generator)} if has_gate else {}
+    x, total = torch.randn(7, HIDDEN, generator=generator), torch.zeros(7, HIDDEN)
+    without = torch.zeros(7, HIDDEN)
+    for rank in range(num_ranks):
+        architecture = tiny_architecture(hidden_size=HIDDEN, num_heads=4, num_kv_heads=4)
+        place = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=num_ranks)
+        context = ModelContext(replace(tiny_config(architecture), rank=place))
+        layer_spec = replace(architecture.layers[0], mlp="experts", experts=spec, intermediate_size=INNER)
+        layer = create_mlp(layer_spec, context=context, prefix="m")
+        load_weights(layer, (checkpoint() | shared | gate).items(), tiny_architecture())
+        total += layer(x)
+        alone = create(rank, num_ranks)
+        load_weights(alone, checkpoint().items(), tiny_architecture())
+        without += alone(x)
+    names = [f"m.shared_experts.{name}.weight" for name in shapes]
+    up, down = torch.cat([shared[name] for name in names[:2]]), shared[names[2]]
+    expected = linear(gated_linear(x, up, None, "silu"), down, None, torch.float32, None)
+    if has_gate:
+        expected = expected * (x @ gate["m.shared_expert_gate.weight"].T).sigmoid()
+    torch.testing.assert_close(total, without + expected, rtol=1e-4, atol=1e-4)
 
 
 def test_quantized_experts_with_biases_are_refused_on_gpus() -> None:
