@@ -155,7 +155,7 @@ class CacheConfig:
         le=1,
     )
     groups: str = value(
-        "one",
+        "auto",
         "auto: layers with a window keep the blocks of their window only, in KV groups of their own, where groups of "
         "equal blocks can be made and save memory; a request then takes a block of each group. one: all layers keep "
         "all tokens.",

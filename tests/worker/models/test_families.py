@@ -33,6 +33,7 @@ from triptych_services.worker.attention.base import KvCache
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models import registry
 from triptych_services.worker.runner import cpu_backend
+from triptych_services.worker.runner.startup.kv_groups import blocks_held
 
 COMPOSITE = {
     "Gemma3ForConditionalGeneration",
@@ -121,10 +122,10 @@ def test_a_layer_is_five_native_calls(name: str, saved: Any, monkeypatch: pytest
 def test_preempted_requests_go_on_with_the_tokens_of_transformers(name: str, saved: Any) -> None:
     directory, oracle = saved(name)
     prompts = random_prompts(1, 4, 5, 11, 17)
-    # 10 blocks of 5 tokens, and 83 tokens in the end
-    engine = InProcessEngine(
-        make_runner(directory), max_num_batched_tokens=16, num_blocks=11, max_model_len=40
-    )
+    runner = make_runner(directory)
+    # 10 blocks of 5 tokens in one full group, and 83 tokens in the end
+    num_blocks = 1 + 2 + blocks_held(runner.facts.kv.groups, 40, 16)
+    engine = InProcessEngine(runner, max_num_batched_tokens=16, num_blocks=num_blocks, max_model_len=40)
     said = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     assert engine.scheduler.counters.num_preemptions > 0
     assert said == [greedy_tokens(oracle, prompt, 9) for prompt in prompts]
