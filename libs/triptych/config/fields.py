@@ -162,6 +162,13 @@ class CacheConfig:
         WORKER,
         choices=("auto", "one"),
     )
+    state_interval: int = value(
+        256,
+        "Models with recurrent states: tokens after which the state of a request is kept as a snapshot, from which "
+        "equal prefixes go on. A multiple of `cache.block_size`.",
+        WORKER,
+        ge=1,
+    )
     enable_prefix_caching: bool = value(True, "Reuse the KV blocks of equal prefixes.", ENGINE)
 
 

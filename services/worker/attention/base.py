@@ -13,15 +13,18 @@ from triptych_kernels.attend_options import AttendOptions
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCache:
-    """One layer's paged keys and values. Only the attention layer and its ops read or write the tensors."""
+    """Pages of one layer: keys and values, states, or both. Only the layer and its ops read or write the tensors."""
 
     blocks: Tensor
     """[num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim], contiguous. How a block's keys lie is up to the
-    implementation of the ops: `AttentionBackend.writer`. Of latent attention: [num_blocks, 1, 1, block_size, width]."""
+    implementation of the ops: `AttentionBackend.writer`. Of latent attention: [num_blocks, 1, 1, block_size, width].
+    Empty if the layer has no attention."""
     scales: Tensor | None = None
     """[num_blocks, 2, num_kv_heads, block_size] float32 if the blocks hold 8 bits, else None: docs/adr/0007."""
     group: int = 0
     """Number of the layer's KV group, which holds blocks of its own in these tensors: docs/adr/0087."""
+    state: Tensor | None = None
+    """[num_state_blocks, page elements] float32, pages of the layer's recurrent states; None: it has none."""
 
     @property
     def device(self) -> torch.device:

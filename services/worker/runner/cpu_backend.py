@@ -106,7 +106,13 @@ def _record(
         hidden = model(
             recording.input(entry, count="tokens"),
             recording.input(inputs.positions, count="tokens"),
-            StepContext(attention, kv_caches, state, slots_input(inputs.adapter_slots, "tokens")),
+            StepContext(
+                attention,
+                kv_caches,
+                state,
+                slots_input(inputs.adapter_slots, "tokens"),
+                [cache.state for cache in kv_caches],
+            ),
         )
         if not samples:
             return (hidden,)
@@ -140,6 +146,7 @@ class EagerBackend:
         self._samples = samples
         self._model = model
         self._kv_caches = kv_caches
+        self._state_pages = [cache.state for cache in kv_caches]
         self._inputs = inputs
         self._received = received
         self._device = kv_caches[0].device
@@ -160,7 +167,9 @@ class EagerBackend:
 
     def _run(self, batch: InputBatch) -> Tensor:
         entry = batch.token_ids if self._received is None else self._received[: len(batch.token_ids)]
-        context = StepContext(batch.attention, self._kv_caches, batch.state, batch.adapter_slots)
+        context = StepContext(
+            batch.attention, self._kv_caches, batch.state, batch.adapter_slots, self._state_pages
+        )
         return self._model(entry, batch.positions, context)
 
     def graph_captures(self) -> Sequence[Callable[[], None]]:

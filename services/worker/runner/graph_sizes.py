@@ -23,7 +23,7 @@ def graph_token_limit(architecture: ModelArchitecture) -> int:
     mlp = 3 * max(layer.active_columns for layer in architecture.layers)
     # of one layer's products
     macs_per_token = architecture.hidden_size * (2 * heads * architecture.head_dim + mlp)
-    limit = _LAUNCH_NS * _DEVICE_MACS_PER_NS // macs_per_token
+    limit = _LAUNCH_NS * _DEVICE_MACS_PER_NS // max(macs_per_token, 1)
     return max(LEAST_GRAPH_TOKENS, min(limit, MOST_GRAPH_TOKENS))
 
 

@@ -221,11 +221,11 @@ class ModelRunner(StepRunner):
     def recorded(self) -> tuple[Program, Mapping[str, Tensor]] | None:
         """Return the recorded program of whole steps, and its inputs and caches by the names of their regions.
 
-        None where no program is recorded, or where it is a stage's or that of a model that only pools.
+        None where no program is recorded, or where it is a stage's, or that of a model that only pools or has states.
         """
         if not isinstance(self._backend, RecordedBackend) or not isinstance(self._steps, ImmediateSteps):
             return None
-        if not self._generates:
+        if not self._generates or any(cache.state is not None for cache in self._kv_caches):
             return None
         caches = {
             f"{KV_CACHE}{number}.{name}": tensor

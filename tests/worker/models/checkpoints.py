@@ -61,7 +61,7 @@ def make_runner(directory: Path) -> SleepableRunner:
     """A runner of five requests, 16 tokens a step."""
     engine = EngineConfig(
         model=ModelConfig(model="somewhere/tiny"),
-        cache=CacheConfig(block_size=5),
+        cache=CacheConfig(block_size=5, state_interval=10),
         scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=16),
         worker=WorkerConfig(device="cpu", num_threads=1),
     )

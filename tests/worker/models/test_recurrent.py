@@ -12,20 +12,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.models.checkpoints import load_checkpoint, make_runner, save_checkpoint
+from tests.helpers.in_process import InProcessEngine
+from tests.worker.models.checkpoints import (
+    greedy_tokens,
+    load_checkpoint,
+    make_runner,
+    random_prompts,
+    save_checkpoint,
+)
 from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.models.sequences import CUTS, STATE_INTERVAL, Sequences, assert_equals_oracle
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.config_json import read_architecture
-from triptych.errors import FeatureDisabled
+from triptych.errors import ConfigError, FeatureDisabled
+from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import Program, record
 from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
+from triptych_services.worker.context.resolved_config import RankFacts
 from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 
 LENGTHS = (1, 3, 4, 5, 11, 2 * STATE_INTERVAL + 2)
 
@@ -144,6 +154,39 @@ def test_random_weights_have_the_names_and_shapes_of_saved_ones(name: str, saved
     }
 
 
-def test_a_worker_without_pages_for_states_refuses_them(saved: Any) -> None:
-    with pytest.raises(FeatureDisabled, match="layers with a recurrent state"):
-        make_runner(saved("LFM2")[0])
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
+def test_steps_of_an_engine_generate_the_tokens_of_transformers(name: str, saved: Any) -> None:
+    directory, oracle = saved(name)
+    prompts = random_prompts(1, 4, 5, 23, 40)
+    engine = InProcessEngine(make_runner(directory), max_num_batched_tokens=16)
+    greedy = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)
+    expected = [greedy_tokens(oracle, prompt, 13) for prompt in prompts]
+    assert engine.generate(prompts, greedy) == expected
+    # again, from snapshots
+    assert engine.generate(prompts, greedy, first_number=len(prompts)) == expected
+
+
+def test_pages_hold_whole_blocks(saved: Any) -> None:
+    config = tiny_config(read_architecture(saved("LFM2")[0]), block_size=16)
+    cache = replace(config.engine.cache, state_interval=40)
+    with pytest.raises(
+        ConfigError, match=r"cache\.state_interval: 40 is no multiple of cache\.block_size = 16"
+    ):
+        plan_kv_cache(replace(config, engine=replace(config.engine, cache=cache)), 1 << 30)
+
+
+def test_half_of_the_memory_is_for_states(saved: Any) -> None:
+    config = tiny_config(read_architecture(saved("LFM2")[0]), num_blocks=0)
+    shape = plan_kv_cache(config, 16_000).shape
+    _, states = shape.groups
+    assert shape.num_state_blocks == 4_000 // states.block_bytes
+    assert shape.num_blocks * shape.block_bytes + shape.num_state_blocks * states.block_bytes <= 8_000
+    with pytest.raises(ConfigError, match="left for recurrent states, but 3 pages take"):
+        plan_kv_cache(config, 4 * states.block_bytes)
+
+
+def test_stages_keep_no_states(saved: Any) -> None:
+    config = tiny_config(read_architecture(saved("LFM2")[0]))
+    with pytest.raises(FeatureDisabled, match=r"parallel\.pipeline_parallel_size = 2: .* recurrent states"):
+        plan_kv_cache(replace(config, rank=RankFacts(num_stages=2)), 1 << 30)

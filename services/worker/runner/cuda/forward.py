@@ -54,6 +54,7 @@ class DeviceForward:
         self._samples = samples
         self._model = model
         self._kv_caches = kv_caches
+        self._state_pages = [cache.state for cache in kv_caches]
         self._last_tokens = last_tokens
 
     def __call__(self, batch: DeviceBatch) -> StepOutput:
@@ -64,7 +65,9 @@ class DeviceForward:
         """Launch the layers, which every token passes, and return the hidden states [num_tokens, hidden_size]."""
         inputs = batch.inputs
         token_ids = self._last_tokens.complete(batch)
-        context = StepContext(inputs.attention, self._kv_caches, inputs.state, inputs.adapter_slots)
+        context = StepContext(
+            inputs.attention, self._kv_caches, inputs.state, inputs.adapter_slots, self._state_pages
+        )
         return self._model(token_ids, inputs.positions, context)
 
     def sample(self, hidden: Tensor, batch: DeviceBatch) -> StepOutput:

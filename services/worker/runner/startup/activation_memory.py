@@ -10,6 +10,7 @@ import torch
 
 from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS
 from triptych_kernels.ops import gather_rows, token_logprobs
+from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
 from triptych_services.worker.context.resolved_config import RankFacts
 from triptych_services.worker.layers.step_context import StepContext
@@ -55,7 +56,9 @@ class LargestSteps:
         self._device = device
         self._attention = attention
         self._block_size, self._num_groups = kv.shape.block_size, len(kv.shape.groups)
-        self._kv_caches = allocate_kv_cache(replace(kv.shape, num_blocks=1), device, kv.places)
+        self._kv_caches = allocate_kv_cache(
+            replace(kv.shape, num_blocks=1, num_state_blocks=1), device, kv.places
+        )
         self._max_num_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -104,7 +107,14 @@ class LargestSteps:
         entry = zeros
         if not self._rank.is_first_stage:
             entry = torch.zeros(num_tokens, self._hidden_size, device=device)
-        hidden = self._model(entry, zeros, StepContext((batch,) * self._num_groups, self._kv_caches))
+        pages = torch.zeros(len(query_lens), dtype=torch.int32, device=device)  # none is read or written
+        context = StepContext(
+            (batch,) * self._num_groups,
+            self._kv_caches,
+            StateBatch(pages, pages, batch.query_starts, batch.query_lens_list),
+            state_pages=[cache.state for cache in self._kv_caches],
+        )
+        hidden = self._model(entry, zeros, context)
         if not self._rank.is_last_stage:
             return
         logits = self._model.compute_logits(gather_rows(hidden, torch.arange(num_sampling, device=device)))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from triptych.errors import FeatureDisabled, ModelError
-from triptych.types.facts import Phase, WorkerFacts
+from triptych.types.facts import KvKind, Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
 from triptych_kernels.cpu.library import amx_refusal, isa
 from triptych_kernels.cpu.machine import rates
@@ -259,10 +259,12 @@ class RunnerFactory:
             activation_bytes: Bytes that a step takes besides weights and KV cache.
         """
         kv = self._facts.kv
+        page_bytes = sum(group.block_bytes for group in kv.groups if group.kind is KvKind.STATE)
+        num_bytes = kv.num_blocks * kv.block_bytes + kv.num_state_blocks * page_bytes
         return SleepableRunner(
             model,
             device=self._device,
-            needs=MemoryNeeds(self._facts.weight_bytes, kv.num_blocks * kv.block_bytes, activation_bytes),
+            needs=MemoryNeeds(self._facts.weight_bytes, num_bytes, activation_bytes),
             load=self.load,
             create=self.create,
             warm_up=self.warm_up,

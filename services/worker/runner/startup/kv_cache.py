@@ -50,7 +50,7 @@ def allocate_kv_cache(
         )
         for _ in range(num_kv_tensors(shape))
     ]
-    return _by_layer(shape, tensors, places)
+    return _by_layer(shape, tensors, places, device)
 
 
 def view_kv_cache(
@@ -73,22 +73,32 @@ def view_kv_cache(
         KvCache(tensors[f"{tensor}.blocks"], tensors.get(f"{tensor}.scales"))
         for tensor in range(num_kv_tensors(shape))
     ]
-    return _by_layer(shape, caches, places)
+    return _by_layer(shape, caches, places, torch.device("cpu"))
 
 
 def distinct_tensors(kv_caches: Sequence[KvCache]) -> list[KvCache]:
     """Return each tensor once, in the order of `kv_parts`: layers meet the tensors of their groups in that order."""
-    return list({cache.blocks.data_ptr(): cache for cache in kv_caches}.values())
+    return list({cache.blocks.data_ptr(): cache for cache in kv_caches if cache.blocks.numel()}.values())
 
 
 def _by_layer(
-    shape: KvLayout, tensors: Sequence[KvCache], places: Sequence[LayerPlace]
+    shape: KvLayout, tensors: Sequence[KvCache], places: Sequence[LayerPlace], device: torch.device
 ) -> tuple[KvCache, ...]:
-    """Return the cache of each layer."""
+    """Return the cache of each layer, with pages for its states if it has some. Page 0 is zero, and belongs to none."""
     if not places:
         assert len(shape.groups) == 1, "layers of several groups have places"
         return tuple(tensors)
-    return tuple(replace(tensors[place.tensor], group=place.group) for place in places)
+    layers = []
+    for place in places:
+        if place.tensor < 0:
+            layer = KvCache(torch.zeros(0, device=device))
+        else:
+            layer = replace(tensors[place.tensor], group=place.group)
+        if place.state_elements:
+            pages = _allocate((shape.num_state_blocks, place.state_elements), torch.float32, device)
+            layer = replace(layer, state=pages)
+        layers.append(layer)
+    return tuple(layers)
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

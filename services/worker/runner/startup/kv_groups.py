@@ -20,16 +20,20 @@ from triptych_services.worker.parallel.shares import stage_layers
 _MAX_PADDING = 0.1  # of what a request holds: bytes of a group's blocks that no layer uses
 _MAX_GROUPS = 16  # of a model: each step fills in a table and a slot mapping for each
 _LEAST_SAVING = 0.1  # of what the longest request holds in one group: a table more costs each step something
+_STATE_BYTES = 4  # of a number: states are float32
 _ATTENTION_TO_KIND = {"sliding": KvKind.WINDOW, "chunked": KvKind.CHUNK}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The keys and values of one layer."""
+    """The memory of one layer."""
 
     group: int
+    """Group of its keys and values; -1: it has none."""
     tensor: int
-    """Number of the tensor, which a layer of each group has a part of."""
+    """Number of the tensor, which a layer of each group has a part of; -1: none."""
+    state_elements: int = 0
+    """Numbers of a page of its states; 0: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +53,20 @@ class GroupChoice:
     """The groups of a stage's layers."""
 
     kinds: tuple[_Kind, ...]
-    """By group: full ones first, then by window."""
+    """By group of keys and values: full ones first, then by window."""
     places: tuple[LayerPlace, ...]
     """By layer of the stage."""
     num_tensors: int
     reason: str = ""
     """Why layers with windows are in one group with others; empty: they are not."""
 
-    def with_groups(self, shape: KvLayout) -> KvLayout:
-        """Return the layout of one full group as one of these groups."""
-        layer_bytes = shape.block_bytes // shape.num_layers
+    def with_groups(self, shape: KvLayout, state_interval: int) -> KvLayout:
+        """Return the layout of one full group as one of these groups, and of one of states if there are any.
+
+        Args:
+            state_interval: Tokens per page of states.
+        """
+        layer_bytes = shape.block_bytes // max(shape.num_layers, 1)
         groups = tuple(
             KvGroup(
                 kind.kind,
@@ -69,6 +77,10 @@ class GroupChoice:
             )
             for number, kind in enumerate(self.kinds)
         )
+        elements = [place.state_elements for place in self.places if place.state_elements]
+        if elements:
+            states = KvGroup(KvKind.STATE, len(elements), state_interval, sum(elements) * _STATE_BYTES)
+            groups = (*groups, states)
         return replace(shape, groups=groups)
 
 
@@ -80,11 +92,17 @@ def choose_groups(config: ResolvedConfig) -> GroupChoice:
     architecture = config.architecture
     stage = stage_layers(architecture, rank=config.rank)
     max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
-    kind_of_layer = [_kind_of(layer, max_model_len) for layer in architecture.layers]
-    kinds = sorted(set(kind_of_layer), key=lambda kind: (kind.kind is not KvKind.FULL, kind.window))
-    one = GroupChoice(
-        (_Kind(KvKind.FULL),), tuple(LayerPlace(0, tensor) for tensor in range(len(stage))), len(stage)
-    )
+    kind_of_layer = {
+        index: _kind_of(layer, max_model_len)
+        for index, layer in enumerate(architecture.layers)
+        if layer.attention != "none"
+    }
+    kinds = sorted(set(kind_of_layer.values()), key=lambda kind: (kind.kind is not KvKind.FULL, kind.window))
+    keeping = [index for index in stage if index in kind_of_layer]
+    one = _with_places(architecture, stage, {index: (0, number) for number, index in enumerate(keeping)})
+    if not kinds:
+        return one
+    one = replace(one, kinds=(_Kind(KvKind.FULL),), num_tensors=len(keeping))
     if kinds == [_Kind(KvKind.FULL)]:
         return one
     reason = _obstacle(config)
@@ -93,8 +111,8 @@ def choose_groups(config: ResolvedConfig) -> GroupChoice:
     kind_to_layers = {
         kind: [
             index
-            for index, layer in enumerate(architecture.layers)
-            if kind_of_layer[index] == kind and layer.kv_from < 0
+            for index, kind_of_it in kind_of_layer.items()
+            if kind_of_it == kind and architecture.layers[index].kv_from < 0
         ]
         for kind in kinds
     }
@@ -176,17 +194,30 @@ def _place(
         kind: [index for index in layers if index in stage] for kind, layers in kind_to_layers.items()
     }
     num_tensors = max(-(-len(of_stage[kind]) // count) for kind, count in counts.items())
-    layer_to_place: dict[int, LayerPlace] = {}
+    layer_to_place: dict[int, tuple[int, int]] = {}
     kinds: list[_Kind] = []
     for kind, count in counts.items():
         for number, index in enumerate(of_stage[kind]):
-            layer_to_place[index] = LayerPlace(len(kinds) + number // num_tensors, number % num_tensors)
+            layer_to_place[index] = len(kinds) + number // num_tensors, number % num_tensors
         kinds += [kind] * count
     for index in stage:
         source = architecture.layers[index].kv_from
         if source >= 0:
             layer_to_place[index] = layer_to_place[source]
-    return GroupChoice(tuple(kinds), tuple(layer_to_place[index] for index in stage), num_tensors)
+    choice = _with_places(architecture, stage, layer_to_place)
+    return replace(choice, kinds=tuple(kinds), num_tensors=num_tensors)
+
+
+def _with_places(
+    architecture: ModelArchitecture, stage: range, layer_to_place: Mapping[int, tuple[int, int]]
+) -> GroupChoice:
+    """Return a choice without groups yet, of which each layer has a group and a tensor, or neither."""
+    places = []
+    for index in stage:
+        state = architecture.layers[index].state
+        elements = 0 if state is None else state.page_elements
+        places.append(LayerPlace(*layer_to_place.get(index, (-1, -1)), state_elements=elements))
+    return GroupChoice((), tuple(places), 0)
 
 
 def blocks_held(groups: Sequence[KvGroup], num_tokens: int, step_tokens: int) -> int:

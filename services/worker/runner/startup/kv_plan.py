@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ConfigError, FeatureDisabled
-from triptych.types.facts import KvKind, KvLayout
+from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych_services.worker.parallel.shares import share_kv_heads, stage_layers
 from triptych_services.worker.runner.base import max_steps_in_flight
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _SCALED_DTYPES, _SCALE_BYTES = ("int8", "float8_e4m3fn"), 4
+_PAGES_PER_ROW = 2  # the one that is read, and the one that is written
 _PART_ALIGNMENT = 1 << 21  # a huge page
 
 
@@ -50,29 +51,52 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
 
     Raises:
         ConfigError: The operator's blocks do not fit, or not even one block does; or ranks cannot share the heads.
-        FeatureDisabled: Layers have a recurrent state.
+        FeatureDisabled: Stages do not keep recurrent states.
     """
     cache, architecture = config.engine.cache, config.architecture
-    if any(layer.state for layer in architecture.layers):
-        # TODO(worker): plan a group of states beside the keys and values
-        raise FeatureDisabled(
-            f"{architecture.name}: layers with a recurrent state",
-            "the worker's cache has no pages for states yet",
-        )
+    _check_states(config)
     choice = choose_groups(config)
-    shape = choice.with_groups(_without_blocks(config))
-    block_bytes, min_blocks = shape.block_bytes, 1 + len(shape.groups)  # the null block and one of each
+    shape = choice.with_groups(_without_blocks(config), cache.state_interval)
     max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
+    fraction = cache.memory_fraction or _default_fraction(config.rank.device)
+    granted = int(free_bytes * fraction) - activation_bytes
+    states = next((group for group in shape.groups if group.kind is KvKind.STATE), None)
+    if states is not None:
+        num_pages = _num_pages(config, states, granted, max_model_len, beside_kv=bool(choice.kinds))
+        shape = replace(shape, num_state_blocks=num_pages)
+        granted -= num_pages * states.block_bytes
+        free_bytes -= num_pages * states.block_bytes
+    if choice.kinds:
+        shape = _with_blocks(config, shape, free_bytes, granted, max_model_len, activation_bytes)
+    longest = most_tokens(shape, step_tokens(config))
+    return KvPlan(shape, min(max_model_len, longest), activation_bytes, choice.places)
+
+
+def _with_blocks(
+    config: ResolvedConfig,
+    shape: KvLayout,
+    free_bytes: int,
+    granted: int,
+    max_model_len: int,
+    activation_bytes: int,
+) -> KvLayout:
+    """Return a layout with its number of blocks of keys and values.
+
+    Args:
+        granted: Bytes that they may take if the operator has not said how many there are.
+    """
+    cache, block_bytes = config.engine.cache, shape.block_bytes
+    of_kv = [group for group in shape.groups if group.kind is not KvKind.STATE]
+    min_blocks = 1 + len(of_kv)  # the null block and one of each
     if cache.num_blocks:
         num_blocks = _check_num_blocks(
             cache.num_blocks, min_blocks, block_bytes, free_bytes - activation_bytes
         )
     else:
-        fraction = cache.memory_fraction or _default_fraction(config.rank.device)
-        granted = int(free_bytes * fraction) - activation_bytes
-        blocks_per_seq = blocks_held(shape.groups, max_model_len, step_tokens(config))
+        blocks_per_seq = blocks_held(of_kv, max_model_len, step_tokens(config))
         num_blocks = min(granted // block_bytes, config.engine.scheduler.max_num_seqs * blocks_per_seq + 1)
         if num_blocks < min_blocks:
+            fraction = cache.memory_fraction or _default_fraction(config.rank.device)
             raise ConfigError(
                 f"cache.memory_fraction: {fraction:g} of the {_mib(free_bytes)} free after loading"
                 f"{f', less {_mib(activation_bytes)} for activations,' if activation_bytes else ''} is "
@@ -83,9 +107,54 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     soft_num_blocks = None
     if config.rank.device == "cpu":
         soft_num_blocks = min(int(free_bytes * cache.soft_memory_fraction) // block_bytes, num_blocks - 1)
-    shape = replace(shape, num_blocks=num_blocks, soft_num_blocks=soft_num_blocks)
-    longest = most_tokens(shape, step_tokens(config))
-    return KvPlan(shape, min(max_model_len, longest), activation_bytes, choice.places)
+    return replace(shape, num_blocks=num_blocks, soft_num_blocks=soft_num_blocks)
+
+
+def _check_states(config: ResolvedConfig) -> None:
+    """Check that a model with recurrent states can be served as configured.
+
+    Raises:
+        ConfigError: Pages do not hold whole blocks of tokens.
+        FeatureDisabled: There are several stages.
+    """
+    cache, architecture = config.engine.cache, config.architecture
+    if not any(layer.state for layer in architecture.layers):
+        return
+    if cache.state_interval % cache.block_size:
+        raise ConfigError(
+            f"cache.state_interval: {cache.state_interval} is no multiple of cache.block_size = {cache.block_size}; "
+            "set it to one"
+        )
+    if config.rank.num_stages > 1:
+        raise FeatureDisabled(
+            f"parallel.pipeline_parallel_size = {config.rank.num_stages}",
+            f"{architecture.name} has recurrent states, which stages do not keep yet; set it to 1",
+        )
+
+
+def _num_pages(
+    config: ResolvedConfig, states: KvGroup, granted: int, max_model_len: int, *, beside_kv: bool
+) -> int:
+    """Return the number of pages of states: two for each request, and those of all snapshots of all contexts, if half
+    of the cache's memory holds so many.
+
+    Args:
+        granted: Bytes that the whole cache may take.
+        beside_kv: Whether keys and values need some of it. If not, states get all.
+
+    Raises:
+        ConfigError: Not one request has room.
+    """
+    max_num_seqs = config.engine.scheduler.max_num_seqs
+    wanted = 1 + max_num_seqs * (_PAGES_PER_ROW + max_model_len // states.block_size)
+    share = granted // 2 if beside_kv else granted
+    num_pages = min(wanted, share // states.block_bytes)
+    if num_pages < 1 + _PAGES_PER_ROW:
+        raise ConfigError(
+            f"cache.memory_fraction: {_mib(share)} are left for recurrent states, but {1 + _PAGES_PER_ROW} pages take "
+            f"{_mib((1 + _PAGES_PER_ROW) * states.block_bytes)}; free memory, or raise cache.memory_fraction"
+        )
+    return num_pages
 
 
 def step_tokens(config: ResolvedConfig) -> int:
@@ -112,11 +181,14 @@ def report_groups(config: ResolvedConfig, shape: KvLayout) -> None:
 
 def _without_blocks(config: ResolvedConfig) -> KvLayout:
     """Return the layout of the caches of this rank's layers: one full group, of equal layers."""
-    shapes = vector_shapes(config.architecture, config.rank)
+    architecture = config.architecture
+    stage = stage_layers(architecture, rank=config.rank)
+    num_layers = sum(architecture.layers[index].attention != "none" for index in stage)
+    shapes = vector_shapes(architecture, config.rank) if num_layers else (VectorShape(2, 1, 1),)
     layout = KvLayout(
-        num_blocks=0,
+        num_blocks=1,  # the null block; the others are counted later
         block_size=config.engine.cache.block_size,
-        num_layers=len(shapes),
+        num_layers=num_layers,
         num_kv_heads=shapes[0].num_heads,
         head_dim=shapes[0].width,
         dtype=config.kv_dtype,
@@ -157,7 +229,7 @@ def vector_shapes(architecture: ModelArchitecture, rank: RankFacts) -> tuple[Vec
 
 def vectors_per_token(layout: KvLayout) -> int:
     """Return how many vectors a layer keeps for a token and key head: a key and a value, or one that is both."""
-    of_pairs = replace(layout, num_layers=num_kv_tensors(layout), groups=())
+    of_pairs = replace(layout, num_layers=max(num_kv_tensors(layout), 1), groups=())
     return 2 * layout.block_bytes // of_pairs.block_bytes
 
 
@@ -204,4 +276,4 @@ def kv_parts(shape: KvLayout) -> list[tuple[str, int, int]]:
 
 def num_kv_tensors(shape: KvLayout) -> int:
     """Return the number of tensors with blocks: as many as the largest group has layers."""
-    return max(group.num_layers for group in shape.groups if group.kind is not KvKind.STATE)
+    return max((group.num_layers for group in shape.groups if group.kind is not KvKind.STATE), default=0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from triptych.types.facts import KvLayout
+from triptych.types.facts import KvKind, KvLayout, WorkerFacts
 from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS, SamplingParams
 from triptych.types.step import U32, NewRow, RowContent, StepPlan, empty_u32
 from triptych_services.worker.runner.base import StepRunner
@@ -33,7 +33,7 @@ def warm_up(runner: StepRunner) -> None:
     any engine uses these blocks.
     """
     facts = runner.facts
-    num_prompt = min(_NUM_TOKENS, facts.max_num_batched_tokens, facts.model.max_model_len - 2)
+    num_prompt = _num_prompt(facts)
     if num_prompt < 1:
         return  # a context of two tokens has no decode to warm up
     tables = _tables(facts.kv, num_prompt)
@@ -48,7 +48,7 @@ def warm_up(runner: StepRunner) -> None:
 def warm_up_plainly(runner: StepRunner) -> None:
     """Run a small prefill and a decode without options, in which the system backs the memory that they touch."""
     facts = runner.facts
-    num_prompt = min(_NUM_TOKENS, facts.max_num_batched_tokens, facts.model.max_model_len - 2)
+    num_prompt = _num_prompt(facts)
     if num_prompt < 1:
         return
     tables = _tables(facts.kv, num_prompt)
@@ -56,6 +56,12 @@ def warm_up_plainly(runner: StepRunner) -> None:
     runner.execute(_first_step(1, num_prompt, tables, SamplingParams(temperature=0.0)))
     runner.execute(StepPlan(step_id=2, last_result_seen=1))
     runner.reset()
+
+
+def _num_prompt(facts: WorkerFacts) -> int:
+    """Return the length of the prompt, which leaves room for a decode and ends within a page of states."""
+    intervals = [group.block_size for group in facts.kv.groups if group.kind is KvKind.STATE]
+    return min([_NUM_TOKENS, facts.max_num_batched_tokens, facts.model.max_model_len - 2, *intervals])
 
 
 def _tables(kv: KvLayout, num_prompt: int) -> list[U32]:
