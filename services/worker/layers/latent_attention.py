@@ -166,7 +166,7 @@ class AbsorbedProjections(WeightedLayer):
         }
 
     def _fill(self, rows: Tensor) -> None:
-        for head, own in enumerate(rows.view(self.num_heads, self.rows_per_head, -1)):
+        for head, own in enumerate(rows.reshape(self.num_heads, self.rows_per_head, -1)):
             keys, values = own.split((self.latent.nope_dim, self.spec.value_dim))
             for weight, part in ((self.keys, keys.t()), (self.values, values)):
                 if isinstance(weight, HeadWeight):
