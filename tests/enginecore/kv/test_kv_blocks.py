@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -232,4 +233,9 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestBlocksMachine = BlocksMachine.TestCase
-TestBlocksMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlocksMachine.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.thorough
+class TestBlocksMachineForLong(BlocksMachine.TestCase):
+    settings = settings(max_examples=400, stateful_step_count=60, deadline=None)

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import initialize
 
 from tests.enginecore.scheduler.test_machine import MAX_MODEL_LEN, SchedulerMachine
+from tests.enginecore.scheduler.test_shared_prompts import make_choices
 from tests.helpers.journals import RecordedRun, replayed
 from tests.helpers.scheduling import (
     EOS,
@@ -298,6 +299,33 @@ def test_a_worker_takes_every_plan_of_several_groups() -> None:
     assert scheduler.counters.prefix_hits > 0
 
 
+@pytest.mark.parametrize("is_caching", [True, False])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_choices_of_one_prompt_share_what_their_groups_can(name: str, is_caching: bool) -> None:
+    groups = MIXTURES[name]
+    kv = layout_for_one(groups, 130, longest_step(32, STEPS_IN_FLIGHT, 1), spare=60, spare_states=8)
+    scheduler = make_scheduler(
+        kv=kv,
+        max_model_len=130,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        enable_prefix_caching=is_caching,
+    )
+    engine = Engine(scheduler, NaiveWorker(groups=groups))
+    prompt = make_prompt(70)
+    engine.add_choices(*make_choices(range(5), prompt))
+    for _ in range(4):
+        engine.plan()
+        engine.finish_step()
+    engine.lose_worker()
+    engine.run()
+    for number in range(5):
+        expected = naive_generation(prompt, number, SamplingParams(max_tokens=4), (), 130)
+        assert engine.end_of(number) == expected
+    assert engine.worker.num_tokens_computed < 5 * 70, "they share nothing"
+    assert scheduler.snapshot().num_used_blocks == 0
+
+
 def record(directory: Path, *, window: int = 10) -> RecordedRun:
     """Record requests of one prompt, a lost worker, and a reset of the cache."""
     groups = (FULL, STATE, replace(WINDOW, window=window))
@@ -339,4 +367,9 @@ def test_a_difference_in_a_further_group_is_named(tmp_path: Path) -> None:
 
 
 TestGroupedMachine = GroupedMachine.TestCase
-TestGroupedMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestGroupedMachine.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.thorough
+class TestGroupedMachineForLong(GroupedMachine.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
