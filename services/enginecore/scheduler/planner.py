@@ -305,15 +305,14 @@ class StepPlanner:
                 continue
             crossing, num_needless = slots[places], num_needless[places]
             requests = list(map(rows.slot_to_request.__getitem__, crossing.tolist()))
+            stale = [
+                (request.blocks, request.token_ids, num_tokens)
+                for request, num_tokens in zip(requests, reached[places].tolist(), strict=True)
+                if num_tokens // blocks.block_size > request.blocks.num_cached
+            ]
+            if stale:
+                blocks.cache_full_blocks(stale)
             tables = [request.blocks for request in requests]
-            blocks.cache_full_blocks(
-                [
-                    (table, request.token_ids, num_tokens)
-                    for table, request, num_tokens in zip(
-                        tables, requests, reached[places].tolist(), strict=True
-                    )
-                ]
-            )
             blocks.release_unseen(twins, list(zip(tables, num_needless.tolist(), strict=True)))
             for group in twins:
                 rows.released[group.index, crossing] = num_needless
