@@ -43,7 +43,8 @@ struct Mixture {
 };
 
 constexpr int64_t kRowsOfOwnLoops = 128;  // an expert with as many rows is a product of its own
-constexpr int64_t kRowsTogether = 1024;   // that are computed at a time: what lies between the steps is bounded
+constexpr int64_t kFewestTogether = 64, kMostTogether = 1024;  // rows that are computed at a time
+constexpr int64_t kResultBytes = 64 << 20;  // of these rows: bounds what lies between the steps
 constexpr int64_t kChoicesPerIndex = 16;  // rows that one thread chooses for, or sums, at a time
 
 template <typename T>
@@ -268,8 +269,10 @@ TRIPTYCH_KERNEL(fused_moe, triptych::Mixture,
                 down.form.wide_bits, down.weight, down.expert_bytes, down.bias, down.in_features, down.out_features,
                 dtype, x, x_stride, out, activation, scales_input, shared, shared_gate) {
   using namespace triptych;
-  for (int64_t first = 0; first < rows; first += kRowsTogether) {
-    const int64_t count = std::min(kRowsTogether, rows - first);
+  const int64_t row_bytes = args.routing.top_k * padded(args.down.out_features) * sizeof(float);
+  const int64_t together = std::clamp(kResultBytes / row_bytes, kFewestTogether, kMostTogether);
+  for (int64_t first = 0; first < rows; first += together) {
+    const int64_t count = std::min(together, rows - first);
     args.dtype == kFloat32 ? mix<float>(args, first, count) : mix<bf16>(args, first, count);
   }
 }
