@@ -167,6 +167,33 @@ def test_steps_of_an_engine_generate_the_tokens_of_transformers(name: str, saved
     assert engine.generate(prompts, greedy, first_number=len(prompts)) == expected
 
 
+@pytest.mark.parametrize("name", ["Qwen 3.5"])
+def test_equal_prefixes_in_one_step_do_not_disturb_each_other(name: str, saved: Any) -> None:
+    directory, oracle = saved(name)
+    (prompt,) = random_prompts(37)
+    prompts = [prompt, prompt, prompt[:21], prompt[:30] + prompt[:9]]
+    engine = InProcessEngine(make_runner(directory), max_num_batched_tokens=16)
+    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    expected = [greedy_tokens(oracle, each, 9) for each in prompts]
+    for first_number in range(0, 3 * len(prompts), len(prompts)):
+        assert engine.generate(prompts, greedy, first_number=first_number) == expected
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
+def test_preempted_requests_go_on_with_the_tokens_of_transformers(name: str, saved: Any) -> None:
+    directory, oracle = saved(name)
+    prompts = random_prompts(1, 4, 5, 11, 17)
+    # 10 blocks of 5 tokens, and 83 tokens in the end
+    engine = InProcessEngine(
+        make_runner(directory), max_num_batched_tokens=16, num_blocks=11, max_model_len=40
+    )
+    said = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    assert said == [greedy_tokens(oracle, prompt, 9) for prompt in prompts]
+    has_keys = any(layer.attention != "none" for layer in read_architecture(directory).layers)
+    assert not has_keys or engine.scheduler.counters.num_preemptions > 0
+
+
 def test_pages_hold_whole_blocks(saved: Any) -> None:
     config = tiny_config(read_architecture(saved("LFM2")[0]), block_size=16)
     cache = replace(config.engine.cache, state_interval=40)
