@@ -213,6 +213,19 @@ def test_half_of_the_memory_is_for_states(saved: Any) -> None:
         plan_kv_cache(config, 4 * states.block_bytes)
 
 
+def test_each_rank_keeps_the_states_of_its_heads(saved: Any) -> None:
+    config = tiny_config(read_architecture(saved("Qwen3-Next")[0]))
+    whole = plan_kv_cache(config, 1 << 30)
+    half = plan_kv_cache(replace(config, rank=RankFacts(tensor_parallel_size=2)), 1 << 30)
+    assert (
+        sum(place.state_elements for place in whole.places)
+        == 3 * config.architecture.layers[0].state.page_elements
+    )
+    assert [2 * place.state_elements for place in half.places] == [
+        place.state_elements for place in whole.places
+    ]
+
+
 def test_stages_keep_no_states(saved: Any) -> None:
     config = tiny_config(read_architecture(saved("LFM2")[0]))
     with pytest.raises(FeatureDisabled, match=r"parallel\.pipeline_parallel_size = 2: .* recurrent states"):

@@ -99,7 +99,7 @@ def choose_groups(config: ResolvedConfig) -> GroupChoice:
     }
     kinds = sorted(set(kind_of_layer.values()), key=lambda kind: (kind.kind is not KvKind.FULL, kind.window))
     keeping = [index for index in stage if index in kind_of_layer]
-    one = _with_places(architecture, stage, {index: (0, number) for number, index in enumerate(keeping)})
+    one = _with_places(config, stage, {index: (0, number) for number, index in enumerate(keeping)})
     if not kinds:
         return one
     one = replace(one, kinds=(_Kind(KvKind.FULL),), num_tensors=len(keeping))
@@ -120,7 +120,7 @@ def choose_groups(config: ResolvedConfig) -> GroupChoice:
     counts = _choose_counts(kind_to_layers, _stages(architecture, config.rank), max_model_len)
     if isinstance(counts, str):
         return replace(one, reason=counts)
-    return _place(architecture, stage, kind_to_layers, counts)
+    return _place(config, stage, kind_to_layers, counts)
 
 
 def _kind_of(layer: LayerSpec, max_model_len: int) -> _Kind:
@@ -184,7 +184,7 @@ def _padding(
 
 
 def _place(
-    architecture: ModelArchitecture,
+    config: ResolvedConfig,
     stage: range,
     kind_to_layers: Mapping[_Kind, Sequence[int]],
     counts: Mapping[_Kind, int],
@@ -201,21 +201,22 @@ def _place(
             layer_to_place[index] = len(kinds) + number // num_tensors, number % num_tensors
         kinds += [kind] * count
     for index in stage:
-        source = architecture.layers[index].kv_from
+        source = config.architecture.layers[index].kv_from
         if source >= 0:
             layer_to_place[index] = layer_to_place[source]
-    choice = _with_places(architecture, stage, layer_to_place)
+    choice = _with_places(config, stage, layer_to_place)
     return replace(choice, kinds=tuple(kinds), num_tensors=num_tensors)
 
 
 def _with_places(
-    architecture: ModelArchitecture, stage: range, layer_to_place: Mapping[int, tuple[int, int]]
+    config: ResolvedConfig, stage: range, layer_to_place: Mapping[int, tuple[int, int]]
 ) -> GroupChoice:
     """Return a choice without groups yet, of which each layer has a group and a tensor, or neither."""
     places = []
     for index in stage:
-        state = architecture.layers[index].state
-        elements = 0 if state is None else state.page_elements
+        state = config.architecture.layers[index].state
+        # each rank keeps the states of its own heads
+        elements = 0 if state is None else state.page_elements // config.rank.tensor_parallel_size
         places.append(LayerPlace(*layer_to_place.get(index, (-1, -1)), state_elements=elements))
     return GroupChoice((), tuple(places), 0)
 
