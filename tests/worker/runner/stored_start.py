@@ -34,9 +34,16 @@ def config_of(flags: dict[str, Any]) -> EngineConfig:
     return load_config(env={}, flags=flags)
 
 
-def enter(slot: int, prompt: Sequence[int], step_id: int, sampling: SamplingParams = GREEDY) -> NewRow:
-    """Return a row that enters a slot with blocks of its own."""
-    first = 1 + slot * BLOCKS_PER_ROW
+def enter(
+    slot: int, prompt: Sequence[int], step_id: int, sampling: SamplingParams = GREEDY, num_groups: int = 1
+) -> NewRow:
+    """Return a row that enters a slot with blocks of its own in each KV group."""
+    shape = num_groups, BLOCKS_PER_ROW
+    first, *others = (
+        1
+        + np.arange(num_groups * BLOCKS_PER_ROW, dtype=np.uint32).reshape(shape)
+        + np.uint32(slot * num_groups * BLOCKS_PER_ROW)
+    )
     return NewRow(
         slot=slot,
         slot_version=step_id,
@@ -44,8 +51,9 @@ def enter(slot: int, prompt: Sequence[int], step_id: int, sampling: SamplingPara
         emitted_token_ids=empty_u32(),
         num_computed_tokens=0,
         num_cached_tokens=0,
-        block_ids=np.arange(first, first + BLOCKS_PER_ROW, dtype=np.uint32),
+        block_ids=first,
         seed=slot,
+        group_block_ids=tuple(others),
     )
 
 
@@ -54,7 +62,8 @@ def decode(
 ) -> list[list[int]]:
     """Return the tokens of all prompts, which enter together and go on together."""
     runner.reset()
-    rows = tuple(enter(slot, prompt, 1, sampling) for slot, prompt in enumerate(prompts))
+    num_groups = len(runner.facts.kv.groups)
+    rows = tuple(enter(slot, prompt, 1, sampling, num_groups) for slot, prompt in enumerate(prompts))
     slots = np.arange(len(prompts), dtype=np.uint32)
     lengths = np.array([len(prompt) for prompt in prompts], np.uint32)
     plan = StepPlan(step_id=1, last_result_seen=0, new_rows=rows, chunk_slots=slots, chunk_lengths=lengths)

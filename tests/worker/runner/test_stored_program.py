@@ -110,14 +110,21 @@ def test_float32_without_torch_gives_the_tokens_of_transformers(
 @pytest.mark.usefixtures("directory")  # of the test's own programs
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [("GLM 4.5", "none"), ("Qwen 2 MoE", "q8"), ("DeepSeek V3", "none"), ("MiniCPM 3", "q8")],
+    [
+        ("GLM 4.5", "none"),
+        ("Qwen 2 MoE", "q8"),
+        ("DeepSeek V3", "none"),
+        ("MiniCPM 3", "q8"),
+        ("Gemma 3", "none"),  # four KV groups
+        ("Mistral", "q8"),  # one group of windows
+    ],
 )
-def test_mixtures_and_latents_without_torch_give_the_tokens_of_a_fresh_recording(
+def test_mixtures_latents_and_windows_without_torch_give_the_tokens_of_a_fresh_recording(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
     directory = tmp_path / "mixture"
     oracle = save_checkpoint(FAMILIES[family].create(), directory)
-    flags = FLAGS | {"model.quantization": quantization}
+    flags = FLAGS | {"model.quantization": quantization, "cache.num_blocks": 65}
     expected = [greedy_tokens(oracle, prompt, NUM_NEW) for prompt in PROMPTS]
     if quantization != "none":
         expected = decode(ordinary(config_of(flags), directory), PROMPTS, NUM_NEW)
