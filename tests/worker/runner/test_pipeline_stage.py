@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from tests.helpers.in_process import InProcessEngine
+from tests.worker.models import checkpoints
+from tests.worker.models.families import FAMILIES, WINDOW
 from tests.worker.parallel.test_pipeline_parallel import SIZES
 from tests.worker.pooled import save_decoder
 from tests.worker.ranks import save_checkpoint
 from tests.worker.runner.stages_in_threads import StagesInThreads, create_stages
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
+from triptych.types.facts import KvKind
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
@@ -54,6 +57,20 @@ def test_overlapped_steps_say_what_one_process_says(model: Path, num_stages: int
     assert len({token for tokens in expected for token in tokens}) > 10, "the model does say something"
     assert generate(stages, num_stages) == expected
     assert generate(stages, num_stages) == expected, "after a reset"
+    stages.close()
+
+
+@pytest.mark.thorough
+def test_stages_have_the_groups_of_the_whole_model(tmp_path: Path) -> None:
+    checkpoints.save_checkpoint(FAMILIES["Gemma 2"].create(), tmp_path)
+    (alone,) = create_stages(tmp_path, 1, num_blocks=80)
+    runners = create_stages(tmp_path, 2, num_blocks=80)
+    layouts = [
+        [(group.kind, group.window) for group in runner.facts.kv.groups] for runner in (alone, *runners)
+    ]
+    assert layouts == [[(KvKind.FULL, 0), (KvKind.WINDOW, WINDOW)]] * 3
+    stages = StagesInThreads(runners)
+    assert generate(stages, 2) == generate(alone, 1)
     stages.close()
 
 
