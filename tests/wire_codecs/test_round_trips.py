@@ -190,7 +190,7 @@ OF_GROUPS = replace(
 
 
 def test_one_full_group_is_the_message_of_before():
-    before = worker_pb2.KvLayout(
+    before = worker_pb2.KvShape(
         num_blocks=100,
         block_size=16,
         num_layers=2,
@@ -199,14 +199,14 @@ def test_one_full_group_is_the_message_of_before():
         dtype="float32",
         soft_num_blocks=50,
     )
-    codec = CODECS[KvLayout, "triptych.internal.v1.KvLayout"]
+    codec = CODECS[KvLayout, "triptych.internal.v1.KvShape"]
     assert codec.encode(FULL) == before
     assert codec.decode(before) == FULL
     assert codec.decode(over_the_wire(codec.encode(OF_GROUPS))) == OF_GROUPS
 
 
 def test_a_group_of_an_unknown_kind_is_refused():
-    codec = CODECS[KvLayout, "triptych.internal.v1.KvLayout"]
+    codec = CODECS[KvLayout, "triptych.internal.v1.KvShape"]
     message = codec.encode(OF_GROUPS)
     message.groups[1].kind = 9
     with pytest.raises(ProtocolViolation, match=r"kv\.groups: kind 9 is not known"):

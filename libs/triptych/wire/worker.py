@@ -32,7 +32,7 @@ def _groups_to_proto(layout: KvLayout) -> list[worker_pb2.KvGroup]:
     return [] if layout.is_plain else [_GROUP.encode(group) for group in layout.groups]
 
 
-def _with_groups(layout: KvLayout, message: worker_pb2.KvLayout) -> KvLayout:
+def _with_groups(layout: KvLayout, message: worker_pb2.KvShape) -> KvLayout:
     if not message.groups:
         return layout
     return replace(layout, groups=tuple(_GROUP.decode(group) for group in message.groups))
@@ -42,7 +42,7 @@ _KINDS = tuple(number for number in worker_pb2.KvKind.values() if number)
 _GROUP = codec(KvGroup, worker_pb2.KvGroup, start=_check_kind)
 codec(
     KvLayout,
-    worker_pb2.KvLayout,
+    worker_pb2.KvShape,
     left_out=("groups",),
     fixed={"groups": _groups_to_proto},
     finish=_with_groups,

@@ -106,7 +106,7 @@ class WorkerFacts(_message.Message):
     MAX_ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     model: ModelFacts
-    kv: KvLayout
+    kv: KvShape
     max_num_seqs: int
     max_num_batched_tokens: int
     max_steps_in_flight: int
@@ -119,7 +119,7 @@ class WorkerFacts(_message.Message):
     kv_endpoint: _kv_transfer_pb2.KvEndpoint
     max_adapters: int
     max_adapter_rank: int
-    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvLayout, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ..., num_stages: _Optional[int] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ...) -> None: ...
+    def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ..., num_stages: _Optional[int] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ...) -> None: ...
 
 class AdapterFacts(_message.Message):
     __slots__ = ("name", "digest", "rank", "source")
@@ -183,7 +183,7 @@ class KvGroup(_message.Message):
     window: int
     def __init__(self, kind: _Optional[_Union[KvKind, str]] = ..., num_layers: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
 
-class KvLayout(_message.Message):
+class KvShape(_message.Message):
     __slots__ = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype", "soft_num_blocks", "groups", "num_state_blocks")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
