@@ -133,10 +133,12 @@ def test_a_prefix_moves_every_name() -> None:
     ("changes", "message"),
     [
         ({"rope": RopeParameters(kind="spiral")}, "rope_type spiral"),
-        ({"attention": "none"}, "LlamaForCausalLM, layer 0: attention = none: the cache has one shape"),
+        (
+            {"attention": "none", "mlp": "none"},
+            "LlamaForCausalLM, layer 0: attention = none, mlp = none, parallel = no: the cache has one shape",
+        ),
         ({"kv_from": 0}, "layer 0: kv_from = 0"),
         ({"value_dim": 4}, "layer 0: value_dim = 4"),
-        ({"mlp": "none"}, "layer 0: mlp = none"),
         (
             {"ends": EndsSpec(head_bias=True)},
             "tie_word_embeddings = true: the head of this family has a bias",
