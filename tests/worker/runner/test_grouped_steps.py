@@ -17,6 +17,7 @@ from tests.worker.models.families import FAMILIES
 from tests.worker.tiny import tiny_config, tiny_facts
 from triptych.checkpoint.config_json import read_architecture
 from triptych.types.facts import KvKind
+from triptych_services.worker.context.device import use_threads
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.runner.model_runner import ModelRunner
@@ -51,6 +52,7 @@ def grouped_config(directory: Path, groups: str = "auto") -> ResolvedConfig:
 
 
 def engine_of(directory: Path, *, enforce_eager: bool = False, groups: str = "auto") -> HandEngine:
+    use_threads(1)  # several wait for each other on a busy machine
     config = grouped_config(directory, groups)
     model = load_model(config, open_checkpoint(directory))
     assert isinstance(model, nn.Module)
