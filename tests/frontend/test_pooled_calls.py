@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +48,9 @@ def raw(prompt: object = "Hello", task: Task = Task.EMBED, **given: Any) -> Any:
 
 async def compute(core: FrontendCore, *raws: Any) -> list[PooledText]:
     async with asyncio.timeout(10):
-        return await core.generator.pooled.compute(raws)
+        pooled = core.generator.pooled
+        with closing(pooled.open_answer()) as counted:
+            return await pooled.compute(raws, counted)
 
 
 async def test_each_text_is_one_request_and_order_is_kept() -> None:
