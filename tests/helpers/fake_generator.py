@@ -57,7 +57,7 @@ class FakeGenerator(Generator):
 
     def __init__(self) -> None:
         self.text = _FakeTextCalls(self.find_model)
-        self.pooled = PooledCalls(self.generate, self)  # type: ignore[arg-type] # what it asks a router
+        self.pooled = PooledCalls(self.generate, self, 1 << 28)  # type: ignore[arg-type] # what it asks a router
         self.reset()
 
     async def attach(
