@@ -355,8 +355,10 @@ def _checked_and_compiled(
         FeatureDisabled: The attention backend does not compute the attention of a layer.
     """
     assert isinstance(model, nn.Module), "the contract of CausalLM"
+    if config.architecture.encoder is not None:  # its attention has no cache, and no backend
+        return nullcontext()
     check_layers(model, create_attention(config))
-    if not config.rank.device.startswith("cuda") or config.architecture.encoder is not None:
+    if not config.rank.device.startswith("cuda"):
         return nullcontext()
     from triptych_services.worker.runner.startup.compile_ahead import (
         compiled_ahead,  # imports triton: not for CPUs
