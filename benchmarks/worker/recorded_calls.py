@@ -12,16 +12,18 @@ from triptych_kernels.cpu.launch import find_kernel
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.machine import Rates
 
-PRODUCTS, HEAD, ATTENTION, SMALL, SAMPLING, OTHER = (
-    "products", "head", "attention", "norms, rotary, KV writes", "sampling", "other",
+PRODUCTS, HEAD, ATTENTION, STATES, SMALL, SAMPLING, OTHER = (
+    "products", "head", "attention", "recurrent states", "norms, rotary, KV writes", "sampling", "other",
 )  # fmt: skip
-GROUPS = (PRODUCTS, HEAD, ATTENTION, SMALL, SAMPLING, OTHER)
+GROUPS = (PRODUCTS, HEAD, ATTENTION, STATES, SMALL, SAMPLING, OTHER)
 _WORD_TO_GROUP: tuple[tuple[str, str], ...] = (
     ("linear", PRODUCTS),
     ("product", PRODUCTS),
+    ("moe", PRODUCTS),
     ("attention", ATTENTION),
     ("attend", ATTENTION),
-    *((word, SMALL) for word in ("norm", "rotary", "write_kv", "embedding", "gather_rows", "pointwise")),
+    *((word, STATES) for word in ("conv", "scan")),
+    *((word, SMALL) for word in ("norm", "rotary", "write_", "embedding", "gather_rows", "pointwise")),
     *((word, SMALL) for word in ("last_axis", "local_ids", "clear_other_rows", "over_ranks")),
     *((word, SAMPLING) for word in ("sample", "logprobs", "logits")),
 )

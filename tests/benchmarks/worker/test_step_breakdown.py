@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.figures import Figure
-from benchmarks.worker.recorded_calls import GROUPS, OTHER, Call, CallTimes, Step, Work, call_by_call
+from benchmarks.worker.recorded_calls import GROUPS, OTHER, STATES, Call, CallTimes, Step, Work, call_by_call
 from benchmarks.worker.session import RunnerSession
 from benchmarks.worker.step_breakdown import measure_decode, measure_prefill
 from tests.worker.models.checkpoints import make_runner, save_checkpoint
@@ -90,7 +90,7 @@ def parts(figures: list[Figure]) -> dict[str, Figure]:
 
 def test_the_parts_of_a_step_are_all_of_it(runner: Runner) -> None:
     figures = parts(list(measure_prefill(runner, "none, prefill of 12", RATES, 12)))
-    assert figures.keys() == {"step", *GROUPS, "Python"} - {OTHER}
+    assert figures.keys() == {"step", *GROUPS, "Python"} - {OTHER, STATES}
     shares = [float(figure.note.partition("%")[0]) for name, figure in figures.items() if name != "step"]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     assert figures["products"].limit is not None
