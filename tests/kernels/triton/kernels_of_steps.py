@@ -42,6 +42,7 @@ from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.models.registry import create_model
 from triptych_services.worker.runner.startup import compile_ahead
 from triptych_services.worker.runner.startup.activation_memory import LargestSteps
+from triptych_services.worker.runner.startup.kv_plan import KvPlan
 
 META = torch.device("meta")
 MAX_LEN = 8192
@@ -97,7 +98,7 @@ def _noted(model: CausalLM, sizes: Iterable[tuple[int, int]]) -> dict[NotedLaunc
         for num_tokens, num_rows in sizes:
             steps = LargestSteps(
                 model,
-                kv,
+                KvPlan(kv, MAX_LEN),
                 META,
                 attention=PagedAttention(),
                 max_num_batched_tokens=num_tokens,
