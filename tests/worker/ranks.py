@@ -162,7 +162,7 @@ def compute(case: Case, rank: int) -> Answer:
     """Create this rank's runner and carry out the plans."""
     engine = EngineConfig(
         model=ModelConfig(model="somewhere/tiny", quantization=case.quantization, dtype=case.dtype),
-        cache=CacheConfig(block_size=4, num_blocks=60),
+        cache=CacheConfig(block_size=4, num_blocks=60, groups="one"),  # the plans have one table
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         worker=WorkerConfig(
             device=case.device,
