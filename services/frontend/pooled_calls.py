@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from triptych.errors import (
     DeadlineExceeded,
@@ -25,6 +26,7 @@ from triptych.errors import (
 )
 from triptych.types.events import DeltaEvent, Event, FinishedEvent
 from triptych.types.step import F32
+from triptych_services.frontend.access.caller import current_payer, set_tenant
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.routing.router import Router
 
@@ -34,6 +36,7 @@ MAX_CALL_BYTES = 16 << 20
 """Bytes of the vectors of one call, as many as an engine takes for one text: 2,048 vectors of 2,048 numbers."""
 _MIN_IN_FLIGHT = 256
 _RETRY_AFTER_S = 1.0
+_TENANT_PARTS = 4  # of all unsent bytes, one is the most that one tenant may have
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +125,8 @@ class PooledCalls:
         if not raws:
             return []
         window = window or self.open_window(raws[0].model)
+        set_tenant(raws[0].head.tenant)
+        answer.payer = current_payer()
         arrived = time.monotonic()
         if len(raws) == 1:
             pooled = await window.compute(lambda: self._generate(raws[0]))
@@ -151,10 +156,11 @@ class PooledCalls:
 
 @dataclass(slots=True)
 class _UnsentBytes:
-    """The bytes of all answers of this process that are not sent."""
+    """The bytes of all answers of this process that are not sent. No tenant can have them all."""
 
     max_bytes: int
     num_bytes: int = 0
+    by_payer: Counter[str] = field(default_factory=Counter)
 
 
 class AnswerBytes:
@@ -164,27 +170,42 @@ class AnswerBytes:
         self._all = all_unsent
         self.num_bytes = 0
         """Bytes of this answer."""
+        self.payer = ""
+        """As of `current_payer`. It does not change once there are bytes."""
 
     def add(self, num_bytes: int) -> None:
         """Count so many bytes more; fewer if negative.
 
         Raises:
-            QueueFull: All answers together would be above the bound. Nothing was counted.
+            QueueFull: All answers of the tenant, or of all tenants, would be above their bound. Nothing was counted.
         """
-        limit, others = self._all.max_bytes, self._all.num_bytes - self.num_bytes
-        if num_bytes > 0 and self._all.num_bytes + num_bytes > limit and others:
-            raise QueueFull(
-                f"{self._all.num_bytes} bytes of answers with vectors are computed and not read by their clients, and "
-                f"{num_bytes} more would exceed {limit}, frontend.max_unsent_bytes; read the answers, or try again",
-                _RETRY_AFTER_S,
-            )
-        self._all.num_bytes += num_bytes
-        self.num_bytes += num_bytes
+        limit = self._all.max_bytes
+        if num_bytes > 0:
+            share = limit // _TENANT_PARTS
+            of_tenant = f"a tenant's part, {share}, of {limit}"
+            self._check(num_bytes, self._all.by_payer[self.payer], share, of_tenant)
+            self._check(num_bytes, self._all.num_bytes, limit, str(limit))
+        self._count(num_bytes)
 
     def close(self) -> None:
         """Count it no more. A second call does nothing."""
-        self._all.num_bytes -= self.num_bytes
-        self.num_bytes = 0
+        self._count(-self.num_bytes)
+        if not self._all.by_payer[self.payer]:
+            del self._all.by_payer[self.payer]
+
+    def _check(self, num_bytes: int, num_unsent: int, limit: int, what: str) -> None:
+        """Refuse more bytes than a bound allows, unless there is no other answer."""
+        if num_unsent + num_bytes > limit and num_unsent > self.num_bytes:
+            raise QueueFull(
+                f"{num_unsent} bytes of answers with vectors are computed and not read by their clients, and "
+                f"{num_bytes} more would exceed {what}, frontend.max_unsent_bytes; read the answers, or try again",
+                _RETRY_AFTER_S,
+            )
+
+    def _count(self, num_bytes: int) -> None:
+        self._all.num_bytes += num_bytes
+        self._all.by_payer[self.payer] += num_bytes
+        self.num_bytes += num_bytes
 
 
 def check_num_inputs(num_inputs: int, path: str, limit: int = MAX_INPUTS) -> None:

@@ -175,7 +175,7 @@ class FrontendConfig:
     max_unsent_bytes: int = value(
         256 << 20,
         "Bytes that all answers with vectors together may have from when these are computed until clients have read "
-        "them. A call that needs more gets 429 or RESOURCE_EXHAUSTED.",
+        "them, a quarter of it those of one tenant. A call that needs more gets 429 or RESOURCE_EXHAUSTED.",
         FRONTEND,
         ge=16 << 20,
     )

@@ -209,7 +209,7 @@ async def test_answers_of_all_calls_are_bounded_until_they_are_sent() -> None:
         await may_read.wait()
 
     model = replace(EMBEDDER, embedding_size=1 << 20)
-    async with serve(model, large, max_unsent_bytes=16 << 20) as (stub, engine):
+    async with serve(model, large, max_unsent_bytes=64 << 20) as (stub, engine):
         stream = stub.EmbedStream(items())
         await eventually(lambda: len(engine.submitted) == 16)
         error: Any = None
@@ -220,7 +220,12 @@ async def test_answers_of_all_calls_are_bounded_until_they_are_sent() -> None:
                 except grpc.aio.AioRpcError as refused:
                     error = refused
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "frontend.max_unsent_bytes" in error.details()
+        assert f"a tenant's part, {16 << 20}, of {64 << 20}, frontend.max_unsent_bytes" in error.details()
+        bystander = pb.EmbedRequest(
+            inputs=texts("x"), encoding=packed, options=pb.PoolingCallOptions(tenant="bystander")
+        )
+        for _ in range(6):  # what one tenant does not read keeps no other from being answered
+            assert len((await stub.Embed(bystander)).embeddings[0].packed) == 4 << 20
         may_read.set()
         answers = [answer async for answer in stream]
         refusals = [answer for answer in answers if answer.HasField("error")]

@@ -224,7 +224,7 @@ async def until_served(api: HttpApi, body: object) -> None:
 async def test_answers_that_are_not_read_are_bounded_together() -> None:
     body = {"input": "x", "model": "tiny", "encoding_format": "base64"}
     model = replace(EMBEDDER, embedding_size=LARGE)
-    async with serve(model, large, max_unsent_bytes=20 << 20) as (api, engine):
+    async with serve(model, large, max_unsent_bytes=80 << 20) as (api, engine):
         unread = []
         for number in range(3):  # 16.8 MB
             unread.append(await api.connect("/v1/embeddings", body))
@@ -234,6 +234,8 @@ async def test_answers_that_are_not_read_are_bounded_together() -> None:
         assert refused.status_code == 429
         assert "frontend.max_unsent_bytes" in refused.json()["error"]["message"]
         assert str(20 << 20) in refused.json()["error"]["message"]
+        bystander = body | {"tenant": "bystander"}
+        assert (await api.http.post("/v1/embeddings", json=bystander)).status_code == 200
         for path, more in (("/pooling", {}), ("/score", {"text_1": "x", "text_2": ["y", "z"]})):
             given = {"model": "tiny", **more} if more else body
             assert (await api.http.post(path, json=given)).status_code == 429, path
@@ -251,7 +253,7 @@ async def test_answers_that_are_never_read_give_their_space_back() -> None:
     body = {"input": "x", "model": "tiny", "encoding_format": "base64"}
     limits = ConnectionLimits(client_timeout_s=0.5)
     model = replace(EMBEDDER, embedding_size=LARGE)
-    async with serve(model, large, limits, max_unsent_bytes=16 << 20) as (api, _):
+    async with serve(model, large, limits, max_unsent_bytes=64 << 20) as (api, _):
         unread = [await api.connect("/v1/embeddings", body) for _ in range(2)]
         for reader, _ in unread:
             assert b" 200 " in await reader.readline()
