@@ -150,7 +150,7 @@ def state_space_scan(
         dt_bias: [num_heads] float32.
         skip: [num_heads] float32.
         state: [num_pages, num_heads, state_size, head_dim] float32, each page dense.
-        dt_limits: Smallest and largest step size.
+        dt_limits: Lower and upper limit of d.
     Returns:
         [num_tokens, num_heads, head_dim], a new tensor of x's dtype.
     Raises:

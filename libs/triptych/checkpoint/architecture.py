@@ -118,7 +118,7 @@ class StateSpec:
     dt_norm: str = "none"
     """mamba: norms of step sizes, B and C. none, weighted, or plain: without weights."""
     dt_limits: tuple[float, float] = (0.0, math.inf)
-    """mamba2: the smallest and the largest step size."""
+    """mamba2: lower and upper limit of a step size."""
     input_multipliers: tuple[float, ...] = ()
     """mamba2: factors of the gate, x, B, C and step sizes; empty: none."""
     output_multiplier: float = 1.0

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from triptych.types.identity import ModelIdentity
 from triptych.types.kv_transfer import KvEndpoint, TransferCounts
@@ -14,6 +17,8 @@ from triptych.types.pooling import GENERATION
 
 _KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 _KV_SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # of each key and each value, where elements have one
+
+PositionT = TypeVar("PositionT", int, NDArray[np.int64])
 
 
 class KvKind(Enum):
@@ -44,6 +49,31 @@ class KvGroup:
     window: int = 0
     """Positions of a window or a chunk. 0: the group has another kind."""
 
+    def first_needed(self, position: PositionT) -> PositionT:
+        """Return the index of the first block that is read from a position on, or of its own if that is none.
+
+        Args:
+            position: One, or an array of them.
+        """
+        if self.kind is KvKind.FULL:
+            return position * 0
+        if self.kind is KvKind.CHUNK:
+            return position // self.window * self.window // self.block_size
+        first = (position - (self.window - 1 if self.kind is KvKind.WINDOW else 1)) // self.block_size
+        return first * (first > 0)
+
+    def most_held(self, step_tokens: int) -> int | None:
+        """Return the most blocks that a row holds at a time. None: all that its tokens fill.
+
+        Args:
+            step_tokens: Positions between what the row needs no more and the end of a step, at most.
+        """
+        if self.kind is KvKind.FULL:
+            return None
+        if self.kind is KvKind.STATE:
+            return 2  # a step never goes beyond the end of a block
+        return max(self.window - 3 + step_tokens, 0) // self.block_size + 2
+
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
@@ -58,8 +88,7 @@ class KvLayout:
     num_blocks: int
     """Blocks of keys and values, including block 0, the null block, which no request ever holds."""
     block_size: int
-    """Tokens per block of the group with the smallest ones, of which those of the other groups are multiples. Block
-    hashes name so many tokens each."""
+    """Tokens per block. Groups may have longer blocks, each a multiple of this. A block hash names this many tokens."""
     num_layers: int
     """Layers of this worker with keys and values of the sizes below: its stage's if the model is computed in stages."""
     num_kv_heads: int

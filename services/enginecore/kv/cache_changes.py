@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from triptych.types.facts import KvKind
 from triptych.types.kv_transfer import HASH_BYTES
 from triptych.types.outputs import CacheNews
-from triptych_services.enginecore.kv.groups import ChunkRules, GroupRules
+from triptych_services.enginecore.kv.groups import GroupRules
 
 
 class CacheChanges:
@@ -84,7 +85,7 @@ class _Prefix:
         self.parent = parent
         self.children: dict[bytes, _Prefix] = {}
         self.depth: int = 1 if parent is None else parent.depth + 1
-        """Blocks of the smallest size that it has."""
+        """Its length, in blocks of `block_size` tokens."""
         self.is_cached = [False] * num_groups
         """Whether the block that ends here is cached, of each group that has such a block."""
         self.runs = [0] * num_groups
@@ -118,7 +119,7 @@ class _Need:
         self.ratio = group.block_size // block_size
         self.first_run = 0 if group.releases else 1
         """Run before the first block."""
-        self.is_chunk = isinstance(group, ChunkRules)
+        self.is_chunk = group.kind is KvKind.CHUNK
         """Whether the number depends on the place in the chunk."""
         self.num_needed_at_most = 1
         self.window_blocks = 0
@@ -129,7 +130,7 @@ class _Need:
             self.window_blocks = group.window // group.block_size + 2
 
     def num_needed(self, depth: int) -> int:
-        """Return the blocks that a hit of `depth` blocks of the smallest size needs."""
+        """Return the blocks that a hit needs of this group, by its length in blocks of `block_size` tokens."""
         num_tokens = depth * self._block_size
         return num_tokens // self._group.block_size - self._group.first_needed(num_tokens)
 

@@ -11,19 +11,16 @@ A row computes positions from p on. Blocks of 4 tokens:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ConfigError
-from triptych.types.facts import KvGroup, KvKind, KvLayout
+from triptych.types.facts import KvGroup, KvKind, KvLayout, PositionT
 
 Ints = NDArray[np.int64]
-PositionT = TypeVar("PositionT", int, Ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,39 +66,39 @@ def _both(count: Count) -> tuple[int, int]:
     return (count, count) if isinstance(count, int) else (count.kv, count.state)
 
 
-class GroupRules(ABC):
-    """The blocks of one group that a row needs. It has no state."""
+class GroupRules:
+    """The blocks of one group that a row needs, and their names. It has no state.
 
-    is_state = False
-    releases = True
-    """Whether rows need some of their blocks no more as they go on."""
+    A page of a state is found in the cache from the next step on: rows of one step are computed side by side, so none
+    can begin with a page that another row writes in it.
+    """
 
     def __init__(self, group: KvGroup, index: int) -> None:
         """
         Args:
             index: Place of the group in the worker's layout.
         """
+        self.kind = group.kind
+        self.is_state = group.kind is KvKind.STATE
+        self.releases = group.kind is not KvKind.FULL
+        """Whether rows need some of their blocks no more as they go on."""
         self.block_size = group.block_size
         self.window = group.window
         self.index = index
+        self._group = group
         self._suffix = bytes([index]) if index else b""
 
-    @abstractmethod
     def first_needed(self, position: PositionT) -> PositionT:
-        """Return the index of the first block that is read from a position on, or of its own if that is none."""
+        """Return what `KvGroup.first_needed` does."""
+        return self._group.first_needed(position)
 
-    @abstractmethod
-    def span(self, chunk: int) -> int | None:
-        """Return the most positions that are kept for a step of `chunk` tokens. None: all that there are."""
+    def most_held(self, step_tokens: int) -> int | None:
+        """Return what `KvGroup.most_held` does."""
+        return self._group.most_held(step_tokens)
 
     def blocks_for(self, num_tokens: PositionT) -> PositionT:
         """Return the number of blocks that a table of so many tokens reaches over."""
         return -(-num_tokens // self.block_size)
-
-    def most_held(self, chunk: int) -> int | None:
-        """Return the most blocks that a row holds, if it computes at most `chunk` tokens in a step. None: all."""
-        span = self.span(chunk)
-        return None if span is None else max(span - 2, 0) // self.block_size + 2
 
     def peak(self, start: int, end: int, chunk: int) -> int:
         """Return the most blocks that a row holds on its way from one position to another."""
@@ -121,75 +118,17 @@ class GroupRules(ABC):
         return [name + self._suffix for name in named] if self._suffix else list(named)
 
 
-class FullRules(GroupRules):
-    """Every key is kept."""
-
-    releases = False
-
-    def first_needed(self, position: PositionT) -> PositionT:
-        return position * 0
-
-    def span(self, chunk: int) -> None:
-        return None
-
-
-class WindowRules(GroupRules):
-    """A query sees the last `window` positions, its own included."""
-
-    def first_needed(self, position: PositionT) -> PositionT:
-        first = (position - (self.window - 1)) // self.block_size
-        return first * (first > 0)
-
-    def span(self, chunk: int) -> int:
-        return self.window - 1 + chunk
-
-
-class ChunkRules(GroupRules):
-    """A query sees its chunk of `window` positions, up to its own."""
-
-    def first_needed(self, position: PositionT) -> PositionT:
-        return position // self.window * self.window // self.block_size
-
-    def span(self, chunk: int) -> int:
-        return self.window - 1 + chunk
-
-
-class StateRules(GroupRules):
-    """A step reads the page of the position before its first, and writes that of its last.
-
-    Rows of one step are computed side by side, so none can begin with a page that another row writes in it. A page is
-    found in the cache from the next step on.
-    """
-
-    is_state = True
-
-    def first_needed(self, position: PositionT) -> PositionT:
-        first = (position - 1) // self.block_size
-        return first * (first > 0)
-
-    def span(self, chunk: int) -> int:
-        return 2  # a step never goes beyond the end of a block
-
-
-_RULES: dict[KvKind, type[GroupRules]] = {
-    KvKind.FULL: FullRules,
-    KvKind.WINDOW: WindowRules,
-    KvKind.CHUNK: ChunkRules,
-    KvKind.STATE: StateRules,
-}
-
-
 def rules_of(kv: KvLayout) -> tuple[GroupRules, ...]:
     """Return the rules of each group of a layout."""
-    return tuple(_RULES[group.kind](group, index) for index, group in enumerate(kv.groups))
+    return tuple(GroupRules(group, index) for index, group in enumerate(kv.groups))
 
 
 def twins_of(groups: Sequence[GroupRules]) -> tuple[tuple[GroupRules, ...], ...]:
     """Return the groups that release blocks, those together that release them at the same positions."""
-    twins: dict[tuple[type, int, int], list[GroupRules]] = {}
+    twins: dict[tuple[KvKind, int, int], list[GroupRules]] = {}
     for group in groups:
         if group.releases:
-            twins.setdefault((type(group), group.block_size, group.window), []).append(group)
+            twins.setdefault((group.kind, group.block_size, group.window), []).append(group)
     return tuple(map(tuple, twins.values()))
 
 

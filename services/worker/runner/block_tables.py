@@ -47,17 +47,6 @@ class BlockTable:
         self._num_blocks = num_blocks
         self._name = name and f"{name}: "
 
-    def first_needed(self, position: int) -> int:
-        """Return the index of the first block that a token at a position reads."""
-        kind, window = self.group.kind, self.group.window
-        if kind is KvKind.FULL:
-            return 0
-        if kind is KvKind.WINDOW:
-            return max(position - window + 1, 0) // self.block_size
-        if kind is KvKind.CHUNK:
-            return position // window * window // self.block_size
-        return max(position - 1, 0) // self.block_size
-
     def check_new(self, row: NewRow, block_ids: U32) -> None:
         """Check the blocks with which a row enters.
 
@@ -69,7 +58,7 @@ class BlockTable:
             raise ProtocolViolation(
                 f"{name} holds {block_ids.size} blocks; a row has at most {self.ids.shape[1]}"
             )
-        needed = block_ids[self.first_needed(row.num_computed_tokens) :]
+        needed = block_ids[self.group.first_needed(row.num_computed_tokens) :]
         num_unneeded = block_ids.size - needed.size
         self._check_ids(needed, f"{self._name}new_rows")
         if num_unneeded:
@@ -112,7 +101,7 @@ class BlockTable:
 
     def blocks_read(self, slot: int, start: int, end: int) -> I32:
         """Return the blocks that a row reads or writes to compute positions `start` to `end`."""
-        return self.ids[slot, self.first_needed(start) : -(-end // self.block_size)]
+        return self.ids[slot, self.group.first_needed(start) : -(-end // self.block_size)]
 
     def blocks_written(self, slot: int, start: int, end: int) -> I32:
         """Return the blocks that a row writes to compute positions `start` to `end`."""

@@ -47,7 +47,7 @@ KINDS = st.sampled_from(KvKind)
 
 @st.composite
 def layouts(draw: Any, *, has_states: bool) -> tuple[KvGroup, ...]:
-    """One to four groups, of which the smallest blocks divide the others."""
+    """One to four groups. The tokens of a block are a multiple of those of the shortest one."""
     block_size = draw(st.sampled_from([1, 2, 2, 3, 4]))
     kinds = [kind for kind in KvKind if has_states or kind is not KvKind.STATE]
     groups: list[KvGroup] = []

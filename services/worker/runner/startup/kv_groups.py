@@ -229,12 +229,9 @@ def blocks_held(groups: Sequence[KvGroup], num_tokens: int, step_tokens: int) ->
     """
     total = 0
     for group in groups:
-        of_all = -(-num_tokens // group.block_size)
-        if group.kind is KvKind.FULL:
-            total += of_all
-        elif group.kind is not KvKind.STATE:
-            span = group.window - 1 + step_tokens
-            total += min(of_all, max(span - 2, 0) // group.block_size + 2)
+        if group.kind is not KvKind.STATE:
+            of_all, most = -(-num_tokens // group.block_size), group.most_held(step_tokens)
+            total += of_all if most is None else min(of_all, most)
     return total
 
 
