@@ -55,7 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def save(name: str) -> tuple[Path, Any]:
         directory = tmp_path_factory.mktemp("family")
-        return directory, save_checkpoint(FAMILIES[name].create(), directory)
+        return directory, save_checkpoint(ALL_FAMILIES[name].create(), directory)
 
     return save
 
@@ -131,7 +131,7 @@ def test_preempted_requests_go_on_with_the_tokens_of_transformers(name: str, sav
     assert said == [greedy_tokens(oracle, prompt, 9) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_random_weights_have_the_names_and_shapes_of_saved_ones(name: str, saved: Any) -> None:
     directory, _ = saved(name)
     random, stored = open_checkpoint(directory, format="random"), open_checkpoint(directory)
@@ -141,7 +141,7 @@ def test_random_weights_have_the_names_and_shapes_of_saved_ones(name: str, saved
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(name: str, saved: Any) -> None:
     directory, oracle = saved(name)
     config = replace(tiny_config(read_architecture(directory)), dtype="bfloat16", quantization="none")
