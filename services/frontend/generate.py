@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from types import MappingProxyType
 from typing import NamedTuple
 
-from triptych.errors import DeadlineExceeded, EngineUnavailable, FeatureDisabled
+from triptych.errors import DeadlineExceeded, EngineUnavailable
 from triptych.observe.metrics import FrontendMetrics
 from triptych.rpc.interceptors import new_request_id
 from triptych.types.events import AdmittedEvent, Event, FinishedEvent
@@ -299,9 +299,6 @@ class Generator:
         if raw.pooling is not None:
             return await prepare_pooled(raw, raw.pooling, request_id, terms, text)
         check_task(terms.model, GENERATION)
-        if not text.tokenizer.can_generate:
-            why = "the decoder of the model's tokenizer joins tokens by rules that are not built"
-            raise FeatureDisabled(GENERATION, why)
         return await prepare(raw, request_id, terms, text, self._max_biases)
 
     def _set_deadline_timer(

@@ -12,7 +12,7 @@ from tests.text.tokenizers_of_tests import (
     sentencepiece,
     sentencepiece_backend,
 )
-from triptych.text.detokenizer import IncrementalDetokenizer
+from triptych.text.detokenizer import create_detokenizer
 from triptych.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
@@ -23,7 +23,7 @@ BYTE_IDS = range(3, 259)  # of the SentencePiece tokenizer
 
 def in_pieces(tokenizer: Tokenizer, token_ids: list[int], sizes: list[int], *, skip: bool) -> str:
     """Push in runs of these sizes (the last one repeated), then flush."""
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+    detokenizer = create_detokenizer(tokenizer, skip_special_tokens=skip)
     text, start = "", 0
     for size in [*sizes, *[sizes[-1]] * len(token_ids)]:
         text += detokenizer.push(token_ids[start : start + size])
@@ -69,7 +69,7 @@ def test_any_sentencepiece_ids_come_out_as_decoded_at_once(
 def test_a_character_over_several_tokens_comes_out_with_its_last_one(family: str) -> None:
     tokenizer = FAMILIES[family]()
     token_ids = tokenizer.encode("x🦊y", add_special_tokens=False)
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = create_detokenizer(tokenizer)
     pieces = detokenizer.pieces(token_ids)
     assert len(pieces) == len(token_ids)
     assert pieces.count("") >= 2
@@ -82,7 +82,7 @@ def test_a_character_over_several_tokens_comes_out_with_its_last_one(family: str
 def test_a_character_that_is_never_completed_shows_at_the_end_alone(family: str) -> None:
     tokenizer = FAMILIES[family]()
     token_ids = tokenizer.encode("a🦊", add_special_tokens=False)[:-1]
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = create_detokenizer(tokenizer)
     assert detokenizer.push(token_ids) == "a"
     assert detokenizer.flush() == "\ufffd"
 
@@ -94,10 +94,10 @@ def test_after_a_prompt_the_output_continues_its_text(text: str, data: st.DataOb
         tokenizer = family()
         token_ids = tokenizer.encode(text)
         cut = data.draw(st.integers(0, len(token_ids)))
-        detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=token_ids[:cut])
+        detokenizer = create_detokenizer(tokenizer, prompt_token_ids=token_ids[:cut])
         output = detokenizer.push(token_ids[cut:]) + detokenizer.flush()
         # The prompt's own text ends before a character that the output completes.
-        prompt = IncrementalDetokenizer(tokenizer).push(token_ids[:cut])
+        prompt = create_detokenizer(tokenizer).push(token_ids[:cut])
         assert prompt + output == tokenizer.decode(token_ids)
 
 
@@ -106,10 +106,10 @@ def test_the_first_space_is_the_tokenizers_own_only_where_a_text_begins() -> Non
     (the,) = tokenizer.encode("the", add_special_tokens=False)
     start = tokenizer.token_id("<s>")
     assert start is not None
-    assert IncrementalDetokenizer(tokenizer).push([the, the]) == "the the"
-    assert IncrementalDetokenizer(tokenizer, prompt_token_ids=[start]).push([the, the]) == "the the"
+    assert create_detokenizer(tokenizer).push([the, the]) == "the the"
+    assert create_detokenizer(tokenizer, prompt_token_ids=[start]).push([the, the]) == "the the"
     assert (
-        IncrementalDetokenizer(tokenizer, prompt_token_ids=[start, the, start, start, start]).push([the])
+        create_detokenizer(tokenizer, prompt_token_ids=[start, the, start, start, start]).push([the])
         == " the"
     )
 
@@ -117,6 +117,6 @@ def test_the_first_space_is_the_tokenizers_own_only_where_a_text_begins() -> Non
 def test_special_tokens_are_skipped_or_spelled_out() -> None:
     tokenizer = byte_level()
     token_ids = [*tokenizer.encode("Yes."), 2, 2]
-    assert IncrementalDetokenizer(tokenizer).push(token_ids) == "Yes."
-    spelled = IncrementalDetokenizer(tokenizer, skip_special_tokens=False).push(token_ids)
+    assert create_detokenizer(tokenizer).push(token_ids) == "Yes."
+    spelled = create_detokenizer(tokenizer, skip_special_tokens=False).push(token_ids)
     assert spelled == "Yes.<|im_end|><|im_end|>"

@@ -173,38 +173,24 @@ class TestDirectory:
 
 
 @pytest.mark.parametrize(
-    "decoder",
-    [
-        None,
-        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
-    ],
-)
-def test_a_decoder_of_another_family_is_refused_by_name(decoder: object) -> None:
-    backend = Backend(models.BPE({"a": 0}, []))
-    if decoder is not None:
-        backend.decoder = decoder
-    with pytest.raises(ModelError, match=r"decoder: .* is not supported"):
-        Tokenizer(backend, {})
-
-
-@pytest.mark.parametrize(
     ("decoder", "token", "shown"),
     [
         (decoders.WordPiece(), "##ing", b"ing"),
         (decoders.WordPiece(), "sing", b" sing"),
         (decoders.Metaspace(), "\u2581sing", b" sing"),
         (decoders.Metaspace(), "ing", b"ing"),
+        (decoders.BPEDecoder(), "sing</w>", b" sing"),
+        (decoders.BPEDecoder(), "sing", b"sing"),
+        (None, "sing", b" sing"),
     ],
 )
-def test_tokenizers_of_encoders_show_tokens_and_generate_nothing(
-    decoder: object, token: str, shown: bytes
-) -> None:
+def test_a_token_is_shown_as_its_decoder_makes_it(decoder: object, token: str, shown: bytes) -> None:
     backend = Backend(models.WordLevel({token: 0}, token))
     backend.decoder = decoder
     tokenizer = Tokenizer(backend, {})
-    assert not tokenizer.can_generate
+    assert not tokenizer.is_exact
     assert tokenizer.token_bytes(0) == shown
-    assert byte_tokenizer().can_generate
+    assert byte_tokenizer().is_exact
 
 
 @pytest.mark.parametrize("max_tokens", [None, 4, 5, 8, 9, 12, 13, 30])

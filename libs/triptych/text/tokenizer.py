@@ -138,8 +138,15 @@ class Tokenizer:
         """
         if skip_special_tokens:
             token_ids = [token_id for token_id in token_ids if token_id not in self.special_ids]
+        if not self.is_exact:
+            return self.decode_all(token_ids)
         text = b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids` by the library's decoder, special tokens spelled out."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
+        return text
 
     def to_json(self) -> str:
         """Return the text of a tokenizer.json."""
@@ -161,8 +168,8 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     @property
-    def can_generate(self) -> bool:
-        """Whether the text of an output can be told token by token. Otherwise the model serves pooled requests only."""
+    def is_exact(self) -> bool:
+        """Whether a text is the bytes of its tokens, joined. Otherwise `token_bytes` shows tokens, and no more."""
         return self._spelling.is_exact
 
     @property
@@ -243,7 +250,7 @@ class Spelling(Protocol):
     """Text is the bytes of its tokens, joined: what makes it possible to decode token by token."""
 
     is_exact: bool
-    """Whether the text of tokens is what the tokenizer's own decoder makes of them, so that a model can generate."""
+    """Whether the text of tokens is what the tokenizer's own decoder makes of them."""
     strips_leading_space: bool
     """Whether the first space of a text is the tokenizer's own and is left out of it."""
 
@@ -283,36 +290,28 @@ class ByteFallbackSpelling:
         return token.replace(self._space, " ").encode()
 
 
-class WordSpelling:
-    """Tokenizers of encoders, which generate nothing: a token is shown as a part of a text, with a space before words.
+class ShownSpelling:
+    """Decoders that join tokens by rules of their own, so that a text is not the sum of its tokens.
 
-    Their decoders join words by rules that look at several tokens, so a text is not the sum of its tokens.
+    A token is shown as the decoder makes it, as the second of two, so that it has the space before it.
     """
 
     is_exact = False
     strips_leading_space = True
 
-    def __init__(self, *, prefix: str = "", space: str = "") -> None:
-        """
-        Args:
-            prefix: Marks a token that goes on with a word. Empty: no mark does.
-            space: Replaces the space before a word in a token. Empty: none does.
-        """
-        self._prefix = prefix
-        self._space = space
+    def __init__(self, backend: Backend) -> None:
+        self._decoder = backend.decoder
 
     def bytes_of(self, token: str) -> bytes:
-        if self._prefix and token.startswith(self._prefix):
-            return token.removeprefix(self._prefix).encode()
-        return (token.replace(self._space, " ") if self._space else f" {token}").encode()
+        if self._decoder is None:
+            return f" {token}".encode()
+        first: str = self._decoder.decode([token])
+        both: str = self._decoder.decode([token, token])
+        return both[len(first) :].encode()
 
 
 def read_spelling(backend: Backend) -> Spelling:
-    """The spelling that the decoder of tokenizer.json describes.
-
-    Raises:
-        ModelError: a decoder of another family: its text is not the sum of its tokens.
-    """
+    """Return the spelling that the decoder of tokenizer.json describes."""
     description = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
     steps: list[dict[str, Any]] = description.get("decoders", [description])
     match steps:
@@ -331,15 +330,7 @@ def read_spelling(backend: Backend) -> Spelling:
             {"type": "Strip", "content": " ", "start": 1, "stop": 0},
         ]:
             return ByteFallbackSpelling(space, strips_leading_space=True)
-        case [{"type": "WordPiece", "prefix": prefix}]:
-            return WordSpelling(prefix=prefix)
-        case [{"type": "Metaspace", "replacement": space}]:
-            return WordSpelling(space=space)
-    raise ModelError(
-        f"decoder: {description} is not supported, only ByteLevel (GPT-2, Llama 3, Qwen), "
-        "Replace, ByteFallback, Fuse and Strip of one leading space (SentencePiece), WordPiece (BERT) and Metaspace "
-        "(XLM-R)"
-    )
+    return ShownSpelling(backend)
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -13,7 +13,7 @@ from triptych.checkpoint.config_json import read_generation_defaults
 from triptych.checkpoint.pooling import PoolingSpec, read_pooling
 from triptych.errors import FieldViolation, InvalidRequest
 from triptych.text.answer_parser import ReasoningFormat
-from triptych.text.detokenizer import IncrementalDetokenizer
+from triptych.text.detokenizer import create_detokenizer
 from triptych.text.tokenizer import Tokenizer
 from triptych.text.tool_formats import choose_reasoning_format, choose_tool_format
 from triptych.types.output_limits import ThinkingBudget
@@ -249,7 +249,7 @@ class TextModel:
 
     async def echo(self, prompt_token_ids: U32, *, skip_special_tokens: bool) -> str:
         """The prompt's text as far as it is complete: the output may finish its last character."""
-        detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
+        detokenizer = create_detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
         return await self.run(len(prompt_token_ids), lambda: detokenizer.push(prompt_token_ids.tolist()))
 
     def _encode(

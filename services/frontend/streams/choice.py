@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from triptych.text.detokenizer import IncrementalDetokenizer
+from triptych.text.detokenizer import IncrementalDetokenizer, create_detokenizer
 from triptych.text.stop import StopChecker, StopMatch
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import DeltaEvent
@@ -82,7 +82,7 @@ class Choice:
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._detokenizer = (
-            IncrementalDetokenizer(
+            create_detokenizer(
                 tokenizer,
                 prompt_token_ids=prompt_token_ids,
                 skip_special_tokens=sampling.skip_special_tokens,
