@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from triptych.checkpoint.sentencepiece import Pieces, add_special_pieces, build_sentencepiece
 from triptych.errors import ModelError
 
 if TYPE_CHECKING:
@@ -34,19 +33,6 @@ _BYTE_LEVEL_KINDS = {
 }
 """`tokenizer.ggml.pre` -> how text is cut into words before merging."""
 
-_SPACE = "▁"  # SentencePiece's spelling of a space
-
-
-class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
 
 def write_tokenizer(metadata: dict[str, Any], directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json; `metadata` and errors as in `build_tokenizer`."""
@@ -65,16 +51,15 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
             or a key that is missing or odd.
     """
     model = metadata.get("tokenizer.ggml.model")
-    kinds = {"gpt2": _byte_level_tokenizer, "llama": _sentencepiece_tokenizer}
+    kinds = {"gpt2": _byte_level_tokenizer, "llama": _sentencepiece_tokenizer, "t5": _sentencepiece_tokenizer}
     if not isinstance(model, str) or model not in kinds:
-        raise ModelError(f"gguf: tokenizer.ggml.model: {model!r} is not supported, only 'gpt2' and 'llama'")
+        raise ModelError(f"gguf: tokenizer.ggml.model: {model!r} is not supported, only {', '.join(kinds)}")
     try:
         tokenizer = kinds[model](metadata)
     except ModelError:
         raise
     except Exception as error:  # the library raises that very class: merges of tokens that there are not
         raise ModelError(f"gguf: tokenizer.ggml: cannot be used: {error}") from error
-    _add_special_tokens(tokenizer, metadata)
     if _adds_bos(metadata):
         _prepend_bos(tokenizer, metadata)
     return tokenizer
@@ -111,65 +96,23 @@ def _byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
+    add_special_pieces(tokenizer, metadata["tokenizer.ggml.tokens"], _token_types(metadata))
     return tokenizer
 
 
 def _sentencepiece_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """SentencePiece BPE: pieces with scores; text outside them becomes byte tokens."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    vocabulary = _vocabulary(metadata)
-    scores = _required(metadata, "tokenizer.ggml.scores")
-    unknown = [
-        token
-        for token, kind in zip(vocabulary, _token_types(metadata), strict=True)
-        if kind == TokenType.UNKNOWN
-    ]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocabulary,
-            _merges_of_scores(vocabulary, scores),
-            unk_token=unknown[0] if unknown else None,
-            fuse_unk=True,
-            byte_fallback=True,
+    """SentencePiece, as llama.cpp reads it: BPE with scores ("llama"), or unigram ("t5")."""
+    return build_sentencepiece(
+        Pieces(
+            list(_vocabulary(metadata)),
+            _required(metadata, "tokenizer.ggml.scores"),
+            _token_types(metadata),
+            is_unigram=metadata["tokenizer.ggml.model"] == "t5",
+            prefix="always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never",
+            removes_spaces=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
+            characters=bytes(metadata.get("tokenizer.ggml.precompiled_charsmap", ())),
         )
     )
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    spell_spaces = normalizers.Replace(" ", _SPACE)
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend(_SPACE), spell_spaces] if prefix else [spell_spaces]
-    )
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return tokenizer
-
-
-def _merges_of_scores(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The ranked merges that do what SentencePiece does: join the pair that makes the best piece, leftmost first.
-
-    Every split of a piece into two pieces is a merge; pieces of equal score keep their order by id.
-    """
-    merges = []
-    for piece, token_id in vocabulary.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocabulary and right in vocabulary:
-                merges.append((-scores[token_id], token_id, vocabulary[left], vocabulary[right], left, right))
-    return [(left, right) for *_, left, right in sorted(merges)]
-
-
-def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
-    """Control tokens are special (skipped in text); user-defined ones are only never split."""
-    from tokenizers import AddedToken
-
-    special, plain = [], []
-    for token, kind in zip(metadata["tokenizer.ggml.tokens"], _token_types(metadata), strict=True):
-        if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
-            special.append(AddedToken(token, special=True, normalized=False))
-        elif kind == TokenType.USER_DEFINED:
-            plain.append(AddedToken(token, special=False, normalized=False))
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
 
 
 def _adds_bos(metadata: dict[str, Any]) -> bool:
