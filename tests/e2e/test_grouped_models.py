@@ -1,0 +1,151 @@
+"""Models whose layers keep states or windows, as processes: transformers' numbers, also when a process is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.test_worker_groups import DEADLINE_S, group_of_ranks, wait_until
+from tests.helpers.byte_tokenizer import byte_backend, write_model_directory
+from tests.worker.models.checkpoints import save_checkpoint
+from tests.worker.models.families import FAMILIES, FULL, SLIDING
+from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
+from triptych.client.grpc_client import GenerationClient
+from triptych.launcher.local_cluster import LocalCluster
+from triptych.types.events import DeltaEvent, FinishedEvent
+from triptych.types.sampling import SamplingParams
+
+GEMMA_3 = FAMILIES["Gemma 3"]
+SIX_LAYERS = {"sliding_window": 24, "layer_types": [SLIDING, SLIDING, FULL] * 2}
+MODELS = {
+    **RECURRENT_FAMILIES,
+    "Gemma 3": replace(
+        GEMMA_3,
+        arguments={**GEMMA_3.arguments, **SIX_LAYERS},
+        sizes={**GEMMA_3.sizes, "num_hidden_layers": 6},
+    ),
+}
+FAMILY_TO_GROUPS = {
+    "Qwen3-Next": "2 KV groups share the blocks: 1 layers full, 3 layers state",
+    "Falcon-H1": "2 KV groups share the blocks: 4 layers full, 4 layers state",
+    "Mamba": "1 KV groups share the blocks: 4 layers state",
+    "Gemma 3": "3 KV groups share the blocks: 2 layers full, 2 layers window 24, 2 layers window 24",
+}
+STATE_INTERVAL = 32
+FLAGS = {
+    "model.dtype": "float32",
+    "model.quantization": "none",
+    "cache.num_blocks": "400",
+    "cache.state_interval": str(STATE_INTERVAL),
+    "scheduler.max_num_batched_tokens": "64",
+    "worker.device": "cpu",
+    "worker.num_threads": "1",
+    "engine.drain_s": "1",
+}
+NUM_NEW = 150
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=0)
+DRAWN = replace(GREEDY, temperature=1.0, seed=1)
+REQUESTS = [
+    ("Hello the world, and stop the world where it is. Go on:", GREEDY),
+    ("Hello the world, and stop the world where it is. Go on:", DRAWN),
+    ("Hello the world, and stop the world where it stood. Go on, go on:", DRAWN),
+    ("stop", DRAWN),
+]
+
+
+@dataclass
+class Answer:
+    """The tokens of a stream so far, and their log-probabilities."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    async def read(self, client: GenerationClient, prompt: str, sampling: SamplingParams) -> None:
+        async for event in client.generate(prompt, sampling):
+            if isinstance(event, DeltaEvent):
+                self.token_ids += event.token_ids
+                self.logprobs += [entry.chosen.logprob for entry in event.logprobs]
+
+
+def save(family: str, directory: Path) -> Any:
+    """Write a checkpoint with a tokenizer, and return transformers' model of it."""
+    write_model_directory(directory)
+    tiny = MODELS[family]
+    sizes = {"vocab_size": byte_backend().get_vocab_size(), "max_position_embeddings": 512}
+    own = {name: size for name, size in sizes.items() if name in tiny.sizes}
+    return save_checkpoint(replace(tiny, sizes={**tiny.sizes, **own}).create(), directory)
+
+
+async def stream_all(stack: LocalCluster, disturb: Callable[[], None] = lambda: None) -> list[Answer]:
+    """Answer all requests at once; let something happen when some tokens of each have come."""
+    answers = [Answer() for _ in REQUESTS]
+    async with GenerationClient(stack.address) as client, asyncio.timeout(DEADLINE_S):
+        streams = [
+            asyncio.create_task(answer.read(client, *request))
+            for answer, request in zip(answers, REQUESTS, strict=True)
+        ]
+        await wait_until(lambda: all(len(answer.token_ids) > 10 for answer in answers))
+        disturb()
+        assert all(len(answer.token_ids) < NUM_NEW for answer in answers), "it came too late"
+        await asyncio.gather(*streams)
+    return answers
+
+
+@torch.inference_mode()
+def assert_equal_to_oracle(oracle: Any, answers: list[Answer]) -> None:
+    """Check each token's log-probability after all before it, and that greedy ones are the likeliest."""
+    for (prompt, sampling), answer in zip(REQUESTS, answers, strict=True):
+        assert len(answer.token_ids) == len(answer.logprobs) == NUM_NEW
+        token_ids = byte_backend().encode(prompt).ids + answer.token_ids
+        logprobs = oracle(torch.tensor([token_ids[:-1]])).logits[0, -NUM_NEW:].log_softmax(1)
+        chosen = logprobs.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        # float32 through some layers, logits of size 10; sums in another order
+        torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, rtol=1e-3, atol=1e-3)
+        if sampling == GREEDY:
+            assert (logprobs.amax(1) - chosen).max() < 1e-3
+
+
+async def num_cached(stack: LocalCluster, prompt: str) -> int:
+    """Return how many tokens of a prompt need not be computed."""
+    async with GenerationClient(stack.address) as client, asyncio.timeout(DEADLINE_S):
+        async for event in client.generate(prompt, replace(GREEDY, max_tokens=1)):
+            if isinstance(event, FinishedEvent):
+                return event.usage.num_cached_tokens
+    raise AssertionError("the stream ended before its end")
+
+
+CASES = [
+    ("Qwen3-Next", "worker"),
+    ("Qwen3-Next", "enginecore"),
+    ("Falcon-H1", "worker"),
+    ("Mamba", "worker"),
+    ("Gemma 3", "worker"),
+    ("Gemma 3", "enginecore"),
+]
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(("family", "victim"), CASES)
+async def test_a_killed_process_changes_no_token_of_transformers(
+    family: str, victim: str, tmp_path: Path
+) -> None:
+    oracle = save(family, tmp_path)
+    with group_of_ranks(**FLAGS, **{"model.model": str(tmp_path)}) as (stack, lines):
+        assert any(FAMILY_TO_GROUPS[family] in line for line in lines)
+        expected = await stream_all(stack)
+        assert_equal_to_oracle(oracle, expected)
+        assert await num_cached(stack, REQUESTS[0][0]) >= STATE_INTERVAL
+        pid = stack.pids[victim]
+        answers = await stream_all(stack, partial(os.kill, pid, signal.SIGKILL))
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+        assert_equal_to_oracle(oracle, answers)
+        assert stack.pids[victim] != pid
