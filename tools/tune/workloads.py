@@ -92,7 +92,7 @@ def group_workloads(
     batch_invariant: bool,
 ) -> list[Workload]:
     """Return products with weights of integers in groups."""
-    format = QuantizedFormat(bits, is_affine=bool(is_affine))
+    format = QuantizedFormat(bits, "minimum" if is_affine else "none")
 
     def create() -> GroupQuantizedWeight:
         weight = GroupQuantizedWeight(
@@ -144,7 +144,7 @@ def group_expert_workloads(
     batch_invariant: bool,
 ) -> list[Workload]:
     """Return one product of a mixture, after its routing."""
-    format = QuantizedFormat(bits, is_affine=bool(is_affine))
+    format = QuantizedFormat(bits, "minimum" if is_affine else "none")
     shape = num_experts, out_features, in_features
     stack = GroupQuantizedExperts(
         *shape, _DTYPE, format, device=device, gated=bool(is_gated), batch_invariant=batch_invariant

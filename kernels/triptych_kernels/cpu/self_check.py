@@ -23,6 +23,7 @@ from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import head_linear, latent_attention, linear, paged_attention
 from triptych_kernels.torch.attention import paged_attention as torch_paged_attention
 from triptych_kernels.torch.latent_attention import latent_attention as torch_latent_attention
+from triptych_kernels.weights.coded import CodedRows
 from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE
 from triptych_kernels.weights.packed import WIDENED_DTYPES, HeadWeight, PackedWeight, WidenedWeight
 from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
@@ -120,15 +121,16 @@ def _linear_checks(random: torch.Generator) -> Iterator[Check]:
             f"{dtype} by torch.float32", WidenedWeight(_OUT_FEATURES, _IN_FEATURES, dtype), rows, x, 0.0
         )
     for name, format in BLOCK_FORMATS.items():
-        # the scale of each group is then _WEIGHT_UNIT
-        rows = _random_integers(-8, 7, random) if format.bits == 4 else _random_integers(-127, 127, random)
-        rows = rows * _WEIGHT_UNIT
+        half = 2 ** (format.bits - 1)
+        scales = torch.full((_OUT_FEATURES, _IN_FEATURES // GROUP_SIZE), _WEIGHT_UNIT)
+        codes = (_random_integers(-half, half - 1, random) + half).byte()
+        coded = CodedRows(format, codes, scales, scales * -half if format.is_affine else None)
         for form, input_bits, wide_rows, wide_bits, rounding in _QUANTIZED_FORMS:
             if wide_bits == 8 and format.bits != 4:
                 continue  # such products are of weights of 4 bits only
             weight = QuantizedWeight(_OUT_FEATURES, _IN_FEATURES, torch.bfloat16, format)
             weight.input_bits, weight.wide_rows, weight.wide_bits = input_bits, wide_rows, wide_bits
-            yield _linear_check(f"{name}{form}", weight, rows, x.bfloat16(), rounding)
+            yield _linear_check(f"{name}{form}", weight, coded, x.bfloat16(), rounding)
 
 
 def _random_integers(low: int, high: int, random: torch.Generator) -> Tensor:
@@ -138,14 +140,21 @@ def _random_integers(low: int, high: int, random: torch.Generator) -> Tensor:
     return integers
 
 
-def _linear_check(name: str, weight: PackedWeight, rows: Tensor, x: Tensor, rounding: float) -> Check:
+def _linear_check(
+    name: str, weight: PackedWeight, rows: Tensor | CodedRows, x: Tensor, rounding: float
+) -> Check:
     """Return the check of a product.
 
     Args:
-        rows: float32 [out_features, in_features].
+        rows: [out_features, in_features], in float32 or of the weight's format.
         rounding: Largest error of an input that the product rounds, as a part of the row's largest.
     """
-    weight.fill_rows(0, rows)
+    if isinstance(rows, CodedRows):
+        assert isinstance(weight, QuantizedWeight), "no other weight keeps codes"
+        weight.fill_codes(0, rows)
+        rows = rows.dequantize(torch.float32)
+    else:
+        weight.fill_rows(0, rows)
     sizes = x.double().abs() @ rows.double().abs().T
     rounded = x.double().abs().amax(1, keepdim=True) * rows.double().abs().sum(1)
     return Check(

@@ -8,6 +8,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from triptych_kernels.weights.coded import CodedRows, as_blocks
+
 Half = Literal["gate", "up"]
 
 
@@ -71,7 +73,7 @@ class LinearWeight(ABC):
 
 
 class BlockWeight(LinearWeight):
-    """A weight that can keep the blocks of a GGUF file."""
+    """A weight that keeps quantized weights of a file as they are."""
 
     @abstractmethod
     def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
@@ -83,3 +85,11 @@ class BlockWeight(LinearWeight):
         Raises:
             ValueError: This weight's format cannot hold such blocks without loss.
         """
+
+    def fill_codes(self, first_row: int, rows: CodedRows, half: Half | None = None) -> None:
+        """Keep the quantized weights of a file as they are, from output `first_row` on, counted within the half.
+
+        Raises:
+            ValueError: This weight's format cannot hold them without loss.
+        """
+        self.fill_blocks(first_row, *as_blocks(rows), half=half)

@@ -1,36 +1,80 @@
-"""Formats of weights in 4 and 8 bits, the same on every device."""
+"""Formats of quantized weights, the same on every device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
+from typing import Literal
 
 import torch
 
 GROUP_SIZE = 32
-"""Number of inputs that share a scale."""
+"""Number of inputs that share a scale in the formats of `PANEL_FORMATS`."""
+SUPER_GROUP_SIZE = 256
+"""Number of inputs that share the float16 scale of a format with scales in two levels."""
+
+Offset = Literal["none", "minimum", "zero"]
+Table = Literal["", "nf4", "bnb_fp4", "fp4", "iq4_nl", "e4m3"]
+Scale = Literal["float16", "bfloat16", "float32", "e8m0", "e4m3", "k"]
+
+TABLES: dict[Table, tuple[float, ...]] = {
+    "fp4": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+    "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "bnb_fp4": tuple(
+        sign * value / 12.0
+        for sign in (1.0, -1.0)
+        for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+    ),
+}  # fmt: skip
+"""Values of the codes of 4 bits that are read from a table.
+
+Source: e2m1 of the OCP Microscaling Formats specification; `kvalues_iq4nl` of ggml-common.h in llama.cpp; bitsandbytes'
+`get_4bit_type`, of which the values are float32.
+"""
+_INTEGER_TABLES = ("", "fp4", "iq4_nl")  # of which values, or twice the values, are integers of 8 bits
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedFormat:
-    """A format with a scale per group of inputs.
+    """A format of integer codes with a scale per group of inputs.
 
-    An integer q of a group means the weight `scale * q`, in affine formats for `scale * q + minimum`.
+    A code means the weight `scale * value(code)`, `scale * code + minimum` or `scale * (code - zero)`.
     """
 
     bits: int
-    """4 or 8."""
-    is_affine: bool
+    """Bits of a code, 1 to 8."""
+    offset: Offset = "none"
+    """`none`: a code's value is `code - 2**(bits - 1)`, or what the table says."""
+    group: int = GROUP_SIZE
+    """Number of inputs that share a scale: 16, 32 or a larger power of two; 0: all of a row."""
+    table: Table = ""
+    """Name in `TABLES`, `e4m3` for codes that are such floats, or empty: codes are integers."""
+    scale: Scale = "float16"
+    """Precision of the scales, and of minimums. `k`: a float16 per 256 inputs and an integer of 8 bits per group that
+    multiplies it; minimums likewise."""
+
+    @property
+    def is_affine(self) -> bool:
+        return self.offset == "minimum"
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of a group of one output."""
+        """Bytes of a group of one output, in a format of `PANEL_FORMATS`."""
         return GROUP_SIZE * self.bits // 8 + (4 if self.is_affine else 2)
 
     def holds(self, other: QuantizedFormat) -> bool:
         """Return whether this format holds all weights of `other` without loss."""
-        # a symmetric 4-bit group is an affine one with a minimum of -8 scales
-        return self.bits >= other.bits and self.is_affine >= other.is_affine
+        try:
+            return _common(self, other) == self
+        except ValueError:
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +86,43 @@ class ChannelFormat:
 
 
 BLOCK_FORMATS = {
-    "Q4_0": QuantizedFormat(4, is_affine=False),
-    "Q4_1": QuantizedFormat(4, is_affine=True),
-    "Q8_0": QuantizedFormat(8, is_affine=False),
+    "Q4_0": QuantizedFormat(4),
+    "Q4_1": QuantizedFormat(4, "minimum"),
+    "Q8_0": QuantizedFormat(8),
 }
 """Block types of GGUF files that can be kept as they are -> the smallest format that holds them."""
+PANEL_FORMATS = (*BLOCK_FORMATS.values(), QuantizedFormat(8, "minimum"))
+"""Formats of `QuantizedWeight` and of Triton's weights. The last holds a Q4_1 beside a Q8_0: its codes have signs."""
 
 
 def common_format(formats: Iterable[QuantizedFormat]) -> QuantizedFormat:
-    """Return the smallest format that holds all of these without loss."""
-    formats = list(formats)
-    return QuantizedFormat(max(f.bits for f in formats), any(f.is_affine for f in formats))
+    """Return the smallest format that holds all of these without loss.
+
+    Raises:
+        ValueError: There is none; names two of them.
+    """
+    return reduce(_common, formats)
+
+
+def _common(one: QuantizedFormat, other: QuantizedFormat) -> QuantizedFormat:
+    if one == other:
+        return one
+    if one in PANEL_FORMATS and other in PANEL_FORMATS:
+        # a symmetric 4-bit group is an affine one with a minimum of -8 scales
+        is_affine = one.is_affine or other.is_affine
+        return QuantizedFormat(max(one.bits, other.bits), "minimum" if is_affine else "none")
+    bits, table, scale = max(one.bits, other.bits), one.table, one.scale
+    if one.table != other.table:
+        if one.table not in _INTEGER_TABLES or other.table not in _INTEGER_TABLES:
+            raise ValueError(f"no format holds both {one} and {other} without loss")
+        bits, table = 8, ""
+    if one.scale != other.scale or one.table != other.table:
+        scale = "float32"
+    offset = one.offset
+    if one.offset != other.offset:
+        offset = "minimum" if "minimum" in (one.offset, other.offset) else "zero"
+        if offset == "minimum":  # codes then have signs, so that those without a minimum need none
+            bits = 6 if bits <= 6 else 8
+            scale = "k" if scale == "k" and bits == 6 else "float32"
+    groups = [group for group in (one.group, other.group) if group]
+    return QuantizedFormat(bits, offset, min(groups, default=0), table, scale)

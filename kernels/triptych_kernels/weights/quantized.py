@@ -14,7 +14,7 @@ from triptych_kernels.cpu.launch import Operand, launch
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import BlockWeight, Half
-from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE, QuantizedFormat
+from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE, PANEL_FORMATS, QuantizedFormat
 from triptych_kernels.weights.packed import HALVES, AdapterOperands, PackedWeight
 
 NEVER = 2**62
@@ -165,8 +165,10 @@ class QuantizedWeight(PackedWeight, BlockWeight):
         }
 
     def _check(self, in_features: int, dtype: torch.dtype) -> None:
-        if not can_quantize(in_features, dtype):
-            raise ValueError(f"a weight of {in_features} inputs in {dtype} cannot be quantized")
+        if not can_hold(self.format, in_features, dtype):
+            raise ValueError(
+                f"a weight of {in_features} inputs in {dtype} cannot be quantized to {self.format}"
+            )
 
     def _allocate(self, num_outputs: int) -> Tensor:
         num_groups = num_outputs * self.in_features // GROUP_SIZE
@@ -176,6 +178,15 @@ class QuantizedWeight(PackedWeight, BlockWeight):
 def can_quantize(in_features: int, dtype: torch.dtype) -> bool:
     """Return whether this machine has native products for such a weight."""
     return bool(isa()) and dtype in DTYPES and in_features % GROUP_SIZE == 0
+
+
+def can_hold(format: QuantizedFormat, in_features: int, dtype: torch.dtype) -> bool:
+    """Return whether this machine has native products for weights of this format, held as they are.
+
+    Args:
+        dtype: Dtype of the inputs.
+    """
+    return format in PANEL_FORMATS and can_quantize(in_features, dtype)
 
 
 def allow_wide_products(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> dict[Kind, Wide]:

@@ -16,12 +16,12 @@ from triptych_services.worker.context.model_context import ModelContext
 WeightFormat = QuantizedFormat | ChannelFormat
 
 _QUANTIZED_TO = {
-    "q4": QuantizedFormat(4, is_affine=True),  # each group as a Q4_0 or a Q4_1, whichever is nearer
-    "q8": QuantizedFormat(8, is_affine=False),
+    "q4": QuantizedFormat(4, "minimum"),  # each group as a Q4_0 or a Q4_1, whichever is nearer
+    "q8": QuantizedFormat(8),
 }
 _CHANNEL_FORMATS = {"int8": ChannelFormat(torch.int8), "fp8": ChannelFormat(torch.float8_e4m3fn)}
-_INT8_ON_CPUS = QuantizedFormat(8, is_affine=False)  # its products' inputs are in 8 bits, too
-_HEAD_FORMAT = QuantizedFormat(8, is_affine=False)  # no later layer averages out its errors
+_INT8_ON_CPUS = QuantizedFormat(8)  # its products' inputs are in 8 bits, too
+_HEAD_FORMAT = QuantizedFormat(8)  # no later layer averages out its errors
 
 
 ReadPart = Callable[[int, int, int], Tensor]

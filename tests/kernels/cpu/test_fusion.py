@@ -53,7 +53,12 @@ def new_weight(kind: str, out_features: int, in_features: int, *, gated: bool, b
         weight = WidenedWeight(out_features, in_features, torch.bfloat16, gated=gated, bias=bias)
     else:
         weight = QuantizedWeight(
-            out_features, in_features, torch.float32, format=QuantizedFormat(4, True), gated=gated, bias=bias
+            out_features,
+            in_features,
+            torch.float32,
+            format=QuantizedFormat(4, "minimum"),
+            gated=gated,
+            bias=bias,
         )
         weight.input_bits = 8 if kind == "bytes" else 16
         weight.wide_rows = 16 if kind == "wide" else weight.wide_rows

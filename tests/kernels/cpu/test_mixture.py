@@ -49,8 +49,8 @@ class Form:
         return weight
 
 
-Q4, Q4_AFFINE = QuantizedFormat(4, is_affine=False), QuantizedFormat(4, is_affine=True)
-Q8, Q8_AFFINE = QuantizedFormat(8, is_affine=False), QuantizedFormat(8, is_affine=True)
+Q4, Q4_AFFINE = QuantizedFormat(4), QuantizedFormat(4, "minimum")
+Q8, Q8_AFFINE = QuantizedFormat(8), QuantizedFormat(8, "minimum")
 FORMS = (
     Form("float32", FLOAT32),
     Form("bfloat16", BFLOAT16),

@@ -126,7 +126,7 @@ def lift():
 """
 
 MEMORY = """
-weight = QuantizedWeight(32, 2048, torch.float32, QuantizedFormat(8, False))
+weight = QuantizedWeight(32, 2048, torch.float32, QuantizedFormat(8))
 weight.fill_rows(0, torch.randn(32, 2048))
 x = torch.randn(8192, 2048)
 use_threads(1)
@@ -147,7 +147,7 @@ print("done")
 """
 
 THREADS = """
-weight = QuantizedWeight(512, 64, torch.float32, QuantizedFormat(8, False))
+weight = QuantizedWeight(512, 64, torch.float32, QuantizedFormat(8))
 weight.fill_rows(0, torch.randn(512, 64))
 x = torch.randn(30, 64)
 expected = linear(x, weight)
@@ -164,7 +164,7 @@ print("done")
 """
 
 FORK = """
-weight = QuantizedWeight(512, 64, torch.float32, QuantizedFormat(8, False))
+weight = QuantizedWeight(512, 64, torch.float32, QuantizedFormat(8))
 weight.fill_rows(0, torch.randn(512, 64))
 x = torch.randn(30, 64)
 use_threads(3)

@@ -20,7 +20,11 @@ from triptych_kernels.reference.linear import gated_linear as reference_gated_li
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat, common_format
 from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
-FORMATS = [QuantizedFormat(bits, is_affine) for bits in (4, 8) for is_affine in (False, True)]
+FORMATS = [
+    QuantizedFormat(bits, "minimum" if is_affine else "none")
+    for bits in (4, 8)
+    for is_affine in (False, True)
+]
 LEVELS = {8: 254, 16: 65534}
 """Bits of an input's integer -> number of steps that a group's range is cut into.
 
@@ -105,7 +109,7 @@ def test_stored_blocks_are_held_without_loss(isa: str, type: str, format: Quanti
 
 
 def test_a_format_that_would_lose_something_refuses_the_blocks(isa: str) -> None:
-    packed = QuantizedWeight(32, 32, torch.float32, QuantizedFormat(8, is_affine=False))
+    packed = QuantizedWeight(32, 32, torch.float32, QuantizedFormat(8))
     data, _ = blocks(random(32, 32), "Q4_1")
     with pytest.raises(ValueError, match="Q4_1 blocks do not fit"):
         packed.fill_blocks(0, "Q4_1", data)
@@ -344,7 +348,7 @@ def test_wide_products_in_bytes_turn_inputs_and_round_them(
 @pytest.mark.parametrize("is_affine", [False, True])
 def test_the_largest_turned_sums_are_exact(isa: str, is_affine: bool) -> None:
     """Each integer of a weight is the smallest, and turned inputs are the largest of each row."""
-    packed = QuantizedWeight(33, 64, torch.float32, QuantizedFormat(4, is_affine))
+    packed = QuantizedWeight(33, 64, torch.float32, QuantizedFormat(4, "minimum" if is_affine else "none"))
     weight = torch.full((33, 64), -8.0)
     weight[:, ::16] = -8.0
     packed.fill_rows(0, weight)
@@ -379,7 +383,7 @@ def test_weights_are_quantized_as_ggml_does(isa: str, type: str) -> None:
 
 def test_each_affine_group_takes_the_nearer_form(isa: str) -> None:
     weight = random(40, 128) + torch.randn(40, 4).repeat_interleave(32, 1)
-    packed = QuantizedWeight(40, 128, torch.float32, QuantizedFormat(4, is_affine=True))
+    packed = QuantizedWeight(40, 128, torch.float32, QuantizedFormat(4, "minimum"))
     packed.fill_rows(0, weight)
     forms = [blocks(weight, type)[1].view(40, 4, 32) for type in ("Q4_0", "Q4_1")]
     errors = [(form - weight.view(40, 4, 32)).square().sum(-1) for form in forms]
@@ -390,7 +394,7 @@ def test_each_affine_group_takes_the_nearer_form(isa: str) -> None:
 
 @pytest.mark.parametrize("arithmetic", ["8 bits", "16 bits", "wide bytes"])
 def test_empty_inputs_and_padded_outputs_are_harmless(isa: str, arithmetic: str) -> None:
-    packed = QuantizedWeight(5, 64, torch.float32, QuantizedFormat(4, is_affine=True))
+    packed = QuantizedWeight(5, 64, torch.float32, QuantizedFormat(4, "minimum"))
     packed.fill_rows(0, random(5, 64))
     choose(packed, arithmetic)
     x = torch.zeros(2, 64)
@@ -420,7 +424,7 @@ def test_what_is_no_number_stays_none_in_its_row_alone(
 
 @pytest.mark.parametrize("input_bits", LEVELS)
 def test_products_are_recorded(isa: str, input_bits: Literal[8, 16]) -> None:
-    packed = QuantizedWeight(40, 64, torch.float32, QuantizedFormat(4, is_affine=True))
+    packed = QuantizedWeight(40, 64, torch.float32, QuantizedFormat(4, "minimum"))
     packed.fill_rows(0, random(40, 64))
     packed.input_bits = input_bits
     token_ids = torch.tensor([3, 39, 0, 7, 7])

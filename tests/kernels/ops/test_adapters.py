@@ -76,7 +76,9 @@ def quantized(
     bits: int, input_bits: int, wide_bits: int = 0
 ) -> Callable[[Tensor, torch.dtype], PackedWeight]:
     def make(weight: Tensor, dtype: torch.dtype) -> PackedWeight:
-        made = QuantizedWeight(*weight.shape, dtype, QuantizedFormat(bits, bits == 4))
+        made = QuantizedWeight(
+            *weight.shape, dtype, QuantizedFormat(bits, "minimum" if bits == 4 else "none")
+        )
         made.fill_rows(0, weight)
         made.input_bits = input_bits  # type: ignore[assignment]
         if wide_bits:

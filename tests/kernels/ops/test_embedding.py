@@ -49,7 +49,7 @@ def test_token_ids_of_another_shape_are_named() -> None:
 
 
 def _quantized(bits: int, *, affine: bool) -> object:
-    format, device = QuantizedFormat(bits, is_affine=affine), torch.device("meta")
+    format, device = QuantizedFormat(bits, "minimum" if affine else "none"), torch.device("meta")
     weight = GroupQuantizedWeight(128256, 4096, torch.bfloat16, format, device=device)
     return embedding(meta_int64(256), weight)
 

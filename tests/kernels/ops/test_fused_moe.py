@@ -272,7 +272,9 @@ def _stacked(num_tokens: int, create: Any, *format: object, **options: bool) -> 
 
 
 def _groups(num_tokens: int, bits: int, *, affine: bool = False, **options: bool) -> object:
-    return _stacked(num_tokens, GroupQuantizedExperts, QuantizedFormat(bits, is_affine=affine), **options)
+    return _stacked(
+        num_tokens, GroupQuantizedExperts, QuantizedFormat(bits, "minimum" if affine else "none"), **options
+    )
 
 
 MODEL_CALLS = {
@@ -300,7 +302,9 @@ def launch_small(draw: SmallOperands) -> None:
     biases = {"w13_bias": draw.normal(4, 2 * 48), "w2_bias": draw.normal(4, 40)}
     fused_moe(draw.normal(7, 40), draw.normal(7, 4), w13, w2, **biases, choice=ExpertChoice(2), impl="triton")
     for bits in (4, 8):
-        _launch_quantized(draw, GroupQuantizedExperts, QuantizedFormat(bits, is_affine=bits == 4))
+        _launch_quantized(
+            draw, GroupQuantizedExperts, QuantizedFormat(bits, "minimum" if bits == 4 else "none")
+        )
     for element in LARGEST_ELEMENT:
         _launch_quantized(draw, ChannelQuantizedExperts, element)
 

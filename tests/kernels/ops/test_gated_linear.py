@@ -94,7 +94,7 @@ def _few_rows(
 def _quantized(
     num_rows: int, bits: int, *, affine: bool, activation: str = "silu", **options: bool
 ) -> object:
-    format, device = QuantizedFormat(bits, is_affine=affine), torch.device("meta")
+    format, device = QuantizedFormat(bits, "minimum" if affine else "none"), torch.device("meta")
     weight = GroupQuantizedWeight(28672, 4096, torch.bfloat16, format, device=device, gated=True, **options)
     return gated_linear(meta(num_rows, 4096), weight, activation=activation)
 

@@ -153,7 +153,7 @@ def _few_rows(
 def _quantized(
     num_rows: int, bits: int, *, affine: bool, dtype: torch.dtype = torch.bfloat16, **options: bool
 ) -> object:
-    format, device = QuantizedFormat(bits, is_affine=affine), torch.device("meta")
+    format, device = QuantizedFormat(bits, "minimum" if affine else "none"), torch.device("meta")
     weight = GroupQuantizedWeight(6144, 4096, dtype, format, device=device, **options)
     return linear(meta(num_rows, 4096, dtype=dtype), weight)
 

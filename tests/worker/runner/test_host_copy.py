@@ -15,7 +15,7 @@ from triptych_services.worker.context import host
 from triptych_services.worker.runner.sleepable_runner import HostCopy, weight_storages
 
 CPU = torch.device("cpu")
-AFFINE_4 = QuantizedFormat(4, is_affine=True)
+AFFINE_4 = QuantizedFormat(4, "minimum")
 ROWS, COLUMNS = 8, 64
 
 

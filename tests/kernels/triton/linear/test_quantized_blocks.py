@@ -55,5 +55,5 @@ def test_each_affine_group_takes_the_nearer_form() -> None:
     errors = [(form - rows.view(40, 4, 32)).square().sum(-1) for form in forms]
     nearer = torch.where((errors[1] < errors[0])[..., None], forms[1], forms[0])
     assert 0 < int((errors[1] < errors[0]).sum()) < 160, "both forms are seen"
-    groups = quantize_rows_to_groups(rows, QuantizedFormat(4, is_affine=True))
+    groups = quantize_rows_to_groups(rows, QuantizedFormat(4, "minimum"))
     assert torch.equal(meant_by(groups), nearer.flatten(1))

@@ -15,7 +15,11 @@ from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
 from triptych_services.worker.loader.gguf import dequantize
 
-FORMATS = [QuantizedFormat(bits, is_affine) for bits in (4, 8) for is_affine in (False, True)]
+FORMATS = [
+    QuantizedFormat(bits, "minimum" if is_affine else "none")
+    for bits in (4, 8)
+    for is_affine in (False, True)
+]
 HELD = [(type, f) for type, smallest in BLOCK_FORMATS.items() for f in FORMATS if f.holds(smallest)]
 UNIT = {torch.float32: 2**-21, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 """Rounding error of a result, relative to the sum of its terms' magnitudes."""
@@ -82,7 +86,7 @@ def test_stored_blocks_are_held_without_loss(
 
 
 def test_a_format_that_would_lose_something_refuses_the_blocks(device: torch.device) -> None:
-    weight = GroupQuantizedWeight(32, 32, torch.float32, QuantizedFormat(8, is_affine=False), device=device)
+    weight = GroupQuantizedWeight(32, 32, torch.float32, QuantizedFormat(8), device=device)
     with pytest.raises(ValueError, match="Q4_1 blocks do not fit"):
         weight.fill_blocks(0, "Q4_1", blocks(32, 32, "Q4_1")[0])
 
@@ -151,7 +155,7 @@ def test_many_rows_round_their_weights_where_they_may(format: QuantizedFormat, d
 def test_gate_and_up_are_multiplied(
     activation: str, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    format = QuantizedFormat(4, is_affine=True)
+    format = QuantizedFormat(4, "minimum")
     weight = GroupQuantizedWeight(2 * 37, 64, dtype, format, device=device, gated=True, bias=True)
     plain = GroupQuantizedWeight(2 * 37, 64, dtype, format, device=device)
     torch.manual_seed(0)
@@ -189,7 +193,7 @@ def test_a_gated_rows_result_does_not_depend_on_its_batch(
     bits: int, activation: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Few rows are activated after their splits are summed, many by the program that sums them."""
-    format = QuantizedFormat(bits, is_affine=True)
+    format = QuantizedFormat(bits, "minimum")
     weight = GroupQuantizedWeight(2 * 35, 352, dtype, format, device=device, gated=True, bias=True)
     # as above, sums that are exact in any order; the smallest steps of 4 and 8 bits, so that weights are exact too
     for half in ("gate", "up"):
@@ -204,7 +208,7 @@ def test_a_gated_rows_result_does_not_depend_on_its_batch(
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # the interpreter says so
 @pytest.mark.parametrize("in_features", [64, 1088], ids=["whole", "splits"])
 def test_outputs_are_activated(in_features: int, device: torch.device) -> None:
-    weight, _ = filled(QuantizedFormat(4, is_affine=True), 33, in_features, device, torch.float32)
+    weight, _ = filled(QuantizedFormat(4, "minimum"), 33, in_features, device, torch.float32)
     for num_rows in (1, 17):
         x = random(num_rows, in_features, seed=1).to(device)
         for activation in ACTIVATIONS:
@@ -231,7 +235,7 @@ def test_a_gated_product_of_many_rows_writes_no_float32(
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter says so
 def test_what_is_no_number_stays_in_its_row(poison: float, device: torch.device) -> None:
-    weight, _ = filled(QuantizedFormat(4, is_affine=True), 33, 96, device)
+    weight, _ = filled(QuantizedFormat(4, "minimum"), 33, 96, device)
     x = random(3, 96, seed=1).to(device)
     x[1, 40] = poison
     out = linear(x, weight)
@@ -240,7 +244,7 @@ def test_what_is_no_number_stays_in_its_row(poison: float, device: torch.device)
 
 
 def test_no_rows_give_no_results(device: torch.device) -> None:
-    weight, _ = filled(QuantizedFormat(4, is_affine=False), 8, 64, device)
+    weight, _ = filled(QuantizedFormat(4), 8, 64, device)
     assert linear(torch.empty(0, 64, device=device), weight).shape == (0, 8)
     assert embedding(torch.empty(0, dtype=torch.int64, device=device), weight).shape == (0, 64)
 

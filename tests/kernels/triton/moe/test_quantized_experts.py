@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp", "ignore:invalid value encountered"
 )  # of the interpreter: inf and NaN, as on GPUs
 
-FORMATS = [QuantizedFormat(4, True), QuantizedFormat(4, False), QuantizedFormat(8, False)]
+FORMATS = [QuantizedFormat(4, "minimum"), QuantizedFormat(4), QuantizedFormat(8)]
 ELEMENTS = list(LARGEST_ELEMENT)
 # sums of up to a hundred products in float32; silu(gate) * up and the result are rounded to the dtype
 TOLERANCE = {

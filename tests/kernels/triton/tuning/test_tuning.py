@@ -111,7 +111,7 @@ def test_a_quantized_product_is_launched_with_stored_tiles(
     tiles = next(t for t in quantized_linear.BY_INTEGERS.candidates(*key.values()) if t.block_n == 64)
     store({"quantized_linear": [entry(key, tiles)]})
     kernel = spy_on(monkeypatch, quantized_linear, "_multiply_groups")
-    weight = GroupQuantizedWeight(96, 64, torch.float16, QuantizedFormat(4, True), device=device)
+    weight = GroupQuantizedWeight(96, 64, torch.float16, QuantizedFormat(4, "minimum"), device=device)
     weight.fill_rows(0, torch.randn(96, 64))
     for num_rows in (16, 17):
         linear(torch.randn(num_rows, 64).half().to(device), weight)
