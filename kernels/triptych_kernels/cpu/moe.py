@@ -22,12 +22,15 @@ def fused_moe(
     w2_bias: None,
     shared: Tensor | None,
     shared_gate: Tensor | None,
+    first_expert: int,
 ) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(
         "fused_moe",
         x,
         **_choice_operands(router_logits, choice),
+        first_expert=first_expert,
+        held_experts=len(w13),
         **{f"gate_up_{field}": operand for field, operand in w13.operands().items()},
         **{f"down_{field}": operand for field, operand in w2.operands().items()},
         dtype=DTYPES[x.dtype],

@@ -31,6 +31,7 @@ def fused_moe(
     w2_bias: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    first_expert: int | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Compute a mixture of experts: each token goes through the gated MLPs of the experts that its router prefers.
@@ -42,8 +43,7 @@ def fused_moe(
     `choice` says which experts a token has, and their weights. With `choice.scales_input` the experts read
     weight[e] * x, rounded to x's dtype, and their results are added as they are. Sums are taken in float32.
     `activated` is rounded to x's dtype, and the result once (plain torch rounds every product). A token's values, NaN
-    included, affect no other token's result. Each `LinearWeight` may round the inputs of both products too, as in
-    `ops.linear`.
+    included, affect no other token's. Each `LinearWeight` may round the inputs of both products, as in `ops.linear`.
 
     Args:
         x: [num_tokens, hidden_size], the last axis contiguous.
@@ -58,6 +58,8 @@ def fused_moe(
         shared: [num_tokens, hidden_size] of x's dtype, contiguous: the result of an expert that every token goes
             through. None: there is none.
         shared_gate: [num_tokens] float32, contiguous. None: `shared` is added as it is.
+        first_expert: Number of the first expert of w13 and w2, if these hold some neighbours only: a token's other
+            experts add nothing. None: they hold all.
     Returns:
         [num_tokens, hidden_size], a new tensor like x.
     Raises:
@@ -65,21 +67,23 @@ def fused_moe(
             names both.
     Source: Mixtral of Experts, arXiv:2401.04088.
     """
-    _check(x, router_logits, w13, w2)
+    _check(x, router_logits, w13, w2, first_expert)
     choice.check_experts(router_logits.shape[1])
     _check_bias("w13", w13, w13_bias)
     _check_bias("w2", w2, w2_bias)
     _check_shared(x, shared, shared_gate)
     if activation not in GATED_ACTIVATIONS:
         raise ValueError(f"fused_moe: activation {activation!r} is none of {', '.join(GATED_ACTIVATIONS)}")
-    operand = w13 if isinstance(w13, Tensor) else w13[0]
+    operand, biases = w13 if isinstance(w13, Tensor) else w13[0], (w13_bias, w2_bias)
     out: Tensor = find_impl("fused_moe", operand, impl)(
-        x, router_logits, w13, w2, choice, activation, w13_bias, w2_bias, shared, shared_gate
+        x, router_logits, w13, w2, choice, activation, *biases, shared, shared_gate, first_expert or 0
     )
     return out
 
 
-def _check(x: Tensor, router_logits: Tensor, w13: ExpertWeights, w2: ExpertWeights) -> None:
+def _check(
+    x: Tensor, router_logits: Tensor, w13: ExpertWeights, w2: ExpertWeights, first_expert: int | None
+) -> None:
     shapes = []
     for name, weight in (("w13", w13), ("w2", w2)):
         if isinstance(weight, Tensor):
@@ -105,6 +109,14 @@ def _check(x: Tensor, router_logits: Tensor, w13: ExpertWeights, w2: ExpertWeigh
             f"fused_moe: x {list(x.shape)} does not fit w2 {list(shapes[1])}; it must be "
             "[num_tokens, hidden_size], its last axis contiguous"
         )
+    if first_expert is not None:
+        all_experts = router_logits.shape[-1]
+        if not 0 <= first_expert <= all_experts - num_experts:
+            raise ValueError(
+                f"fused_moe: first_expert {first_expert} with {num_experts} experts must be among the {all_experts} "
+                "of router_logits"
+            )
+        num_experts = all_experts
     if (
         router_logits.shape != (len(x), num_experts)
         or router_logits.stride(1) != 1

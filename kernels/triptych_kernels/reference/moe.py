@@ -22,10 +22,14 @@ def fused_moe(
     w2_bias: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    first_expert: int = 0,
 ) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, logits in enumerate(router_logits.tolist()):
-        for expert, weight in choose_experts(logits, choice):
+        for chosen, weight in choose_experts(logits, choice):
+            expert = chosen - first_expert
+            if not 0 <= expert < len(w13):
+                continue
             up_bias, down_bias = (None if bias is None else bias[expert] for bias in (w13_bias, w2_bias))
             inputs = (x[token] * weight).to(x.dtype) if choice.scales_input else x[token]
             activated = gated_linear(inputs, w13[expert], up_bias, activation)

@@ -21,10 +21,14 @@ def fused_moe(
     w2_bias: Tensor | None,
     shared: Tensor | None,
     shared_gate: Tensor | None,
+    first_expert: int,
 ) -> Tensor:
     weights, experts = choose_experts(router_logits, choice)
-    results = torch.empty(choice.top_k, *x.shape, dtype=torch.float32, device=x.device)
+    experts = experts - first_expert  # among those that are here
+    results = torch.zeros(choice.top_k, *x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
+        if not 0 <= expert < len(w13):
+            continue
         tokens, ranks = (experts == expert).nonzero(as_tuple=True)
         inputs = x[tokens]
         if choice.scales_input:

@@ -202,6 +202,34 @@ def test_inputs_may_be_views(implementation: Implementation) -> None:
     assert torch.equal(out, implementation(fused_moe, x, logits, **weights, choice=ExpertChoice(2)))
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("sizes", ["one token, top-1", "Mixtral's", "odd sizes, five experts"])
+def test_ranks_of_experts_sum_to_the_whole(sizes: str, score: str, case: Case) -> None:
+    num_tokens, num_experts, top_k, hidden_size, inner = SIZES[sizes]
+    x, logits, w13, w2 = operands(num_tokens, num_experts, hidden_size, inner, case.device, case.dtype)
+    choice = ExpertChoice(top_k, score)
+    total = torch.zeros(x.shape, device=case.device)
+    for first, end in ((0, 1), (1, 3), (3, num_experts)):
+        weights = weights_for(case.implementation, w13[first:end], w2[first:end])
+        out = case(fused_moe, x, logits, **weights, choice=choice, first_expert=first)
+        own = fused_moe(
+            x, logits, w13[first:end], w2[first:end], choice, first_expert=first, impl="reference"
+        )
+        torch.testing.assert_close(out, own, **TOLERANCE[case.dtype])
+        total += own
+    whole = fused_moe(x.float(), logits, w13.float(), w2.float(), choice, impl="reference")
+    torch.testing.assert_close(total, whole, **TOLERANCE[case.dtype])
+
+
+def test_experts_of_another_rank_are_not_read(case: Case) -> None:
+    x, logits, w13, w2 = operands(9, 6, 32, 24, case.device, case.dtype)
+    logits[:, 4:] += 100.0  # all choose the last two
+    weights = weights_for(case.implementation, w13[:3], w2[:3])
+    shared = torch.randn(9, 32).to(x)
+    out = case(fused_moe, x, logits, **weights, choice=ExpertChoice(2), shared=shared, first_expert=0)
+    assert torch.equal(out, shared)
+
+
 def test_operands_that_do_not_fit_are_named(implementation: Implementation) -> None:
     x, logits, w13, w2 = operands(3, 4, 16, 8, torch.device("cpu"))
     weights = weights_for(implementation, w13, w2)
@@ -209,6 +237,10 @@ def test_operands_that_do_not_fit_are_named(implementation: Implementation) -> N
         fused_moe(x[:, :15], logits, **weights, choice=ExpertChoice(2))
     with pytest.raises(ValueError, match=r"router_logits \[3, 3\] torch.float32 must be .* = \[3, 4\]"):
         fused_moe(x, logits[:, :3], **weights, choice=ExpertChoice(2))
+    own = weights_for(implementation, w13[:3], w2[:3])
+    for first in (-1, 2):
+        with pytest.raises(ValueError, match=f"first_expert {first} with 3 experts must be among the 4"):
+            fused_moe(x, logits, **own, choice=ExpertChoice(2), first_expert=first)
     for top_k in (0, 5):
         with pytest.raises(ValueError, match=f"top_k {top_k} must be from 1 to the number of experts, 4"):
             fused_moe(x, logits, **weights, choice=ExpertChoice(top_k))

@@ -46,6 +46,7 @@ def fused_moe(
     w2_bias: Tensor | None,
     shared: Tensor | None,
     shared_gate: Tensor | None,
+    first_expert: int,
 ) -> Tensor:
     has_own_biases = any(not isinstance(w, Tensor) and w[0].bias is not None for w in (w13, w2))
     if has_own_biases or (not isinstance(w13, Tensor) and activation != "silu"):
@@ -55,19 +56,24 @@ def fused_moe(
     num_tokens, hidden_size = x.shape
     top_k = choice.top_k
     # what a shared expert adds is added to sums in float32
-    out = torch.empty(x.shape, dtype=x.dtype if shared is None else torch.float32, device=x.device)
+    held = range(first_expert, first_expert + len(w13))
+    empty = (
+        torch.empty if len(held) == router_logits.shape[1] else torch.zeros
+    )  # other ranks' experts add nothing
+    out = empty(x.shape, dtype=x.dtype if shared is None else torch.float32, device=x.device)
     if not num_tokens:
         return out.to(x.dtype)
     # with one expert per token there is nothing to add: its product is the result
     weighted = out
     if top_k > 1:
-        weighted = torch.empty(num_tokens * top_k, hidden_size, dtype=torch.float32, device=x.device)
+        weighted = empty(num_tokens * top_k, hidden_size, dtype=torch.float32, device=x.device)
     if isinstance(w13, Tensor):
         assert isinstance(w2, Tensor), "both products have the same form of weights"
-        _multiply_plain(x, router_logits, w13, w2, choice, activation, w13_bias, w2_bias, weighted)
+        _multiply_plain(x, router_logits, held, w13, w2, choice, activation, w13_bias, w2_bias, weighted)
     else:
         assert isinstance(w2, type(w13)), "both products have the same form of weights"
-        routing = route(router_logits, choice, w13.block_m(num_tokens * top_k / len(w13)))
+        block_m = w13.block_m(num_tokens * top_k / router_logits.shape[1])
+        routing = route(router_logits, choice, block_m, held)
         x, routing = _scale_inputs(x, routing, choice)
         w2.down(w13.gate_up(x, routing), routing, weighted)
     if top_k > 1:
@@ -89,6 +95,7 @@ def _scale_inputs(x: Tensor, routing: Routing, choice: ExpertChoice) -> tuple[Te
 def _multiply_plain(
     x: Tensor,
     router_logits: Tensor,
+    held: range,
     w13: Tensor,
     w2: Tensor,
     choice: ExpertChoice,
@@ -99,9 +106,9 @@ def _multiply_plain(
 ) -> None:
     """Write each pair's result times its weight to `weighted` [num_pairs, hidden_size]."""
     num_experts, hidden_size, intermediate_size = w2.shape
-    rows_per_expert = len(x) * choice.top_k / num_experts
+    rows_per_expert = len(x) * choice.top_k / router_logits.shape[1]
     gate_up_tile, down_tile = _choose_tiles(x, num_experts, intermediate_size, rows_per_expert)
-    routing = route(router_logits, choice, gate_up_tile.BLOCK_M)
+    routing = route(router_logits, choice, gate_up_tile.BLOCK_M, held)
     x, routing = _scale_inputs(x, routing, choice)
     max_tiles = routing.max_tiles
     activated = torch.empty(len(routing.pairs), intermediate_size, dtype=x.dtype, device=x.device)

@@ -6,6 +6,8 @@ A pair is a token with one of its experts, number token * top_k + rank. Tiles ar
     tile   | 0  | 1  | 2  | 3  | -  |  grids have programs for the most tiles possible; unused tiles have no rows
     rows     16   3    16   7    0
 
+Where ranks share the experts, those of other ranks count as one that is last, of which no tile has rows.
+
 There are two kernels, as every program of the second needs the counts of all programs of the first.
 """
 
@@ -55,12 +57,20 @@ def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     return used + (num_pairs - used) // block_m
 
 
-def route(router_logits: Tensor, choice: ExpertChoice, block_m: int) -> Routing:
+def route(router_logits: Tensor, choice: ExpertChoice, block_m: int, held: range | None = None) -> Routing:
     """Choose the experts of one token or more, and fill their tiles.
 
-    A plain choice is one kernel; torch computes any other one, without waiting for the device.
+    A plain choice among experts that are all here is one kernel; torch computes any other one, without waiting for the
+    device.
+
+    Args:
+        held: The experts that weights are here of; None: all.
     """
     num_tokens, num_experts = router_logits.shape
+    held = range(num_experts) if held is None else held
+    is_shared = len(held) < num_experts
+    if is_shared:
+        num_experts = len(held) + 1
     top_k = choice.top_k
     block_e = triton.next_power_of_2(num_experts)
     block_t = max(min(_MOST_TOKENS, _MOST_LOGITS // block_e), 1)
@@ -78,7 +88,7 @@ def route(router_logits: Tensor, choice: ExpertChoice, block_m: int) -> Routing:
         "BLOCK_E": block_e,
         "BLOCK_K": triton.next_power_of_2(top_k),
     }
-    if choice.is_plain:
+    if choice.is_plain and not is_shared:
         probabilities = empty(num_pairs, dtype=torch.float32)
         experts, places, counts = empty(num_pairs), empty(num_pairs), empty(num_programs, num_experts)
         _choose[(num_programs,)](
@@ -87,12 +97,17 @@ def route(router_logits: Tensor, choice: ExpertChoice, block_m: int) -> Routing:
         )  # fmt: skip
     else:
         weights, chosen = choose_experts(router_logits, choice)
+        if is_shared:
+            own = chosen - held.start
+            chosen = torch.where((own >= 0) & (own < len(held)), own, len(held))
         probabilities, experts = weights.flatten(), chosen.flatten().int()
         places, counts = _count(chosen, num_experts, num_programs, block_t)
     _place[(num_programs,)](
         experts, places, counts, pairs, tile_experts, tile_rows, num_tokens, num_experts, num_programs, max_tiles,
         BLOCK_M=block_m, BLOCK_P=_COUNTS_AT_ONCE, BLOCK_TILES=_TILES_AT_ONCE, **blocks,
     )  # fmt: skip
+    if is_shared:
+        tile_rows = torch.where(tile_experts < len(held), tile_rows, 0)
     return Routing(probabilities, pairs, tile_experts, tile_rows)
 
 

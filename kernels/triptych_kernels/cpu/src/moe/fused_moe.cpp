@@ -9,6 +9,8 @@
 //   experts    |   0   |  3  |      5      |        others have no rows, and their weights are not read
 //   places     | 0   1 | 2   | 3   4   5   |
 //
+// Where ranks share the experts, a pair with an expert of another rank has no place, and adds nothing.
+//
 // Each product prepares its inputs in tiles, then all threads walk the panels of all experts that have rows, in the order
 // of memory. An expert with many rows is a product of its own, with loops of its own. A row's result depends neither on
 // its batch nor on who shares its experts, unless products of many rows are allowed another arithmetic (`wide_rows`).
@@ -30,6 +32,8 @@ struct Experts {
 
 struct Mixture {
   Routing routing;
+  int64_t first_expert;  // the first of those that weights are here of
+  int64_t held_experts;  // number of these
   Experts gate_up;
   Experts down;
   int64_t dtype;
@@ -45,6 +49,7 @@ struct Mixture {
 constexpr int64_t kRowsOfOwnLoops = 128;  // an expert with as many rows is a product of its own
 constexpr int64_t kFewestTogether = 64, kMostTogether = 1024;  // rows that are computed at a time
 constexpr int64_t kResultBytes = 64 << 20;  // of these rows: bounds what lies between the steps
+constexpr int64_t kNowhere = -1;
 constexpr int64_t kChoicesPerIndex = 16;  // rows that one thread chooses for, or sums, at a time
 
 template <typename T>
@@ -63,21 +68,23 @@ struct Share {
 struct Pairs {
   int64_t top_k;
   float* weights;    // [rows * top_k] by pair, row * top_k + number of the choice
-  int64_t* places;   // [rows * top_k] by pair
-  int64_t* rows;     // [rows * top_k] by place
-  float* by_place;   // [rows * top_k], the weights
+  int64_t* places;   // [rows * top_k] by pair; kNowhere if its expert is another rank's
+  int64_t count;     // of places
+  int64_t* rows;     // [count] by place
+  float* by_place;   // [count], the weights
   Share* shares;     // of the experts that have rows, in their order
   int64_t num_shares;
 };
 
 // Rows first … first + rows - 1.
-Pairs choose(const Routing& routing, int64_t first, int64_t rows) {
+Pairs choose(const Mixture& args, int64_t first, int64_t rows) {
   static thread_local Scratch expert_memory, weight_memory, place_memory, row_memory, sorted_memory, share_memory, ends;
-  const int64_t top_k = routing.top_k, count = rows * top_k;
+  const Routing& routing = args.routing;
+  const int64_t top_k = routing.top_k, count = rows * top_k, held = args.held_experts;
   auto* experts = take<int32_t>(expert_memory, count);
   Pairs pairs{top_k, take<float>(weight_memory, count), take<int64_t>(place_memory, count),
-              take<int64_t>(row_memory, count), take<float>(sorted_memory, count),
-              take<Share>(share_memory, std::min(count, routing.num_experts)), 0};
+              0, take<int64_t>(row_memory, count), take<float>(sorted_memory, count),
+              take<Share>(share_memory, std::min(count, held)), 0};
   for_rows(rows, kChoicesPerIndex, [&](int64_t begin, int64_t end) {
     static thread_local Scratch memory;
     Router router(routing, take<float>(memory, Router::num_floats(routing)));
@@ -85,15 +92,23 @@ Pairs choose(const Routing& routing, int64_t first, int64_t rows) {
       router.choose(first + row, experts + row * top_k, pairs.weights + row * top_k);
     }
   });
-  auto* next = take<int64_t>(ends, routing.num_experts + 1);  // place of each expert's next row
-  std::fill_n(next, routing.num_experts + 1, 0);
-  for (int64_t pair = 0; pair < count; ++pair) ++next[experts[pair] + 1];
-  for (int64_t expert = 0; expert < routing.num_experts; ++expert) {
+  auto* next = take<int64_t>(ends, held + 1);  // place of each expert's next row
+  std::fill_n(next, held + 1, 0);
+  // of this rank's experts, which it numbers from 0; held or more: another's
+  const auto own = [&](int64_t pair) { return static_cast<uint64_t>(experts[pair] - args.first_expert); };
+  const auto is_here = [&](int64_t pair) { return own(pair) < static_cast<uint64_t>(held); };
+  for (int64_t pair = 0; pair < count; ++pair) {
+    if (is_here(pair)) ++next[own(pair) + 1];
+  }
+  for (int64_t expert = 0; expert < held; ++expert) {
     if (next[expert + 1]) pairs.shares[pairs.num_shares++] = {expert, next[expert], next[expert + 1]};
     next[expert + 1] += next[expert];
   }
+  pairs.count = next[held];
   for (int64_t pair = 0; pair < count; ++pair) {
-    const int64_t place = next[experts[pair]]++;
+    pairs.places[pair] = kNowhere;
+    if (!is_here(pair)) continue;
+    const int64_t place = next[own(pair)]++;
     pairs.places[pair] = place;
     pairs.rows[place] = pair / top_k;
     pairs.by_place[place] = pairs.weights[pair];
@@ -204,6 +219,7 @@ void sum_results(const Mixture& args, const Pairs& pairs, int64_t row, const int
     const int64_t left = size - at;
     vec sum = zero();
     for (int64_t i = 0; i < pairs.top_k; ++i) {
+      if (places[i] == kNowhere) continue;
       const vec result = load(results + places[i] * stride + at);
       sum = args.scales_input ? sum + result : fma(splat(weights[i]), result, sum);
     }
@@ -219,8 +235,8 @@ void sum_results(const Mixture& args, const Pairs& pairs, int64_t row, const int
 template <typename T>
 void mix(const Mixture& args, int64_t first, int64_t rows) {
   static thread_local Scratch gathered_memory, activated_memory, result_memory, linears, tiles, inputs;
-  const Pairs pairs = choose(args.routing, first, rows);
-  const int64_t count = rows * pairs.top_k, size = args.gate_up.in_features, inner = args.down.in_features;
+  const Pairs pairs = choose(args, first, rows);
+  const int64_t count = pairs.count, size = args.gate_up.in_features, inner = args.down.in_features;
   T* gathered = take<T>(gathered_memory, count * size);
   T* activated = take<T>(activated_memory, count * inner);
   float* results = take<float>(result_memory, count * padded(size));
@@ -262,8 +278,8 @@ void mix(const Mixture& args, int64_t first, int64_t rows) {
 TRIPTYCH_KERNEL(fused_moe, triptych::Mixture,
                 routing.dtype, routing.logits, routing.stride, routing.num_experts, routing.top_k, routing.score,
                 routing.renormalize, routing.scale, routing.jitter, routing.num_groups, routing.top_groups, routing.group_experts,
-                routing.correction, gate_up.form.kind, gate_up.form.form, gate_up.form.bits, gate_up.form.affine,
-                gate_up.form.input_bits, gate_up.form.wide_rows, gate_up.form.wide_bits, gate_up.weight,
+                routing.correction, first_expert, held_experts, gate_up.form.kind, gate_up.form.form,
+                gate_up.form.bits, gate_up.form.affine, gate_up.form.input_bits, gate_up.form.wide_rows, gate_up.form.wide_bits, gate_up.weight,
                 gate_up.expert_bytes, gate_up.bias, gate_up.in_features, gate_up.out_features, down.form.kind,
                 down.form.form, down.form.bits, down.form.affine, down.form.input_bits, down.form.wide_rows,
                 down.form.wide_bits, down.weight, down.expert_bytes, down.bias, down.in_features, down.out_features,
