@@ -60,6 +60,7 @@ class Case:
     """Stages among which the ranks are divided."""
     port: int = 0
     """Port of the rendezvous; unused by one rank."""
+    expert_parallel: bool = False
     quantization: str = "none"
     device: str = "cpu"
     dtype: str = "float32"
@@ -175,6 +176,7 @@ def compute(case: Case, rank: int) -> Answer:
         parallel=ParallelConfig(
             tensor_parallel_size=case.num_ranks // case.num_stages,
             pipeline_parallel_size=case.num_stages,
+            expert_parallel=case.expert_parallel,
             rendezvous_address=f"127.0.0.1:{case.port}",
             timeout_s=TIMEOUT_S / 2
             if case.loses_a_rank

@@ -374,9 +374,15 @@ class ModelArchitecture:
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """Columns of the layers' MLPs, experts and shared experts, each number once, ascending."""
+        """Columns of the layers' MLPs and shared experts, each number once, ascending."""
         shared = {layer.experts.shared_size for layer in self.layers if layer.experts}
-        return tuple(sorted({layer.intermediate_size for layer in self.layers} | (shared - {0})))
+        mlps = {layer.intermediate_size for layer in self.layers if not layer.experts}
+        return tuple(sorted(mlps | (shared - {0})))
+
+    @property
+    def expert_widths(self) -> tuple[int, ...]:
+        """Columns of an expert, by layer, each number once, ascending."""
+        return tuple(sorted({layer.intermediate_size for layer in self.layers if layer.experts}))
 
     @property
     def num_experts(self) -> int:

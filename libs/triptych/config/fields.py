@@ -248,6 +248,12 @@ class ParallelConfig:
 
     tensor_parallel_size: int = value(1, "Workers that share each layer.", WORKER, ge=1)
     pipeline_parallel_size: int = value(1, "Groups of layers, one after the other.", WORKER, ge=1)
+    expert_parallel: bool = value(
+        False,
+        "Whether each of the workers that share a layer holds whole experts of its mixture, in place of a part of "
+        "every expert.",
+        WORKER,
+    )
     rendezvous_address: str = value(
         "127.0.0.1:29500",
         "Where rank 0 of the group listens and the other ranks meet it, host:port; not asked of a single rank. Rank 0 "

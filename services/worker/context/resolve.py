@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from triptych.checkpoint.architecture import TRANSFORMERS_ENCODER, TRANSFORMERS_MODEL, ModelArchitecture
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, ParallelConfig
 from triptych.config.step_size import size_for_device
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych_services.worker.context.attention_choice import (
@@ -23,6 +23,7 @@ from triptych_services.worker.context.precision import (
 from triptych_services.worker.context.resolved_config import DeviceTraits, RankFacts, ResolvedConfig
 
 _GROUP_SIZE = 32  # of quantized weights
+_ONE_RANK = ParallelConfig()
 _WEIGHT_ONLY = ("q4", "q8")
 """Forms with inputs that stay in `model.dtype`. On CUDA devices their products of many rows are several times slower if
 they must not depend on the batch."""
@@ -41,12 +42,13 @@ def resolve_for_device(
     rank = find_rank(engine, device)
     _check_stages(engine, rank)
     _check_encoder(architecture, rank)
+    _check_experts(engine, architecture)
     _check_length(engine, architecture)
     dtype = choose_dtype(
         engine.model.dtype, architecture, device=device, prefers_bfloat16=traits.prefers_bfloat16
     )
     quantization = choose_quantization(
-        engine.model.quantization, architecture, dtype, traits, num_ranks=rank.tensor_parallel_size
+        engine.model.quantization, architecture, dtype, traits, parallel=engine.parallel
     )
     kv_dtype = choose_kv_dtype(
         engine.cache.dtype,
@@ -111,6 +113,14 @@ def _check_encoder(architecture: ModelArchitecture, rank: RankFacts) -> None:
             )
 
 
+def _check_experts(engine: EngineConfig, architecture: ModelArchitecture) -> None:
+    if engine.parallel.expert_parallel and not architecture.num_experts:
+        raise FeatureDisabled(
+            "parallel.expert_parallel = true",
+            f"{architecture.name} has no mixture of experts that ranks can share; set it to false",
+        )
+
+
 def _check_latent(architecture: ModelArchitecture, kv_dtype: str) -> None:
     if architecture.latent is not None and kv_dtype in ("int8", "float8_e4m3fn"):
         raise FeatureDisabled(
@@ -157,7 +167,7 @@ def choose_quantization(
     dtype: str,
     traits: DeviceTraits,
     *,
-    num_ranks: int = 1,
+    parallel: ParallelConfig = _ONE_RANK,
 ) -> str:
     """Return the form of linear weights that `model.quantization` means: none, q4, q8, int8 or fp8.
 
@@ -166,7 +176,7 @@ def choose_quantization(
 
     Args:
         dtype: Precision of activations.
-        num_ranks: Number of ranks that share the inputs of some layers.
+        parallel: How ranks share the inputs of some layers.
 
     Raises:
         FeatureDisabled: No kernel multiplies this form there.
@@ -178,7 +188,7 @@ def choose_quantization(
         _obstacle_on_cpu(wanted, dtype, native_kernels=traits.native_kernels)
         if traits.device == "cpu"
         else _obstacle_on_cuda(wanted, traits.device, native_float8=traits.native_float8)
-    ) or _indivisible_inputs(architecture, num_ranks)
+    ) or _indivisible_inputs(architecture, parallel)
     if requested == "auto":
         return "q4" if traits.device == "cpu" and obstacle is None else "none"
     if obstacle is None:
@@ -286,12 +296,14 @@ def _obstacle_on_cuda(quantization: str, device: str, *, native_float8: bool) ->
     return None
 
 
-def _indivisible_inputs(architecture: ModelArchitecture, num_ranks: int) -> str | None:
+def _indivisible_inputs(architecture: ModelArchitecture, parallel: ParallelConfig) -> str | None:
     """Return why quantized groups would be split, by a layer or by the ranks that share its inputs; None if not."""
-    latent, first = architecture.latent, architecture.layers[0]
+    latent, first, num_ranks = architecture.latent, architecture.layers[0], parallel.tensor_parallel_size
+    num_expert_shares = 1 if parallel.expert_parallel else num_ranks
     inputs = [
         ("hidden_size", architecture.hidden_size, 1),
         *(("intermediate_size", width, num_ranks) for width in architecture.mlp_widths),
+        *(("intermediate_size", width, num_expert_shares) for width in architecture.expert_widths),
     ]
     if latent is None:
         inputs.append(("num_heads * head_dim", architecture.num_heads * architecture.head_dim, num_ranks))

@@ -90,6 +90,8 @@ class ExpertsTensor:
     def load(self, name: str, tensor: LoadedTensor) -> None:
         check_shape(name, tensor, self.checkpoint_shape)
         for expert, cut in enumerate(self.experts):
+            if not any(target.length for target, _ in cut.pieces):
+                continue  # another rank's, which is not read
             cut.load(name, tensor.narrow(0, expert, 1)[0])
 
 

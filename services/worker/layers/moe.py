@@ -1,7 +1,16 @@
 """Sparse mixtures of experts: a router, and many gated MLPs of which each token passes through a few.
 
-With more than one tensor-parallel rank every rank holds a share of each expert's columns, as of an MLP's, and the
-results are summed over the ranks. Every rank holds the whole router: equal inputs and kernels make equal choices.
+With more than one tensor-parallel rank every rank holds a share of each expert's columns, as of an MLP's, or under
+`parallel.expert_parallel` some experts with all their columns. In both cases it computes its part of every token's
+result, and the parts are summed over the ranks. Every rank holds the whole router: equal inputs and kernels make equal
+choices.
+
+    4 experts of 6 columns, 2 ranks
+
+    expert      0      1      2      3           0      1      2      3
+    rank 0   | abc  | abc  | abc  | abc  |    |abcdef|abcdef|
+    rank 1   |   def|   def|   def|   def|                  |abcdef|abcdef|
+               shares of columns                 parallel.expert_parallel
 """
 
 from __future__ import annotations
@@ -31,15 +40,18 @@ from triptych_services.worker.layers.weights import (
     parameter_target,
     unused_target,
 )
-from triptych_services.worker.parallel.shares import share
+from triptych_services.worker.parallel.shares import share, share_experts
 
 _HALVES: tuple[Half, Half] = ("gate", "up")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """The form of each expert, and this rank's share of it."""
+    """The form of each expert, this rank's share of it, and the experts that this rank has a share of."""
 
+    experts: range
+    num_experts: int
+    """Number of experts, of all ranks together."""
     hidden_size: int
     intermediate_size: int
     """Number of columns, of all ranks together."""
@@ -53,6 +65,11 @@ class ExpertSizes:
     """Whether the checkpoint has biases."""
     adds_down_bias: bool
     """Whether this rank adds the bias of the second product: one of those that share an expert does."""
+
+    @property
+    def first_expert(self) -> int | None:
+        """The first expert of this rank, or None if it has a share of each."""
+        return self.experts.start if len(self.experts) < self.num_experts else None
 
 
 class SparseMoE(nn.Module):
@@ -86,18 +103,11 @@ class SparseMoE(nn.Module):
         self.shared_gate: SharedGate | None = None
         if spec.has_shared_gate:
             self.shared_gate = SharedGate(hidden_size, context=context, prefix=f"{prefix}.shared_expert_gate")
-        start, length = share(intermediate_size, what="intermediate_size", rank=context.rank)
-        sizes = ExpertSizes(
-            hidden_size,
-            intermediate_size,
-            start,
-            length,
-            activation,
-            has_bias=spec.bias,
-            adds_down_bias=spec.bias and context.rank.tensor_parallel_rank == 0,
-        )
+        sizes = _share_sizes(hidden_size, intermediate_size, spec, activation, context=context)
+        self.first_expert = sizes.first_expert
         create = PackedExperts if _are_packed(sizes, context) else StackedExperts
-        self.experts = create(sizes, spec.num_experts, context=context, prefix=f"{prefix}.experts")
+        self.experts = create(sizes, context=context, prefix=f"{prefix}.experts")
+        self.others = OtherExperts(sizes, prefix=f"{prefix}.experts")
 
     def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size], on every rank.
@@ -119,6 +129,7 @@ class SparseMoE(nn.Module):
             w2_bias=self.experts.w2_bias,
             shared=shared,
             shared_gate=gate,
+            first_expert=self.first_expert,
         )
         out: Tensor = self.group.all_reduce(mixed)
         return out
@@ -200,13 +211,13 @@ class StackedExperts(WeightedLayer):
     def __init__(
         self,
         sizes: ExpertSizes,
-        num_experts: int,
         *,
         context: ModelContext,
         prefix: str,
     ) -> None:
         super().__init__()
         self.prefix, self.sizes = prefix, sizes
+        num_experts = len(sizes.experts)
         self.w13 = empty_parameter(num_experts, 2 * sizes.length, sizes.hidden_size, context=context)
         self.w2 = empty_parameter(num_experts, sizes.hidden_size, sizes.length, context=context)
         self.w13_bias: nn.Parameter | None = None
@@ -218,9 +229,10 @@ class StackedExperts(WeightedLayer):
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}
-        for expert, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
-            biases = (None if bias is None else bias[expert] for bias in (self.w13_bias, self.w2_bias))
-            targets |= _expert_targets(w13, w2, self.sizes, f"{self.prefix}.{expert}", *biases)
+        for place, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
+            biases = (None if bias is None else bias[place] for bias in (self.w13_bias, self.w2_bias))
+            prefix = f"{self.prefix}.{self.sizes.experts[place]}"
+            targets |= _expert_targets(w13, w2, self.sizes, prefix, *biases)
         return targets
 
 
@@ -232,13 +244,12 @@ class PackedExperts(nn.Module):
     def __init__(
         self,
         sizes: ExpertSizes,
-        num_experts: int,
         *,
         context: ModelContext,
         prefix: str,
     ) -> None:
         super().__init__()
-        prefixes = [f"{prefix}.{number}" for number in range(num_experts)]
+        prefixes = [f"{prefix}.{number}" for number in sizes.experts]
 
         def create(
             out_features: int, in_features: int, *projections: str, bias: bool
@@ -266,6 +277,55 @@ class PackedExpert(WeightedLayer):
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         return _expert_targets(self.w13, self.w2, self.sizes, self.prefix)
+
+
+class OtherExperts(WeightedLayer):
+    """The experts that only other ranks have: this one checks the shapes of their tensors, and reads none."""
+
+    def __init__(self, sizes: ExpertSizes, *, prefix: str) -> None:
+        super().__init__()
+        self.sizes, self.prefix = sizes, prefix
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        sizes = self.sizes
+        columns = (sizes.intermediate_size, sizes.hidden_size)
+        shapes = {"gate_proj": columns, "up_proj": columns, "down_proj": columns[::-1]}
+        targets = {}
+        for expert in (number for number in range(sizes.num_experts) if number not in sizes.experts):
+            for projection, shape in shapes.items():
+                name = f"{self.prefix}.{expert}.{projection}"
+                targets[f"{name}.weight"] = unused_target(shape)
+                if sizes.has_bias:
+                    targets[f"{name}.bias"] = unused_target(shape[:1])
+        return targets
+
+
+def _share_sizes(
+    hidden_size: int, intermediate_size: int, spec: ExpertsSpec, activation: str, *, context: ModelContext
+) -> ExpertSizes:
+    """Return the part of a mixture's experts that this rank holds.
+
+    Raises:
+        ConfigError: Ranks cannot share the experts, or their columns, evenly.
+    """
+    rank = context.rank
+    if context.config.engine.parallel.expert_parallel:
+        experts, start, length = share_experts(spec.num_experts, rank=rank), 0, intermediate_size
+    else:
+        experts = range(spec.num_experts)
+        start, length = share(intermediate_size, what="intermediate_size", rank=rank)
+    adds_down_bias = length == intermediate_size or rank.tensor_parallel_rank == 0
+    return ExpertSizes(
+        experts,
+        spec.num_experts,
+        hidden_size,
+        intermediate_size,
+        start,
+        length,
+        activation,
+        has_bias=spec.bias,
+        adds_down_bias=spec.bias and adds_down_bias,
+    )
 
 
 def _are_packed(sizes: ExpertSizes, context: ModelContext) -> bool:

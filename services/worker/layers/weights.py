@@ -61,6 +61,8 @@ class WeightTarget:
             ModelError: The tensor has another shape; names both.
         """
         check_shape(name, tensor, self.checkpoint_shape)
+        if not self.length:
+            return  # nothing of it is read
         if isinstance(tensor, StoredBlocks) and self.fill_blocks is not None:
             start, length = self.start, self.length
             if self.dim == 1:

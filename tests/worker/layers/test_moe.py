@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import ExpertsSpec
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+from triptych.config import EngineConfig, ParallelConfig
 from triptych.errors import ConfigError, FeatureDisabled, ModelError
 from triptych_kernels.cpu.library import forced_isa, isa
 from triptych_kernels.expert_choice import ExpertChoice
@@ -22,6 +23,7 @@ from triptych_services.worker.context.resolved_config import RankFacts
 from triptych_services.worker.layers.checkpoint_tensors import load_weights
 from triptych_services.worker.layers.mlp import create_mlp
 from triptych_services.worker.layers.moe import SparseMoE
+from triptych_services.worker.layers.quantization import UnreadTensor
 from triptych_services.worker.layers.weights import find_weight_targets
 
 HIDDEN, INNER, NUM_EXPERTS = 12, 20, 3
@@ -44,9 +46,11 @@ def create(
     inner: int = INNER,
     bias: bool = False,
     activation: str = "silu",
+    expert_parallel: bool = False,
 ) -> SparseMoE:
     place = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size)
-    context = ModelContext(replace(tiny_config(), rank=place))
+    engine = EngineConfig(parallel=ParallelConfig(expert_parallel=expert_parallel))
+    context = ModelContext(replace(tiny_config(), rank=place, engine=engine))
     return SparseMoE(
         HIDDEN,
         inner,
@@ -124,6 +128,28 @@ def test_the_ranks_results_sum_to_the_mixture_with_biases(num_ranks: int) -> Non
         impl="reference",
     )
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_ranks_of_whole_experts_sum_to_the_mixture(bias: bool) -> None:
+    tensors, x = checkpoint(bias=bias), torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(2))
+    whole, total = create(bias=bias, activation="swiglu_oai"), torch.zeros(7, HIDDEN)
+    load_weights(whole, tensors.items(), tiny_architecture())
+    for rank in range(NUM_EXPERTS):
+        layer = create(rank, NUM_EXPERTS, bias=bias, activation="swiglu_oai", expert_parallel=True)
+        own = f"m.experts.{rank}."
+        parts = {
+            name: tensor
+            if name.startswith((own, "m.gate."))
+            else UnreadTensor(tuple(tensor.shape), lambda *part: pytest.fail("read another rank's expert"))
+            for name, tensor in tensors.items()
+        }
+        load_weights(layer, parts.items(), tiny_architecture())
+        held = sum(target.num_elements for target in find_weight_targets(layer).values())
+        router = sum(tensors[name].numel() for name in tensors if name.startswith("m.gate."))
+        assert held == router + sum(tensors[name].numel() for name in tensors if name.startswith(own))
+        total += layer(x)
+    torch.testing.assert_close(total, whole(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("has_gate", [True, False])
@@ -218,6 +244,13 @@ def test_ranks_share_experts_and_hold_the_whole_router() -> None:
         assert (target.start, target.length) == ((0, 3) if name == "m.gate.weight" else (5, 5)), name
     held = sum(target.num_elements for target in targets.values())
     assert held == NUM_EXPERTS * HIDDEN * (1 + 3 * INNER // 4)
+
+
+def test_experts_that_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel: 2 ranks \(.*size\) cannot share num_experts = 3 evenly"
+    ):
+        create(0, 2, expert_parallel=True)
 
 
 def test_an_uneven_share_is_refused() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.helpers.processes import free_port
 from tests.worker.models.families import FAMILIES
-from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
+from tests.worker.ranks import Answer, Case, compute, plans, run_ranks, save_checkpoint
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, FeatureDisabled, HandshakeMismatch, RankUnavailable
@@ -85,6 +86,17 @@ OTHER_FAMILIES = (
 )
 """Slopes and sinks of heads, latents, tensors that are fused, interleaved or transposed, biases of heads and of plain
 MLPs."""
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek V3": ("DeepSeek V3", {}),
+    "GLM 4.5": ("GLM 4.5", {}),
+    "GPT-OSS": ("GPT-OSS", {"num_local_experts": 4}),
+    "Llama 4": ("Llama 4", {"num_local_experts": 4}),
+    "Mixtral": ("Mixtral", {}),
+    "Qwen 2 MoE": ("Qwen 2 MoE", {"num_experts": 4}),
+    "Qwen 3 MoE": ("Qwen 3 MoE", {"num_experts": 8}),
+}
+"""Case -> family, keys of its config. Routers by softmax and by sigmoids in groups, experts that are stacked, biased or
+read scaled inputs, and shared ones."""
 BFLOAT16 = "bfloat16"
 LOSES_A_RANK = "norms of heads, even vocabulary"
 
@@ -147,6 +159,52 @@ def test_ranks_share_what_other_families_have(num_stages: int, tmp_path: Path) -
         assert first.token_ids == second.token_ids == alone.token_ids, name
         for ours, expected in zip(first.logprobs, alone.logprobs, strict=True):
             np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=5e-4, err_msg=name)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("num_ranks", "num_stages"), [(2, 1), (4, 1), (4, 2)])
+def test_ranks_of_whole_experts_say_what_transformers_does(
+    num_ranks: int, num_stages: int, tmp_path: Path
+) -> None:
+    cases = {}
+    for name, (family, keys) in EXPERTS.items():
+        tiny = FAMILIES[family]
+        config = replace(tiny, arguments={**tiny.arguments, **keys}).config()
+        config.architectures = [type(tiny.create()).__name__]
+        directory = tmp_path / name
+        config.save_pretrained(directory)
+        save_checkpoint(directory, json.loads((directory / "config.json").read_text()))
+        cases[name] = Case(directory, num_ranks, num_stages, port=free_port(), expert_parallel=True)
+    answers = run_ranks(cases, tmp_path)
+    for name, (first, *others) in answers.items():
+        alone = compute(replace(cases[name], num_ranks=1, num_stages=1), rank=0)
+        assert first.token_ids == alone.token_ids, name
+        assert all(other.token_ids == first.token_ids for other in others), name
+        for ours, expected in zip(first.logprobs, alone.logprobs, strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=5e-4, err_msg=name)
+        # the request that is greedy, from its prompt of one token
+        model = AutoModelForCausalLM.from_pretrained(cases[name].directory, dtype=torch.float32).eval()
+        text = plans()[0].new_rows[0].content.prompt_token_ids.tolist()
+        for step in first.token_ids:
+            logits = model(torch.tensor([text]), use_cache=False).logits[0, -1]
+            assert step[0] == logits.argmax(), name
+            text = [*text, step[0]]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+def test_experts_in_groups_are_whole_on_each_rank(tmp_path: Path) -> None:
+    """32 columns, which two ranks would cut."""
+    config = SIZES | MODELS["experts"] | {"num_local_experts": 4, "intermediate_size": 32}
+    case = Case(save_checkpoint(tmp_path, config), 2, port=free_port(), quantization="q8")
+    with pytest.raises(FeatureDisabled, match=r"do not divide intermediate_size / .* = 32 / 2"):
+        compute(case, rank=0)
+    case = replace(case, expert_parallel=True)
+    first, second = run_ranks({"q8": case}, tmp_path)["q8"]
+    alone = compute(replace(case, num_ranks=1), rank=0)
+    assert first.token_ids == second.token_ids == alone.token_ids
+    assert first.kernels.endswith("recorded")
+    assert first.weight_bytes < 0.75 * alone.weight_bytes  # of its two layers of mixtures, half of each
 
 
 @pytest.mark.thorough

@@ -153,8 +153,9 @@ def _model_facts(
 def numerics_of(config: ResolvedConfig, *, processor: str, block_size: int, num_threads: int = 0) -> str:
     """Return it as a JSON object. Workers of one checkpoint with equal ones give equal bits for equal steps.
 
-    It covers the processor, the attention backend, the precision of activations, weights and KV cache, the ranks, the
-    size of blocks, batch invariance, and the versions of the libraries that compute or mask logits.
+    It covers the processor, the attention backend, the precision of activations, weights and KV cache, the ranks and
+    what they share, the size of blocks, batch invariance, and the versions of the libraries that compute or mask
+    logits.
 
     Args:
         processor: Name of what the kernels run on: an instruction set, a GPU, or `simulated`.
@@ -173,6 +174,7 @@ def numerics_of(config: ResolvedConfig, *, processor: str, block_size: int, num_
         "batch_invariant": config.batch_invariant,
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "expert_parallel": parallel.expert_parallel,
         "block_size": block_size,
         **{name: _version(name) for name in _packages(config)},
     }
