@@ -926,6 +926,13 @@ def test_published_configs_mean_what_their_models_were_trained_with(tmp_path: Pa
     assert {key: found[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_contexts_end_where_keys_would_be_chosen(architecture: str, tmp_path: Path) -> None:
+    config = PUBLISHED["Kimi-K2, in 16 bits"][1] | {"max_position_embeddings": 163840, "index_topk": 2048}
+    read = read_published(tmp_path, architecture, config)
+    assert (read.max_position_embeddings, read.max_context) == (163840, 2048)
+
+
 @pytest.mark.parametrize(
     ("architecture", "config", "feature"),
     [

@@ -158,6 +158,9 @@ class LatentSpec:
     rope_dim: int
     norm_eps: float = 1e-6
     """Added to the mean squares by the norms of both vectors."""
+    num_chosen_keys: int = 0
+    """Keys that a token attends to at most, of those that it sees; 0: all. The choice is not computed, so that longer
+    contexts are refused."""
 
     @property
     def width(self) -> int:
@@ -341,6 +344,12 @@ class ModelArchitecture:
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The keys of config.json where a model reads them itself: one of another package, or of transformers. Else empty,
     since keys that change no token must not tell two workers apart."""
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest context that is computed as the model means it."""
+        chosen = {layer.latent.num_chosen_keys for layer in self.layers if layer.latent} - {0}
+        return min({self.max_position_embeddings} | chosen)
 
     @property
     def num_layers(self) -> int:

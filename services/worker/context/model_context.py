@@ -46,7 +46,7 @@ class ModelContext:
     @property
     def max_positions(self) -> int:
         """Length of the longest sequence that this worker admits."""
-        return self.config.engine.model.max_model_len or self.architecture.max_position_embeddings
+        return self.config.engine.model.max_model_len or self.architecture.max_context
 
     def tensor_type(self, name: str) -> str:
         """Return the form of the stored elements of a tensor under our layers' name; empty if it is not known."""

@@ -131,7 +131,13 @@ def _check_latent(architecture: ModelArchitecture, kv_dtype: str) -> None:
 
 
 def _check_length(engine: EngineConfig, architecture: ModelArchitecture) -> None:
-    own_limit, asked = architecture.max_position_embeddings, engine.model.max_model_len
+    own_limit, asked = architecture.max_context, engine.model.max_model_len
+    if asked > own_limit and own_limit < architecture.max_position_embeddings:
+        raise FeatureDisabled(
+            f"model.max_model_len = {asked}",
+            f"{architecture.name} attends to {own_limit} keys of a longer context, and their choice is not computed; "
+            f"set it to at most {own_limit}, or to 0 for that",
+        )
     if asked > own_limit:
         raise ConfigError(
             f"model.max_model_len: {asked} is above the model's own limit {own_limit}; set it to "

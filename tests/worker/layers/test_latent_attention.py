@@ -20,7 +20,7 @@ from tests.worker.models.families import FAMILIES, LATENT, MSCALED
 from tests.worker.models.sequences import CUTS, Sequences
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import LatentSpec
-from triptych.config import CacheConfig, EngineConfig, ParallelConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import FeatureDisabled
 from triptych_kernels.cpu.library import isa
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
@@ -172,6 +172,20 @@ def test_packages_of_attention_kernels_are_refused(backend: str) -> None:
     engine = EngineConfig(worker=WorkerConfig(attention_backend=backend))
     with pytest.raises(FeatureDisabled, match=f"{backend}: it does not compute latent attention"):
         resolve_for_device(engine, tiny_architecture(**LAYER), traits)
+
+
+def test_contexts_that_keys_are_chosen_of_are_refused() -> None:
+    traits = DeviceTraits(device="cpu", native_kernels=True)
+    latent = replace(LAYER["latent"], num_chosen_keys=48)
+    architecture = tiny_architecture(**(LAYER | {"latent": latent}))
+    for asked in (0, 48):
+        engine = EngineConfig(model=ModelConfig(max_model_len=asked))
+        assert ModelContext(resolve_for_device(engine, architecture, traits)).max_positions == 48
+    with pytest.raises(
+        FeatureDisabled,
+        match=r"max_model_len = 49: .* attends to 48 keys of a longer context, and their choice",
+    ):
+        resolve_for_device(EngineConfig(model=ModelConfig(max_model_len=49)), architecture, traits)
 
 
 def test_groups_of_quantized_weights_must_divide_the_latents() -> None:

@@ -90,6 +90,8 @@ DEEPSEEK_EXPERTS = {
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1,
 }
+INDEXER = {"index_topk": 50, "index_n_heads": 3, "index_head_dim": 12}
+"""Keys are chosen of contexts that are longer than any of the tests."""
 
 FAMILIES: dict[str, Tiny] = {
     "Arcee": Tiny("arcee", {"head_dim": 8, "mlp_bias": True}),
@@ -112,6 +114,7 @@ FAMILIES: dict[str, Tiny] = {
         LATENT,
     ),
     "DeepSeek V3": Tiny("deepseek_v3", {**DEEPSEEK_EXPERTS, **MSCALED}, LATENT),
+    "DeepSeek V3.2": Tiny("deepseek_v32", {**DEEPSEEK_EXPERTS, **MSCALED, **INDEXER}, LATENT),
     "Dots 1": Tiny(
         "dots1", {**DEEPSEEK_EXPERTS, "head_dim": 8, "sliding_window": WINDOW, "max_window_layers": 2}
     ),
@@ -155,6 +158,7 @@ FAMILIES: dict[str, Tiny] = {
         "glm4_moe", {**DEEPSEEK_EXPERTS, "head_dim": 12, "use_qk_norm": True, "attention_bias": True}
     ),
     "GLM 4.7 Flash": Tiny("glm4_moe_lite", {**DEEPSEEK_EXPERTS, "q_lora_rank": 22, "v_head_dim": 12}, LATENT),
+    "GLM 5": Tiny("glm_moe_dsa", {**DEEPSEEK_EXPERTS, **INDEXER, "index_topk_freq": 2}, LATENT),
     "GPT-2": Tiny("gpt2", {}, GPT2),
     "GPT-BigCode": Tiny("gpt_bigcode", {}, GPT2),
     "GPT-BigCode, many heads": Tiny("gpt_bigcode", {"multi_query": False}, GPT2),

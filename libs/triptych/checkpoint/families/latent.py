@@ -1,5 +1,5 @@
-"""Families with latent attention: DeepSeek V2 and V3 (Kimi K2 is V3 with other numbers), GLM 4.7 Flash, MiniCPM 3,
-Youtu.
+"""Families with latent attention: DeepSeek V2 and V3 (Kimi K2 is V3 with other numbers), DeepSeek V3.2 and GLM 5 up to
+the length from which they choose keys, GLM 4.7 Flash, MiniCPM 3, Youtu.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from triptych.checkpoint.families.keys import (
 )
 from triptych.checkpoint.families.llama import rms_block
 from triptych.checkpoint.tensor_names import TensorNames
+
+_INDEXER = tuple(
+    f".self_attn.indexer.{name}"
+    for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+)
+"""Endings of the names of tensors that choose keys."""
 
 
 def deepseek_v2(config: ConfigFile) -> ModelArchitecture:
@@ -66,16 +72,60 @@ def deepseek_v3(config: ConfigFile) -> ModelArchitecture:
 
 def glm4_moe_lite(config: ConfigFile) -> ModelArchitecture:
     """Read GLM 4.7 Flash, of which a list says what layers have a mixture."""
+    config.assume(rms_norm_eps=1e-5, first_k_dense_replace=_count_dense(config, default=1))
+    return deepseek_v3(config)
+
+
+def deepseek_v32(config: ConfigFile) -> ModelArchitecture:
+    return _with_chosen_keys(config, n_group=8, topk_group=4)
+
+
+def glm_moe_dsa(config: ConfigFile) -> ModelArchitecture:
+    """Read GLM 5, of which some layers attend to the keys that an earlier one has chosen."""
+    config.pass_over("indexer_types", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset")
+    return _with_chosen_keys(config, rms_norm_eps=1e-5)
+
+
+def _with_chosen_keys(config: ConfigFile, **defaults: float) -> ModelArchitecture:
+    """Read a model of which each token attends to the `index_topk` keys that an indexer prefers.
+
+    One that sees no more keys attends to all of them, as V3 does. Longer contexts are refused, and so no indexer is
+    needed: its weights are not loaded.
+    """
+    config.assume(
+        routed_scaling_factor=2.5,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        first_k_dense_replace=_count_dense(config, default=3),
+        **defaults,
+    )
     num_layers = config.integer("num_hidden_layers")
-    num_dense = 1
+    if config.has("layer_types"):
+        config.words("layer_types", length=num_layers, among=("indexed_attention",))
+    config.pass_over("layer_types", "index_n_heads", "index_head_dim", "indexer_rope_interleave", "mlp_bias")
+    num_keys = config.integer("index_topk", default=2048)
+    architecture = deepseek_v3(config)
+    names = replace(architecture.names, ignored=_INDEXER)
+    layers = tuple(
+        replace(layer, latent=replace(layer.latent, num_chosen_keys=num_keys))
+        for layer in architecture.layers
+        if layer.latent
+    )
+    return replace(architecture, layers=layers, names=names)
+
+
+def _count_dense(config: ConfigFile, *, default: int) -> int:
+    """Return the number of the first layers, those with one MLP, where a list says so of each layer."""
+    num_layers = config.integer("num_hidden_layers")
+    num_dense = default
     if config.has("mlp_layer_types"):
         kinds = config.words("mlp_layer_types", length=num_layers, among=("dense", "sparse"))
         num_dense = kinds.index("sparse") if "sparse" in kinds else num_layers
         if "dense" in kinds[num_dense:]:
             config.fail("mlp_layer_types", kinds, "must have its dense layers before the others")
     config.pass_over("mlp_layer_types")
-    config.assume(rms_norm_eps=1e-5, first_k_dense_replace=num_dense)
-    return deepseek_v3(config)
+    return num_dense
 
 
 def minicpm3(config: ConfigFile) -> ModelArchitecture:

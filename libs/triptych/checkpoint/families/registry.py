@@ -80,7 +80,9 @@ _GROUPS = {
     "latent": {
         "DeepseekV2ForCausalLM": "deepseek_v2",
         "DeepseekV3ForCausalLM": "deepseek_v3",
+        "DeepseekV32ForCausalLM": "deepseek_v32",
         "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+        "GlmMoeDsaForCausalLM": "glm_moe_dsa",
         "MiniCPM3ForCausalLM": "minicpm3",
         "YoutuForCausalLM": "youtu",
     },

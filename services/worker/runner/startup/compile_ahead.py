@@ -114,7 +114,7 @@ def note_launches(
                     attention=attention,
                     max_num_batched_tokens=num_tokens,
                     max_num_seqs=num_rows,
-                    max_model_len=engine.model.max_model_len or config.architecture.max_position_embeddings,
+                    max_model_len=engine.model.max_model_len or config.architecture.max_context,
                     rank=config.rank,
                     hidden_size=config.architecture.hidden_size,
                 )

@@ -91,7 +91,7 @@ def choose_groups(config: ResolvedConfig) -> GroupChoice:
     """
     architecture = config.architecture
     stage = stage_layers(architecture, rank=config.rank)
-    max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
+    max_model_len = config.engine.model.max_model_len or architecture.max_context
     kind_of_layer = {
         index: _kind_of(layer, max_model_len)
         for index, layer in enumerate(architecture.layers)

@@ -57,7 +57,7 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     _check_states(config)
     choice = choose_groups(config)
     shape = choice.with_groups(_without_blocks(config), cache.state_interval)
-    max_model_len = config.engine.model.max_model_len or architecture.max_position_embeddings
+    max_model_len = config.engine.model.max_model_len or architecture.max_context
     fraction = cache.memory_fraction or _default_fraction(config.rank.device)
     granted = int(free_bytes * fraction) - activation_bytes
     states = next((group for group in shape.groups if group.kind is KvKind.STATE), None)

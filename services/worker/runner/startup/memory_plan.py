@@ -121,7 +121,7 @@ def _with_smaller_step(config: ResolvedConfig) -> ResolvedConfig | None:
     """Return the config with the next smaller step; None if the operator has set it, or there is none."""
     if not config.has_step_by_device or config.rank.num_ranks > 1:
         return None
-    max_model_len = config.engine.model.max_model_len or config.architecture.max_position_embeddings
+    max_model_len = config.engine.model.max_model_len or config.architecture.max_context
     scheduler = next_smaller_step(config.engine.scheduler, max_model_len)
     return None if scheduler is None else replace(config, engine=replace(config.engine, scheduler=scheduler))
 
