@@ -19,6 +19,7 @@ from tests.checkpoint.gguf_files import write_gguf
 from triptych.checkpoint.gguf.index import GgufIndex
 from triptych.errors import ModelError, ModelNotFound
 from triptych.hub import embedded, resolve_model
+from triptych.text.tokenizer import Tokenizer
 
 HUB_FILES = {
     "config.json": b"{}",
@@ -53,8 +54,25 @@ def test_a_directory_without_a_config_is_refused_and_a_gguf_in_it_pointed_at(tmp
         resolve_model(str(directory))
 
 
+def test_a_tokenizer_in_another_file_is_converted_beside_links_to_the_others(
+    tmp_path: Path, cache: Path
+) -> None:
+    directory = make_directory(tmp_path / "model", "config.json", "model.safetensors")
+    (directory / "vocab.txt").write_text("\n".join(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "word")))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    resolved = resolve_model(str(directory), progress=False)
+    assert resolved.parent == cache / "models"
+    assert (resolved / "model.safetensors").resolve() == directory / "model.safetensors"
+    assert Tokenizer.from_directory(resolved).encode("word") == [2, 4, 3]
+    assert resolve_model(str(directory), progress=False) == resolved
+    (directory / "vocab.txt").write_text("\n".join(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "other", "word")))
+    assert Tokenizer.from_directory(resolve_model(str(directory), progress=False)).encode("word") == [2, 5, 3]
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+    with pytest.raises(
+        ModelError, match=r"has no tokenizer\.json, nor one of tekken\.json, tokenizer\.model"
+    ):
         resolve_model(str(make_directory(tmp_path / "model", "config.json")))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,31 @@ def test_documents_are_shown() -> None:
     assert with_template("{{ documents | tojson }}").render([USER], documents=documents) == (
         '[{"title": "a", "text": "b"}]'
     )
+
+
+def test_a_template_is_chosen_by_name_and_by_tools_as_in_transformers() -> None:
+    named = {"default": "plain {{ messages[0].content }}", "tool_use": "tools", "rag": "rag {{ documents }}"}
+    config = {"chat_template": [{"name": name, "template": text} for name, text in named.items()]}
+    ours = ChatTemplate(Tokenizer(sentencepiece_backend(), config))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_backend(), chat_template=named)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for arguments in (
+        {},
+        {"tools": tools},
+        {"chat_template": "rag"},
+        {"chat_template": "rag", "tools": tools},
+    ):
+        expected = theirs.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, **arguments)
+        assert ours.render([USER], **arguments) == expected
+    with pytest.raises(InvalidRequest, match=r"no chat template 'rog', only default, rag, tool_use"):
+        ours.render([USER], chat_template="rog")
+
+
+def test_templates_in_files_of_their_own_come_first(tmp_path: Path) -> None:
+    sentencepiece_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    (tmp_path / "chat_template.jinja").write_text("new")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    template = ChatTemplate(Tokenizer.from_directory(tmp_path))
+    assert (template.render([USER]), template.render([USER], chat_template="rag")) == ("new", "rag")

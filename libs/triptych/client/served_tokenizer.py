@@ -187,7 +187,7 @@ class ServedTokenizer:
         """Return the prompt that a conversation becomes: its token ids, or its text.
 
         Args:
-            chat_template: Jinja source to use in place of the model's own.
+            chat_template: Name of one of the model's templates, or Jinja source to use in their place.
             tokenize: Return token ids. False: the text, special tokens spelled out.
             return_dict: Return token ids as `__call__` does.
             template_kwargs: Extra variables for the template.
@@ -195,8 +195,9 @@ class ServedTokenizer:
         Raises:
             InvalidRequest: The model has no template, or it refuses the messages.
         """
+        name = chat_template if chat_template in self._text.other_templates else None
         try:
-            template = self._templates(chat_template)
+            template = self._templates(None if name else chat_template)
         except ModelError as error:
             raise InvalidRequest("chat_template", str(error)) from None
         prompt = template.render(
@@ -205,6 +206,7 @@ class ServedTokenizer:
             continue_final_message=continue_final_message,
             tools=tools,
             documents=documents,
+            chat_template=name or "",
             **template_kwargs,
         )
         if not tokenize:
@@ -216,7 +218,8 @@ class ServedTokenizer:
         from triptych.text.chat_template import ChatTemplate
 
         text = copy.copy(self._text)
-        text.chat_template = source or self._text.chat_template
+        if source:
+            text.chat_template, text.other_templates = source, {}
         return ChatTemplate(text)
 
     def _id_of(self, token: str | None) -> int | None:
@@ -251,12 +254,8 @@ def _unpack(archive: bytes, max_model_len: int) -> ServedTokenizer:
     try:
         import jinja2  # noqa: F401 (for chat templates)
 
-        from triptych.text.tokenizer import (
-            CHAT_TEMPLATE_FILE,
-            TOKENIZER_CONFIG_FILE,
-            TOKENIZER_FILE,
-            Tokenizer,
-        )
+        from triptych.checkpoint.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+        from triptych.text.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
     except ImportError as error:
         why = f"needs {error.name}; pip install 'triptych[tokenizer]'"
         raise FeatureDisabled("get_tokenizer", why) from None

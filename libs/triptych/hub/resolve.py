@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from pathlib import Path
 
 from triptych.checkpoint.config_json import CONFIG_FILE, GGUF_INDEX_FILE, check_inside
 from triptych.checkpoint.gguf.index import GgufIndex
+from triptych.checkpoint.tokenizer_files import (
+    FILES,
+    TOKENIZER_FILE,
+    convert_tokenizer,
+    find_tokenizer_file,
+    read_tokenizer_config,
+)
 from triptych.errors import ModelError, ModelNotFound
-from triptych.hub.cache import cache_home
+from triptych.hub.cache import build_directory_once, cache_home
+from triptych.hub.progress import ProgressLine
 
 EMBEDDED = "embedded"
 """Names the model that needs no hub: SmolLM2-135M-Instruct, from the Python package index."""
 
 EMBEDDED_EMBEDDING = "embedded-embedding"
 """Names the model for embeddings that needs no hub: all-MiniLM-L6-v2, from there as well."""
+
+_TOKENIZER_VERSION = 1
+"""Raise it when a converted tokenizer changes: directories of another version are made anew."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -56,7 +69,7 @@ def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> P
 
         return prepare_embedded_embedding(progress=progress)
     if model and path.is_dir():  # an empty name would be the current directory
-        return _check_directory(path.absolute())
+        return _check_directory(path.absolute(), progress=progress)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"model: {path} is a file, but not a .gguf; pass the model's directory")
@@ -64,7 +77,9 @@ def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> P
 
         return prepare_gguf(path.resolve(), progress=progress)
     if is_hub_id:
-        return _check_directory(fetch_snapshot(model, revision=revision, progress=progress))
+        return _check_directory(
+            fetch_snapshot(model, revision=revision, progress=progress), progress=progress
+        )
     raise ModelNotFound(
         f"model: {model!r}: no such directory or .gguf file, and not a hub id; `{EMBEDDED}` is always there"
     )
@@ -88,17 +103,14 @@ def resolve_adapter(source: str, *, progress: bool = True) -> Path:
     return fetch_snapshot(hub_id, revision=revision, progress=progress, option="model.adapters")
 
 
-def _check_directory(directory: Path) -> Path:
-    """Raise for what is missing before a service starts with it."""
+def _check_directory(directory: Path, *, progress: bool) -> Path:
+    """Return the directory, or one with what it lacks; raise for what is missing before a service starts with it."""
     if not (directory / CONFIG_FILE).is_file():
         gguf_files = sorted(directory.glob("*.gguf"))
         hint = f"; pass the file itself: {gguf_files[0]}" if gguf_files else ""
         raise ModelError(f"model: {directory} has no {CONFIG_FILE}{hint}")
-    if not (directory / "tokenizer.json").is_file():
-        raise ModelError(
-            f"model: {directory} has no tokenizer.json; write one with "
-            "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers"
-        )
+    if not (directory / TOKENIZER_FILE).is_file():
+        directory = _with_tokenizer(directory, progress=progress)
     index = directory / GGUF_INDEX_FILE
     if index.is_file() and not directory.resolve().is_relative_to((cache_home() / "models").resolve()):
         check_inside(
@@ -107,7 +119,31 @@ def _check_directory(directory: Path) -> Path:
     return directory
 
 
-ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.jinja")
+def _with_tokenizer(directory: Path, *, progress: bool) -> Path:
+    """Return a directory of the cache with links to these files and a tokenizer.json, made from what there is."""
+    file = find_tokenizer_file(directory)
+    if file is None:
+        raise ModelError(
+            f"model: {directory} has no {TOKENIZER_FILE}, nor one of {', '.join(FILES)}; write one with "
+            "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers"
+        )
+    names = sorted(path.name for path in directory.iterdir())
+    stat = file.stat()
+    known_by = json.dumps([str(directory), names, stat.st_size, stat.st_mtime_ns])
+    identity = hashlib.sha256(known_by.encode()).hexdigest()[:16]
+
+    def build(target: Path) -> None:
+        with ProgressLine(f"converting {file.name} of {directory.name}", enabled=progress):
+            tokenizer = convert_tokenizer(file, read_tokenizer_config(directory))
+            for name in names:
+                (target / name).symlink_to(directory / name)
+            tokenizer.save(str(target / TOKENIZER_FILE), pretty=False)
+
+    target = cache_home() / "models" / f"{directory.name}-{identity}"
+    return build_directory_once(target, _TOKENIZER_VERSION, build, progress=progress)
+
+
+ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "vocab.txt")
 # Second copies of the weights, in the formats of other tools.
 IGNORE_PATTERNS = ("original/*", "onnx/*", "consolidated*")
 

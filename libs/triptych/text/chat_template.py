@@ -22,6 +22,9 @@ from triptych.errors import InvalidRequest, ModelError
 # Placed behind a content that is continued; the space shows whether the template trims contents.
 _CONTINUED = "\x02continued\x03 "
 
+_DEFAULT = "default"
+_WITH_TOOLS = "tool_use"
+
 Message = Mapping[str, Any]
 """`role` and `content`, and whatever else the template reads (`tool_calls`, `name`)."""
 
@@ -30,6 +33,7 @@ class TemplateSource(Protocol):
     """A template and the tokens that it may write: a `Tokenizer`, or a copy of what is needed of one."""
 
     chat_template: str | None
+    other_templates: dict[str, str]
 
     @property
     def bos_token(self) -> str | None: ...
@@ -42,7 +46,7 @@ class TemplateSource(Protocol):
 
 
 class ChatTemplate:
-    """A compiled template; immutable and safe to use from several threads.
+    """A model's templates, compiled; immutable and safe to use from several threads.
 
     Templates come with models and are not trusted: they run in Jinja's sandbox and cannot change what
     they are given, and one operation makes no value larger than 16 MiB. How long all of them take is for the caller to
@@ -50,10 +54,10 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: TemplateSource) -> None:
-        """Compile the tokenizer's template, if it has one.
+        """Compile the tokenizer's templates, if it has any.
 
         Raises:
-            ModelError: the template is not valid Jinja.
+            ModelError: A template is not valid Jinja.
         """
         self._variables = {
             name: value
@@ -65,17 +69,22 @@ class ChatTemplate:
             )
             if value is not None
         }
-        self._template: jinja2.Template | None = None
-        self.knows_tools = False
-        """Whether the template has a place for tools."""
+        sources = dict(tokenizer.other_templates)
         if tokenizer.chat_template is not None:
-            environment = _environment()
+            sources[_DEFAULT] = tokenizer.chat_template
+        self._templates: dict[str, jinja2.Template] = {}
+        self.knows_tools = False
+        """Whether a template has a place for tools."""
+        environment = _environment() if sources else None
+        for name, source in sources.items():
+            assert environment is not None
             try:
-                self._template = environment.from_string(tokenizer.chat_template)
-                parsed = environment.parse(tokenizer.chat_template)
-                self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(parsed)
+                self._templates[name] = environment.from_string(source)
+                parsed = environment.parse(source)
+                self.knows_tools |= "tools" in jinja2.meta.find_undeclared_variables(parsed)
             except jinja2.TemplateSyntaxError as error:
-                raise ModelError(f"chat_template: line {error.lineno}: {error.message}") from error
+                which = "" if name == _DEFAULT else f" {name!r}"
+                raise ModelError(f"chat_template{which}: line {error.lineno}: {error.message}") from error
 
     def render(
         self,
@@ -85,6 +94,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str = "",
         **variables: Any,
     ) -> str:
         """The prompt, special tokens spelled out: encode it with `add_special_tokens=False`.
@@ -95,21 +105,18 @@ class ChatTemplate:
             continue_final_message: end with the content of the last message, so that the model goes on with it.
             tools: JSON schemas of functions that the model may call.
             documents: texts that the answer may draw on.
+            chat_template: name of one of the model's templates; empty: `tool_use` for tools if there is one, else
+                `default`.
             variables: passed to the template as they are (`enable_thinking=False`).
         Raises:
-            InvalidRequest: on `messages`: the model has no template, or its template refuses them.
+            InvalidRequest: on `messages`: the model has no such template, or its template refuses them.
         """
-        if self._template is None:
-            raise InvalidRequest(
-                "messages",
-                "this model has no chat template; send a plain prompt instead, or "
-                "add `chat_template` to its tokenizer_config.json",
-            )
+        template = self._choose(chat_template, has_tools=tools is not None)
         if continue_final_message:
             last = messages[-1]
             messages = [*messages[:-1], {**last, "content": f"{last.get('content') or ''}{_CONTINUED}"}]
         try:
-            prompt = self._template.render(
+            prompt = template.render(
                 **self._variables | variables,
                 messages=messages,
                 tools=tools,
@@ -125,6 +132,21 @@ class ChatTemplate:
             # ways of its own (TypeError, KeyError, recursion), and none of our code runs inside it.
             raise InvalidRequest("messages", f"the model's chat template refused them: {error}") from error
         return _cut_behind_content(prompt) if continue_final_message else prompt
+
+    def _choose(self, name: str, *, has_tools: bool) -> jinja2.Template:
+        if not name:
+            name = _WITH_TOOLS if has_tools and _WITH_TOOLS in self._templates else _DEFAULT
+        template = self._templates.get(name)
+        if template is not None:
+            return template
+        others = ", ".join(sorted(self._templates))
+        if others:
+            raise InvalidRequest("messages", f"this model has no chat template {name!r}, only {others}")
+        raise InvalidRequest(
+            "messages",
+            "this model has no chat template; send a plain prompt instead, or "
+            "add `chat_template` to its tokenizer_config.json",
+        )
 
 
 def _cut_behind_content(prompt: str) -> str:

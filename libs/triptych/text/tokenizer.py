@@ -9,11 +9,14 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
 
+from triptych.checkpoint.tokenizer_files import TOKENIZER_FILE, read_tokenizer_config
 from triptych.errors import ModelError
 
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of templates by name."""
+
+_DEFAULT = "default"
 
 
 class Tokenizer:
@@ -44,17 +47,19 @@ class Tokenizer:
         self.pad_token = _token_text(config.get("pad_token"))
         self.class_name: str = config.get("tokenizer_class") or "PreTrainedTokenizerFast"
         """Name of its class in transformers."""
-        self.chat_template: str | None = _default_template(config.get("chat_template"))
+        self.other_templates = _templates(config.get("chat_template"))
+        """Name -> Jinja source of the model's chat templates but the one that is used by default."""
+        self.chat_template: str | None = self.other_templates.pop(_DEFAULT, None)
         """Jinja source; None where the model has none."""
         self.max_chars_per_token = _max_chars_per_token(backend)
         """Return the most characters of a text that one token can represent, or None if there is no bound."""
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and, if there is one, chat_template.jinja.
+        """Read tokenizer.json, tokenizer_config.json and, if there are, chat templates in files of their own.
 
         Raises:
-            ModelError: a file is missing, broken, or of a kind that is not supported.
+            ModelError: A file is missing or broken.
         """
         path = directory / TOKENIZER_FILE
         if not path.is_file():
@@ -63,14 +68,16 @@ class Tokenizer:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"{path}: cannot be read as a tokenizer: {error}") from error
-        config = _read_config(directory / TOKENIZER_CONFIG_FILE)
-        template = directory / CHAT_TEMPLATE_FILE
-        if template.is_file():  # newer checkpoints keep it apart; it takes priority, as in transformers
-            config["chat_template"] = template.read_text(encoding="utf-8")
-        try:
-            return cls(backend, config)
-        except ModelError as error:
-            raise ModelError(f"{path}: {error}") from error
+        config = read_tokenizer_config(directory)
+        # newer checkpoints keep them apart, and those take priority, as in transformers
+        apart = {file.stem: file for file in (directory / MORE_TEMPLATES).glob("*.jinja")}
+        if (directory / CHAT_TEMPLATE_FILE).is_file():
+            apart[_DEFAULT] = directory / CHAT_TEMPLATE_FILE
+        if apart:
+            config["chat_template"] = [
+                {"name": name, "template": file.read_text(encoding="utf-8")} for name, file in apart.items()
+            ]
+        return cls(backend, config)
 
     def encode(
         self,
@@ -222,28 +229,16 @@ def _steps(part: Any, list_name: str) -> list[dict[str, Any]]:
     return steps
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: must hold a JSON object, not {type(config).__name__}")
-    return config
-
-
 def _token_text(value: Any) -> str | None:
     """A special token's text: older files write a string, others an object with `content`."""
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _default_template(value: Any) -> str | None:
-    """The template named `default` where a model brings several."""
+def _templates(value: Any) -> dict[str, str]:
+    """Return name -> source of the templates of tokenizer_config.json: one, or a list of named ones."""
     if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value}.get("default")
-    return value
+        return {entry["name"]: entry["template"] for entry in value}
+    return {} if value is None else {_DEFAULT: value}
 
 
 class Spelling(Protocol):

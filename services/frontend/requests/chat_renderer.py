@@ -47,7 +47,7 @@ class ChatRenderer:
             ModelError: The template is not valid Jinja.
         """
         self._template = ChatTemplate(tokenizer)
-        names = ("chat_template", "bos_token", "eos_token", "unk_token", "pad_token")
+        names = ("chat_template", "other_templates", "bos_token", "eos_token", "unk_token", "pad_token")
         self._source = {name: getattr(tokenizer, name) for name in names}
         self._limit_s = limit_s
         self._is_slow = False
@@ -72,7 +72,7 @@ class ChatRenderer:
             InvalidRequest: on `messages`: as `ChatTemplate.render`, or the template takes too long.
             TakesLong: It takes too long for the event loop.
         """
-        if self._source["chat_template"] is None:
+        if self._source["chat_template"] is None and not self._source["other_templates"]:
             return self._template.render(messages, **arguments)  # says so
         if _is_on_loop():
             return self._render_here(messages, **arguments)

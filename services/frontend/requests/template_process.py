@@ -2,7 +2,8 @@
 
 `limited_child.py` runs it for `ChatRenderer`. The messages and their answers:
 
-    {"chat_template": text, "bos_token": text or null, "eos_token", "unk_token", "pad_token"}     {}    first, once
+    {"chat_template": text, "other_templates": {name: text},
+     "bos_token": text or null, "eos_token", "unk_token", "pad_token"}        {}    first, once
     {"messages": [...], "arguments": the others of `ChatTemplate.render`}     {"text": prompt} or {"error": why}
 """
 

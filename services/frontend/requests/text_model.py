@@ -61,9 +61,9 @@ class TextModel:
         """
         self.tokenizer = tokenizer
         self.directory = directory
-        template = tokenizer.chat_template or ""
+        template = "\n".join((tokenizer.chat_template or "", *tokenizer.other_templates.values()))
         self._template = ChatRenderer(tokenizer)
-        if tool_call_parser == "auto" and tokenizer.chat_template and not self._template.knows_tools:
+        if tool_call_parser == "auto" and template.strip() and not self._template.knows_tools:
             tool_call_parser = PLAIN_FORMAT
         self._tool_format = choose_tool_format(tool_call_parser, template)
         self._reasoning_format = choose_reasoning_format(reasoning_parser, template)
