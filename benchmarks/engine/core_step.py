@@ -38,12 +38,24 @@ STAGES = ("schedule", "encode", "decode", "update")
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     for _ in range(arguments.rounds):
         for num_running in arguments.running:
-            times = (
-                stage_times(num_running, arguments.steps, arguments.steps_in_flight, arguments.windows) / 1e3
-            )
-            for stage, column in zip(STAGES, times, strict=True):
-                yield from distribution(f"{num_running:,} running, {stage}", "us", column)
-            yield from distribution(f"{num_running:,} running, all", "us", times.sum(axis=0))
+            yield from _measure_round(num_running, arguments)
+
+
+def _measure_round(num_running: int, arguments: argparse.Namespace) -> Iterator[Figure]:
+    """Measure one full group, then others beside it, and compare the two: a busy machine slows both alike."""
+    medians = []
+    for num_windows in (0, arguments.windows) if arguments.windows else (0,):
+        times = stage_times(num_running, arguments.steps, arguments.steps_in_flight, num_windows) / 1e3
+        name = f"{num_running:,} running" + (f" with {num_windows} windows" if num_windows else "")
+        for stage, column in zip(STAGES, times, strict=True):
+            yield from distribution(f"{name}, {stage}", "us", column)
+        yield from distribution(f"{name}, all", "us", times.sum(axis=0))
+        planned = times[STAGES.index("schedule")] + times[STAGES.index("update")]
+        medians.append((float(np.median(planned)), float(np.median(times.sum(axis=0)))))
+    if len(medians) > 1:
+        (planned_before, before), (planned, after) = medians
+        yield Figure(f"{name} to one group, schedule and update", "", (planned / planned_before,))
+        yield Figure(f"{name} to one group, all", "", (after / before,))
 
 
 def stage_times(num_running: int, num_steps: int, steps_in_flight: int, num_windows: int = 0) -> np.ndarray:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from triptych.prefix_hash import PLAIN_ROOT_HASH, Extras, hash_blocks
-from triptych.types.step import U32
 
 NULL_BLOCK = 0  # padding in block tables: never allocated, never written, never read
 
 
 @dataclass(slots=True, eq=False)
 class GroupTable:
-    """The blocks of one request in one group of layers, in the order of its tokens.
+    """The blocks of one request in one group of layers, in the order of its tokens. Of twins: their bundles.
 
     tokens      0 .. 15 | 16 .. 31 | 32 .. 47 | 48 .. 51
     block_ids      0         0          9         4       0: the null block, where none is needed any more
@@ -27,7 +24,8 @@ class GroupTable:
     num_released: int = 0
     """Leading entries without a block."""
     num_settled: int = 0
-    """Leading entries with content that was given to the prefix cache, or came from there."""
+    """Leading pages of states that were given to the prefix cache, or came from there. It is 0 for keys and values, for
+    which `BlockTable.num_cached` counts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +55,8 @@ class BlockTable:
     num_cached: int = 0
     """Leading blocks that are in the prefix cache, hits included."""
     groups: tuple[GroupTable, ...] = ()
-    """The table of each group, of which the first has `block_ids`. Each counts for itself how many of its blocks are
-    cached. Empty where there is one full group."""
-
-    def further_ids(self) -> tuple[U32, ...]:
-        """Return the blocks of each group behind the first, in read-only arrays."""
-        ids = tuple(np.array(group.block_ids, np.uint32) for group in self.groups[1:])
-        for each in ids:
-            each.flags.writeable = False
-        return ids
+    """The table of each kind of group, of which the first has `block_ids`. Each counts for itself how many of its
+    blocks are cached. Empty where there is one full group."""
 
     def extend_hashes(self, token_ids: array[int], num_blocks: int, block_size: int) -> None:
         """Hash further leading blocks of `token_ids` until `num_blocks` have a hash."""

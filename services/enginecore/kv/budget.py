@@ -12,6 +12,7 @@ from typing import overload
 import numpy as np
 
 from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.bundle_pool import BundlePool
 from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints, PoolCounts
 from triptych_services.enginecore.kv.pool import BlockPool
 
@@ -100,7 +101,7 @@ class GroupHits(Sequence[int]):
     def __init__(self, num_blocks: int, tables: tuple[list[int], ...]) -> None:
         """
         Args:
-            tables: The blocks of each group, the null block in the place of those that are not needed.
+            tables: The bundles of each kind of group, the null block in the place of those that are not needed.
         """
         self.tables = tables
         self._num_blocks = num_blocks
@@ -123,8 +124,8 @@ class GroupedBlockBudget(BlockBudget):
     def __init__(
         self,
         groups: Sequence[GroupRules],
-        kv_pool: BlockPool,
-        state_pool: BlockPool,
+        kv_pool: BundlePool,
+        state_pool: BundlePool,
         block_size: int,
         longest_step: int,
     ) -> None:
@@ -139,8 +140,10 @@ class GroupedBlockBudget(BlockBudget):
         self._pools = [state_pool if group.is_state else kv_pool for group in groups]
         self._unit = block_size
         self._longest_step = longest_step
-        self._kinds = Counter((int(group.is_state), group.block_size) for group in groups)
+        self._kinds: Counter[tuple[int, int]] = Counter()
         """Pool and block size -> groups that have them."""
+        for group in groups:
+            self._kinds[int(group.is_state), group.block_size] += group.num_twins
 
     @property
     def fit_credit(self) -> Count:
@@ -171,7 +174,7 @@ class GroupedBlockBudget(BlockBudget):
             if (most := group.most_held(self._longest_step)) is not None:
                 room = most - (reached - released[group.index])
                 lacking = np.minimum(lacking, np.maximum(room, 0))
-            promised[int(group.is_state)] += int(lacking.sum())
+            promised[int(group.is_state)] += int(lacking.sum()) * group.num_twins
         return PoolCounts(*promised)
 
     def num_outstanding(self, table: BlockTable, num_tokens: int) -> Count:
@@ -180,7 +183,7 @@ class GroupedBlockBudget(BlockBudget):
             lacking = max(group.blocks_for(num_tokens) - len(own.block_ids), 0)
             if (most := group.most_held(self._longest_step)) is not None:
                 lacking = min(lacking, max(most - (len(own.block_ids) - own.num_released), 0))
-            nums[int(group.is_state)] += lacking
+            nums[int(group.is_state)] += lacking * group.num_twins
         return PoolCounts(*nums)
 
     def num_lacking(self, num_tokens: int, hits: Sequence[int] = (), num_promised: Count = 0) -> Count:
@@ -190,7 +193,7 @@ class GroupedBlockBudget(BlockBudget):
             num_needed = group.peak(start, num_tokens, self._longest_step)
             if isinstance(hits, GroupHits):
                 shared = [block for block in hits.tables[group.index] if block]
-                num_needed -= len(shared) - pool.num_free_among(shared)
+                num_needed -= (len(shared) - pool.num_free_among(shared)) * group.num_twins
             nums[int(group.is_state)] += num_needed
         return PoolCounts(*nums) + num_promised - self.num_free
 
@@ -202,5 +205,6 @@ class GroupedBlockBudget(BlockBudget):
         """Return how many blocks a table that holds `capacity` positions grows by to hold `end`."""
         nums = [0, 0]
         for group in self._groups:
-            nums[int(group.is_state)] += max(group.blocks_for(end) - group.blocks_for(capacity), 0)
+            num_new = max(group.blocks_for(end) - group.blocks_for(capacity), 0)
+            nums[int(group.is_state)] += num_new * group.num_twins
         return PoolCounts(*nums)

@@ -71,24 +71,25 @@ class _Prefix:
 
     __slots__ = (
         "block_hash",
+        "cached",
         "can_hit",
         "children",
         "depth",
-        "is_cached",
         "num_useful_children",
         "parent",
         "runs",
     )
 
-    def __init__(self, block_hash: bytes, parent: _Prefix | None, num_groups: int) -> None:
+    def __init__(self, block_hash: bytes, parent: _Prefix | None, runs: tuple[int, ...]) -> None:
         self.block_hash = block_hash
         self.parent = parent
-        self.children: dict[bytes, _Prefix] = {}
+        self.children: dict[bytes, _Prefix] | None = None
+        """The prefixes that are a block longer, by hash. None: it has had none."""
         self.depth: int = 1 if parent is None else parent.depth + 1
         """Its length, in blocks of `block_size` tokens."""
-        self.is_cached = [False] * num_groups
-        """Whether the block that ends here is cached, of each group that has such a block."""
-        self.runs = [0] * num_groups
+        self.cached = 0
+        """Bit i: the block of group i that ends here is cached."""
+        self.runs = runs
         """Cached blocks of each group behind each other, up to the last that ends here or before; not counted beyond
         what a hit needs. Of a full group: 1 if all are cached."""
         self.can_hit = False
@@ -106,6 +107,7 @@ class _Need:
     __slots__ = (
         "_block_size",
         "_group",
+        "bit",
         "first_run",
         "is_chunk",
         "num_needed_at_most",
@@ -116,6 +118,8 @@ class _Need:
     def __init__(self, group: GroupRules, block_size: int) -> None:
         self._group = group
         self._block_size = block_size
+        self.bit = 1 << group.index
+        """The group's bit in `_Prefix.cached`."""
         self.ratio = group.block_size // block_size
         self.first_run = 0 if group.releases else 1
         """Run before the first block."""
@@ -155,6 +159,14 @@ class CachedPrefixes:
             block_size: Tokens of the blocks that hashes name.
         """
         self._needs = [_Need(group, block_size) for group in groups]
+        self._all_cached = (1 << len(groups)) - 1
+        self._is_even = all(need.ratio == 1 for need in self._needs)
+        """Whether all groups have blocks of one size."""
+        self._no_runs = (0,) * len(groups)
+        self._first_runs = tuple(need.first_run for need in self._needs)
+        """Before the first block."""
+        self._longest_runs = tuple(need.window_blocks or 1 for need in self._needs)
+        """The runs of a prefix behind which every group can serve whatever follows. They are this very tuple there."""
         self._prefixes: dict[bytes, _Prefix] = {}
         self._useful: dict[bytes, None] = {}
         self._changes = CacheChanges(self._useful)
@@ -177,36 +189,64 @@ class CachedPrefixes:
             first -= 1
         parent = self._prefixes[hashes[first - 1]] if first else None
         for block_hash in hashes[first:num_blocks]:
-            prefix = _Prefix(block_hash, parent, len(self._needs))
+            prefix = _Prefix(block_hash, parent, self._no_runs)
             self._prefixes[block_hash] = prefix
             if parent is not None:
+                if parent.children is None:
+                    parent.children = {}
                 parent.children[block_hash] = prefix
-            for index, need in enumerate(self._needs):
-                if prefix.depth % need.ratio:  # goes on from the block before
-                    prefix.runs[index] = need.first_run if parent is None else parent.runs[index]
+            if not self._is_even:
+                before = self._first_runs if parent is None else parent.runs
+                prefix.runs = tuple(
+                    run if prefix.depth % need.ratio else 0  # goes on from the block before
+                    for run, need in zip(before, self._needs, strict=True)
+                )
             parent = prefix
 
     def note_stored(self, keys: Iterable[bytes]) -> None:
         """Note that blocks that were not cached are cached."""
-        prefixes: dict[_Prefix, None] = {}
+        prefixes, changed = self._prefixes, dict[_Prefix, None]()
         for key in keys:
-            prefix = self._prefixes[key[:HASH_BYTES]]
-            prefix.is_cached[key[HASH_BYTES] if len(key) > HASH_BYTES else 0] = True
-            prefixes[prefix] = None
-        for prefix in prefixes:
+            if len(key) > HASH_BYTES:
+                prefix = prefixes[key[:HASH_BYTES]]
+                prefix.cached |= 1 << key[HASH_BYTES]
+            else:
+                prefix = prefixes[key]
+                prefix.cached |= 1
+            changed[prefix] = None
+        for prefix in changed:
             self._update(prefix)
+
+    def note_stored_whole(self, hashes: Iterable[bytes]) -> None:
+        """Note that blocks of all groups are cached that were not, where all have blocks of one size."""
+        prefixes, useful, longest = self._prefixes, self._useful, self._longest_runs
+        news: list[bytes] = []
+        for block_hash in hashes:
+            prefix = prefixes[block_hash]
+            prefix.cached, parent = self._all_cached, prefix.parent
+            is_end = prefix.children is None and not prefix.can_hit
+            if parent is None or parent.runs is not longest or not parent.can_hit or not is_end:
+                self._update(prefix)
+                continue
+            prefix.runs, prefix.can_hit = longest, True  # goes on behind what is told, as while rows decode
+            parent.num_useful_children += 1
+            useful[block_hash] = None
+            news.append(block_hash)
+        self._changes.note_stored(news)
 
     def note_evicted(self, key: bytes) -> None:
         """Note that a block that was cached is not cached any more."""
         prefix = self._prefixes[key[:HASH_BYTES]]
-        prefix.is_cached[key[HASH_BYTES] if len(key) > HASH_BYTES else 0] = False
+        prefix.cached &= ~(1 << key[HASH_BYTES] if len(key) > HASH_BYTES else 1)
         self._update(prefix)
-        while not prefix.children and not any(prefix.is_cached):
+        while not prefix.children and not prefix.cached:
             del self._prefixes[prefix.block_hash]
-            if prefix.parent is None:
+            parent = prefix.parent
+            if parent is None:
                 break
-            del prefix.parent.children[prefix.block_hash]
-            prefix = prefix.parent
+            assert parent.children is not None, "it has this one"
+            del parent.children[prefix.block_hash]
+            prefix = parent
 
     def note_cleared(self) -> None:
         """Note that nothing is cached any more."""
@@ -219,35 +259,45 @@ class CachedPrefixes:
         changed = [prefix]
         while changed:
             each = changed.pop()
-            depth, parent, is_cached = each.depth, each.parent, each.is_cached
-            runs, can_hit, num_blocks = [], True, 0
-            for index, need in enumerate(self._needs):
-                run = need.first_run if parent is None else parent.runs[index]
-                if depth % need.ratio:
-                    can_hit = False
-                elif not is_cached[index]:
-                    run = 0
-                elif need.window_blocks:
-                    run = min(run + 1, need.window_blocks)
-                num_needed = (
-                    need.num_needed(depth)
-                    if need.is_chunk
-                    else min(need.num_needed_at_most, depth // need.ratio)
-                )
-                can_hit = can_hit and run >= num_needed
-                num_blocks += num_needed
-                runs.append(run)
-            can_hit = can_hit and num_blocks > 0
+            before = self._first_runs if each.parent is None else each.parent.runs
+            if each.cached == self._all_cached and before is self._longest_runs and self._is_even:
+                runs, can_hit = before, True  # as while rows decode
+            else:
+                runs, can_hit = self._runs_of(each, before)
             if can_hit is not each.can_hit:
                 self._note_hit(each, can_hit)
             if runs != each.runs:
                 each.runs = runs
-                changed += each.children.values()
+                if each.children:
+                    changed += each.children.values()
+
+    def _runs_of(self, prefix: _Prefix, before: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+        """Return the runs of a prefix, and whether it can be hit.
+
+        Args:
+            before: Runs of the prefix that is a block shorter.
+        """
+        depth, runs, can_hit, num_blocks = prefix.depth, list[int](), True, 0
+        for run, need in zip(before, self._needs, strict=True):
+            if depth % need.ratio:
+                can_hit = False
+            elif not prefix.cached & need.bit:
+                run = 0
+            elif need.window_blocks:
+                run = min(run + 1, need.window_blocks)
+            num_needed = (
+                need.num_needed(depth) if need.is_chunk else min(need.num_needed_at_most, depth // need.ratio)
+            )
+            can_hit = can_hit and run >= num_needed
+            num_blocks += num_needed
+            runs.append(run)
+        all_runs = tuple(runs)
+        return self._longest_runs if all_runs == self._longest_runs else all_runs, can_hit and num_blocks > 0
 
     def _note_hit(self, prefix: _Prefix, can_hit: bool) -> None:
         was_useful = prefix.is_useful
         prefix.can_hit = can_hit
-        if prefix.is_useful == was_useful:
+        if (can_hit or prefix.num_useful_children > 0) is was_useful:
             return
         each: _Prefix | None = prefix
         while each is not None:

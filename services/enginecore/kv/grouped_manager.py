@@ -10,16 +10,17 @@ from math import lcm
 import numpy as np
 
 from triptych.types.facts import KvLayout
+from triptych.types.step import U32
 from triptych_services.enginecore.kv.block_table import NULL_BLOCK, BlockTable, GroupTable
 from triptych_services.enginecore.kv.budget import GroupedBlockBudget, GroupHits
+from triptych_services.enginecore.kv.bundle_pool import BundlePool
 from triptych_services.enginecore.kv.cache_changes import CachedPrefixes
-from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints, PoolCounts, rules_of, twins_of
+from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints, PoolCounts, rules_of
 from triptych_services.enginecore.kv.manager import BlockManager, Growth
-from triptych_services.enginecore.kv.pool import BlockPool
 
 
 class GroupedBlockManager(BlockManager):
-    """A `BlockManager` with a table per group and request.
+    """A `BlockManager` with a table per request and kind of group. Tables hold bundles: see `BundlePool`.
 
     Blocks of states have ids of their own. Where both kinds are in one list, that of a state is negative.
     """
@@ -32,12 +33,20 @@ class GroupedBlockManager(BlockManager):
         """
         super().__init__(num_blocks=1, block_size=kv.block_size, enable_prefix_caching=enable_prefix_caching)
         self.groups = rules_of(kv)
-        self.releasing = twins_of(self.groups)
+        self.releasing = tuple(group for group in self.groups if group.releases)
         self._cached_prefixes = CachedPrefixes(self.groups, kv.block_size)
-        self._kv_pool = BlockPool(max(kv.num_blocks, 1), kv.soft_num_blocks, self._cached_prefixes)
-        self._state_pool = BlockPool(max(kv.num_state_blocks, 1), None, self._cached_prefixes)
+        self._kv_pool = BundlePool(max(kv.num_blocks, 1), kv.soft_num_blocks, self._cached_prefixes)
+        self._state_pool = BundlePool(max(kv.num_state_blocks, 1), None, self._cached_prefixes)
         self._pools = [self._state_pool if group.is_state else self._kv_pool for group in self.groups]
         self.pool = self._state_pool if all(group.is_state for group in self.groups) else self._kv_pool
+        self._state_groups = [group for group in self.groups if group.is_state]
+        self._even_groups = [
+            group for group in self.groups if not group.is_state and group.block_size == kv.block_size
+        ]
+        """Groups of keys and values with the blocks that hashes name."""
+        self._wide_groups = [
+            group for group in self.groups if not group.is_state and group.block_size != kv.block_size
+        ]
         self._alignment = lcm(*(group.block_size for group in self.groups))
         self.budget: GroupedBlockBudget = GroupedBlockBudget(
             self.groups, self._kv_pool, self._state_pool, kv.block_size, longest_step
@@ -67,7 +76,7 @@ class GroupedBlockManager(BlockManager):
         lacking = self.budget.more_blocks(len(hits) * self.block_size, num_tokens)
         shared = hits.tables if isinstance(hits, GroupHits) else ((),) * len(self.groups)
         for group, pool in zip(self.groups, self._pools, strict=True):
-            num_taken = pool.num_free_among(block for block in shared[group.index] if block)
+            num_taken = pool.num_free_among(block for block in shared[group.index] if block) * group.num_twins
             lacking += PoolCounts(0, num_taken) if group.is_state else PoolCounts(num_taken, 0)
         if lacking > self.budget.num_free:
             return None
@@ -83,76 +92,129 @@ class GroupedBlockManager(BlockManager):
         for group, pool, own in zip(
             self.groups, self._pools, table.groups, strict=True
         ):  # once all hits are held
-            own.block_ids += pool.take(group.blocks_for(num_tokens) - len(own.block_ids))
+            num_new = group.blocks_for(num_tokens) - len(own.block_ids)
+            own.block_ids += pool.take_bundles(num_new, group.num_twins)[:: group.num_twins]
         return table.block_ids
 
-    def grow(self, tables: Sequence[BlockTable], capacities: Ints, ends: Ints) -> Growth:
-        size_to_added = {
-            size: (-(-ends // size) - -(-capacities // size))
-            for size in {each.block_size for each in self.groups}
-        }
-        nums_new = sum((size_to_added[group.block_size] for group in self.groups), np.zeros_like(ends))
-        num_state = sum(int(size_to_added[group.block_size].sum()) for group in self.groups if group.is_state)
-        state_blocks = self._state_pool.take(num_state)
-        kv_blocks = self._kv_pool.take(int(nums_new.sum()) - num_state)
-        columns = [size_to_added[group.block_size].tolist() for group in self.groups]
-        block_ids: list[int] = []
-        block_groups: list[int] = []
-        kv_start = state_start = 0
-        for table, *nums in zip(tables, *columns, strict=True):
-            for index, (own, num_new) in enumerate(zip(table.groups, nums, strict=True)):
-                if not num_new:
-                    continue
-                if self.groups[index].is_state:
-                    blocks = state_blocks[state_start : state_start + num_new]
-                    state_start += num_new
-                else:
-                    blocks = kv_blocks[kv_start : kv_start + num_new]
-                    kv_start += num_new
-                own.block_ids += blocks
-                block_ids += blocks
-                block_groups += [index] * num_new
-        return Growth(nums_new, block_ids, block_groups)
+    def grow(self, tables: Sequence[BlockTable], capacities: Ints, ends: Ints) -> Sequence[Growth]:
+        growths = []
+        size_to_added: dict[int, tuple[Ints, list[int]]] = {}
+        for group, pool in zip(self.groups, self._pools, strict=True):
+            size, index, num_twins = group.block_size, group.index, group.num_twins
+            if size not in size_to_added:
+                added = -(-ends // size) - -(-capacities // size)
+                size_to_added[size] = added, added.tolist()
+            nums_new, counts = size_to_added[size]
+            if not (num_all := sum(counts)):
+                continue
+            blocks = pool.take_bundles(num_all, num_twins)
+            bundles, start = blocks[::num_twins], 0
+            for table, num_new in zip(tables, counts, strict=True):
+                table.groups[index].block_ids += bundles[start : start + num_new]
+                start += num_new
+            growths += [
+                Growth(nums_new, blocks[at::num_twins], each) for at, each in enumerate(group.members)
+            ]
+        return growths
 
-    def release_unseen(self, twins: Sequence[GroupRules], needless: Sequence[tuple[BlockTable, int]]) -> None:
-        for group in twins:
-            blocks: list[int] = []
-            for table, num_needless in needless:
-                own = table.groups[group.index]
-                assert own.num_settled >= num_needless or not self.is_cached(table), "not cached yet"
-                first = own.num_released
-                blocks += own.block_ids[first:num_needless]
-                own.block_ids[first:num_needless] = [NULL_BLOCK] * (num_needless - first)
-                own.num_released = num_needless
-            self._pools[group.index].release(blocks)
+    def further_ids(self, table: BlockTable) -> tuple[U32, ...]:
+        ids = [np.empty(0, np.uint32)] * sum(group.num_twins for group in self.groups)
+        for group, pool, own in zip(self.groups, self._pools, table.groups, strict=True):
+            nothing = (NULL_BLOCK,) * group.num_twins
+            rows = [pool.blocks_of(bundle) if bundle else nothing for bundle in own.block_ids]
+            columns = np.array(rows, np.uint32).reshape(-1, group.num_twins).T
+            for member, column in zip(group.members, columns, strict=True):
+                ids[member] = column.copy()
+                ids[member].flags.writeable = False
+        return tuple(ids[1:])
+
+    def release_unseen(self, group: GroupRules, needless: Sequence[tuple[BlockTable, int]]) -> None:
+        bundles: list[int] = []
+        for table, num_needless in needless:
+            own = table.groups[group.index]
+            assert self._num_settled(group, table) >= num_needless or not self.is_cached(table), (
+                "not cached yet"
+            )
+            first = own.num_released
+            bundles += own.block_ids[first:num_needless]
+            own.block_ids[first:num_needless] = [NULL_BLOCK] * (num_needless - first)
+            own.num_released = num_needless
+        self._pools[group.index].release(bundles)
 
     def cache_full_blocks(
         self, filled: Iterable[tuple[BlockTable, array[int], int]], *, is_planning: bool = False
     ) -> None:
-        caches_all, unit = self.enable_prefix_caching, self.block_size
-        blocks: tuple[list[int], list[int]] = ([], [])
-        keys: tuple[list[bytes], list[bytes]] = ([], [])
+        unit, even, wide = self.block_size, self._even_groups, self._wide_groups
+        named: list[bytes] = []
+        bundles: list[list[int]] = [[] for _ in self.groups]
+        keys: list[list[bytes]] = [[] for _ in self.groups]
+        filled = [each for each in filled if self.enable_prefix_caching or each[0].is_shared]
         for table, token_ids, num_tokens in filled:
-            num_named = num_tokens // unit
-            if num_named <= table.num_cached or not (caches_all or table.is_shared):
+            first, end = table.num_cached, num_tokens // unit
+            if end <= first:
                 continue
-            if num_named > len(table.hashes):
-                table.extend_hashes(token_ids, num_named, unit)
-            self._cached_prefixes.add_chain(table.hashes, num_named)
-            for group, own in zip(self.groups, table.groups, strict=True):
-                first, num_full = own.num_settled, num_tokens // group.block_size
-                if group.is_state and is_planning:  # the step writes the last page
-                    num_full = min(num_full, len(own.block_ids) - 1)
-                if num_full > first:
-                    blocks[group.is_state].extend(own.block_ids[first:num_full])
-                    keys[group.is_state].extend(group.keys(table.hashes, first, num_full, unit))
-                    own.num_settled = num_full
-            if not (is_planning and self.step_end_every):  # a page of a state may follow
-                table.num_cached = num_named
-        if blocks[False]:
-            self._newly_cached += self._kv_pool.cache(blocks[False], keys[False])
-        if blocks[True]:
-            self._newly_cached += [-block for block in self._state_pool.cache(blocks[True], keys[True])]
+            if end > len(table.hashes):
+                table.extend_hashes(token_ids, end, unit)
+            table.num_cached = end
+            hashes, groups = table.hashes, table.groups
+            self._cached_prefixes.add_chain(hashes, end)
+            named += hashes[first:end]
+            for group in even:
+                bundles[group.index] += groups[group.index].block_ids[first:end]
+            for group in wide:
+                full = slice(first * unit // group.block_size, end * unit // group.block_size)
+                bundles[group.index] += groups[group.index].block_ids[full]
+                keys[group.index] += group.keys(hashes, full.start, full.stop, unit)
+        for group in even:
+            keys[group.index] = [name + group.suffix for name in named] if group.suffix else named
+        for group in self._state_groups:
+            self._collect_pages(group, filled, bundles[group.index], keys[group.index], is_planning)
+        self._cache(bundles, keys, named)
+
+    def _collect_pages(
+        self,
+        group: GroupRules,
+        filled: Sequence[tuple[BlockTable, array[int], int]],
+        pages: list[int],
+        keys: list[bytes],
+        is_planning: bool,
+    ) -> None:
+        """Append the pages of states that can be cached, and their names. The arguments are those of the caller."""
+        for table, _, num_tokens in filled:
+            own = table.groups[group.index]
+            first, num_full = own.num_settled, num_tokens // group.block_size
+            if is_planning:  # the step writes the last page
+                num_full = min(num_full, len(own.block_ids) - 1)
+            if num_full > first:
+                self._cached_prefixes.add_chain(table.hashes, num_full * group.block_size // self.block_size)
+                pages += own.block_ids[first:num_full]
+                keys += group.keys(table.hashes, first, num_full, self.block_size)
+                own.num_settled = num_full
+
+    def _cache(
+        self, bundles: Sequence[list[int]], keys: Sequence[list[bytes]], named: Sequence[bytes]
+    ) -> None:
+        """Cache bundles of each group, all of a pool at once.
+
+        Args:
+            named: Hashes of the prefixes that end with these bundles.
+        """
+        of_pool: tuple[list[int], list[int]] = ([], [])
+        named_in: tuple[list[bytes], list[bytes]] = ([], [])
+        for group in self.groups:
+            of_pool[group.is_state].extend(bundles[group.index])
+            named_in[group.is_state].extend(keys[group.index])
+        if of_pool[False]:
+            cached, stored = self._kv_pool.cache_bundles(of_pool[False], named_in[False])
+            self._newly_cached += cached
+            if len(stored) == len(named) * len(self.groups):
+                self._cached_prefixes.note_stored_whole(named)
+            else:
+                self._cached_prefixes.note_stored(stored)
+        if of_pool[True]:
+            cached, stored = self._state_pool.cache_bundles(of_pool[True], named_in[True])
+            self._newly_cached += [-page for page in cached]
+            self._cached_prefixes.note_stored(stored)
 
     def uncache(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -199,7 +261,7 @@ class GroupedBlockManager(BlockManager):
                 for block in own.block_ids[own.num_released :]:
                     num_left = references.get(sign * block) or pool.num_references(block)
                     references[sign * block] = num_left - 1
-                    nums_freed[int(group.is_state)] += num_left == 1
+                    nums_freed[int(group.is_state)] += (num_left == 1) * group.num_twins
             yield PoolCounts(*nums_freed)
 
     def reset(self) -> bool:
@@ -213,15 +275,22 @@ class GroupedBlockManager(BlockManager):
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         references: dict[int, Counter[int]] = {id(pool): Counter() for pool in self._pools}
         for table in tables:
-            for pool, own in zip(self._pools, table.groups, strict=bool(table.groups)):
+            for group, own in zip(self.groups, table.groups, strict=bool(table.groups)):
+                num_settled = self._num_settled(group, table)
+                assert num_settled <= len(own.block_ids), "more cached than held"
                 held = own.block_ids[own.num_released :]
                 assert not any(own.block_ids[: own.num_released]), "a block was released and is held"
                 assert NULL_BLOCK not in held, "the null block is held"
-                assert own.num_settled <= len(own.block_ids), "more cached than held"
-                references[id(pool)].update(held)
+                references[id(self._pools[group.index])].update(held)
         for pool in {id(pool): pool for pool in self._pools}.values():
             counted = references[id(pool)]
             pool.check_integrity(counted)
+
+    def _num_settled(self, group: GroupRules, table: BlockTable) -> int:
+        """Return how many leading bundles of a table were given to the prefix cache, or came from there."""
+        if group.is_state:
+            return table.groups[group.index].num_settled
+        return table.num_cached * self.block_size // group.block_size
 
     def _longest_hit(self, hashes: Sequence[bytes], num_tokens: int) -> int:
         """Return the most tokens up to `num_tokens`, a multiple of every block size, that all groups can serve."""

@@ -67,16 +67,21 @@ def _both(count: Count) -> tuple[int, int]:
 
 
 class GroupRules:
-    """The blocks of one group that a row needs, and their names. It has no state.
+    """The blocks that a row needs of one group, or of several with the same rules, and their names. It has no state.
+
+    Groups of one kind, window and block size are twins: rows take and release their blocks at the same positions. A row
+    has one table for all of them, of *bundles*, each one block of every twin.
 
     A page of a state is found in the cache from the next step on: rows of one step are computed side by side, so none
     can begin with a page that another row writes in it.
     """
 
-    def __init__(self, group: KvGroup, index: int) -> None:
+    def __init__(self, group: KvGroup, index: int, members: tuple[int, ...]) -> None:
         """
         Args:
-            index: Place of the group in the worker's layout.
+            group: One of the twins.
+            index: Place of these rules among those of all groups.
+            members: Places of the twins in the worker's layout, in order.
         """
         self.kind = group.kind
         self.is_state = group.kind is KvKind.STATE
@@ -85,29 +90,33 @@ class GroupRules:
         self.block_size = group.block_size
         self.window = group.window
         self.index = index
+        self.members = members
+        self.num_twins = len(members)
+        """Blocks of a bundle."""
         self._group = group
-        self._suffix = bytes([index]) if index else b""
+        self.suffix = bytes([index]) if index else b""
+        """Ends the names of these blocks in the prefix cache."""
 
     def first_needed(self, position: PositionT) -> PositionT:
         """Return what `KvGroup.first_needed` does."""
         return self._group.first_needed(position)
 
     def most_held(self, step_tokens: int) -> int | None:
-        """Return what `KvGroup.most_held` does."""
+        """Return what `KvGroup.most_held` does, in bundles."""
         return self._group.most_held(step_tokens)
 
     def blocks_for(self, num_tokens: PositionT) -> PositionT:
-        """Return the number of blocks that a table of so many tokens reaches over."""
+        """Return the number of bundles that a table of so many tokens reaches over."""
         return -(-num_tokens // self.block_size)
 
     def peak(self, start: int, end: int, chunk: int) -> int:
-        """Return the most blocks that a row holds on its way from one position to another."""
+        """Return the most blocks, of all twins, that a row holds on its way from one position to another."""
         num_reached = self.blocks_for(end) - self.first_needed(start)
         most = self.most_held(chunk)
-        return num_reached if most is None else min(num_reached, most)
+        return (num_reached if most is None else min(num_reached, most)) * self.num_twins
 
     def keys(self, hashes: Sequence[bytes], first: int, end: int, unit: int) -> list[bytes]:
-        """Return the names of the content of blocks `first` to `end` in the prefix cache.
+        """Return the names of the content of bundles `first` to `end` in the prefix cache.
 
         Args:
             hashes: Hashes of the prompt's blocks of `unit` tokens.
@@ -115,21 +124,18 @@ class GroupRules:
         """
         ratio = self.block_size // unit
         named = hashes[(first + 1) * ratio - 1 : end * ratio : ratio]
-        return [name + self._suffix for name in named] if self._suffix else list(named)
+        return [name + self.suffix for name in named] if self.suffix else list(named)
 
 
 def rules_of(kv: KvLayout) -> tuple[GroupRules, ...]:
-    """Return the rules of each group of a layout."""
-    return tuple(GroupRules(group, index) for index, group in enumerate(kv.groups))
-
-
-def twins_of(groups: Sequence[GroupRules]) -> tuple[tuple[GroupRules, ...], ...]:
-    """Return the groups that release blocks, those together that release them at the same positions."""
-    twins: dict[tuple[KvKind, int, int], list[GroupRules]] = {}
-    for group in groups:
-        if group.releases:
-            twins.setdefault((group.kind, group.block_size, group.window), []).append(group)
-    return tuple(map(tuple, twins.values()))
+    """Return the rules of the groups of a layout, one for all twins. The first are those of the first group."""
+    twins: dict[tuple[KvKind, int, int], list[int]] = {}
+    for index, group in enumerate(kv.groups):
+        twins.setdefault((group.kind, group.block_size, group.window), []).append(index)
+    return tuple(
+        GroupRules(kv.groups[members[0]], index, tuple(members))
+        for index, members in enumerate(twins.values())
+    )
 
 
 def longest_step(max_tokens: int, max_steps_in_flight: int, max_samples_per_row: int) -> int:

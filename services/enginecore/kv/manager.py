@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from triptych.prefix_hash import root_hash
+from triptych.types.step import U32
 from triptych_services.enginecore.kv.block_table import BlockTable
 from triptych_services.enginecore.kv.budget import BlockBudget
 from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints
@@ -18,14 +19,14 @@ from triptych_services.enginecore.kv.pool import BlockPool
 
 
 class Growth(NamedTuple):
-    """Blocks that some tables have grown by."""
+    """Blocks of one group that some tables have grown by."""
 
     nums_new: Ints
-    """[n] blocks of each table, in all groups."""
+    """[n] blocks of each table."""
     block_ids: list[int]
     """[sum(nums_new)] the blocks, those of the first table first."""
-    block_groups: Sequence[int] = ()
-    """[sum(nums_new)] the group of each. Empty: there is one."""
+    group: int | None = None
+    """Place of the group in the worker's layout. None: there is one."""
 
 
 class BlockManager:
@@ -58,16 +59,14 @@ class BlockManager:
         self.budget: BlockBudget = BlockBudget(self.pool, block_size)
         """Counts what requests need of the free blocks."""
         self.enable_prefix_caching = enable_prefix_caching
-        self.releasing: tuple[tuple[GroupRules, ...], ...] = ()
-        """The groups of which rows release blocks as they go on, those together that release the same."""
+        self.groups: tuple[GroupRules, ...] = ()
+        """Rules of the groups of layers. Empty: there is one that keeps every key."""
+        self.releasing: tuple[GroupRules, ...] = ()
+        """The groups of which rows release blocks as they go on."""
         self.step_end_every = 0
         """Tokens of a block of states, at the ends of which steps of a row end; 0: they may end anywhere."""
         self._newly_cached: list[int] = []
         self._num_own_roots = 0
-
-    @property
-    def num_free(self) -> int:
-        return self.pool.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -135,12 +134,15 @@ class BlockManager:
         table.block_ids += added
         return added
 
-    def grow(self, tables: Sequence[BlockTable], capacities: Ints, ends: Ints) -> Growth:
+    def grow(self, tables: Sequence[BlockTable], capacities: Ints, ends: Ints) -> Sequence[Growth]:
         """Grow tables. There must be enough free blocks.
 
         Args:
             capacities: [n] positions that each holds.
             ends: [n] positions that each is to hold, more than that.
+
+        Returns:
+            The blocks of each group.
         """
         nums_new = -(-(ends - capacities) // self.block_size)
         added = self.pool.take(int(nums_new.sum()))
@@ -148,14 +150,18 @@ class BlockManager:
         for table, num_new in zip(tables, nums_new.tolist(), strict=True):
             table.block_ids += added[start : start + num_new]
             start += num_new
-        return Growth(nums_new, added)
+        return (Growth(nums_new, added),)
 
-    def release_unseen(self, twins: Sequence[GroupRules], needless: Sequence[tuple[BlockTable, int]]) -> None:
+    def further_ids(self, table: BlockTable) -> tuple[U32, ...]:
+        """Return the blocks of each group behind the first, in read-only arrays."""
+        return ()
+
+    def release_unseen(self, group: GroupRules, needless: Sequence[tuple[BlockTable, int]]) -> None:
         """Give back blocks that no later query sees. Those of known tokens must have been cached.
 
         Args:
-            twins: One of `releasing`.
-            needless: Tables, and how many leading blocks of these groups each does not need: more than before.
+            group: One of `releasing`.
+            needless: Tables, and how many leading blocks of the group each does not need: more than before.
         """
         raise AssertionError("one full group keeps every key")
 

@@ -65,6 +65,17 @@ class FreeQueue:
         """Add a block that is taken last."""
         self._insert(block, before=self._previous[NULL_BLOCK], after=NULL_BLOCK)
 
+    def extend(self, blocks: Sequence[int]) -> None:
+        """Add blocks that are taken last, in this order."""
+        following, previous = self._next, self._previous
+        last = previous[NULL_BLOCK]
+        for block in blocks:
+            assert following[block] == _ABSENT, f"block {block} is free already"
+            following[last], previous[block] = block, last
+            last = block
+        following[last], previous[NULL_BLOCK] = NULL_BLOCK, last
+        self._size += len(blocks)
+
     def prepend(self, block: int) -> None:
         """Add a block that is taken next."""
         self._insert(block, before=NULL_BLOCK, after=self._next[NULL_BLOCK])
@@ -95,23 +106,21 @@ class EvictedHashes:
     """
 
     def __init__(self) -> None:
-        self._hashes: dict[bytes, None] = {}
+        self._hashes: dict[bytes, int] = {}
+        """Hash -> blocks of its content."""
 
-    def add(self, block_hash: bytes, limit: int) -> None:
+    def add(self, block_hash: bytes, limit: int, num_blocks: int = 1) -> None:
         """Remember a hash, and the latest `limit` hashes at most."""
         hashes = self._hashes
         hashes.pop(block_hash, None)
-        hashes[block_hash] = None
+        hashes[block_hash] = num_blocks
         while len(hashes) > limit:
             del hashes[next(iter(hashes))]
 
     def forget(self, block_hashes: Iterable[bytes]) -> int:
-        """Forget hashes of content that was computed again, and return how many of them were remembered."""
-        hashes, before = self._hashes, len(self._hashes)
-        if hashes:
-            for block_hash in block_hashes:
-                hashes.pop(block_hash, None)
-        return before - len(hashes)
+        """Forget hashes of content that was computed again, and return how many blocks of it were remembered."""
+        hashes = self._hashes
+        return sum(hashes.pop(block_hash, 0) for block_hash in block_hashes) if hashes else 0
 
     def clear(self) -> None:
         self._hashes.clear()
@@ -190,7 +199,7 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        return self._num_touched - len(self._free)
+        return self.num_blocks - 1 - self.num_free
 
     def find_run(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks with these hashes, up to the first hash that is not cached."""
@@ -267,8 +276,18 @@ class BlockPool:
         Returns:
             The blocks that are cached now. A block is left out if another one with its hash is cached already.
         """
+        cached, stored = self._name_blocks(blocks, block_hashes)
+        self.cache_changes.note_stored(stored)
+        self.num_shareable_gained += len(cached)
+        return cached
+
+    def _name_blocks(
+        self, blocks: Sequence[int], block_hashes: Sequence[bytes]
+    ) -> tuple[list[int], list[bytes]]:
+        """Cache blocks, and return those that are cached now, and their hashes."""
         references, block_to_hash, hash_to_block = self._references, self._block_to_hash, self._hash_to_block
-        cached, stored = [], []
+        cached: list[int] = []
+        stored: list[bytes] = []
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             assert references[block], f"block {block} is to be cached but not held"
             assert block_to_hash[block] is None, f"block {block} is cached already"
@@ -276,11 +295,9 @@ class BlockPool:
                 block_to_hash[block] = block_hash
                 cached.append(block)
                 stored.append(block_hash)
-        self.cache_changes.note_stored(stored)
-        self.num_shareable_gained += len(cached)
         if num_again := self._evicted.forget(block_hashes):
             self._soft_limit = max(self._soft_limit, self._num_touched) + num_again
-        return cached
+        return cached, stored
 
     def uncache(self, block: int) -> None:
         """Remove a block from the cache, so that no further request finds it. Its holders keep it."""
@@ -303,7 +320,10 @@ class BlockPool:
 
     def snapshot(self) -> PoolSnapshot:
         """Copy everything. Takes time in proportion to the number of blocks."""
-        free, num_blank = tuple(self._free), len(self._free) - self._num_cached_free
+        return self._snapshot(tuple(self._free), len(self._free) - self._num_cached_free)
+
+    def _snapshot(self, free: tuple[int, ...], num_blank: int) -> PoolSnapshot:
+        """Return a copy, given the touched free blocks, of which the first have no content."""
         untouched = tuple(range(self._num_touched + 1, self.num_blocks))
         within, above = untouched[: self._num_within_limit], untouched[self._num_within_limit :]
         return PoolSnapshot(

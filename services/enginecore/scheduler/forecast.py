@@ -185,7 +185,7 @@ class FirstTokenForecast:
             num_prefill_tokens=num_tokens,
             num_running=num_running,
             num_waiting=num_waiting,
-            num_free_blocks=states.blocks.num_free,
+            num_free_blocks=states.blocks.pool.num_free,
             num_free_rows=states.num_usable_rows - num_running - num_waiting,
             prefill_token_s=steps.seconds(self._budget) / self._budget if knows_prompts else 0.0,
             decode_step_s=steps.seconds(max(num_running, 1)) if is_measured else 0.0,

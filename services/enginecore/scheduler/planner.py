@@ -155,7 +155,7 @@ class StepPlanner:
                 ends = ends + build.guesses
                 growing = np.flatnonzero(ends > rows.capacity[slots])
         if len(growing):
-            build.add_growth(slots[growing], self._states.grow(slots[growing], ends[growing]))
+            build.add_growths(slots[growing], self._states.grow(slots[growing], ends[growing]))
         return build
 
     def _add_guesses(self, build: StepBuilder) -> None:
@@ -204,7 +204,7 @@ class StepPlanner:
         is_growing = ends > rows.capacity[slots]
         if is_growing.any():
             slots, ends = slots[is_growing], ends[is_growing]
-            build.add_growth(slots, self._states.grow(slots, ends))
+            build.add_growths(slots, self._states.grow(slots, ends))
 
     def _by_urgency(self, slots: Slots, places: Slots) -> Slots:
         """Sort places in `slots` as the policy serves their requests."""
@@ -298,9 +298,9 @@ class StepPlanner:
         rows, blocks = self._states.rows, self._states.blocks
         slots = rows.running_order()
         reached = np.minimum(rows.known[slots], rows.computed[slots] - rows.num_uncertain[slots])
-        for twins in blocks.releasing:
-            num_needless = twins[0].first_needed(reached)
-            places = np.flatnonzero(num_needless > rows.released[twins[0].index, slots])
+        for group in blocks.releasing:
+            num_needless = group.first_needed(reached)
+            places = np.flatnonzero(num_needless > rows.released[group.index, slots])
             if not len(places):
                 continue
             crossing, num_needless = slots[places], num_needless[places]
@@ -313,9 +313,8 @@ class StepPlanner:
             if stale:
                 blocks.cache_full_blocks(stale)
             tables = [request.blocks for request in requests]
-            blocks.release_unseen(twins, list(zip(tables, num_needless.tolist(), strict=True)))
-            for group in twins:
-                rows.released[group.index, crossing] = num_needless
+            blocks.release_unseen(group, list(zip(tables, num_needless.tolist(), strict=True)))
+            rows.released[group.index, crossing] = num_needless
 
     def _make_way(self, request: Request) -> bool:
         """Take the blocks of a pull for the next request, if nothing runs that will give back some.

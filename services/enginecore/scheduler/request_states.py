@@ -156,7 +156,6 @@ class RequestStates:
         emitted_token_ids = np.array(emitted, np.uint32) if emitted else empty_u32()
         block_ids = np.array(table.block_ids, np.uint32)
         emitted_token_ids.flags.writeable = block_ids.flags.writeable = False
-        further = table.further_ids() if table.groups else ()
         return NewRow(
             slot=request.slot,
             slot_version=request.slot_version,
@@ -167,10 +166,10 @@ class RequestStates:
             block_ids=block_ids,
             seed=request.seed,
             prompt_logprobs_start=request.prompt_logprobs_start,
-            group_block_ids=further,
+            group_block_ids=self.blocks.further_ids(table),
         )
 
-    def grow(self, slots: Slots, ends: Ints) -> Growth:
+    def grow(self, slots: Slots, ends: Ints) -> Sequence[Growth]:
         """Give running rows more blocks. There must be enough free ones.
 
         Others may find what the rows have filled with known tokens from now on.
@@ -181,10 +180,10 @@ class RequestStates:
         """
         rows, block_size = self.rows, self.blocks.block_size
         requests = list(map(rows.slot_to_request.__getitem__, slots.tolist()))
-        growth = self.blocks.grow([request.blocks for request in requests], rows.capacity[slots], ends)
+        growths = self.blocks.grow([request.blocks for request in requests], rows.capacity[slots], ends)
         rows.capacity[slots] = -(-ends // block_size) * block_size
         self._cache_full_blocks(requests, np.minimum(rows.known[slots], ends), is_planning=True)
-        return growth
+        return growths
 
     def fill_blocks(self, slots: Slots) -> None:
         """Close the open blocks of rows that have filled them with known tokens.

@@ -64,7 +64,8 @@ class RunningRows:
         self.capacity: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] positions that its blocks hold, those of each group."""
         self.released: Ints = np.zeros((num_groups, max_num_seqs), np.int64)
-        """[num_groups, max_num_seqs] leading blocks of each group that it has released, or never held."""
+        """[num_groups, max_num_seqs] leading blocks of each group that it has released, or never held; one entry for
+        all twins."""
         self.slot_version: U32 = np.zeros(max_num_seqs, np.uint32)
         """[max_num_seqs] version of the row in the slot, or of the next row if the slot is empty."""
         self.session: Ints = np.zeros(max_num_seqs, np.int64)

@@ -106,10 +106,11 @@ class Scheduler:
         self._model = facts.model
         self._clock = clock
         policy = create_policy(config)
-        self._rows = RunningRows(config.max_num_seqs, kv.block_size, eos_token_ids, len(kv.groups))
         self._blocks = create_block_manager(
             kv, enable_prefix_caching=enable_prefix_caching, longest_step=longest_step_of(config, facts)
         )
+        num_groups = max(len(self._blocks.groups), 1)
+        self._rows = RunningRows(config.max_num_seqs, kv.block_size, eos_token_ids, num_groups)
         self.cache_changes = self._blocks.pool.cache_changes
         limits = create_limits(config, facts.max_adapters, facts.model.embedding_size)
         self._states = RequestStates(

@@ -69,11 +69,13 @@ class StepBuilder:
             self._content_ids.add(id(row.content))
             self.num_new_bytes += row.content.num_bytes
 
-    def add_growth(self, slots: Slots, growth: Growth) -> None:
-        """Add the blocks of running rows that grow."""
-        self.block_slots += slots.repeat(growth.nums_new).tolist()
-        self.block_ids += growth.block_ids
-        self.block_groups += growth.block_groups
+    def add_growths(self, slots: Slots, growths: Sequence[Growth]) -> None:
+        """Add the blocks of running rows that grow, group by group."""
+        for growth in growths:
+            self.block_slots += slots.repeat(growth.nums_new).tolist()
+            self.block_ids += growth.block_ids
+            if growth.group is not None:
+                self.block_groups += [growth.group] * len(growth.block_ids)
 
     def close(self) -> None:
         """Append the new rows to the columns of the others."""

@@ -22,10 +22,10 @@ def test_work_holds_its_blocks_until_it_ends() -> None:
     blocks, holds = make_holds()
     holds.begin(1, allocate(blocks, 4), "read four")
     holds.begin(2, allocate(blocks, 3), "read three")
-    assert (blocks.num_free, len(holds)) == (3, 2)
+    assert (blocks.pool.num_free, len(holds)) == (3, 2)
     assert holds.take_begun() == ("read four", "read three")
     holds.end(1)
-    assert (blocks.num_free, len(holds)) == (7, 1)
+    assert (blocks.pool.num_free, len(holds)) == (7, 1)
     blocks.check_integrity(holds.tables)
 
 
@@ -49,7 +49,7 @@ def test_work_that_ends_before_the_worker_was_told_is_never_mentioned() -> None:
     holds.end(1)
     assert not holds.has_orders
     assert (holds.take_begun(), holds.take_ended()) == ((), ())
-    assert blocks.num_free == 10
+    assert blocks.pool.num_free == 10
 
 
 def test_a_lost_worker_is_told_nothing() -> None:
@@ -59,4 +59,4 @@ def test_a_lost_worker_is_told_nothing() -> None:
     holds.end(2)
     holds.forget()
     assert not holds.has_orders
-    assert blocks.num_free == 10
+    assert blocks.pool.num_free == 10

@@ -21,6 +21,7 @@ from tests.enginecore.scheduler.test_groups import layout_for_one, layouts
 from triptych.types.facts import KvGroup, KvKind
 from triptych_services.enginecore.kv.block_table import BlockTable
 from triptych_services.enginecore.kv.grouped_manager import GroupedBlockManager
+from triptych_services.enginecore.kv.groups import GroupRules
 
 MOST_TOKENS = 40
 LONGEST_STEP = 6
@@ -66,7 +67,15 @@ class BlocksMachine(RuleBasedStateMachine):
         self.told: set[bytes] = set()
 
     def table_of(self, holder: Holder, index: int) -> list[int]:
-        return holder.table.groups[index].block_ids
+        """Return a group's blocks, as the worker is told of them."""
+        rules = self.rules_of(index)
+        bundles, pool = holder.table.groups[rules.index].block_ids, self.manager._pools[rules.index]
+        place = rules.members.index(index)
+        return [pool.blocks_of(bundle)[place] if bundle else 0 for bundle in bundles]
+
+    def rules_of(self, index: int) -> GroupRules:
+        (rules,) = (rules for rules in self.manager.groups if index in rules.members)
+        return rules
 
     def write(self, holder: Holder, start: int, end: int) -> None:
         """Compute positions: read what each sees, then write it; of a state, the page of the one before the first."""
@@ -109,6 +118,8 @@ class BlocksMachine(RuleBasedStateMachine):
         end = min(self.step_end(computed, count), len(prompt))
         holder = Holder(table, prompt, computed)
         assert self.manager.allocate(table, end, hits) is not None, "it was to fit"
+        further = [ids.tolist() for ids in self.manager.further_ids(table)]
+        assert further == [self.table_of(holder, index) for index in range(1, len(self.groups))]
         self.note_capacity(holder, end)
         self.manager.cache_full_blocks([(table, tokens, end)], is_planning=True)
         self.write(holder, computed, end)
@@ -135,8 +146,11 @@ class BlocksMachine(RuleBasedStateMachine):
             if lacking > 0:
                 self.leave(choice, is_trusted=True)
                 return
-            growth = self.manager.grow([holder.table], capacity, ends)
-            assert int(growth.nums_new.sum()) == int(nums.sum()) == len(growth.block_ids)
+            growths = self.manager.grow([holder.table], capacity, ends)
+            assert sum(int(growth.nums_new.sum()) for growth in growths) == int(nums.sum())
+            for growth in growths:  # the worker appends them
+                own = self.table_of(holder, growth.group)
+                assert own[len(own) - len(growth.block_ids) :] == growth.block_ids
             self.note_capacity(holder, end)
         self.manager.cache_full_blocks([(holder.table, array("I", holder.tokens), end)], is_planning=True)
         self.write(holder, holder.computed, end)
@@ -144,10 +158,10 @@ class BlocksMachine(RuleBasedStateMachine):
 
     def release(self, holder: Holder) -> None:
         self.manager.cache_full_blocks([(holder.table, array("I", holder.tokens), holder.computed)])
-        for twins in self.manager.releasing:
-            num_needless = twins[0].first_needed(holder.computed)
-            if num_needless > holder.table.groups[twins[0].index].num_released:
-                self.manager.release_unseen(twins, [(holder.table, num_needless)])
+        for group in self.manager.releasing:
+            num_needless = group.first_needed(holder.computed)
+            if num_needless > holder.table.groups[group.index].num_released:
+                self.manager.release_unseen(group, [(holder.table, num_needless)])
 
     @precondition(lambda self: self.holders)
     @rule(choice=st.integers(0, 99), is_trusted=st.booleans())
@@ -192,8 +206,8 @@ class BlocksMachine(RuleBasedStateMachine):
         for index, group in enumerate(self.groups):
             if num_tokens % group.block_size:
                 return False
-            suffix, ratio = bytes([index]) if index else b"", group.block_size // self.manager.block_size
-            pool = self.manager._pools[index]
+            rules, ratio = self.rules_of(index), group.block_size // self.manager.block_size
+            suffix, pool = rules.suffix, self.manager._pools[rules.index]
             if group.kind is KvKind.STATE:
                 seen = [num_tokens - 1]
             else:

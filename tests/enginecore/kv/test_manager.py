@@ -173,7 +173,7 @@ def test_hits_that_no_request_holds_count_as_capacity() -> None:
     assert manager.budget.num_lacking(4 * SIZE + 1, hits) > 0
     holder = fill(manager, tokens(*range(2 * SIZE)))
     assert manager.budget.num_lacking(4 * SIZE, hits) <= 0, "held hits cost nothing more"
-    assert manager.num_free == 2
+    assert manager.pool.num_free == 2
     manager.free(holder)
 
 

@@ -42,7 +42,7 @@ def test_above_the_limit_cached_blocks_are_taken_before_untouched_ones(
         manager.free(fill(manager, *range(start, start + 2 * SIZE)))
         manager.check_integrity([])
     assert manager.pool.num_touched == num_touched
-    assert manager.num_free == 10
+    assert manager.pool.num_free == 10
     assert num_hits(manager, *range(200, 200 + 2 * SIZE)) == 2, "the latest is kept"
     assert num_hits(manager, *range(2 * SIZE)) == (0 if num_touched < 6 else 2)
 
