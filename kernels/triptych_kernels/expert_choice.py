@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "sparsemixer")
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "sparsemixer", "given")
 """Names of `ExpertChoice.score`."""
 SMALLEST_SUM = 1e-20
 """Added to the sum of scores that weights are divided by, unless they are a softmax: scores of 0 come to 0."""
@@ -21,8 +21,9 @@ class ExpertChoice:
     Of a token's logits, one for each expert:
 
         score[e]   softmax: e^logit[e] / sum of e^logit. sigmoid: 1 / (1 + e^-logit[e]).
-                   sqrtsoftplus: sqrt(log(1 + e^logit[e])). sparsemixer: as softmax, see below
-        key[e]     score[e] + correction[e]
+                   sqrtsoftplus: sqrt(log(1 + e^logit[e])). sparsemixer: as softmax, see below.
+                   given: logit[e], the weight of an expert that has been chosen, or 0
+        key[e]     score[e] + correction[e]; given: |score[e]|
         group      num_experts / num_groups neighbours; it counts as the sum of its `group_experts` largest keys
         chosen     the top_k largest keys among the experts of the top_groups groups that count most
         weight[e]  scale * score[e], or with `renormalize` scale * score[e] / sum of the scores of those chosen
@@ -69,11 +70,11 @@ class ExpertChoice:
         """
         if self.score not in SCORES:
             raise ValueError(f"experts: score {self.score!r} is none of {', '.join(SCORES)}")
-        if self.score == "sparsemixer" and (
+        if self.score in ("sparsemixer", "given") and (
             self.renormalize or self.correction is not None or self.num_groups > 1
         ):
             raise ValueError(
-                "experts: score sparsemixer has neither renormalize nor correction nor num_groups above 1"
+                f"experts: score {self.score} has neither renormalize nor correction nor num_groups above 1"
             )
         if not 0 < self.scale < math.inf:
             raise ValueError(f"experts: scale {self.scale} must be positive")
@@ -100,6 +101,8 @@ class ExpertChoice:
     @property
     def compares_logits(self) -> bool:
         """Whether keys are logits, rather than scores."""
+        if self.score == "given":
+            return False
         return self.correction is None and (self.top_groups == self.num_groups or self.group_experts == 1)
 
     def check_experts(self, num_experts: int) -> None:

@@ -44,6 +44,9 @@ def fused_moe(
 def choose_experts(logits: list[float], choice: ExpertChoice) -> list[tuple[int, float]]:
     """Return the experts of one token with their weights, the one with the largest key first."""
     scores = _scores(logits, choice.score)
+    if choice.score == "given":
+        chosen = sorted(range(len(logits)), key=lambda expert: (-abs(logits[expert]), expert))
+        return [(expert, choice.scale * logits[expert]) for expert in chosen[: choice.top_k]]
     corrections = [0.0] * len(logits) if choice.correction is None else choice.correction.tolist()
     keys = [score + correction for score, correction in zip(scores, corrections, strict=True)]
     size = len(logits) // choice.num_groups

@@ -68,9 +68,13 @@ def choose_experts(router_logits: Tensor, choice: ExpertChoice) -> tuple[Tensor,
         scores = logits.softmax(dim=-1)
     elif choice.score == "sigmoid":
         scores = logits.sigmoid()
+    elif choice.score == "given":
+        scores = logits
     else:
         scores = functional.softplus(logits).sqrt()
     keys = logits if choice.compares_logits else scores
+    if choice.score == "given":
+        keys = logits.abs()
     if choice.correction is not None:
         keys = scores + choice.correction
     if choice.top_groups < choice.num_groups:

@@ -167,6 +167,7 @@ def test_experts_and_weights_are_those_of_transformers(oracle: str, implementati
 CHOICES = {
     "sigmoid": ExpertChoice(2, "sigmoid", renormalize=False),
     "sqrtsoftplus": ExpertChoice(2, "sqrtsoftplus", scale=3.0),
+    "given": ExpertChoice(3, "given", renormalize=False),
     "sparsemixer": ExpertChoice(3, "sparsemixer", renormalize=False, jitter=0.3),
     "best of a group": ExpertChoice(2, num_groups=4, top_groups=2),
     "two of a group": ExpertChoice(3, "sigmoid", num_groups=2, top_groups=1, group_experts=2),
@@ -233,6 +234,7 @@ def test_a_shared_expert_is_added(top_k: int, is_gated: bool, implementation: Im
         ({"group_experts": 3}, "group_experts 3 must be 1 or 2"),
         ({"correction": torch.ones(8, 1)}, r"correction \[8, 1\] of torch.float32 must be a contiguous"),
         ({"score": "sparsemixer"}, "score sparsemixer has neither renormalize nor correction"),
+        ({"score": "given"}, "score given has neither renormalize nor correction"),
         ({"num_groups": 3}, "num_groups 3 does not divide 8 experts"),
         ({"num_groups": 4}, "top_k 3 must be from 1 to the number of experts of 1 groups, 2"),
         ({"correction": torch.ones(7)}, r"correction \[7\] must be \[num_experts\] = \[8\]"),

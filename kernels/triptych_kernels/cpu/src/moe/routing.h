@@ -11,7 +11,7 @@
 namespace triptych {
 
 // What a logit becomes; moe.py has the names.
-enum Score : int64_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2, kSparsemixer = 3 };
+enum Score : int64_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2, kSparsemixer = 3, kGiven = 4 };
 
 struct Routing {
   int64_t dtype;            // of the logits
@@ -83,6 +83,10 @@ class Router {
     if (args_.score == kSoftmax) measure();
     const bool needs_scores = args_.correction != nullptr || (args_.num_groups > 1 && args_.group_experts > 1);
     for (int64_t i = 0; i < count; ++i) {
+      if (args_.score == kGiven) {
+        keys_[i] = std::fabs(logits_[i]);
+        continue;
+      }
       keys_[i] = needs_scores ? score(i) + (args_.correction ? args_.correction[i] : 0.0f) : logits_[i];
     }
     Largest largest(chosen_keys_, experts, args_.top_k);
@@ -111,6 +115,7 @@ class Router {
   float score(int64_t expert) const {
     const float logit = logits_[expert];
     if (args_.score == kSoftmax) return std::exp(logit - peak_) / total_;
+    if (args_.score == kGiven) return logit;
     if (args_.score == kSigmoid) return 1.0f / (1.0f + std::exp(-logit));
     return std::sqrt(std::max(logit, 0.0f) + std::log1p(std::exp(-std::fabs(logit))));
   }
