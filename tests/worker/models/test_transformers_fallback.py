@@ -28,6 +28,7 @@ from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models.choose import choose_architecture
 from triptych_services.worker.models.fallback.describe import describe
+from triptych_services.worker.models.fallback.experts import PackedMixture
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup import facts
 from triptych_services.worker.runner.startup.create import create_runner
@@ -126,6 +127,65 @@ def test_quantized_weights_load(model_type: str, tmp_path: Path) -> None:
     save(model_type, tmp_path)
     runner = runner_for(tmp_path, "transformers", quantization="q8" if isa() else "none")
     assert len(greedy(runner, random_prompts(7))[0]) == 9
+
+
+def mixtures(directory: Path, quantization: str = "none") -> list[PackedMixture]:
+    config = replace(tiny_config(describe(directory)), quantization=quantization)
+    model = load_model(config, open_checkpoint(directory))
+    return [module for module in model.modules() if isinstance(module, PackedMixture)]
+
+
+GEMMA4 = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+
+
+@pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(
+    ("model_type", "changes", "activation"),
+    [
+        ("flex_olmo", {}, "silu"),
+        ("gemma4_text", GEMMA4, "gelu_pytorch_tanh"),
+        ("gpt_oss", {}, "swiglu_oai"),
+        ("aria_text", {}, "silu"),
+    ],
+)
+def test_mixtures_are_native_calls(
+    model_type: str, changes: dict[str, Any], activation: str, tmp_path: Path
+) -> None:
+    """Gated, biased, with gates and ups in alternate rows, and transposed."""
+    oracle = save(model_type, tmp_path, **changes)
+    found = mixtures(tmp_path)
+    assert found
+    assert {mixture.activation for mixture in found} == {activation}
+    prompts = random_prompts(1, 5, 23)
+    expected = [greedy_tokens(oracle, prompt, 9) for prompt in prompts]
+    assert greedy(runner_for(tmp_path, "transformers"), prompts) == expected
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+def test_mixtures_are_quantized(tmp_path: Path) -> None:
+    save("flex_olmo", tmp_path)
+    exact, rounded = mixtures(tmp_path), mixtures(tmp_path, "q8")
+    assert sum(m.w13[0].num_bytes for m in rounded) < 0.4 * sum(m.w13[0].num_bytes for m in exact)
+    hidden, index = torch.randn(7, 64), torch.tensor([[0, 3]] * 7)
+    weights = torch.rand(7, 2)
+    for own, wanted in zip(rounded, exact, strict=True):
+        expected = wanted(hidden, index, weights)
+        assert (own(hidden, index, weights) - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+def test_experts_that_compute_nothing_add_nothing(tmp_path: Path) -> None:
+    save("flex_olmo", tmp_path)
+    mixture, *_ = mixtures(tmp_path)
+    hidden, weights = torch.randn(3, 64), torch.tensor([[0.5, -0.25]] * 3)
+    beyond = len(mixture.w13)
+    one = mixture(hidden, torch.tensor([[2, beyond]] * 3), weights)
+    torch.testing.assert_close(one, mixture(hidden, torch.tensor([[2], [2], [2]]), weights[:, :1]))
+    negative = mixture(hidden, torch.tensor([[beyond, 2]] * 3), weights)
+    torch.testing.assert_close(negative, -0.5 * one)
+    assert not mixture(hidden, torch.tensor([[beyond, beyond + 1]] * 3), weights).any()
 
 
 def test_no_bits_are_promised_of_modules_of_another_package(

@@ -23,7 +23,7 @@ from triptych_services.worker.layers.weights import (
     parameter_target,
 )
 
-_GROUP_SIZE = 32  # of quantized weights, along the inputs
+GROUP_SIZE = 32  # of quantized weights, along the inputs
 _EXPERT_COUNTS = (
     "num_experts",
     "num_local_experts",
@@ -43,7 +43,7 @@ class Projection(WeightedLayer):
         self.prefix = prefix
         self.is_transposed = isinstance(like, Conv1D)
         self.in_features, self.out_features = features(like)
-        if self.in_features % _GROUP_SIZE:
+        if self.in_features % GROUP_SIZE:
             context = unquantized(context)
         self.has_bias = like.bias is not None
         self.weight, self.bias = create_linear_weight(

@@ -15,6 +15,7 @@ from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.layers.weights import LoadedTensor
 from triptych_services.worker.models.fallback.attention import PagedCalls
 from triptych_services.worker.models.fallback.decoder import Decoder
+from triptych_services.worker.models.fallback.experts import pack_experts
 from triptych_services.worker.models.fallback.layers import (
     OtherParameters,
     allocate_others,
@@ -46,6 +47,7 @@ class TransformersForCausalLM(nn.Module):
         context = replace(context, tensor_types=self._rules.tensor_types)
         kept = kept_in_float32(model, context.dtype)
         replace_layers(model, context)
+        pack_experts(model, context, kept)
         self.others = OtherParameters(allocate_others(model, context, kept))
         self.decoder = Decoder(model)
         self._first_position = context.architecture.ends.learned_position_offset
