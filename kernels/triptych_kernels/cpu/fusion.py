@@ -27,6 +27,7 @@ _MAKERS = {
     "linear": ("x", "stages"),
     "widened_linear": ("linear_x", "linear_stages"),
     "quantized_linear": ("linear_x", "linear_stages"),
+    "coded_linear": ("linear_x", "linear_stages"),
     "paged_attention": ("query", "stages"),
 }
 """Kernel that makes rows -> the operand with the rows, and the field for the stages."""

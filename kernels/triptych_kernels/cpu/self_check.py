@@ -24,7 +24,8 @@ from triptych_kernels.ops import head_linear, latent_attention, linear, paged_at
 from triptych_kernels.torch.attention import paged_attention as torch_paged_attention
 from triptych_kernels.torch.latent_attention import latent_attention as torch_latent_attention
 from triptych_kernels.weights.coded import CodedRows
-from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE
+from triptych_kernels.weights.coded_weight import CodedWeight
+from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE, QuantizedFormat
 from triptych_kernels.weights.packed import WIDENED_DTYPES, HeadWeight, PackedWeight, WidenedWeight
 from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
@@ -49,6 +50,21 @@ _QUANTIZED_FORMS: tuple[tuple[str, _Bits, int, _Bits, float], ...] = (
     (" wide in bytes", 8, 1, 8, 2.0**-7),
 )
 """Forms of quantized products: name, `input_bits`, `wide_rows`, `wide_bits`, and the `rounding` of `_linear_check`."""
+_CODED_FORMATS = {
+    "zero points": QuantizedFormat(4, "zero"),
+    "5 bits": QuantizedFormat(5, "minimum"),
+    "8 bits": QuantizedFormat(8, "none", 0, scale="float32"),
+    "MXFP4": QuantizedFormat(4, "none", 32, "fp4", "e8m0"),
+    "NVFP4": QuantizedFormat(4, "none", 16, "fp4", "e4m3"),
+    "nf4": QuantizedFormat(4, "none", 32, "nf4", "float32"),
+    "float8": QuantizedFormat(8, "none", 32, "e4m3", "bfloat16"),
+}
+_CODED_FORMS: tuple[tuple[str, _Bits, int, float], ...] = (
+    ("", 16, NEVER, 0.0),
+    (" of 8-bit inputs", 8, NEVER, 2.0**-7),
+    (" wide", 16, 1, 2.0**-8),
+)
+"""Forms of coded products: name, `input_bits`, `wide_rows`, and the `rounding` of `_linear_check`."""
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 4, 2, 64, 16
 _QUERY_LENS, _SEQ_LENS = (5, 1), (21, 37)
 _OPTIONS = AttendOptions(_HEAD_DIM**-0.5)
@@ -131,6 +147,21 @@ def _linear_checks(random: torch.Generator) -> Iterator[Check]:
             weight = QuantizedWeight(_OUT_FEATURES, _IN_FEATURES, torch.bfloat16, format)
             weight.input_bits, weight.wide_rows, weight.wide_bits = input_bits, wide_rows, wide_bits
             yield _linear_check(f"{name}{form}", weight, coded, x.bfloat16(), rounding)
+    yield from _coded_checks(x.bfloat16(), random)
+
+
+def _coded_checks(x: Tensor, random: torch.Generator) -> Iterator[Check]:
+    for name, format in _CODED_FORMATS.items():
+        codes = torch.randint(0, 2**format.bits, (_OUT_FEATURES, _IN_FEATURES), generator=random).byte()
+        if format.table == "e4m3":
+            codes &= 0xF7  # so that none is NaN
+        scales = torch.full((_OUT_FEATURES, _IN_FEATURES // (format.group or _IN_FEATURES)), _WEIGHT_UNIT)
+        offsets = {"none": None, "minimum": -16 * scales, "zero": torch.full_like(scales, 7.0)}[format.offset]
+        coded = CodedRows(format, codes, scales, offsets)
+        for form, input_bits, wide_rows, rounding in _CODED_FORMS:
+            weight = CodedWeight(_OUT_FEATURES, _IN_FEATURES, torch.bfloat16, format)
+            weight.input_bits, weight.wide_rows = input_bits, wide_rows
+            yield _linear_check(f"{name}{form}", weight, coded, x, rounding)
 
 
 def _random_integers(low: int, high: int, random: torch.Generator) -> Tensor:

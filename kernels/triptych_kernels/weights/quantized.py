@@ -14,7 +14,13 @@ from triptych_kernels.cpu.launch import Operand, launch
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import BlockWeight, Half
-from triptych_kernels.weights.formats import BLOCK_FORMATS, GROUP_SIZE, PANEL_FORMATS, QuantizedFormat
+from triptych_kernels.weights.formats import (
+    BLOCK_FORMATS,
+    GROUP_SIZE,
+    PANEL_FORMATS,
+    SUPER_GROUP_SIZE,
+    QuantizedFormat,
+)
 from triptych_kernels.weights.packed import HALVES, AdapterOperands, PackedWeight
 
 NEVER = 2**62
@@ -42,6 +48,7 @@ class Wide:
     """As `QuantizedWeight.wide_bits`."""
 
 
+_SCALES_OF_MINIMUMS = ("float16", "bfloat16", "float32")
 _BLOCK_TYPES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2}  # BlockType in quantized_weight.cpp
 
 
@@ -165,7 +172,7 @@ class QuantizedWeight(PackedWeight, BlockWeight):
         }
 
     def _check(self, in_features: int, dtype: torch.dtype) -> None:
-        if not can_hold(self.format, in_features, dtype):
+        if self.format not in PANEL_FORMATS or not can_quantize(in_features, dtype):
             raise ValueError(
                 f"a weight of {in_features} inputs in {dtype} cannot be quantized to {self.format}"
             )
@@ -181,12 +188,22 @@ def can_quantize(in_features: int, dtype: torch.dtype) -> bool:
 
 
 def can_hold(format: QuantizedFormat, in_features: int, dtype: torch.dtype) -> bool:
-    """Return whether this machine has native products for weights of this format, held as they are.
+    """Return whether this machine has native products for weights of this format, held as they are: those of
+    `PANEL_FORMATS` by `QuantizedWeight`, others by `CodedWeight`.
 
     Args:
         dtype: Dtype of the inputs.
     """
-    return format in PANEL_FORMATS and can_quantize(in_features, dtype)
+    if not can_quantize(in_features, dtype):
+        return False
+    group = format.group
+    if format.scale == "k":
+        return group in (16, 32) and in_features % SUPER_GROUP_SIZE == 0 and format.offset != "zero"
+    if group % 16 or group & (group - 1):
+        return False
+    if format.table:
+        return format.offset == "none" and format.bits == (8 if format.table == "e4m3" else 4)
+    return 1 <= format.bits <= 8 and (format.offset != "minimum" or format.scale in _SCALES_OF_MINIMUMS)
 
 
 def allow_wide_products(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> dict[Kind, Wide]:
@@ -202,7 +219,9 @@ def allow_wide_products(weights: Sequence[QuantizedWeight], dtype: torch.dtype) 
     """
     chosen: dict[Kind, Wide] = {}
     for weight in weights:
-        wide = choose_wide(isa(), weight.format.bits, weight.input_bits, dtype)
+        # weights that are no panels of 4 bits are not turned: they count as if they had 8
+        bits = weight.format.bits if weight.format in PANEL_FORMATS else 8
+        wide = choose_wide(isa(), bits, weight.input_bits, dtype)
         if wide is not None:
             weight.wide_rows, weight.wide_bits = wide.num_rows, wide.bits
             chosen[_kind(weight)] = wide

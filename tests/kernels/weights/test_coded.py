@@ -4,78 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.kernels.weights.coded_rows import FORMATS, meaning, random_rows
 from triptych_kernels.ops import embedding
 from triptych_kernels.weights.coded import CodedRows
-from triptych_kernels.weights.formats import TABLES, QuantizedFormat, common_format
+from triptych_kernels.weights.formats import QuantizedFormat, common_format
 from triptych_kernels.weights.quantized import QuantizedWeight, can_hold
 
-Q4_K = QuantizedFormat(4, "minimum", 32, scale="k")
-Q6_K = QuantizedFormat(6, "none", 16, scale="k")
-FORMATS = [
-    QuantizedFormat(4),
-    QuantizedFormat(3, "zero", 64),
-    QuantizedFormat(5, "minimum"),
-    QuantizedFormat(8, "none", 0, scale="float32"),
-    QuantizedFormat(8, "none", 128, "e4m3", "float32"),
-    *(QuantizedFormat(4, "none", 64, table, "float32") for table in TABLES),
-    Q4_K,
-    Q6_K,
-]
+Q4_K, Q6_K = FORMATS["Q4_K"], FORMATS["Q6_K"]
 
 
-def random_rows(format: QuantizedFormat, num_rows: int, in_features: int) -> CodedRows:
-    torch.manual_seed(0)
-    num_groups = -(-in_features // format.group) if format.group else 1
-    codes = torch.randint(0, 2**format.bits, (num_rows, in_features), dtype=torch.uint8)
-    if format.table == "e4m3":
-        codes = torch.randn(num_rows, in_features).to(torch.float8_e4m3fn).view(torch.uint8)
-    shape, is_zero = (num_rows, num_groups), format.offset == "zero"
-    if format.scale == "k":
-        supers = torch.rand(2, num_rows, in_features // 256).half()
-        scales = torch.randint(-32, 32, shape)
-        offsets = torch.randint(0, 64, shape) if format.is_affine else None
-        return CodedRows(format, codes, scales, offsets, 1.0, supers[0], supers[1])
-    offsets = torch.randint(0, 2**format.bits, shape) if is_zero else torch.randn(shape).half()
-    scales = torch.rand(shape).half()
-    return CodedRows(format, codes, scales, None if format.offset == "none" else offsets, 0.5)
-
-
-def meant(rows: CodedRows) -> Tensor:
-    """Return the weights, one by one in float64."""
-    format, weights = rows.format, torch.empty(rows.shape, dtype=torch.float64)
-    for row in range(rows.shape[0]):
-        for i in range(rows.shape[1]):
-            group = i // format.group if format.group else 0
-            code, scale = int(rows.codes[row, i]), float(rows.scales[row, group]) * rows.factor
-            offset = 0.0 if rows.offsets is None else float(rows.offsets[row, group])
-            if rows.super_scales is not None and rows.super_minimums is not None:
-                scale *= float(rows.super_scales[row, i // 256])
-                offset *= -float(rows.super_minimums[row, i // 256])
-            value = float(code)
-            if format.table == "e4m3":
-                value = float(rows.codes[row, i : i + 1].view(torch.float8_e4m3fn))
-            elif format.table:
-                value = TABLES[format.table][code]
-            elif format.offset == "none":
-                value -= 2 ** (format.bits - 1)
-            if format.offset == "zero":
-                offset *= -scale
-            elif format.scale != "k":
-                offset *= rows.factor
-            weights[row, i] = scale * value + offset
-    return weights
-
-
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_rows_mean_what_their_format_says(format: QuantizedFormat) -> None:
     rows = random_rows(format, 3, 512)
-    torch.testing.assert_close(rows.dequantize(torch.float64), meant(rows), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rows.dequantize(torch.float64), meaning(rows), rtol=1e-6, atol=1e-6)
     assert torch.equal(rows.dequantize(torch.bfloat16), rows.dequantize(torch.float32).bfloat16())
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_parts_mean_the_same(format: QuantizedFormat) -> None:
     rows = random_rows(format, 5, 512)
     whole = rows.dequantize(torch.float32)
@@ -86,7 +32,7 @@ def test_parts_mean_the_same(format: QuantizedFormat) -> None:
 
 def test_the_last_group_may_be_smaller() -> None:
     rows = random_rows(QuantizedFormat(8, "none", 128, "e4m3", "float32"), 2, 200)
-    torch.testing.assert_close(rows.dequantize(torch.float64), meant(rows), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rows.dequantize(torch.float64), meaning(rows), rtol=1e-6, atol=1e-6)
     part = rows.narrow(1, 128, 72)
     assert torch.equal(part.dequantize(torch.float32), rows.dequantize(torch.float32)[:, 128:])
 

@@ -297,7 +297,7 @@ ProductSteps float_product(void (*run)(const Linear& args, const WeightForm& for
       .prepare = [](const Linear& args, int64_t rows, int64_t tile, void* inputs) {
         if (rows > kMaxTileRows) RowTiles(args, rows, static_cast<float*>(inputs)).lay_out(args, tile);
       },
-      .multiply = [](const Linear& args, int64_t rows, const void* inputs, int64_t panel) {
+      .multiply = [](const Linear& args, const WeightForm&, int64_t rows, const void* inputs, int64_t panel) {
         if (rows <= kMaxTileRows) return multiply_few_rows<Line>(args, rows, panel);
         const RowTiles tiles(args, rows, static_cast<float*>(const_cast<void*>(inputs)));
         multiply_panel<Line>(args, tiles, 0, tiles.count(), panel);

@@ -98,7 +98,7 @@ ProductSteps packed_product(const Linear& args) {
       .tile_height = [](int64_t) -> int64_t { return kMaxTileRows; },
       .input_bytes = [](const Linear&, int64_t) -> int64_t { return 0; },
       .prepare = [](const Linear&, int64_t, int64_t, void*) {},
-      .multiply = [](const Linear& linear, int64_t rows, const void*, int64_t panel) {
+      .multiply = [](const Linear& linear, const WeightForm&, int64_t rows, const void*, int64_t panel) {
         const bf16* weights = static_cast<const bf16*>(linear.weight) + panel * linear.in_features * kPanel;
         multiply_block(linear, static_cast<const bf16*>(linear.x), linear.x_stride, weights, {0, rows, panel, panel + 1});
       },

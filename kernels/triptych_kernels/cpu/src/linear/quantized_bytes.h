@@ -195,7 +195,7 @@ ProductSteps product(void (*run)(const Linear& args, const WeightForm& form, int
       .prepare = [](const Linear& args, int64_t rows, int64_t tile, void* inputs) {
         quantize_tile(args, rows, tile, static_cast<int32_t*>(inputs));
       },
-      .multiply = [](const Linear& args, int64_t rows, const void* inputs, int64_t panel) {
+      .multiply = [](const Linear& args, const WeightForm&, int64_t rows, const void* inputs, int64_t panel) {
         const auto* x = static_cast<const int32_t*>(inputs);
         if (rows <= kFewRows) return multiply_few_rows<F>(args, x, rows, panel);
         const auto weights = unpacked_panel<F>(args, panel);

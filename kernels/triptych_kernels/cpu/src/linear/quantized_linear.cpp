@@ -210,7 +210,7 @@ ProductSteps narrow_product(void (*run)(const Linear& args, const WeightForm& fo
         quantize_rows<F, InputBits>(args, rows * tile / tiles, rows * (tile + 1) / tiles,
                                     static_cast<Activations*>(inputs));
       },
-      .multiply = [](const Linear& args, int64_t rows, const void* inputs, int64_t panel) {
+      .multiply = [](const Linear& args, const WeightForm&, int64_t rows, const void* inputs, int64_t panel) {
         multiply_panel<F>(args, static_cast<const Activations*>(inputs), rows, {0, rows, panel, panel + 1}, panel);
       },
       .run = run,

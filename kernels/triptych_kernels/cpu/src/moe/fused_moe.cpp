@@ -165,7 +165,7 @@ class ExpertProducts {
       const int64_t i = index / panels;
       const Share& share = pairs_.shares[i];
       if (has_own_loops(share)) return;
-      steps_.multiply(linears_[i], share.rows, inputs_ + first_bytes_[i], index % panels);
+      steps_.multiply(linears_[i], experts_.form, share.rows, inputs_ + first_bytes_[i], index % panels);
     };
     const int64_t count = pairs_.num_shares * panels;
     most_rows_ <= kFewRows ? parallel_for_parts(count, multiply_panel) : parallel_for(count, multiply_panel);
@@ -176,7 +176,7 @@ class ExpertProducts {
 
  private:
   int64_t fewest_of_own_loops() const {
-    const bool may_be_wide = experts_.form.kind == kQuantizedWeight;
+    const bool may_be_wide = experts_.form.kind == kQuantizedWeight || experts_.form.kind == kCodedWeight;
     return may_be_wide ? std::min(experts_.form.wide_rows, kRowsOfOwnLoops) : kRowsOfOwnLoops;
   }
   bool has_own_loops(const Share& share) const { return share.rows >= fewest_of_own_loops(); }

@@ -192,6 +192,19 @@ inline vec load_halves(const void* from) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)))};
 }
 
+inline ivec load_bytes(const void* from) {
+  return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from)))};
+}
+inline ivec look_up_bytes(const uint8_t* table, ivec indices) {
+  const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm256_shuffle_epi8(bytes, indices.v)};
+}
+inline vec look_up(const float* table, ivec indices) {
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), indices.v);
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), indices.v);
+  return {_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(indices.v, 28)))};
+}
+
 inline vec even(vec pairs) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs.v), 16))}; }
 inline vec odd(vec pairs) {
   return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs.v), _mm256_set1_epi32(~0xffff)))};

@@ -201,6 +201,20 @@ inline vec load_halves(const void* from) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)))};
 }
 
+// kLanes bytes without signs.
+inline ivec load_bytes(const void* from) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)))};
+}
+// The bytes of a table of 16, by indices of 4 bits.
+inline ivec look_up_bytes(const uint8_t* table, ivec indices) {
+  const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm512_shuffle_epi8(bytes, indices.v)};
+}
+// The floats of a table of 16, by indices of 4 bits, one in each lane.
+inline vec look_up(const float* table, ivec indices) {
+  return {_mm512_permutexvar_ps(indices.v, _mm512_loadu_ps(table))};
+}
+
 // The two bfloat16 of each lane.
 inline vec even(vec pairs) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs.v), 16))}; }
 inline vec odd(vec pairs) {

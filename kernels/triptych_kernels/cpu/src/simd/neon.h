@@ -224,6 +224,23 @@ inline vec load_halves(const void* from) {
   const auto* halves = static_cast<const uint16_t*>(from);
   return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves))), vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves + 4)))};
 }
+inline ivec load_bytes(const void* from) {
+  const uint16x8_t shorts = vmovl_u8(vld1_u8(static_cast<const uint8_t*>(from)));
+  return {vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(shorts))), vreinterpretq_s32_u32(vmovl_high_u16(shorts))};
+}
+inline ivec look_up_bytes(const uint8_t* table, ivec indices) {
+  const uint8x16_t bytes = vld1q_u8(table);
+  const auto find = [&](int32x4_t x) { return vreinterpretq_s32_u8(vqtbl1q_u8(bytes, vreinterpretq_u8_s32(x))); };
+  return {find(indices.low), find(indices.high)};
+}
+inline vec look_up(const float* table, ivec indices) {
+  int32_t at[kLanes];
+  vst1q_s32(at, indices.low);
+  vst1q_s32(at + 4, indices.high);
+  float values[kLanes];
+  for (int i = 0; i < kLanes; ++i) values[i] = table[at[i]];
+  return load(values);
+}
 // sum[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1] of 16-bit integers
 inline ivec add_dot(ivec sum, ivec a, ivec b) {
   const auto dot = [](int32x4_t x, int32x4_t y) {

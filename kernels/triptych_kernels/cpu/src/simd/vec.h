@@ -27,6 +27,14 @@ vec round_to_pairs(vec low, vec high);                              // 2 * kLane
 // signed, of at most 8 in magnitude unless kHasByteProducts; if Unsigned, they are 0 to 15, and what comes out is too small
 // by kUnsignedStart.
 
+// The floats of 8 bits, e4m3, of which the lanes hold the bits; none is NaN. An exponent of 0 means no leading 1, and then
+// 2 * (1 + m / 8) - 1 = m / 4 is smaller than 1 + m / 8, in units of 2^-7.
+inline vec from_float8(ivec bits) {
+  const vec normal = as_vec(shift_left<20>(bits & splat_int(0x7f)) + splat_int(120 << 23));
+  const vec magnitude = min(normal, fma(normal, splat(2.0f), splat(-0x1p-6f)));
+  return as_vec(bits_of(magnitude) + shift_left<24>(bits & splat_int(0x80)));
+}
+
 // e^x is the result times 2^n, to 2 units in the last place.
 // Source: the polynomial and the split of ln 2 are those of Cephes' expf.
 inline vec exp_parts(vec x, vec& n) {

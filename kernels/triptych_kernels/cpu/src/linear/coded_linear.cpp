@@ -1,0 +1,318 @@
+// Products with weights in the formats of published checkpoints (coded.h).
+//
+// A thread unpacks a chunk of a panel at a time, which stays in the first-level cache, and multiplies all rows with it:
+//
+//   inputs of 8 bits    the chunk as bytes and scales, inputs as byte_inputs.h has them: exact sums of integers
+//   inputs of 16 bits   the chunk as float32, which are the file's weights, and inputs in float32, which are not rounded
+//
+// Values that are no bytes (nf4, floats of 8 bits), or that would saturate sums of 16 bits where no instruction makes
+// products of bytes, take the second way with inputs of 8 bits, too. Each output is one chain of float32 sums over its
+// inputs in order, for any number of rows, so a row's result does not depend on its batch.
+//
+// Many rows may be multiplied in bfloat16 instead, to which weights are then rounded.
+#include "linear/block.h"
+#include "linear/coded.h"
+#include "linear/product.h"
+#include "linear/quantized_bytes.h"
+
+namespace triptych {
+namespace {
+
+using coded::ByteGroup;
+using coded::CodedForm;
+using coded::Reader;
+
+struct CodedLinear {
+  Linear linear;  // dtype is that of x
+  int64_t form;
+  int64_t input_bits;  // 8 or 16
+  int64_t wide_rows;   // so many rows or more are multiplied in bfloat16
+};
+
+constexpr int64_t kChunkBytes = kRegisters == 32 ? 16 << 10 : 8 << 10;  // unpacked
+constexpr int kMaxByteRows = std::max(bytes::kPackedTileRows, bytes::kTileRows);
+constexpr int64_t kRowsPerIndex = 8;
+
+// Add to sums [Rows][kPanel] the products of a tile's inputs x with some groups.
+template <int Rows, int Units, bool Affine>
+void multiply_byte_groups(const int32_t* x, int64_t groups, const float* weights, float* to) {
+  using namespace bytes;
+  using G = ByteGroup<Units, Affine>;
+  vec sums[Rows][2];
+  unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { sums[row][half] = load(to + row * kPanel + half * kLanes); }); });
+  const ivec start = splat_int(kCenterBits);
+  for (const float* const end = weights + groups * G::kFloats; weights < end; weights += G::kFloats, x += Rows * kRowUnits) {
+    const auto of_row = [&](int part, int row) { return as_vec(splat_int(x[part * Rows + row])); };
+    const auto part = [&](int index, int half) { return load(weights + (index + half) * kLanes); };
+    unroll<Units>([&](auto unit) {
+      constexpr int kUnitSteps = kSteps / Units;
+      ivec dots[Rows][2], totals[Rows];
+      const auto add_step = [&](int step, auto is_first) __attribute__((always_inline)) {
+        const ivec values[2] = {load_ints(weights + 2 * step * kLanes), load_ints(weights + (2 * step + 1) * kLanes)};
+        unroll<Rows>([&](auto row) __attribute__((always_inline)) {
+          const ivec inputs = splat_int(x[kValues * Rows + row * kSteps + step]);
+          const auto add = [&](ivec sum, ivec factor) __attribute__((always_inline)) {
+            return is_first ? first_products<false>(sum, inputs, factor) : next_products(sum, inputs, factor);
+          };
+          unroll<2>([&](auto half) __attribute__((always_inline)) {
+            dots[row][half] = add(is_first ? start : dots[row][half], values[half]);
+          });
+          if constexpr (Affine && Units == 2) totals[row] = add(is_first ? splat_int(0) : totals[row], splat_byte(1));
+        });
+      };
+      add_step(unit * kUnitSteps, std::true_type());
+#pragma GCC unroll 1
+      for (int i = 1; i < kUnitSteps; ++i) add_step(unit * kUnitSteps + i, std::false_type());
+      const vec scales[2] = {part(G::kScales + 2 * unit, 0), part(G::kScales + 2 * unit, 1)};
+      unroll<Rows>([&](auto row) __attribute__((always_inline)) {
+        const vec scale = of_row(kScales, row), center = of_row(kCenters, row);
+        unroll<2>([&](auto half) __attribute__((always_inline)) {
+          const vec dot = as_vec(dot_of(dots[row][half], start));
+          sums[row][half] = fma(fma(dot, scale, center), scales[half], sums[row][half]);
+        });
+        if constexpr (Affine) {
+          vec input_sum = of_row(kSums, row);
+          if constexpr (Units == 2) {
+            const vec zeros = of_row(kZeros, row) * splat(kGroup / 2);
+            input_sum = fma(to_floats(dot_of(totals[row], splat_int(0))), scale, zeros);
+          }
+          unroll<2>([&](auto half) __attribute__((always_inline)) {
+            sums[row][half] = fma(input_sum, part(G::kMinima + 2 * unit, half), sums[row][half]);
+          });
+        }
+      });
+    });
+    const vec weight_sums[2] = {part(G::kSums, 0), part(G::kSums, 1)};
+    unroll<Rows>([&](auto row) __attribute__((always_inline)) {
+      const vec zeros = of_row(kZeros, row);
+      unroll<2>([&](auto half) { sums[row][half] = fma(zeros, weight_sums[half], sums[row][half]); });
+    });
+  }
+  unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { store(to + row * kPanel + half * kLanes, sums[row][half]); }); });
+}
+
+// The same with float32 weights [inputs][kPanel] and inputs x [inputs][Rows].
+template <int Rows>
+void multiply_floats(const float* x, int64_t inputs, const float* weights, float* to) {
+  vec sums[Rows][2];
+  unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { sums[row][half] = load(to + row * kPanel + half * kLanes); }); });
+  for (const float* const end = x + inputs * Rows; x < end; x += Rows, weights += kPanel) {
+    const vec halves[2] = {load(weights), load(weights + kLanes)};
+    unroll<Rows>([&](auto row) {
+      const vec value = splat(x[row]);
+      sums[row][0] = fma(value, halves[0], sums[row][0]);
+      sums[row][1] = fma(value, halves[1], sums[row][1]);
+    });
+  }
+  unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { store(to + row * kPanel + half * kLanes, sums[row][half]); }); });
+}
+
+// f(std::integral_constant) of the number of rows of a tile.
+template <int Rows, typename F>
+void with_rows(int64_t rows, const F& f) {
+  if constexpr (Rows > 1) {
+    if (rows < Rows) return with_rows<Rows - 1>(rows, f);
+  }
+  f(std::integral_constant<int, Rows>());
+}
+
+// Rows that are multiplied together, and the inputs that a tile of them reads.
+struct ByteTiles {
+  using Element = int32_t;
+  static int64_t count(int64_t rows) { return bytes::num_tiles(rows); }
+  static int64_t height(int64_t rows) {
+    return rows <= bytes::kFewRows ? bytes::kPackedTileRows : bytes::kTileRows;
+  }
+  static int64_t row_units(const Linear& args) { return bytes::row_units(args); }
+  static void prepare(const Linear& args, int64_t rows, int64_t tile, Element* to) {
+    bytes::quantize_tile(args, rows, tile, to);
+  }
+};
+
+struct FloatTiles {
+  using Element = float;
+  static int64_t count(int64_t rows) { return (rows + kMaxTileRows - 1) / kMaxTileRows; }
+  static int64_t height(int64_t) { return kMaxTileRows; }
+  static int64_t row_units(const Linear& args) { return args.in_features; }
+  static void prepare(const Linear& args, int64_t rows, int64_t tile, Element* to) {
+    const int64_t begin = rows * tile / count(rows), height = rows * (tile + 1) / count(rows) - begin;
+    make_rows(args.stages, begin, begin + height);
+    const auto lay_out = [&](const auto* x) {
+      for (int64_t row = 0; row < height; ++row, x += args.x_stride) {
+        float* const at = to + begin * args.in_features + row;
+        for (int64_t i = 0; i < args.in_features; ++i) at[i * height] = to_float(x[i]);
+      }
+    };
+    const int64_t first = begin * args.x_stride;
+    args.dtype == kFloat32 ? lay_out(static_cast<const float*>(args.x) + first)
+                           : lay_out(static_cast<const bf16*>(args.x) + first);
+  }
+};
+
+// Tiles first … end - 1 of `rows` rows with a panel. unpack(reader, groups, chunk) takes the next groups, multiply(count,
+// x, groups, chunk, sums) adds a tile of `count` rows.
+template <typename Tiles, typename Unpack, typename Multiply>
+void walk_panel(const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
+                const typename Tiles::Element* x, int64_t panel, int64_t group_floats, const Unpack& unpack,
+                const Multiply& multiply) {
+  static thread_local Scratch memory;
+  const int64_t groups = args.in_features / kGroup, row_units = Tiles::row_units(args), count = Tiles::count(rows);
+  const int64_t chunk_groups = std::max<int64_t>(kChunkBytes / (group_floats * int64_t{sizeof(float)}), 1);
+  const auto first_row = [&](int64_t tile) { return rows * tile / count; };
+  const int64_t begin_row = first_row(first), num_rows = first_row(end) - begin_row;
+  auto* const chunk = static_cast<float*>(memory.get((chunk_groups * group_floats + num_rows * kPanel) * sizeof(float)));
+  float* const sums = chunk + chunk_groups * group_floats;
+  std::fill_n(sums, num_rows * kPanel, 0.0f);
+  Reader reader(form, static_cast<const char*>(args.weight) + panel * form.panel_bytes(args.in_features));
+  for (int64_t group = 0; group < groups; group += chunk_groups) {
+    const int64_t now = std::min(chunk_groups, groups - group);
+    unpack(reader, now, chunk);
+    for (int64_t tile = first; tile < end; ++tile) {
+      const int64_t row = first_row(tile), height = first_row(tile + 1) - row;
+      multiply(height, x + row * row_units + group * (row_units / groups) * height, now, chunk,
+               sums + (row - begin_row) * kPanel);
+    }
+  }
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float* const sum = sums + row * kPanel;
+    finish_row(args, begin_row + row, panel, load(sum), load(sum + kLanes));
+  }
+}
+
+template <int Units, bool Affine>
+void multiply_byte_panel(const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
+                         const int32_t* x, int64_t panel) {
+  coded::with_codes(form, [&](auto codes) {
+    walk_panel<ByteTiles>(
+        args, form, rows, first, end, x, panel, ByteGroup<Units, Affine>::kFloats,
+        coded::unpack_bytes<Units, Affine, decltype(codes)>,
+        [](int64_t height, const int32_t* inputs, int64_t groups, const float* weights, float* sums) {
+          with_rows<kMaxByteRows>(height, [&](auto count) {
+            multiply_byte_groups<count, Units, Affine>(inputs, groups, weights, sums);
+          });
+        });
+  });
+}
+
+void multiply_panel(ByteTiles, const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
+                    const int32_t* x, int64_t panel) {
+  const auto multiply = form.num_scales == 2 ? (form.is_affine() ? multiply_byte_panel<2, true> : multiply_byte_panel<2, false>)
+                                             : (form.is_affine() ? multiply_byte_panel<1, true> : multiply_byte_panel<1, false>);
+  multiply(args, form, rows, first, end, x, panel);
+}
+
+void multiply_panel(FloatTiles, const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
+                    const float* x, int64_t panel) {
+  walk_panel<FloatTiles>(args, form, rows, first, end, x, panel, kGroup * kPanel, coded::unpack_floats,
+                         [](int64_t height, const float* inputs, int64_t groups, const float* weights, float* sums) {
+                           with_rows<kMaxTileRows>(height, [&](auto count) {
+                             multiply_floats<count>(inputs, groups * kGroup, weights, sums);
+                           });
+                         });
+}
+
+template <typename Tiles>
+void multiply_all(const Linear& args, const CodedForm& form, int64_t rows) {
+  using Element = typename Tiles::Element;
+  static thread_local Scratch scratch;
+  auto* const x = static_cast<Element*>(scratch.get(rows * Tiles::row_units(args) * sizeof(Element)));
+  const int64_t tiles = Tiles::count(rows), panels = args.num_panels();
+  parallel_for(tiles, [&](int64_t tile) { Tiles::prepare(args, rows, tile, x); });
+  // All rows walk a panel, which is unpacked once; in blocks only if there are few panels to share out.
+  constexpr int64_t kItemsPerThread = 4, kMinTiles = 8;
+  const int64_t max_blocks = (kItemsPerThread * num_threads() + panels - 1) / panels;
+  const int64_t blocks = std::clamp<int64_t>(tiles / kMinTiles, 1, max_blocks);
+  const auto multiply = [&](int64_t index) {
+    const int64_t block = index / panels;
+    multiply_panel(Tiles(), args, form, rows, tiles * block / blocks, tiles * (block + 1) / blocks, x, index % panels);
+  };
+  rows <= kFewRows ? parallel_for_parts(panels, multiply) : parallel_for(blocks * panels, multiply);
+}
+
+// A panel of weights as pairs of bfloat16.
+void unpack_pairs(const Linear& args, const CodedForm& form, int64_t panel, bf16* to) {
+  float group[kGroup * kPanel];
+  Reader reader(form, static_cast<const char*>(args.weight) + panel * form.panel_bytes(args.in_features));
+  for (int64_t at = 0; at < args.in_features; at += kGroup) {
+    coded::unpack_floats(reader, 1, group);
+    for (int input = 0; input < kGroup; input += 2, to += 2 * kPanel) {
+      const float* const pair = group + input * kPanel;
+      unroll<2>([&](auto half) {
+        store_pairs(to + 2 * half * kLanes, load(pair + half * kLanes), load(pair + kPanel + half * kLanes));
+      });
+    }
+  }
+}
+
+void multiply_wide(const Linear& args, const CodedForm& form, int64_t rows) {
+  static thread_local Scratch inputs;
+  const auto* x = static_cast<const bf16*>(args.x);
+  int64_t stride = args.x_stride;
+  if (args.dtype == kFloat32) {
+    stride = args.in_features;
+    auto* const rounded = static_cast<bf16*>(inputs.get(rows * stride * sizeof(bf16)));
+    for_rows(rows, kRowsPerIndex, [&](int64_t first, int64_t end) {
+      make_rows(args.stages, first, end);
+      for (int64_t row = first; row < end; ++row) {
+        const float* const from = static_cast<const float*>(args.x) + row * args.x_stride;
+        for (int64_t i = 0; i < stride; i += kLanes) store(rounded + row * stride + i, load(from + i));
+      }
+    });
+    x = rounded;
+  } else {
+    make_all_rows(args.stages);
+  }
+  parallel_for(args.num_panels(), [&](int64_t panel) {
+    static thread_local Scratch unpacked;
+    auto* weights = static_cast<bf16*>(unpacked.get(args.in_features * kPanel * sizeof(bf16)));
+    unpack_pairs(args, form, panel, weights);
+    multiply_block<bf16>(args, x, stride, weights, {0, rows, panel, panel + 1});
+  });
+}
+
+bool takes_bytes(const CodedForm& form, int64_t input_bits) { return input_bits == 8 && form.has_bytes(); }
+
+void multiply_form(const Linear& args, const WeightForm& held, int64_t rows) {
+  const CodedForm form(held.form);
+  if (rows >= held.wide_rows) return multiply_wide(args, form, rows);
+  takes_bytes(form, held.input_bits) ? multiply_all<ByteTiles>(args, form, rows)
+                                     : multiply_all<FloatTiles>(args, form, rows);
+}
+
+// The steps of such a product.
+template <typename Tiles>
+ProductSteps steps() {
+  using Element = typename Tiles::Element;
+  return {
+      .tile_height = Tiles::height,
+      .input_bytes = [](const Linear& args, int64_t rows) -> int64_t {
+        return rows * Tiles::row_units(args) * sizeof(Element);
+      },
+      .prepare = [](const Linear& args, int64_t rows, int64_t tile, void* inputs) {
+        Tiles::prepare(args, rows, tile, static_cast<Element*>(inputs));
+      },
+      .multiply = [](const Linear& args, const WeightForm& form, int64_t rows, const void* inputs, int64_t panel) {
+        const auto* const x = static_cast<const Element*>(inputs);
+        multiply_panel(Tiles(), args, CodedForm(form.form), rows, 0, Tiles::count(rows), x, panel);
+      },
+      .run = multiply_form,
+  };
+}
+
+}  // namespace
+
+ProductSteps coded_product(const WeightForm& form) {
+  return takes_bytes(CodedForm(form.form), form.input_bits) ? steps<ByteTiles>() : steps<FloatTiles>();
+}
+
+}  // namespace triptych
+
+TRIPTYCH_KERNEL(coded_linear, triptych::CodedLinear,
+                linear.dtype, linear.out_dtype, linear.x, linear.x_stride, linear.weight, linear.bias, linear.out,
+                linear.out_stride, linear.in_features, linear.out_features, linear.activation, linear.gated,
+                linear.stages, linear.slots, linear.adapters, linear.num_adapters, linear.adapted,
+                linear.adapter_dtype, form, input_bits, wide_rows) {
+  using namespace triptych;
+  const WeightForm form{kCodedWeight, args.form, 0, 0, args.input_bits, args.wide_rows, 16};
+  with_adapters(args.linear, rows, [&](const Linear& linear) { multiply_form(linear, form, rows); });
+}

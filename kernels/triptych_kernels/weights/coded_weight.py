@@ -1,0 +1,301 @@
+"""A linear layer's weight in the format of a published checkpoint, packed for the native kernels as coded.h draws it.
+
+format of the file                                 held in bits per weight
+Q4_K; Q5_K; Q6_K                                   4.63; 6.63; 6.56
+Q2_K; Q3_K                                         5.13; 4.56          codes of 2 and 3 bits in 4
+IQ4_XS; IQ4_NL                                     4.31; 4.5
+4 bits, zero points, groups of 128                 4.19                GPTQ, AWQ, compressed-tensors
+MXFP4; NVFP4                                       4.25; 4.5
+nf4 and fp4 of bitsandbytes, groups of 64          4.5
+e4m3, blocks of 128                                8.25
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triptych_kernels.cpu.dtypes import DTYPES
+from triptych_kernels.cpu.launch import launch
+from triptych_kernels.cpu.memory import zeros_in_huge_pages
+from triptych_kernels.weights.base import Half
+from triptych_kernels.weights.coded import CodedRows
+from triptych_kernels.weights.formats import GROUP_SIZE, SUPER_GROUP_SIZE, QuantizedFormat
+from triptych_kernels.weights.packed import HALVES, AdapterOperands
+from triptych_kernels.weights.quantized import QuantizedWeight, can_hold
+
+# as coded.h numbers them
+_TABLES = {"": 0, "fp4": 1, "iq4_nl": 2, "nf4": 3, "bnb_fp4": 4, "e4m3": 5}
+_SCALES = {"float16": 0, "bfloat16": 1, "float32": 2, "e8m0": 3, "e4m3": 4, "k": 5}
+_OFFSETS = {"none": 0, "minimum": 1, "zero": 2}
+_SIGNED_ZERO = 128  # is added to zero points and to the lower of two levels
+_E8M0_BIAS = 127
+
+_DTYPES_OF_SCALES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "k": torch.float16,
+}
+_BYTES_OF_SCALES = {"e8m0": 1, **{name: dtype.itemsize for name, dtype in _DTYPES_OF_SCALES.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The sizes of coded.h for a format and a number of inputs."""
+
+    format: QuantizedFormat
+    in_features: int
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code in memory: 4, 6 or 8."""
+        return next(bits for bits in (4, 6, 8) if self.format.bits <= bits)
+
+    @property
+    def group(self) -> int:
+        """Number of inputs that share a scale."""
+        return self.format.group or self.in_features
+
+    @property
+    def block(self) -> int:
+        """Number of inputs of a block."""
+        return SUPER_GROUP_SIZE if self.format.scale == "k" else max(self.group, GROUP_SIZE)
+
+    @property
+    def number(self) -> int:
+        """The form as `CodedForm` reads it."""
+        format = self.format
+        return (
+            self.bits
+            | _TABLES[format.table] << 4
+            | _SCALES[format.scale] << 8
+            | _OFFSETS[format.offset] << 12
+            | self.group << 16
+        )
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of one output."""
+        format, size = self.format, self.in_features
+        scale_bytes = _BYTES_OF_SCALES[format.scale]
+        offset_bytes = {"none": 0, "minimum": scale_bytes, "zero": 1}[format.offset]
+        if format.scale == "k":
+            levels = size // self.group * (2 if format.offset == "minimum" else 1)
+            return self.codes_bytes + levels + self.num_blocks * (scale_bytes + offset_bytes)
+        factor_bytes = 4 if format.scale == "e4m3" else 0
+        return self.codes_bytes + factor_bytes + self.num_scales * (scale_bytes + offset_bytes)
+
+    @property
+    def codes_bytes(self) -> int:
+        return self.in_features * self.bits // 8
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.in_features // self.block)
+
+    @property
+    def num_scales(self) -> int:
+        return -(-self.in_features // self.group)
+
+
+class CodedWeight(QuantizedWeight):
+    """A weight [out_features, in_features] that keeps the codes and the scales of a file.
+
+    With `input_bits` of 16 inputs are not rounded: products are those of the file's weights in float32. With 8 they are
+    rounded as by `QuantizedWeight`, unless values of the format are no integers of 8 bits.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        format: QuantizedFormat,
+        *,
+        gated: bool = False,
+        bias: bool = False,
+    ) -> None:
+        """Allocate a weight of zeros, packed for the instruction set in use.
+
+        Raises:
+            ValueError: This machine's kernels do not hold the format, or this number of inputs in it.
+        """
+        self._layout = _Layout(format, in_features)
+        super().__init__(out_features, in_features, dtype, format, gated=gated, bias=bias)
+
+    def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
+        raise ValueError(f"a weight of {self.format} holds rows of a file only, which are quantized already")
+
+    def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
+        raise ValueError(f"{type} blocks do not fit into {self.format}; unpack them for `fill_codes`")
+
+    def fill_codes(self, first_row: int, rows: CodedRows, half: Half | None = None) -> None:
+        assert rows.shape[1] == self.in_features, "rows of as many inputs"
+        parts = _pack(rows, self._layout)
+        launch(
+            "pack_codes", parts.codes, form=self._layout.number, codes=parts.codes, scales=parts.scales,
+            offsets=parts.offsets, multiples=parts.multiples, minima=parts.minima, factors=parts.factors,
+            panels=self.data, in_features=self.in_features, first_row=first_row, half=HALVES[half],
+        )  # fmt: skip
+
+    def multiply(
+        self,
+        x: Tensor,
+        out_dtype: torch.dtype,
+        activation: str | None = None,
+        adapters: AdapterOperands | None = None,
+    ) -> Tensor:
+        out = self._new_output(x, out_dtype, activation)
+        operands = self.linear_operands(x, out, activation, adapters)
+        linear = {f"linear_{field}": operand for field, operand in operands.items()}
+        launch(
+            "coded_linear", x, **linear, form=self._layout.number,
+            input_bits=self.input_bits, wide_rows=self.wide_rows,
+        )  # fmt: skip
+        return out
+
+    def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(token_ids), self.in_features, dtype=out_dtype, device=token_ids.device)
+        launch(
+            "coded_embedding", token_ids, form=self._layout.number, out_dtype=DTYPES[out_dtype],
+            panels=self.data, token_ids=token_ids, out=out, in_features=self.in_features,
+        )  # fmt: skip
+        return out
+
+    @property
+    def form(self) -> dict[str, int]:
+        return {
+            "kind": 3,
+            "form": self._layout.number,
+            "bits": 0,
+            "affine": 0,
+            "input_bits": self.input_bits,
+            "wide_rows": self.wide_rows,
+            "wide_bits": 16,
+        }
+
+    def _check(self, in_features: int, dtype: torch.dtype) -> None:
+        if not can_hold(self.format, in_features, dtype):
+            raise ValueError(f"a weight of {in_features} inputs in {dtype} cannot be held as {self.format}")
+
+    def _allocate(self, num_outputs: int) -> Tensor:
+        return zeros_in_huge_pages((num_outputs * self._layout.output_bytes,), torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """Rows in the types in which panels store them; the fields of `PackCodes`."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
+    multiples: Tensor | None = None
+    minima: Tensor | None = None
+    factors: Tensor | None = None
+
+
+def _pack(rows: CodedRows, layout: _Layout) -> _Parts:
+    """Bring rows into the types of panels.
+
+    Raises:
+        ValueError: The format does not hold them without loss.
+    """
+    to, own = layout.format, rows.format
+    if not to.holds(own):
+        raise ValueError(f"weights of {own} do not fit into {to} without loss")
+    codes = _held_codes(rows, layout)
+    if to.scale == "k":
+        return _pack_levels(rows, codes, layout)
+    factors = None
+    scales = rows.group_scales()
+    if to.scale == "e4m3":
+        factors = torch.full((len(codes),), rows.factor)
+        scales = rows.scales.float()
+    if own.table == "fp4" and not to.table:
+        scales = scales / 2  # of which codes are twice the values
+    offsets = None
+    if to.offset == "zero":
+        zeros = (
+            torch.full_like(scales, 2.0 ** (own.bits - 1)) if rows.offsets is None else rows.offsets.float()
+        )
+        center = 2 ** (layout.bits - 1)
+        offsets = _of_groups(_as_bytes(zeros - center + _SIGNED_ZERO, "zero point"), own, layout)
+    elif to.offset == "minimum":
+        minima = torch.zeros_like(scales) if rows.offsets is None else rows.group_minimums()
+        if layout.bits == 8 and rows.offsets is None:
+            minima = scales * -_SIGNED_ZERO
+        offsets = _of_groups(_exactly(minima, to.scale, "minimum"), own, layout)
+    return _Parts(
+        codes, _of_groups(_exactly(scales, to.scale, "scale"), own, layout), offsets, factors=factors
+    )
+
+
+def _held_codes(rows: CodedRows, layout: _Layout) -> Tensor:
+    """Return the codes as panels count them, [rows, in_features] uint8."""
+    own, to = rows.format, layout.format
+    if own.table != to.table:  # integers of 8 bits take its values
+        twice = 2 if own.table == "fp4" else 1
+        return (rows.values() * twice + _SIGNED_ZERO).to(torch.uint8)
+    if own.table or to.offset == "zero" or (own.offset != "none" and layout.bits != 6):
+        return rows.codes.contiguous()
+    if own.offset != "none" and own.bits > 5:
+        raise ValueError(f"codes of {own} do not fit into {to}, where 6 bits have signs")
+    # from the file's center to that of the panels
+    center = 0 if own.offset != "none" else 2 ** (own.bits - 1)
+    return rows.codes + (2 ** (layout.bits - 1) - center)
+
+
+def _pack_levels(rows: CodedRows, codes: Tensor, layout: _Layout) -> _Parts:
+    assert rows.super_scales is not None, "scales are in two levels"
+    own, to = rows.format, layout.format
+    super_scales = _exactly(rows.super_scales.float() * rows.factor, "k", "scale")
+    multiples = _of_groups(_as_bytes(rows.scales.float() + _SIGNED_ZERO, "multiple of a scale"), own, layout)
+    if to.offset == "none":
+        return _Parts(codes, super_scales, multiples=multiples)
+    offsets, super_minimums = rows.offsets, rows.super_minimums
+    if offsets is None or super_minimums is None:
+        offsets, super_minimums = torch.zeros_like(rows.scales), torch.zeros_like(rows.super_scales)
+    minima = _of_groups(_as_bytes(offsets.float(), "multiple of a minimum"), own, layout)
+    supers = _exactly(super_minimums.float() * rows.factor, "k", "minimum")
+    return _Parts(codes, super_scales, supers, multiples, minima)
+
+
+def _of_groups(values: Tensor, own: QuantizedFormat, layout: _Layout) -> Tensor:
+    """Repeat what groups of a file have for the smaller ones of the panels."""
+    times = (own.group or layout.in_features) // layout.group
+    return values.repeat_interleave(times, dim=1)[:, : layout.num_scales].contiguous()
+
+
+def _exactly(values: Tensor, scale: str, what: str) -> Tensor:
+    """Return float32 values in the precision of scales.
+
+    Raises:
+        ValueError: One of them does not fit it.
+    """
+    if scale == "e8m0":
+        mantissas, exponents = torch.frexp(values)
+        # a power of two below 2^-126, with which no product of usual inputs is a number, counts as 0
+        stored = torch.where(exponents > 1 - _E8M0_BIAS, exponents - 1 + _E8M0_BIAS, 0)
+        if bool(((mantissas != 0.5) & (values != 0)).any()):
+            raise ValueError(f"a {what} is no power of two")
+        return stored.to(torch.uint8)
+    stored = values.to(_DTYPES_OF_SCALES[scale])
+    if not torch.equal(stored.float(), values):
+        raise ValueError(f"a {what} does not fit {_DTYPES_OF_SCALES[scale]} without loss")
+    return stored.contiguous()
+
+
+def _as_bytes(values: Tensor, what: str) -> Tensor:
+    """Return whole numbers as uint8.
+
+    Raises:
+        ValueError: One of them is none, or is too large.
+    """
+    stored = values.clamp(0, 255).to(torch.uint8)
+    if not torch.equal(stored.float(), values):
+        raise ValueError(f"a {what} does not fit 8 bits")
+    return stored.contiguous()
