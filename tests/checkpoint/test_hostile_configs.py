@@ -12,6 +12,7 @@ import pytest
 from tests.checkpoint.test_published_configs import PUBLISHED
 from triptych.checkpoint.config_json import read_architecture, read_model_class
 from triptych.checkpoint.families import registry
+from triptych.checkpoint.quantization import read
 from triptych.errors import FeatureDisabled, ModelError
 
 ODD: tuple[Any, ...] = (0, -1, 2.5, 10**400, math.nan, True, "x", [None], {"full_attention": 1})
@@ -35,7 +36,8 @@ MORE_KEYS = {
 @pytest.fixture(autouse=True)
 def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the search of installed packages, which takes longer than all else."""
-    monkeypatch.setattr(registry, "entry_points", lambda group: ())
+    for module in (registry, read):
+        monkeypatch.setattr(module, "entry_points", lambda group: ())
 
 
 def error_of(directory: Path, config: dict[str, Any]) -> str:

@@ -183,7 +183,7 @@ def test_the_end_of_text_ids_of_both_files_count(tmp_path: Path) -> None:
         ("rope_parameters", {"rope_type": "linear", "factor": math.nan}, "factor: nan must be a number"),
         ("rope_parameters", {"rope_theta": 1.0, "twist": 2}, "rope_parameters.twist: 2 is a key that this"),
         ("partial_rotary_factor", 1.5, "partial_rotary_factor: 1.5 must be above 0 and at most 1"),
-        ("quantization_config", {"quant_method": "gptq"}, "quant_method: 'gptq' is not supported"),
+        ("quantization_config", {"quant_method": "runes"}, "quant_method: 'runes' is not supported, only "),
         ("hidden_act", "swoosh", "hidden_act: 'swoosh' is none of silu, "),
         ("sliding_window", 32, "sliding_window: 32 is a key that this family does not have here"),
         ("attention_chunk_size", 8, "attention_chunk_size: 8 is a key that this family does not have"),
@@ -259,7 +259,7 @@ def test_what_is_not_built_is_told_from_what_is_odd(tmp_path: Path) -> None:
         ({"swiglu_alpha": 2.0}, FeatureDisabled, r"swiglu_alpha = 2\.0: .*activation is another"),
         ({"experts_per_token": 3}, FeatureDisabled, "experts_per_token = 3: .*contradicts"),
         ({"rope_scaling": None}, ModelError, "rope_parameters: None must be an object"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, ModelError, "'mxfp4' is not supported"),
+        ({"quantization_config": {"quant_method": "mxfp5"}}, ModelError, "'mxfp5' is not supported"),
     ],
 )
 def test_what_is_not_built_of_gpt_oss_is_refused(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from triptych.checkpoint.quantization.scheme import StoredQuantization
 from triptych.checkpoint.tensor_names import TensorNames
 
 TRANSFORMERS_MODEL = "TransformersForCausalLM"
@@ -337,6 +338,8 @@ class ModelArchitecture:
     encoder: EncoderSpec | None = None
     """Not None: it is an encoder, in which a token also sees those after it; it generates nothing."""
     is_gguf: bool = False
+    quantization: StoredQuantization | None = None
+    """How another tool has quantized the weights; None: it has not, or the file is a GGUF."""
     head: str = "logits"
     """The part behind the last norm: logits, for tokens, score, a classifier's weight, or none."""
     num_labels: int = 0

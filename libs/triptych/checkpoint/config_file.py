@@ -46,6 +46,8 @@ _HARMLESS = frozenset(
         "torch_dtype",
         "dtype",
         "auto_map",
+        # read by `triptych.checkpoint.quantization`, at the top or in a section
+        "quantization_config",
         "tokenizer_class",
         "tokenizer_name",
         "custom_pipelines",

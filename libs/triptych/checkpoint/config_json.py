@@ -9,6 +9,8 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_file import MAX_VOCAB_SIZE, ConfigFile
 from triptych.checkpoint.families.registry import find_family, head_of
 from triptych.checkpoint.labels import read_labels
+from triptych.checkpoint.quantization.read import read_quantization
+from triptych.checkpoint.quantization.scheme import StoredQuantization
 from triptych.checkpoint.tensor_names import bare_names, names_of_tensors
 from triptych.errors import ModelError
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind
@@ -33,7 +35,7 @@ def read_architecture(directory: Path) -> ModelArchitecture:
             file, key and value.
     """
     config = ConfigFile.read(directory / CONFIG_FILE)
-    _check_supported(config)
+    quantization = read_quantization(directory, config)
     family = find_family(config)
     described = family.read(config)
     if family.knows_all_keys:
@@ -42,9 +44,19 @@ def read_architecture(directory: Path) -> ModelArchitecture:
     return replace(
         described,
         eos_token_ids=read_eos_token_ids(directory),
+        quantization=quantization,
         is_gguf=(directory / GGUF_INDEX_FILE).is_file(),
         config={} if family.knows_all_keys else config.values,
     )
+
+
+def read_stored_quantization(directory: Path) -> StoredQuantization | None:
+    """Return how the weights of a checkpoint are quantized; None if it does not say that they are.
+
+    Raises:
+        FeatureDisabled, ModelError: As of `read_architecture`.
+    """
+    return read_quantization(directory, ConfigFile.read_optional(directory / CONFIG_FILE))
 
 
 def _with_head(directory: Path, config: ConfigFile, body: ModelArchitecture) -> ModelArchitecture:
@@ -149,11 +161,3 @@ def _tokenizer_eos_token_id(directory: Path) -> int | None:
             ):
                 return int(token_id)
     return None
-
-
-def _check_supported(config: ConfigFile) -> None:
-    """Stop at facts that `ModelArchitecture` cannot carry, rather than compute something else."""
-    quantization = config.section("quantization_config")
-    if quantization is not None:
-        method = quantization.values.get("quant_method")
-        config.fail("quantization_config.quant_method", method, "is not supported; use plain or GGUF weights")

@@ -1,0 +1,1 @@
+"""Schemes of quantized weights, as published checkpoints describe them; without torch."""
