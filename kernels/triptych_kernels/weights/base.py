@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.weights.coded import CodedRows, as_blocks
+from triptych_kernels.weights.formats import QuantizedFormat
 
 Half = Literal["gate", "up"]
 
@@ -74,6 +75,8 @@ class LinearWeight(ABC):
 
 class BlockWeight(LinearWeight):
     """A weight that keeps quantized weights of a file as they are."""
+
+    format: QuantizedFormat
 
     @abstractmethod
     def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:

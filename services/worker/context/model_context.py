@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from triptych.checkpoint.architecture import ModelArchitecture
+from triptych_kernels.weights.formats import QuantizedFormat
 from triptych_services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
 from triptych_services.worker.context.rank_group import OneRank, RankGroup
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
@@ -20,7 +21,7 @@ class ModelContext:
     ModelContext
       config         values: what the operator said, with `auto` resolved, and the checkpoint's architecture
       group          a connection: the ranks that compute each layer together
-      tensor_types   facts of the checkpoint that is being loaded
+      tensor_types, tensor_formats   facts of the checkpoint that is being loaded
     """
 
     config: ResolvedConfig
@@ -29,6 +30,8 @@ class ModelContext:
     tensor_types: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor in the checkpoint -> form of its stored elements, which quantized weights keep where they can.
     Empty: nothing is kept."""
+    tensor_formats: Mapping[str, QuantizedFormat] = field(default_factory=dict)
+    """Likewise of tensors of codes: name -> their format."""
 
     @property
     def architecture(self) -> ModelArchitecture:
@@ -51,6 +54,10 @@ class ModelContext:
     def tensor_type(self, name: str) -> str:
         """Return the form of the stored elements of a tensor under our layers' name; empty if it is not known."""
         return self.tensor_types.get(self.architecture.names.holder(name).name, "")
+
+    def tensor_format(self, name: str) -> QuantizedFormat | None:
+        """Return the format of the codes of a tensor under our layers' name; None if it is floating point."""
+        return self.tensor_formats.get(self.architecture.names.holder(name).name)
 
     def stored_dtype(self, sources: Iterable[str]) -> torch.dtype:
         """Return the precision that holds a weight made of these tensors of the checkpoint.

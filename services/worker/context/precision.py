@@ -53,7 +53,7 @@ def choose_weight_dtype(
         quantization: Form of linear weights, resolved.
     """
     may_widen = requested == "auto" and dtype == "float32" and device == "cpu" and native_kernels
-    return stored_dtype(architecture) if may_widen and quantization == "none" else dtype
+    return stored_dtype(architecture) if may_widen and quantization in ("none", "stored") else dtype
 
 
 def choose_kv_dtype(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from triptych.checkpoint.architecture import TRANSFORMERS_ENCODER, TRANSFORMERS_MODEL, ModelArchitecture
+from triptych.checkpoint.quantization.scheme import StoredQuantization
 from triptych.config import EngineConfig, ParallelConfig
 from triptych.config.step_size import size_for_device
 from triptych.errors import ConfigError, FeatureDisabled
@@ -175,7 +176,7 @@ def choose_quantization(
     *,
     parallel: ParallelConfig = _ONE_RANK,
 ) -> str:
-    """Return the form of linear weights that `model.quantization` means: none, q4, q8, int8 or fp8.
+    """Return the form of linear weights that `model.quantization` means: none, q4, q8, int8, fp8 or stored.
 
     `auto` is q4 if the native kernels for CPUs compute it, else none: which form is the fastest on CUDA devices has not
     been measured yet.
@@ -187,7 +188,10 @@ def choose_quantization(
     Raises:
         FeatureDisabled: No kernel multiplies this form there.
     """
-    if requested == "none":
+    stored = architecture.quantization
+    if stored is not None:
+        return _keep_stored(requested, stored, dtype, traits)
+    if requested in ("none", "dequantized"):
         return "none"
     wanted = "q4" if requested == "auto" else requested
     obstacle = (
@@ -202,6 +206,19 @@ def choose_quantization(
     raise FeatureDisabled(f"model.quantization = {requested}", f"{obstacle}; set it to none or auto")
 
 
+def _keep_stored(requested: str, stored: StoredQuantization, dtype: str, traits: DeviceTraits) -> str:
+    """Return the form of linear weights that another tool has quantized: stored where kernels read it, else none."""
+    if requested not in ("none", "auto", "dequantized"):
+        raise FeatureDisabled(
+            f"model.quantization = {requested}",
+            f"the weights are quantized already: {stored.source} says {stored.method}, and to quantize them again "
+            "would add its errors; set it to none, which keeps them, or to dequantized",
+        )
+    if requested == "dequantized" or traits.device != "cpu":
+        return "none"
+    return "none" if _obstacle_on_cpu("stored", dtype, native_kernels=traits.native_kernels) else "stored"
+
+
 def choose_activation_bits(requested: str, quantization: str, kv_dtype: str, traits: DeviceTraits) -> int:
     """Return the bits that `model.activation_bits` means.
 
@@ -214,14 +231,14 @@ def choose_activation_bits(requested: str, quantization: str, kv_dtype: str, tra
     Raises:
         FeatureDisabled: No product rounds its inputs so.
     """
-    is_rounded = traits.device == "cpu" and quantization in ("q4", "q8", "int8")
+    is_rounded = traits.device == "cpu" and quantization in ("q4", "q8", "int8", "stored")
     if requested == "auto":
         is_chosen = quantization == "int8" or (quantization in traits.byte_input_forms and kv_dtype != "int8")
         return 8 if is_rounded and is_chosen else 16
     if not is_rounded:
         raise FeatureDisabled(
             f"model.activation_bits = {requested}",
-            "inputs are rounded to integers on CPUs with model.quantization = q4, q8 or int8 only, and this is "
+            "inputs are rounded to integers on CPUs with quantized weights only, and this is "
             f"{traits.device} with {quantization}; set it to auto",
         )
     if quantization == "int8" and requested != "8":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 from triptych.errors import ModelError
-from triptych_services.worker.layers.quantization import UnreadTensor
+from triptych_services.worker.layers.quantization import CodedStack, CodedTensor, UnreadTensor
 from triptych_services.worker.layers.weights import (
     LoadedTensor,
     WeightTarget,
@@ -65,9 +65,12 @@ class CutTensor:
         return self.pieces[0][0].constant
 
     def load(self, name: str, tensor: LoadedTensor) -> None:
-        check_shape(name, tensor, self.checkpoint_shape)
-        if self.is_transposed:
-            tensor = _transposed(tensor)
+        if isinstance(tensor, CodedTensor):  # which has outputs first
+            check_shape(name, tensor, self.shape)
+        else:
+            check_shape(name, tensor, self.checkpoint_shape)
+            if self.is_transposed:
+                tensor = _transposed(tensor)
         for target, rows in self.pieces:
             target.load(name, _select(tensor, rows, target.checkpoint_shape))
 
@@ -88,11 +91,15 @@ class ExpertsTensor:
         return self.experts[0].constant
 
     def load(self, name: str, tensor: LoadedTensor) -> None:
-        check_shape(name, tensor, self.checkpoint_shape)
+        if isinstance(tensor, CodedStack):
+            check_shape(name, tensor, (len(self.experts), *self.experts[0].shape))
+        else:
+            check_shape(name, tensor, self.checkpoint_shape)
         for expert, cut in enumerate(self.experts):
             if not any(target.length for target, _ in cut.pieces):
                 continue  # another rank's, which is not read
-            cut.load(name, tensor.narrow(0, expert, 1)[0])
+            own = tensor.expert(expert) if isinstance(tensor, CodedStack) else tensor.narrow(0, expert, 1)[0]
+            cut.load(name, own)
 
 
 def _transposed(tensor: LoadedTensor) -> UnreadTensor:
@@ -100,8 +107,10 @@ def _transposed(tensor: LoadedTensor) -> UnreadTensor:
     return UnreadTensor((columns, rows), lambda dim, start, length: tensor.narrow(1 - dim, start, length).t())
 
 
-def _select(tensor: LoadedTensor, rows: Tensor | slice, shape: tuple[int, ...]) -> UnreadTensor:
+def _select(tensor: LoadedTensor, rows: Tensor | slice, shape: tuple[int, ...]) -> LoadedTensor:
     """Return some rows of a tensor, of which no more is read than its form allows."""
+    if isinstance(tensor, CodedTensor):
+        return tensor.select(rows, shape[0])
 
     def read(dim: int, start: int, length: int) -> Tensor:
         if isinstance(rows, slice):

@@ -363,13 +363,15 @@ def create_packed(
     """
     names = [name for own in sources for name in own]
     if context.device.type != "cpu":
-        format = choose_format(names, context=context)
+        format = choose_format(names, in_features=in_features, context=context)
         assert format is not None, "plain weights are stacked"
         assert not bias, "_are_packed has refused it"
         return create_quantized_experts(
             len(sources), out_features, in_features, format, gated=gated, context=context
         )
-    a_name_of_each_type = list({context.tensor_type(name): name for name in names}.values())
+    a_name_of_each_type = list(
+        {(context.tensor_type(name), context.tensor_format(name)): name for name in names}.values()
+    )
     weights = []
     for _ in sources:
         weight, _ = create_linear_weight(

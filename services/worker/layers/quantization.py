@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from triptych_kernels.weights.base import LinearWeight
-from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat, QuantizedFormat, common_format
-from triptych_kernels.weights.quantized import QuantizedWeight
+from triptych_kernels.weights.coded import CodedRows
+from triptych_kernels.weights.formats import (
+    BLOCK_FORMATS,
+    GROUP_SIZE,
+    ChannelFormat,
+    QuantizedFormat,
+    common_format,
+)
+from triptych_kernels.weights.quantized import QuantizedWeight, can_hold
 from triptych_services.worker.context.model_context import ModelContext
 
 WeightFormat = QuantizedFormat | ChannelFormat
@@ -23,6 +30,11 @@ _CHANNEL_FORMATS = {"int8": ChannelFormat(torch.int8), "fp8": ChannelFormat(torc
 _INT8_ON_CPUS = QuantizedFormat(8)  # its products' inputs are in 8 bits, too
 _HEAD_FORMAT = QuantizedFormat(8)  # no later layer averages out its errors
 
+
+_CHUNK_WEIGHTS = 1 << 20
+"""Weights that are unpacked at once: 4 MiB in float32, beside which their codes stay in the second-level cache."""
+
+_ROW_FIELDS = ("codes", "scales", "offsets", "super_scales", "super_minimums")  # of CodedRows
 
 ReadPart = Callable[[int, int, int], Tensor]
 """Reads a part of a checkpoint's tensor: (dim, start, length), as `Tensor.narrow` takes them."""
@@ -57,13 +69,103 @@ class StoredBlocks:
         return self.read(dim, start, length)
 
 
+@dataclass(frozen=True, slots=True)
+class CodedPart:
+    """A part of a quantized weight: some of its outputs, for some of its inputs."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+    group: int
+    """Number of inputs with one scale in what is read; 0: all. It divides the groups that the file has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedTensor:
+    """A matrix of a checkpoint that holds quantized weights, of which a rank reads only the part that it holds."""
+
+    name: str
+    format: QuantizedFormat
+    shape: tuple[int, int]
+    """[out_features, in_features], however the file lays it out."""
+    read_codes: Callable[[CodedPart], CodedRows]
+    dtype: torch.dtype
+    """Precision of weights that cannot keep the codes."""
+    dequantized: set[str]
+    """Gets the name if the matrix is read in floating point."""
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor:
+        """Return a part in floating point, as `Tensor.narrow` does."""
+        if length:
+            self.dequantized.add(self.name)
+        shape = [*self.shape]
+        shape[dim] = length
+        out = torch.empty(shape, dtype=self.dtype)
+        group = self.format.group
+        if group and dim == 1 and (start % group or length % group):
+            group = 1
+        for row, codes in self.parts(dim, start, length, group):
+            out[row : row + codes.shape[0]] = codes.dequantize(self.dtype)
+        return out
+
+    def parts(self, dim: int, start: int, length: int, group: int) -> Iterator[tuple[int, CodedRows]]:
+        """Yield a part, as of `Tensor.narrow`, in pieces of some rows: the first row within the part, and its rows.
+
+        Args:
+            group: As of `CodedPart`.
+        """
+        (row, rows), (column, columns) = ((start, length), (0, self.shape[1]))
+        if dim == 1:
+            (row, rows), (column, columns) = ((0, self.shape[0]), (start, length))
+        step = max(1, _CHUNK_WEIGHTS // max(columns, 1))
+        for first in range(0, rows, step):
+            piece = CodedPart(row + first, min(step, rows - first), column, columns, group)
+            yield first, self.read_codes(piece)
+
+    def select(self, rows: Tensor | slice, num_rows: int) -> CodedTensor:
+        """Return the matrix of some rows: a range, or [num_rows] int64."""
+
+        def read(part: CodedPart) -> CodedRows:
+            if isinstance(rows, slice):
+                return self.read_codes(replace(part, row=rows.start + part.row))
+            wanted = rows[part.row : part.row + part.rows]
+            first, last = int(wanted.min()), int(wanted.max())
+            return _select_rows(
+                self.read_codes(replace(part, row=first, rows=last + 1 - first)), wanted - first
+            )
+
+        return replace(self, shape=(num_rows, self.shape[1]), read_codes=read)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedStack:
+    """A tensor of a checkpoint that holds the quantized weights of all experts of a mixture."""
+
+    shape: tuple[int, int, int]
+    """[num_experts, out_features, in_features]"""
+    expert: Callable[[int], CodedTensor]
+    """Returns the matrix of one expert."""
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor:
+        """Return some experts in floating point, as `Tensor.narrow` does."""
+        assert dim == 0, "experts are read one by one"
+        return torch.stack([self.expert(start + n).narrow(0, 0, self.shape[1]) for n in range(length)])
+
+
+def _select_rows(rows: CodedRows, wanted: Tensor) -> CodedRows:
+    tensors = {name: part for name in _ROW_FIELDS if (part := getattr(rows, name)) is not None}
+    return replace(rows, **{name: part[wanted] for name, part in tensors.items()})
+
+
 def choose_format(
-    sources: Sequence[str], *, is_head: bool = False, context: ModelContext
+    sources: Sequence[str], *, in_features: int, is_head: bool = False, context: ModelContext
 ) -> WeightFormat | None:
     """Return the smallest lossless format for a weight made of these tensors of the checkpoint.
 
     Args:
         sources: Names of the tensors.
+        in_features: Number of inputs on this rank.
         is_head: Whether the weight computes logits; tensors that are not stored in blocks are then quantized to 8 bits.
 
     Returns:
@@ -72,6 +174,8 @@ def choose_format(
     quantization = context.config.quantization
     if quantization == "none":
         return None
+    if quantization == "stored":
+        return _stored_format(sources, in_features, context)
     if quantization == "int8" and context.device.type == "cpu" and not is_head:
         return _INT8_ON_CPUS
     if quantization in _CHANNEL_FORMATS and not is_head:
@@ -82,6 +186,26 @@ def choose_format(
         for type in (context.tensor_type(name) for name in sources)
     ]
     return common_format(formats)
+
+
+def _stored_format(sources: Sequence[str], in_features: int, context: ModelContext) -> QuantizedFormat | None:
+    """Return the format that holds the codes of these tensors; None if they are floating point, or become that.
+
+    Groups are divided where the product or this rank's share of the inputs needs it, which repeats their scales.
+    """
+    formats = [context.tensor_format(name) for name in sources]
+    try:
+        common = common_format([format for format in formats if format is not None])
+    except (TypeError, ValueError):  # there is none
+        return None
+    if None in formats or common.group == 1:
+        return None
+    for group in dict.fromkeys((common.group, GROUP_SIZE)):
+        divides = common.group == group or common.group % (group or 1) == 0
+        format = replace(common, group=group)
+        if divides and in_features % (group or 1) == 0 and can_hold(format, in_features, context.dtype):
+            return format
+    return None
 
 
 def keeps_blocks(type: str, quantization: str) -> bool:

@@ -13,16 +13,19 @@ from torch import Tensor, nn
 
 from triptych.errors import ModelError
 from triptych_kernels.weights.base import BlockWeight, Half, LinearWeight
+from triptych_kernels.weights.coded import CodedRows
 from triptych_kernels.weights.packed import PackedWeight, WidenedWeight, can_pack
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.quantization import (
+    CodedStack,
+    CodedTensor,
     StoredBlocks,
     UnreadTensor,
     choose_format,
     create_quantized_weight,
 )
 
-LoadedTensor = Tensor | UnreadTensor | StoredBlocks
+LoadedTensor = Tensor | UnreadTensor | StoredBlocks | CodedTensor | CodedStack
 """A tensor of a checkpoint on its way into a model."""
 
 AnyWeight = nn.Parameter | LinearWeight
@@ -48,6 +51,11 @@ class WeightTarget:
     fill_blocks: Callable[[str, Tensor], object] | None = None
     """Takes this rank's share of a tensor as stored: GGML's name of the form, and [rows, bytes] uint8.
     None if the weight is not held in blocks."""
+    fill_codes: Callable[[int, CodedRows], object] | None = None
+    """Takes rows of this rank's share as codes, and the first of them within the share. None if the weight is not held
+    in codes."""
+    group: int = 0
+    """Inputs that share a scale in such codes; 0: all."""
 
     @property
     def num_elements(self) -> int:
@@ -55,7 +63,7 @@ class WeightTarget:
         return math.prod(self.checkpoint_shape) // self.checkpoint_shape[self.dim] * self.length
 
     def load(self, name: str, tensor: LoadedTensor) -> None:
-        """Pass this rank's share of `tensor` to `fill`, or of its blocks to `fill_blocks`.
+        """Pass this rank's share of `tensor` to `fill`, or as blocks or codes to `fill_blocks` or `fill_codes`.
 
         Raises:
             ModelError: The tensor has another shape; names both.
@@ -70,6 +78,10 @@ class WeightTarget:
                 row_bytes, columns = tensor.data.shape[1], self.checkpoint_shape[1]
                 start, length = start * row_bytes // columns, length * row_bytes // columns
             self.fill_blocks(tensor.type, tensor.data.narrow(self.dim, start, length).contiguous())
+            return
+        if isinstance(tensor, CodedTensor) and self.fill_codes is not None:
+            for row, codes in tensor.parts(self.dim, self.start, self.length, self.group):
+                self.fill_codes(row, codes)
             return
         self.fill(tensor.narrow(self.dim, self.start, self.length))
 
@@ -134,7 +146,7 @@ def create_linear_weight(
     Returns:
         The weight and the bias; the bias is None if there is none, or if the weight contains it.
     """
-    format = choose_format(sources, is_head=is_head, context=context)
+    format = choose_format(sources, in_features=in_features, is_head=is_head, context=context)
     if format is not None:
         weight = create_quantized_weight(
             out_features, in_features, format, gated=gated, bias=bias, is_head=is_head, context=context
@@ -190,15 +202,20 @@ def linear_target(
     """
     num_rows = weight.shape[0] if length is None else length
     on_this_rank = (num_rows, weight.shape[1])[dim]
-    if isinstance(weight, LinearWeight):
-        keep = partial(weight.fill_blocks, first_row, half=half) if isinstance(weight, BlockWeight) else None
+    if isinstance(weight, BlockWeight):
         return WeightTarget(
             partial(weight.fill_rows, first_row, half=half),
             checkpoint_shape,
             on_this_rank,
             dim,
             start,
-            fill_blocks=keep,
+            fill_blocks=partial(weight.fill_blocks, first_row, half=half),
+            fill_codes=lambda row, codes: weight.fill_codes(first_row + row, codes, half=half),
+            group=weight.format.group,
+        )
+    if isinstance(weight, LinearWeight):
+        return WeightTarget(
+            partial(weight.fill_rows, first_row, half=half), checkpoint_shape, on_this_rank, dim, start
         )
     if half == "up":
         first_row += weight.shape[0] // 2

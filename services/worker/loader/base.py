@@ -17,6 +17,9 @@ from torch import Tensor
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ModelError
+from triptych_kernels.weights.coded import CodedRows
+from triptych_kernels.weights.formats import QuantizedFormat
+from triptych_services.worker.layers.quantization import CodedPart
 
 _MIN_PLACES = 64  # at which the weights of a checkpoint are sampled
 _PLACE_BYTES = 4096  # at each of them; a page is read from the disk in any case
@@ -32,6 +35,8 @@ class StoredTensor:
     """Form of the stored elements: BF16, F32, Q4_1, …"""
     size: int
     """Size in bytes, as stored."""
+    format: QuantizedFormat | None = None
+    """Format of quantized weights that `read_codes` reads; None: they are floating point, or blocks."""
 
 
 class Checkpoint(ABC):
@@ -84,6 +89,14 @@ class Checkpoint(ABC):
             KeyError: There is no tensor of that name.
         """
         raise NotImplementedError(f"{name}: only .gguf files hold blocks")
+
+    def read_codes(self, name: str, part: CodedPart, expert: int = 0) -> CodedRows:
+        """Read a part of a matrix of quantized weights, or of that of one expert.
+
+        Raises:
+            ModelError: A value is no number, or out of range; names it.
+        """
+        raise NotImplementedError(f"{name}: is not quantized")
 
 
 class MappedFile:

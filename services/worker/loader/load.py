@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,17 +12,24 @@ import torch
 from torch import nn
 
 from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.checkpoint.config_json import GGUF_INDEX_FILE, read_architecture
+from triptych.checkpoint.config_json import GGUF_INDEX_FILE, read_architecture, read_stored_quantization
 from triptych.errors import ModelError
 from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_products
 from triptych_services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.rank_group import OneRank, RankGroup
 from triptych_services.worker.context.resolved_config import ResolvedConfig
-from triptych_services.worker.layers.quantization import StoredBlocks, UnreadTensor, keeps_blocks
+from triptych_services.worker.layers.quantization import (
+    CodedStack,
+    CodedTensor,
+    StoredBlocks,
+    UnreadTensor,
+    keeps_blocks,
+)
 from triptych_services.worker.layers.weights import LoadedTensor, linear_weights
 from triptych_services.worker.loader.base import Checkpoint
 from triptych_services.worker.loader.gguf import GgufCheckpoint
+from triptych_services.worker.loader.quantized import QuantizedCheckpoint
 from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.loader.safetensors import SafetensorsCheckpoint
 from triptych_services.worker.models.base import CausalLM, StagedModel
@@ -64,7 +71,12 @@ def open_checkpoint(
             f"load.format: {format}, but {directory} holds {'GGUF' if is_gguf else 'no GGUF'} weights; "
             "set it to auto"
         )
-    return GgufCheckpoint(directory) if is_gguf else SafetensorsCheckpoint(directory, device)
+    if is_gguf:
+        return GgufCheckpoint(directory)
+    quantization = read_stored_quantization(directory) if architecture is None else architecture.quantization
+    if quantization is not None:
+        return QuantizedCheckpoint(directory, quantization, device)
+    return SafetensorsCheckpoint(directory, device)
 
 
 def load_model(
@@ -88,16 +100,53 @@ def load_model(
     """
     current = config.architecture.names.current
     tensor_types = {current(name): stored.type for name, stored in checkpoint.tensors.items()}
-    model = create_model(context=ModelContext(config, group or OneRank(), tensor_types))
+    tensor_formats = {
+        current(name): stored.format
+        for name, stored in checkpoint.tensors.items()
+        if stored.format is not None
+    }
+    context = ModelContext(config, group or OneRank(), tensor_types, tensor_formats)
+    model = create_model(context=context)
     names = list(checkpoint.tensors)
     if config.rank.num_stages > 1:
         assert isinstance(model, StagedModel), "checked at its creation"
         names = [name for name in names if not model.is_elsewhere(name)]
+    dequantized: set[str] = set()
     with during(model), _one_thread():
-        model.load_weights(_stream(checkpoint, names, config, progress))
+        model.load_weights(_stream(checkpoint, names, config, progress, dequantized))
+    _log_dequantized(checkpoint, dequantized, config)
     if not config.batch_invariant:
         _allow_wide_products(model, TORCH_DTYPES[config.dtype])
     return model
+
+
+def _coded(checkpoint: Checkpoint, name: str, dtype: torch.dtype, dequantized: set[str]) -> LoadedTensor:
+    """Return a tensor of quantized weights, a matrix or those of all experts."""
+    stored = checkpoint.tensors[name]
+    format, (*experts, rows, columns) = stored.format, stored.shape
+    assert format is not None, "it has codes"
+
+    def matrix(expert: int) -> CodedTensor:
+        read = partial(checkpoint.read_codes, name, expert=expert)
+        return CodedTensor(name, format, (rows, columns), read, dtype, dequantized)
+
+    return CodedStack((experts[0], rows, columns), matrix) if experts else matrix(0)
+
+
+def _log_dequantized(checkpoint: Checkpoint, names: Collection[str], config: ResolvedConfig) -> None:
+    """Say which quantized weights are held in floating point, and why, by the forms that their files have."""
+    by_form: dict[str, list[str]] = {}
+    for name in sorted(names):
+        by_form.setdefault(checkpoint.tensors[name].type, []).append(name)
+    for form, own in by_form.items():
+        log.warning(
+            "%d weights stored as %s are dequantized to %s, since no product of this device reads them so: %s%s",
+            len(own),
+            form,
+            config.weight_dtype,
+            ", ".join(own[:3]),
+            " …" if len(own) > 3 else "",
+        )
 
 
 def _allow_wide_products(model: CausalLM, dtype: torch.dtype) -> None:
@@ -129,10 +178,18 @@ def _one_thread() -> Iterator[None]:
 
 
 def _stream(
-    checkpoint: Checkpoint, names: Sequence[str], config: ResolvedConfig, progress: Progress | None
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    config: ResolvedConfig,
+    progress: Progress | None,
+    dequantized: set[str],
 ) -> Iterator[tuple[str, LoadedTensor]]:
-    """Yield (name, tensor) one by one; the model copies its part of each to its device before it reads the next."""
-    is_plain = config.quantization == "none"
+    """Yield (name, tensor) one by one; the model copies its part of each to its device before it reads the next.
+
+    Args:
+        dequantized: Gets the names of tensors of which the model reads codes as floating point.
+    """
+    is_plain = config.quantization in ("none", "stored")
     # what is quantized is rounded once, from float32
     dtype = TORCH_DTYPES[config.weight_dtype] if is_plain else torch.float32
     # beside activations in float32 nothing is rounded that the file does not round
@@ -142,7 +199,9 @@ def _stream(
     for name in names:
         stored = checkpoint.tensors[name]
         read = partial(checkpoint.read_part, name, own_dtypes.get(stored.type, dtype))
-        if len(stored.shape) == 2 and keeps_blocks(stored.type, config.quantization):
+        if stored.format is not None:
+            yield name, _coded(checkpoint, name, dtype, dequantized)
+        elif len(stored.shape) == 2 and keeps_blocks(stored.type, config.quantization):
             rows, columns = stored.shape
             yield name, StoredBlocks(stored.type, checkpoint.read_blocks(name), (rows, columns), read)
         else:

@@ -18,6 +18,8 @@ SINGLE_FILE = "model.safetensors"
 SHARD_INDEX_FILE = "model.safetensors.index.json"
 
 _TYPE_SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per element
+_CODE_SIZES = {"F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
+"""Further types, of which quantized weights are made."""
 _COUNTERS = ("position_ids", "token_type_ids")
 """Endings of buffers that older versions of transformers wrote beside the weights of encoders: 0, 1, 2, … or zeros."""
 
@@ -25,20 +27,25 @@ _COUNTERS = ("position_ids", "token_type_ids")
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of all files, which are mapped into memory."""
 
-    def __init__(self, directory: Path, device: torch.device | None = None) -> None:
+    def __init__(
+        self, directory: Path, device: torch.device | None = None, *, has_codes: bool = False
+    ) -> None:
         """Open the files; the library checks that each is whole.
 
         Args:
             device: Device that converts tensors to the dtype in which they are read; None: the CPU.
+            has_codes: Whether there may be tensors of integers and of 8-bit floats, which only `view` reads.
 
         Raises:
             ModelError: A file is missing, cut short, damaged or not a safetensors file. Or a tensor has a type that
                 cannot be read, is in two files, or is missing though the shard index names it.
         """
         self._device = device or torch.device("cpu")
+        self._type_sizes = _TYPE_SIZES | _CODE_SIZES if has_codes else _TYPE_SIZES
         self.tensors: dict[str, StoredTensor] = {}
         self.file_name_to_size: dict[str, int] = {}
         self._files: dict[str, safe_open] = {}  # by the name of the tensor
+        self._paths: dict[str, Path] = {}
         weight_map = _read_shard_index(directory)
         for file_name in sorted(set(weight_map.values())) or [SINGLE_FILE]:
             check_inside(directory / SHARD_INDEX_FILE, file_name)
@@ -50,19 +57,23 @@ class SafetensorsCheckpoint(Checkpoint):
                 )
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self._convert(self._view(name), dtype)
+        return self._convert(self.view(name), dtype)
 
     def read_part(self, name: str, dtype: torch.dtype, dim: int, start: int, length: int) -> Tensor:
-        return self._convert(self._view(name).narrow(dim, start, length), dtype)
+        return self._convert(self.view(name).narrow(dim, start, length), dtype)
 
     def read_bytes(self, name: str, start: int, length: int) -> bytes:
-        return self._view(name).reshape(-1).view(torch.uint8)[start : start + length].numpy().tobytes()
+        return self.view(name).reshape(-1).view(torch.uint8)[start : start + length].numpy().tobytes()
 
     def release(self, name: str) -> None:
-        release_pages(self._view(name))
+        release_pages(self.view(name))
 
-    def _view(self, name: str) -> Tensor:
-        """Return a tensor as it is mapped."""
+    def file_of(self, name: str) -> Path:
+        """Return the file that a tensor is in."""
+        return self._paths[name]
+
+    def view(self, name: str) -> Tensor:
+        """Return a tensor as it is mapped, in its own type."""
         view: Tensor = self._files[name].get_tensor(name)
         return view.reshape(self.tensors[name].shape)
 
@@ -90,14 +101,15 @@ class SafetensorsCheckpoint(Checkpoint):
             shape, type_ = tuple(view.get_shape()) or (1,), view.get_dtype()
             if type_ == "I64" and name.endswith(_COUNTERS):
                 continue
-            if type_ not in _TYPE_SIZES:
+            if type_ not in self._type_sizes:
                 raise ModelError(
-                    f"{path}: {name}: type {type_} is not supported, only {', '.join(_TYPE_SIZES)}"
+                    f"{path}: {name}: type {type_} is not supported, only {', '.join(self._type_sizes)}"
                 )
             if name in self.tensors:
                 raise ModelError(f"{path}: {name}: is in another file too")
-            self.tensors[name] = StoredTensor(shape, type_, math.prod(shape) * _TYPE_SIZES[type_])
+            self.tensors[name] = StoredTensor(shape, type_, math.prod(shape) * self._type_sizes[type_])
             self._files[name] = file
+            self._paths[name] = path
 
 
 def _read_shard_index(directory: Path) -> dict[str, str]:

@@ -68,7 +68,9 @@ def create_experts_for_triton(
     context: ModelContext,
 ) -> GroupQuantizedExperts | ChannelQuantizedExperts:
     """Return the experts that `moe` creates on a CUDA device."""
-    format = choose_format([name for names in sources for name in names], context=context)
+    format = choose_format(
+        [name for names in sources for name in names], in_features=in_features, context=context
+    )
     options = {"device": torch.device("cpu"), "gated": gated}
     shape = (len(sources), out_features, in_features)
     if isinstance(format, ChannelFormat):

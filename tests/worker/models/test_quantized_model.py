@@ -107,7 +107,7 @@ def test_packed_weights_take_the_smallest_lossless_format() -> None:
     def chosen(quantization: str, *sources: str, is_head: bool = False) -> str:
         config = replace(tiny_config(), quantization=quantization)
         context = ModelContext(config, tensor_types=tensor_types)
-        format = choose_format(sources, is_head=is_head, context=context)
+        format = choose_format(sources, in_features=32, is_head=is_head, context=context)
         if isinstance(format, ChannelFormat):
             return str(format.dtype)
         return "none" if format is None else f"{format.bits}{' affine' * format.is_affine}"
