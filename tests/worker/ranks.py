@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.in_process import InProcessEngine
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
@@ -69,6 +70,10 @@ class Case:
     """In the end the last rank leaves, and the others go on."""
     adapters: tuple[Path, ...] = ()
     """Adapters of `adapted_prompts`."""
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """If there are any, each rank gives greedy tokens after these, by an engine of its own, and no `Answer`."""
+    num_new: int = 0
+    """Tokens after each of `prompts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +164,11 @@ def say_adapted(runner: SleepableRunner, adapters: Sequence[Path], num_new: int 
     return [list(tokens) for tokens in zip(*steps, strict=True)]
 
 
-def compute(case: Case, rank: int) -> Answer:
-    """Create this rank's runner and carry out the plans."""
+def create(case: Case, rank: int, cache: CacheConfig) -> SleepableRunner:
+    """Create this rank's runner, of eight requests and 64 tokens a step."""
     engine = EngineConfig(
         model=ModelConfig(model="somewhere/tiny", quantization=case.quantization, dtype=case.dtype),
-        cache=CacheConfig(block_size=4, num_blocks=60, groups="one"),  # the plans have one table
+        cache=cache,
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         worker=WorkerConfig(
             device=case.device,
@@ -184,7 +189,27 @@ def compute(case: Case, rank: int) -> Answer:
         ),
     )
     config = resolve_config(engine, read_architecture(case.directory))
-    runner = create_runner(config, case.directory, boot_id="b", on_phase=lambda phase, progress: None)
+    return create_runner(config, case.directory, boot_id="b", on_phase=lambda phase, progress: None)
+
+
+def generate(case: Case, rank: int) -> list[list[int]]:
+    """Return the tokens after a case's prompts, in the model's own groups, and again from what is cached then."""
+    runner = create(case, rank, CacheConfig(block_size=4, num_blocks=200, state_interval=8))
+    engine = InProcessEngine(runner, max_num_batched_tokens=16)
+    sampling = SamplingParams(temperature=0.0, max_tokens=case.num_new, ignore_eos=True)
+    tokens = engine.generate(case.prompts, sampling)
+    tokens += engine.generate(case.prompts, sampling, first_number=len(case.prompts))
+    assert engine.scheduler.counters.prefix_hits > 0
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # what the last one has sent may still be on its way
+        torch.distributed.destroy_process_group()
+    return tokens
+
+
+def compute(case: Case, rank: int) -> Answer:
+    """Create this rank's runner and carry out the plans."""
+    cache = CacheConfig(block_size=4, num_blocks=60, groups="one")  # the plans have one table
+    runner = create(case, rank, cache)
     runner.reset()
     results = [runner.execute(plan) for plan in plans()]
     runner.reset()
@@ -222,8 +247,8 @@ def compute(case: Case, rank: int) -> Answer:
     )
 
 
-def run_ranks(cases: dict[str, Case], directory: Path) -> dict[str, list[Answer]]:
-    """Name -> what each of its ranks says. No process outlives this call."""
+def run_ranks(cases: dict[str, Case], directory: Path) -> dict[str, list[Any]]:
+    """Name -> what each of its ranks says, by `compute` or `generate`. No process outlives this call."""
     job = directory / "job.pickle"
     job.write_bytes(pickle.dumps(cases))
     command = [sys.executable, "-m", "tests.worker.ranks", str(job)]
@@ -254,7 +279,8 @@ def _run_rank(rank: int, job: Path) -> None:
     cases: dict[str, Case] = pickle.loads(job.read_bytes())
     for name, case in cases.items():
         if rank < case.num_ranks:
-            (job.parent / f"{name}.{rank}").write_bytes(pickle.dumps(compute(case, rank)))
+            said = generate(case, rank) if case.prompts else compute(case, rank)
+            (job.parent / f"{name}.{rank}").write_bytes(pickle.dumps(said))
 
 
 def main(job: Path) -> int:

@@ -131,9 +131,14 @@ class StateSpec:
         return self.num_heads * self.value_dim
 
     @property
+    def num_key_channels(self) -> int:
+        """Channels of the keys of all heads, or of B of all groups."""
+        return self.num_key_heads * self.key_dim
+
+    @property
     def conv_channels(self) -> int:
         """Channels of the convolution."""
-        return self.num_channels + 2 * self.num_key_heads * self.key_dim
+        return self.num_channels + 2 * self.num_key_channels
 
     @property
     def page_elements(self) -> int:

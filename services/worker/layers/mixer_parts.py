@@ -17,6 +17,7 @@ from triptych_services.worker.layers.weights import (
     empty_parameter,
     parameter_target,
 )
+from triptych_services.worker.parallel.shares import share_kv_heads
 
 
 class CausalConv(WeightedLayer):
@@ -133,19 +134,37 @@ class GatedNorm(WeightedLayer):
     """A norm of what a mixer gives and its gate, in the order that `StateSpec.norm` says."""
 
     def __init__(
-        self, size: int, *, order: str, num_groups: int = 1, context: ModelContext, prefix: str
+        self,
+        size: int,
+        *,
+        order: str,
+        num_groups: int = 1,
+        start: int = 0,
+        length: int = 0,
+        context: ModelContext,
+        prefix: str,
     ) -> None:
         """
         Args:
-            size: Number of weights: of all groups, or of one head if the norm comes before the gate.
+            size: Number of weights: of all groups of all ranks, or of one head if the norm comes before the gate.
             order: As `StateSpec.norm`.
+            num_groups: Groups of all ranks. Neighbouring ranks share one if there are fewer groups than ranks.
+            start: Index of this rank's first weight.
+            length: Number of this rank's weights; 0: all.
         """
         super().__init__()
         self.prefix = prefix
+        self.size, self.start = size, start
         self.is_first = order == "before_gate"
-        self.num_groups = num_groups
         self.eps = context.architecture.block.norm.eps
-        self.weight = empty_parameter(size, context=context) if order != "none" else None
+        self.weight = empty_parameter(length or size, context=context) if order != "none" else None
+        self.num_groups = 1
+        self.shared: _SharedGroup | None = None
+        """The group that this rank has a part of; None: its groups are its own."""
+        if order == "gated":
+            first, self.num_groups = share_kv_heads(num_groups, what="groups of a norm", rank=context.rank)
+            if context.rank.tensor_parallel_size > num_groups:
+                self.shared = _SharedGroup(first, num_groups, size=size // num_groups, context=context)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Map [num_tokens, heads, head_dim] to [num_tokens, heads * head_dim], of x's dtype.
@@ -159,11 +178,42 @@ class GatedNorm(WeightedLayer):
         if self.is_first:
             normalised = rms_norm(x, self.weight, self.eps).flatten(1)
             return (normalised * factor).to(x.dtype)
-        groups = (x.flatten(1) * factor).unflatten(1, (self.num_groups, -1))
-        normalised = rms_norm(groups, None, self.eps).flatten(1)
+        gated = x.flatten(1) * factor
+        if self.shared is not None:
+            normalised = gated * torch.rsqrt(self.shared.mean_square(gated) + self.eps)
+        else:
+            normalised = rms_norm(gated.unflatten(1, (self.num_groups, -1)), None, self.eps).flatten(1)
         return (self.weight * normalised).to(x.dtype)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         if self.weight is None:
             return {}
-        return {f"{self.prefix}.weight": parameter_target(self.weight, tuple(self.weight.shape))}
+        return {f"{self.prefix}.weight": parameter_target(self.weight, (self.size,), start=self.start)}
+
+
+class _SharedGroup:
+    """A group of channels that several ranks normalise together."""
+
+    def __init__(self, number: int, num_groups: int, *, size: int, context: ModelContext) -> None:
+        """
+        Args:
+            number: That of this rank's group.
+            num_groups: Groups of all ranks.
+            size: Channels of a group.
+        """
+        self._number, self._size = number, size
+        self._group = context.group
+        is_own = [float(group == number) for group in range(num_groups)]
+        self._is_own = torch.tensor(is_own, device=context.device)
+        """[num_groups] float32, 1 for this rank's group."""
+
+    def mean_square(self, x: Tensor) -> Tensor:
+        """Return the mean square over the group of each token, [num_tokens, 1] float32, the same on its ranks.
+
+        Args:
+            x: [num_tokens, this rank's channels] float32.
+        """
+        sums = self._group.all_reduce(
+            x.square().sum(1, keepdim=True) * self._is_own
+        )  # [num_tokens, num_groups]
+        return sums[:, self._number, None] / self._size

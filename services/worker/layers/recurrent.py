@@ -10,6 +10,7 @@ Each `prefix` is that of the mixer in the checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,39 @@ from triptych_services.worker.layers.linear import ColumnLinear, PackedLinear, P
 from triptych_services.worker.layers.mixer_parts import CausalConv, GatedNorm, StateParameters
 from triptych_services.worker.layers.norm import RMSNorm
 from triptych_services.worker.layers.step_context import StepContext
-from triptych_services.worker.parallel.shares import share
+from triptych_services.worker.parallel.shares import share_state
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The sizes of a mixer, and where this rank's part of it lies."""
+
+    whole: StateSpec
+    before: StateSpec
+    """Sizes of what the ranks before this one hold."""
+    own: StateSpec
+    """Sizes of this rank's part."""
+
+    @staticmethod
+    def of(spec: StateSpec, context: ModelContext) -> _Share:
+        """Raises:
+        ConfigError: Ranks cannot share the mixer.
+        """
+        return _Share(spec, *share_state(spec, rank=context.rank))
+
+    def channels(self, name: str) -> Piece:
+        """Return a projection to the channels of values."""
+        return Piece(name, self.whole.num_channels, self.before.num_channels, self.own.num_channels)
+
+    def keys(self, name: str) -> Piece:
+        """Return a projection to the channels of keys."""
+        return Piece(
+            name, self.whole.num_key_channels, self.before.num_key_channels, self.own.num_key_channels
+        )
+
+    def heads(self, name: str) -> Piece:
+        """Return a projection to one number for each head."""
+        return Piece(name, self.whole.num_heads, self.before.num_heads, self.own.num_heads)
 
 
 class GatedDeltaNet(nn.Module):
@@ -32,31 +65,19 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, spec: StateSpec, *, layer_index: int, context: ModelContext, prefix: str) -> None:
         super().__init__()
         hidden_size = context.architecture.hidden_size
-        self.layer_index = layer_index
-        self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
-        first_key, self.num_key_heads = share(
-            spec.num_key_heads, what="linear_num_key_heads", rank=context.rank
-        )
-        first, self.num_heads = share(spec.num_heads, what="linear_num_value_heads", rank=context.rank)
-
-        def keys(name: str) -> Piece:
-            sizes = (spec.num_key_heads, first_key, self.num_key_heads)
-            return Piece(name, *(size * spec.key_dim for size in sizes))
-
-        def values(name: str, size: int = spec.value_dim) -> Piece:
-            return Piece(name, spec.num_heads * size, first * size, self.num_heads * size)
-
+        share = _Share.of(spec, context)
+        self.layer_index, self.own = layer_index, share.own
         pieces = (
-            *(keys("in_q"), keys("in_k"), values("in_v"), values("in_z")),
-            *(values("in_a", 1), values("in_b", 1)),
+            *(share.keys("in_q"), share.keys("in_k"), share.channels("in_v"), share.channels("in_z")),
+            *(share.heads("in_a"), share.heads("in_b")),
         )
         self.in_proj = PackedLinear(hidden_size, pieces, bias=False, context=context, prefix=prefix)
-        convolved = keys("conv_q"), keys("conv_k"), values("conv_v")
+        convolved = share.keys("conv_q"), share.keys("conv_k"), share.channels("conv_v")
         self.conv = CausalConv(spec, convolved, activation="silu", context=context, prefix=prefix)
         self.parameters_of_heads = StateParameters(
             spec.num_heads,
-            start=first,
-            length=self.num_heads,
+            start=share.before.num_heads,
+            length=share.own.num_heads,
             has_skip=False,
             context=context,
             prefix=prefix,
@@ -68,50 +89,53 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
-        pages = _pages(context, self.layer_index)
-        sizes = self.conv.channels, self.num_heads * self.value_dim, self.num_heads, self.num_heads
+        spec, pages = self.own, _pages(context, self.layer_index)
+        sizes = self.conv.channels, spec.num_channels, spec.num_heads, spec.num_heads
         mixed, gate, decay, beta = self.in_proj(hidden, context.adapter_slots).split(sizes, dim=1)
-        num_keys = self.num_key_heads * self.key_dim
         mixed = self.conv(mixed, pages, context)
-        query, key, value = mixed.split((num_keys, num_keys, sizes[1]), dim=1)
+        query, key, value = mixed.split(
+            (spec.num_key_channels, spec.num_key_channels, spec.num_channels), dim=1
+        )
         own = self.parameters_of_heads
         assert own.dt_bias is not None, "see the constructor"
         assert context.state is not None, "see `CausalConv`"
         out = gated_delta_scan(
-            query.unflatten(1, (-1, self.key_dim)), key.unflatten(1, (-1, self.key_dim)),
-            value.unflatten(1, (-1, self.value_dim)), decay, beta, own.rates, own.dt_bias,
-            _matrices(pages, self.conv, (self.num_heads, self.key_dim, self.value_dim)), context.state,
+            query.unflatten(1, (-1, spec.key_dim)), key.unflatten(1, (-1, spec.key_dim)),
+            value.unflatten(1, (-1, spec.value_dim)), decay, beta, own.rates, own.dt_bias,
+            _matrices(pages, self.conv, (spec.num_heads, spec.key_dim, spec.value_dim)), context.state,
         )  # fmt: skip
         mapped: Tensor = self.out_proj(self.norm(out, gate), context.adapter_slots)
         return mapped
 
 
 class Mamba2(nn.Module):
-    """The state space of Mamba 2, on one rank;"""
+    """The state space of Mamba 2; ranks share its heads."""
 
     def __init__(self, spec: StateSpec, *, layer_index: int, context: ModelContext, prefix: str) -> None:
         super().__init__()
-        _refuse_ranks("mamba2", context)
         hidden_size = context.architecture.hidden_size
-        self.layer_index, self.spec = layer_index, spec
-        self.sizes = spec.num_channels, spec.conv_channels, spec.num_heads
-        """Outputs of the first projection: gate, what is convolved, step sizes."""
-        self.in_proj = ColumnLinear(
-            hidden_size,
-            sum(self.sizes),
-            activation=None,
-            bias=spec.bias,
+        share = _Share.of(spec, context)
+        self.layer_index, self.own = layer_index, share.own
+        pieces = (
+            *(share.channels("in_gate"), share.channels("in_x")),
+            *(share.keys("in_b"), share.keys("in_c"), share.heads("in_dt")),
+        )
+        self.in_proj = PackedLinear(hidden_size, pieces, bias=spec.bias, context=context, prefix=prefix)
+        convolved = share.channels("conv_x"), share.keys("conv_b"), share.keys("conv_c")
+        self.conv = CausalConv(spec, convolved, activation="silu", context=context, prefix=prefix)
+        self.parameters_of_heads = StateParameters(
+            spec.num_heads,
+            start=share.before.num_heads,
+            length=share.own.num_heads,
             context=context,
-            prefix=f"{prefix}.in_proj",
+            prefix=prefix,
         )
-        self.conv = CausalConv(
-            spec, (_whole("conv1d", spec.conv_channels),), activation="silu", context=context, prefix=prefix
-        )
-        self.parameters_of_heads = StateParameters(spec.num_heads, context=context, prefix=prefix)
         self.norm = GatedNorm(
             spec.num_channels,
             order=spec.norm,
             num_groups=spec.norm_groups,
+            start=share.before.num_channels,
+            length=share.own.num_channels,
             context=context,
             prefix=f"{prefix}.norm",
         )
@@ -119,21 +143,22 @@ class Mamba2(nn.Module):
             spec.num_channels, hidden_size, bias=spec.bias, context=context, prefix=f"{prefix}.out_proj"
         )
         self.multipliers: Tensor | None = None
+        """[outputs of the first projection]; None: there are none."""
         if spec.input_multipliers:
-            groups = spec.num_key_heads * spec.key_dim
-            counts = torch.tensor([spec.num_channels, spec.num_channels, groups, groups, spec.num_heads])
+            counts = torch.tensor([piece.length for piece in pieces])
             factors = torch.tensor(spec.input_multipliers).repeat_interleave(counts)
             self.multipliers = factors.to(context.device, context.dtype)
 
     def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
-        spec, pages = self.spec, _pages(context, self.layer_index)
+        spec, pages = self.own, _pages(context, self.layer_index)
         projected = self.in_proj(hidden, context.adapter_slots)
         if self.multipliers is not None:
             projected = projected * self.multipliers
-        gate, mixed, dt = projected.split(self.sizes, dim=1)
-        groups = spec.num_key_heads * spec.key_dim
-        x, b, c = self.conv(mixed, pages, context).split((spec.num_channels, groups, groups), dim=1)
+        gate, mixed, dt = projected.split((spec.num_channels, self.conv.channels, spec.num_heads), dim=1)
+        x, b, c = self.conv(mixed, pages, context).split(
+            (spec.num_channels, spec.num_key_channels, spec.num_key_channels), dim=1
+        )
         own = self.parameters_of_heads
         assert own.dt_bias is not None, "see the constructor"
         assert own.skip is not None, "see the constructor"
@@ -150,30 +175,29 @@ class Mamba2(nn.Module):
 
 
 class Mamba(nn.Module):
-    """The state space of Mamba 1, on one rank;"""
+    """The state space of Mamba 1; ranks share its channels, and add up what step sizes, B and C are made of."""
 
     def __init__(self, spec: StateSpec, *, layer_index: int, context: ModelContext, prefix: str) -> None:
         super().__init__()
-        _refuse_ranks("mamba", context)
         hidden_size, channels = context.architecture.hidden_size, spec.num_channels
-        self.layer_index, self.spec = layer_index, spec
-
-        def linear(name: str, in_features: int, out_features: int, *, bias: bool) -> ColumnLinear:
-            return ColumnLinear(
-                in_features,
-                out_features,
-                activation=None,
-                bias=bias,
-                context=context,
-                prefix=f"{prefix}.{name}",
-            )
-
-        self.in_proj = linear("in_proj", hidden_size, 2 * channels, bias=spec.bias)
-        self.conv = CausalConv(
-            spec, (_whole("conv1d", channels),), activation="silu", context=context, prefix=prefix
+        share = _Share.of(spec, context)
+        self.layer_index, self.own = layer_index, share.own
+        self.in_proj = PackedLinear(
+            hidden_size,
+            (share.channels("in_x"), share.channels("in_gate")),
+            bias=spec.bias,
+            context=context,
+            prefix=prefix,
         )
-        self.x_proj = linear("x_proj", channels, spec.dt_rank + 2 * spec.key_dim, bias=False)
-        self.dt_proj = linear("dt_proj", spec.dt_rank, channels, bias=True)
+        self.conv = CausalConv(
+            spec, (share.channels("conv1d"),), activation="silu", context=context, prefix=prefix
+        )
+        self.x_proj = RowLinear(
+            channels, spec.dt_rank + 2 * spec.key_dim, bias=False, context=context, prefix=f"{prefix}.x_proj"
+        )
+        self.dt_proj = ColumnLinear(
+            spec.dt_rank, channels, activation=None, bias=True, context=context, prefix=f"{prefix}.dt_proj"
+        )
         self.norms = nn.ModuleList(
             RMSNorm(
                 size,
@@ -186,13 +210,21 @@ class Mamba(nn.Module):
             if spec.dt_norm != "none"
         )
         self.parameters_of_channels = StateParameters(
-            channels, key_dim=spec.key_dim, has_bias=False, context=context, prefix=prefix
+            channels,
+            start=share.before.num_channels,
+            length=share.own.num_channels,
+            key_dim=spec.key_dim,
+            has_bias=False,
+            context=context,
+            prefix=prefix,
         )
-        self.out_proj = linear("out_proj", channels, hidden_size, bias=spec.bias)
+        self.out_proj = RowLinear(
+            channels, hidden_size, bias=spec.bias, context=context, prefix=f"{prefix}.out_proj"
+        )
 
     def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
-        spec, pages, adapters = self.spec, _pages(context, self.layer_index), context.adapter_slots
+        spec, pages, adapters = self.own, _pages(context, self.layer_index), context.adapter_slots
         x, gate = self.in_proj(hidden, adapters).split(spec.num_channels, dim=1)
         x = self.conv(x, pages, context)
         selected = self.x_proj(x, adapters).split((spec.dt_rank, spec.key_dim, spec.key_dim), dim=1)
@@ -211,31 +243,30 @@ class Mamba(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """The gated convolution of LFM2, on one rank: `out(c * conv(b * x))`;"""
+    """The gated convolution of LFM2, `out(c * conv(b * x))`; ranks share its channels."""
 
     def __init__(self, spec: StateSpec, *, layer_index: int, context: ModelContext, prefix: str) -> None:
         super().__init__()
-        _refuse_ranks("short_conv", context)
         hidden_size = context.architecture.hidden_size
-        self.layer_index, self.channels = layer_index, spec.num_channels
-        self.in_proj = ColumnLinear(
+        share = _Share.of(spec, context)
+        self.layer_index, self.own = layer_index, share.own
+        self.in_proj = PackedLinear(
             hidden_size,
-            3 * self.channels,
-            activation=None,
+            (share.channels("in_b"), share.channels("in_c"), share.channels("in_x")),
             bias=spec.bias,
             context=context,
-            prefix=f"{prefix}.in_proj",
+            prefix=prefix,
         )
         self.conv = CausalConv(
-            spec, (_whole("conv1d", self.channels),), activation=None, context=context, prefix=prefix
+            spec, (share.channels("conv1d"),), activation=None, context=context, prefix=prefix
         )
         self.out_proj = RowLinear(
-            self.channels, hidden_size, bias=spec.bias, context=context, prefix=f"{prefix}.out_proj"
+            spec.num_channels, hidden_size, bias=spec.bias, context=context, prefix=f"{prefix}.out_proj"
         )
 
     def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
-        b, c, x = self.in_proj(hidden, context.adapter_slots).split(self.channels, dim=1)
+        b, c, x = self.in_proj(hidden, context.adapter_slots).split(self.own.num_channels, dim=1)
         mixed = c * self.conv(b * x, _pages(context, self.layer_index), context)
         out: Tensor = self.out_proj(mixed, context.adapter_slots)
         return out
@@ -256,29 +287,12 @@ def create_mixer(spec: StateSpec, *, layer_index: int, context: ModelContext, pr
         layer_index: Index of the layer's pages in `StepContext.state_pages`.
         prefix: That of the mixer in the checkpoint.
     Raises:
-        FeatureDisabled: There is no such kind, or ranks cannot share it.
+        ConfigError: Ranks cannot share it.
+        FeatureDisabled: There is no such kind.
     """
     if spec.kind not in _MIXERS:
         raise FeatureDisabled(f"state {spec.kind}", f"this worker knows {', '.join(_MIXERS)}")
     return _MIXERS[spec.kind](spec, layer_index=layer_index, context=context, prefix=prefix)
-
-
-def _refuse_ranks(kind: str, context: ModelContext) -> None:
-    """Check that there is one rank.
-
-    Raises:
-        FeatureDisabled: There are several.
-    """
-    num_ranks = context.rank.tensor_parallel_size
-    if num_ranks > 1:
-        raise FeatureDisabled(
-            f"parallel.tensor_parallel_size = {num_ranks}",
-            f"{context.architecture.name} has layers of {kind}, which ranks do not share; set it to 1",
-        )
-
-
-def _whole(name: str, size: int) -> Piece:
-    return Piece(name, size, 0, size)
 
 
 def _pages(context: StepContext, layer_index: int) -> Tensor:

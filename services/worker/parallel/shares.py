@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from triptych.checkpoint.architecture import ModelArchitecture
+from dataclasses import replace
+
+from triptych.checkpoint.architecture import ModelArchitecture, StateSpec
 from triptych.errors import ConfigError
 from triptych_services.worker.context.resolved_config import RankFacts
 
@@ -40,10 +42,13 @@ def share_experts(num_experts: int, *, rank: RankFacts) -> range:
     return range(rank.tensor_parallel_rank * each, (rank.tensor_parallel_rank + 1) * each)
 
 
-def share_kv_heads(num_kv_heads: int, *, rank: RankFacts) -> tuple[int, int]:
+def share_kv_heads(num_kv_heads: int, *, what: str = "num_kv_heads", rank: RankFacts) -> tuple[int, int]:
     """Return this rank's key heads: the index of the first, and their number.
 
     Where there are more ranks than heads, neighbouring ranks hold the same head.
+
+    Args:
+        what: Name of the heads, for the error.
 
     Raises:
         ConfigError: Neither number divides the other.
@@ -51,7 +56,30 @@ def share_kv_heads(num_kv_heads: int, *, rank: RankFacts) -> tuple[int, int]:
     num_ranks = rank.tensor_parallel_size
     if num_ranks > num_kv_heads and num_ranks % num_kv_heads == 0:
         return rank.tensor_parallel_rank // (num_ranks // num_kv_heads), 1
-    return share(num_kv_heads, what="num_kv_heads", rank=rank)
+    return share(num_kv_heads, what=what, rank=rank)
+
+
+def share_state(spec: StateSpec, *, rank: RankFacts) -> tuple[StateSpec, StateSpec]:
+    """Return the sizes of what lies before this rank's part of a mixer with a state, and of the part.
+
+    Ranks share the heads, a key head or group with those that read it, or the channels where there are no heads.
+
+        4 ranks, 8 heads, 2 groups      rank 2: before it 4 heads and 1 group, its own 2 heads and 1 group
+
+    Raises:
+        ConfigError: They cannot be divided so.
+    """
+    if not spec.num_key_heads:
+        first, length = share(spec.num_channels, what=f"channels of {spec.kind}", rank=rank)
+        before, own = (replace(spec, num_heads=1, value_dim=size) for size in (first, length))
+        return before, own
+    heads = share(spec.num_heads, what=f"heads of {spec.kind}", rank=rank)
+    key_heads = share_kv_heads(spec.num_key_heads, what=f"key heads or groups of {spec.kind}", rank=rank)
+    before, own = (
+        replace(spec, num_heads=number, num_key_heads=number_of_keys)
+        for number, number_of_keys in zip(heads, key_heads, strict=True)
+    )
+    return before, own
 
 
 def vocab_lengths(vocab_size: int, *, rank: RankFacts) -> tuple[int, ...]:

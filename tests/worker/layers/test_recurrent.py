@@ -56,36 +56,47 @@ def compute(mixer: nn.Module, hidden: Tensor, pages: Tensor, lens: list[int], fi
     return out
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_share_the_heads_of_a_gated_delta_net(num_ranks: int) -> None:
-    hidden, lens, first = (
-        torch.randn(12, 24, generator=torch.Generator().manual_seed(1)),
-        [9, 3],
-        [True, True],
-    )
-    whole_pages = torch.zeros(3, DELTA.page_elements)
-    whole = compute(create(DELTA), hidden, whole_pages, lens, first)
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [("gated_delta", 2), ("gated_delta", 4), ("mamba2", 2), ("short_conv", 4)]
+)
+def test_ranks_share_a_mixer(kind: str, num_ranks: int) -> None:
+    """Those that add up only what comes out; tests/worker/parallel has the others."""
+    spec, generator = SPECS[kind], torch.Generator().manual_seed(1)
+    hidden, lens, first = torch.randn(12, 24, generator=generator), [9, 3], [True, True]
+    whole_pages = torch.zeros(3, spec.page_elements)
+    whole = compute(create(spec), hidden, whole_pages, lens, first)
     parts = []
     for rank in range(num_ranks):
-        pages = torch.zeros(3, DELTA.page_elements // num_ranks)
-        parts.append(compute(create(DELTA, rank=rank, num_ranks=num_ranks), hidden, pages, lens, first))
-        states = pages[:, -DELTA.num_channels * DELTA.key_dim // num_ranks :].unflatten(1, (-1, 6, 5))
-        own = slice(8 // num_ranks * rank, 8 // num_ranks * (rank + 1))
-        expected = whole_pages[:, -DELTA.num_channels * DELTA.key_dim :].unflatten(1, (8, 6, 5))[:, own]
-        torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+        pages = torch.zeros(3, spec.page_elements // num_ranks)
+        parts.append(compute(create(spec, rank=rank, num_ranks=num_ranks), hidden, pages, lens, first))
+        if spec.num_key_heads:
+            heads, sizes = spec.num_heads // num_ranks, (spec.key_dim, spec.value_dim)
+            states = pages[:, -heads * sizes[0] * sizes[1] :].unflatten(1, (-1, *sizes))
+            expected = whole_pages[:, -spec.num_channels * spec.key_dim :].unflatten(1, (-1, *sizes))
+            own = expected[:, heads * rank : heads * (rank + 1)]
+            torch.testing.assert_close(states, own, rtol=1e-5, atol=1e-5)
     assert whole.abs().max() > 0.1
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SPECS if kind != "gated_delta"])
-def test_what_ranks_do_not_share_is_refused(kind: str) -> None:
-    with pytest.raises(FeatureDisabled, match=f"layers of {kind}, which ranks do not share; set it to 1"):
-        create(SPECS[kind], num_ranks=2)
-
-
-def test_key_heads_that_ranks_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 does not divide linear_num_key_heads = 4"):
-        create(DELTA, num_ranks=3)
+@pytest.mark.parametrize(
+    ("spec", "num_ranks", "problem"),
+    [
+        (DELTA, 3, "3 does not divide heads of gated_delta = 8"),
+        (
+            replace(DELTA, num_heads=12, num_key_heads=4),
+            3,
+            "3 does not divide key heads or groups of gated_delta = 4",
+        ),
+        (MAMBA2, 4, "4 does not divide heads of mamba2 = 6"),
+        (replace(MAMBA2, norm_groups=3), 2, "2 does not divide groups of a norm = 3"),
+        (SPECS["mamba"], 3, "3 does not divide channels of mamba = 40"),
+        (SPECS["short_conv"], 5, "5 does not divide channels of short_conv = 24"),
+    ],
+)
+def test_what_ranks_do_not_divide_is_refused(spec: StateSpec, num_ranks: int, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"parallel.tensor_parallel_size: {problem}"):
+        create(spec, num_ranks=num_ranks)
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -30,6 +30,7 @@ from triptych.checkpoint.families.recurrent import (
     MIXER_ONLY,
     OF_TRAINING,
     check_groups,
+    parts_of_mixer,
     read_dt_rank,
     read_limits,
     with_states,
@@ -109,6 +110,7 @@ def granite_hybrid(config: ConfigFile) -> ModelArchitecture:
         fused=(
             FusedTensor("shared_mlp.input_linear", (f"{shared}.gate_proj", f"{shared}.up_proj")),
             *(GRANITE_EXPERTS if has_experts else ()),
+            *parts_of_mixer(state.kind, "mamba"),
         ),
     )
     return describe(config, sizes, layers=layers, block=block, ends=ends, names=tensors)
@@ -164,7 +166,8 @@ def falcon_h1(config: ConfigFile) -> ModelArchitecture:
             ("post_attention_layernorm", "pre_ff_layernorm"),
             (".mlp.", ".feed_forward."),
             ("model.norm", "model.final_layernorm"),
-        )
+        ),
+        fused=parts_of_mixer(state.kind, "mamba"),
     )
     return describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
 
@@ -234,6 +237,7 @@ _NEMOTRON_NAMES = TensorNames(
         (".self_attn.", ".mixer."),
         (".mlp.", ".mixer."),
     ),
+    fused=parts_of_mixer("mamba2", "mixer"),
     ignored_prefixes=("mtp.",),
 )
 
@@ -291,6 +295,7 @@ def jamba(config: ConfigFile) -> ModelArchitecture:
             (".mixer.", ".mamba."),
             (".mlp.gate.", ".feed_forward.router."),
             (".mlp.", ".feed_forward."),
-        )
+        ),
+        fused=parts_of_mixer(state.kind, "mamba"),
     )
     return describe(config, sizes, layers=layers, block=rms_block(config), names=names)

@@ -89,6 +89,23 @@ def check_groups(config: ConfigFile, key: str, state: StateSpec) -> StateSpec:
     return state
 
 
+def parts_of_mixer(kind: str, module: str) -> tuple[FusedTensor, ...]:
+    """Return the tensors of a mixer that hold what ranks share each by itself.
+
+    Args:
+        kind: As of `StateSpec`; all but gated_delta.
+        module: Name of the mixer in the checkpoint, as it follows the layer's prefix.
+    """
+    entering = {
+        "mamba2": ("gate", "x", "b", "c", "dt"),
+        "mamba": ("x", "gate"),
+        "short_conv": ("b", "c", "x"),
+    }
+    entering_parts = tuple(f"mixer.in_{part}" for part in entering[kind])
+    convolved = FusedTensor(f"{module}.conv1d", ("mixer.conv_x", "mixer.conv_b", "mixer.conv_c"))
+    return (FusedTensor(f"{module}.in_proj", entering_parts), *((convolved,) if kind == "mamba2" else ()))
+
+
 def read_dt_rank(config: ConfigFile, key: str, hidden_size: int) -> int:
     """Return the rank of the projection to step sizes; auto: a sixteenth of the hidden size."""
     config.pass_over(key)
@@ -316,7 +333,8 @@ def _mixers_only(config: ConfigFile, state: StateSpec, *, is_tied: bool) -> Mode
             ("model.norm", "backbone.norm_f"),
             ("model.layers", "backbone.layers"),
             ("input_layernorm", "norm"),
-        )
+        ),
+        fused=parts_of_mixer(state.kind, "mixer"),
     )
     return describe(
         config,
@@ -368,7 +386,8 @@ def lfm2(config: ConfigFile) -> ModelArchitecture:
             (".mlp.down_proj", ".feed_forward.w2"),
             (".mixer.conv1d", ".conv.conv"),
             (".mixer.", ".conv."),
-        )
+        ),
+        fused=parts_of_mixer(state.kind, "conv"),
     )
     is_tied = config.boolean("tie_embedding", default=True)
     block = BlockSpec(norm=norm, qk_norm="head", qk_norm_spec=norm)

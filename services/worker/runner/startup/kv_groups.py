@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture
 from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from triptych_services.worker.parallel.shares import stage_layers
+from triptych_services.worker.parallel.shares import share_state, stage_layers
 
 _MAX_PADDING = 0.1  # of what a request holds: bytes of a group's blocks that no layer uses
 _MAX_GROUPS = 16  # of a model: each step fills in a table and a slot mapping for each
@@ -215,8 +215,7 @@ def _with_places(
     places = []
     for index in stage:
         state = config.architecture.layers[index].state
-        # each rank keeps the states of its own heads
-        elements = 0 if state is None else state.page_elements // config.rank.tensor_parallel_size
+        elements = 0 if state is None else share_state(state, rank=config.rank)[1].page_elements
         places.append(LayerPlace(*layer_to_place.get(index, (-1, -1)), state_elements=elements))
     return GroupChoice((), tuple(places), 0)
 
