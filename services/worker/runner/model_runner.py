@@ -42,7 +42,7 @@ from triptych_services.worker.runner.pooled_rows import RowPooler
 from triptych_services.worker.runner.pooling import Pooler
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
 from triptych_services.worker.runner.request_rows import RequestRows, create_rows
-from triptych_services.worker.runner.startup.kv_cache import distinct_tensors
+from triptych_services.worker.runner.startup.kv_cache import parts_of_caches
 from triptych_services.worker.runner.stored.runner import INPUT, KV_CACHE, HeldState
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 from triptych_services.worker.sampling.logits_processors.create import create_logits_processors
@@ -221,18 +221,13 @@ class ModelRunner(StepRunner):
     def recorded(self) -> tuple[Program, Mapping[str, Tensor]] | None:
         """Return the recorded program of whole steps, and its inputs and caches by the names of their regions.
 
-        None where no program is recorded, or where it is a stage's, or that of a model that only pools or has states.
+        None where no program is recorded, or where it is a stage's, or that of a model that only pools.
         """
         if not isinstance(self._backend, RecordedBackend) or not isinstance(self._steps, ImmediateSteps):
             return None
-        if not self._generates or any(cache.state is not None for cache in self._kv_caches):
+        if not self._generates:
             return None
-        caches = {
-            f"{KV_CACHE}{number}.{name}": tensor
-            for number, cache in enumerate(distinct_tensors(self._kv_caches))
-            for name, tensor in (("blocks", cache.blocks), ("scales", cache.scales))
-            if tensor is not None
-        }
+        caches = {f"{KV_CACHE}{name}": part for name, part in parts_of_caches(self._kv_caches).items()}
         inputs = {f"{INPUT}{name}": tensor for name, tensor in self._inputs.tensors().items()}
         return self._backend.program, {**inputs, **caches}
 

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.worker.models.checkpoints import SIZES, greedy_tokens, random_prompts, save_checkpoint
 from tests.worker.models.families import FAMILIES
+from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.pooled import pool, save_decoder
 from tests.worker.runner.stored_start import config_of, decode, enter, start
 from tests.worker.tiny import new_row, step_plan
@@ -117,14 +118,17 @@ def test_float32_without_torch_gives_the_tokens_of_transformers(
         ("MiniCPM 3", "q8"),
         ("Gemma 3", "none"),  # four KV groups
         ("Mistral", "q8"),  # one group of windows
+        ("Falcon-H1", "none"),  # states beside keys and values
+        ("Qwen3-Next", "none"),
+        ("Mamba", "none"),  # states only
     ],
 )
-def test_mixtures_latents_and_windows_without_torch_give_the_tokens_of_a_fresh_recording(
+def test_mixtures_latents_windows_and_states_without_torch_give_the_tokens_of_a_fresh_recording(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
     directory = tmp_path / "mixture"
-    oracle = save_checkpoint(FAMILIES[family].create(), directory)
-    flags = FLAGS | {"model.quantization": quantization, "cache.num_blocks": 65}
+    oracle = save_checkpoint((FAMILIES | RECURRENT_FAMILIES)[family].create(), directory)
+    flags = FLAGS | {"model.quantization": quantization, "cache.num_blocks": 65, "cache.state_interval": 16}
     expected = [greedy_tokens(oracle, prompt, NUM_NEW) for prompt in PROMPTS]
     if quantization != "none":
         expected = decode(ordinary(config_of(flags), directory), PROMPTS, NUM_NEW)
@@ -187,6 +191,21 @@ def test_a_request_that_needs_more_does_not_disturb_the_others(
     assert tokens == [expected[0][3:], expected[1][3:], expected[2][: NUM_NEW - 3]]
     assert results[0].logprobs is not None
     assert results[0].logprobs.rows.tolist() == [2]
+
+
+@pytest.mark.thorough
+def test_states_are_kept_where_torch_takes_over(tmp_path: Path, directory: Path) -> None:
+    oracle = save_checkpoint(RECURRENT_FAMILIES["Falcon-H1"].create(), tmp_path / "hybrid")
+    config = config_of(FLAGS | {"cache.num_blocks": 65, "cache.state_interval": 16})
+    leave_program(config, tmp_path / "hybrid")
+    runner = started(config, tmp_path / "hybrid")
+    begun = decode(runner, PROMPTS, 3)
+    runner.block_store()
+    assert runner.has_resumed
+    plans = (StepPlan(step_id=step, last_result_seen=step - 1) for step in range(4, NUM_NEW + 1))
+    rest = np.stack([runner.execute(plan).token_ids for plan in plans], axis=1).tolist()
+    said = [first + others for first, others in zip(begun, rest, strict=True)]
+    assert said == [greedy_tokens(oracle, prompt, NUM_NEW) for prompt in PROMPTS]
 
 
 @pytest.mark.thorough

@@ -6,6 +6,8 @@
 Each layer has a tensor, or shares it with one layer of each other KV group, which holds other blocks in it. The blocks
 of latent attention are [1, 1, block_size, width].
 
+A page of recurrent states holds those of all layers, one after the other; page 0 is zero, and belongs to no request.
+
 A cache of 8 bits also has scales, with the same block ids. Only ops index these tensors. Only the engine decides which
 request holds which block.
 """
@@ -25,7 +27,12 @@ from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_services.worker.attention.base import KvCache
 from triptych_services.worker.context.device import TORCH_DTYPES
 from triptych_services.worker.runner.startup.kv_groups import LayerPlace
-from triptych_services.worker.runner.startup.kv_plan import kv_parts, num_kv_tensors, vectors_per_token
+from triptych_services.worker.runner.startup.kv_plan import (
+    STATES,
+    kv_parts,
+    num_kv_tensors,
+    vectors_per_token,
+)
 
 _KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
@@ -50,7 +57,9 @@ def allocate_kv_cache(
         )
         for _ in range(num_kv_tensors(shape))
     ]
-    return _by_layer(shape, tensors, places, device)
+    num_elements = sum(place.state_elements for place in places)
+    pages = _allocate((shape.num_state_blocks, num_elements), torch.float32, device) if num_elements else None
+    return _by_layer(shape, tensors, places, pages)
 
 
 def view_kv_cache(
@@ -63,9 +72,12 @@ def view_kv_cache(
     """
     scales_shape = (shape.num_blocks, vectors_per_token(shape), shape.num_kv_heads, shape.block_size)
     tensors: dict[str, Tensor] = {}
+    pages = None
     for name, start, num_bytes in kv_parts(shape):
         part = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)
-        if name.endswith("blocks"):
+        if name == STATES:
+            pages = part.view(torch.float32).view(shape.num_state_blocks, -1)
+        elif name.endswith("blocks"):
             tensors[name] = part.view(_KV_DTYPES[shape.dtype]).view(*scales_shape, shape.head_dim)
         else:
             tensors[name] = part.view(torch.float32).view(scales_shape)
@@ -73,30 +85,50 @@ def view_kv_cache(
         KvCache(tensors[f"{tensor}.blocks"], tensors.get(f"{tensor}.scales"))
         for tensor in range(num_kv_tensors(shape))
     ]
-    return _by_layer(shape, caches, places, torch.device("cpu"))
+    return _by_layer(shape, caches, places, pages)
 
 
-def distinct_tensors(kv_caches: Sequence[KvCache]) -> list[KvCache]:
-    """Return each tensor once, in the order of `kv_parts`: layers meet the tensors of their groups in that order."""
-    return list({cache.blocks.data_ptr(): cache for cache in kv_caches if cache.blocks.numel()}.values())
+def parts_of_caches(kv_caches: Sequence[KvCache]) -> dict[str, Tensor]:
+    """Return name -> memory of each part, as `kv_parts` names them.
+
+    Layers meet the tensors of their groups in the order of the parts.
+    """
+    tensors = {cache.blocks.data_ptr(): cache for cache in kv_caches if cache.blocks.numel()}
+    parts = {
+        f"{number}.{name}": tensor
+        for number, cache in enumerate(tensors.values())
+        for name, tensor in (("blocks", cache.blocks), ("scales", cache.scales))
+        if tensor is not None
+    }
+    states = [cache.state for cache in kv_caches if cache.state is not None]
+    if states:
+        num_elements = sum(state.numel() for state in states)
+        parts[STATES] = states[0].as_strided((num_elements,), (1,))  # they begin with the first layer's
+    return parts
 
 
 def _by_layer(
-    shape: KvLayout, tensors: Sequence[KvCache], places: Sequence[LayerPlace], device: torch.device
+    shape: KvLayout, tensors: Sequence[KvCache], places: Sequence[LayerPlace], pages: Tensor | None
 ) -> tuple[KvCache, ...]:
-    """Return the cache of each layer, with pages for its states if it has some. Page 0 is zero, and belongs to none."""
+    """Return the cache of each layer, with its part of the pages of states if it has some.
+
+    Args:
+        pages: [num_state_blocks, elements of all layers] float32; None: no layer has states.
+    """
     if not places:
         assert len(shape.groups) == 1, "layers of several groups have places"
         return tuple(tensors)
-    layers = []
+    layers, first = [], 0
     for place in places:
         if place.tensor < 0:
-            layer = KvCache(torch.zeros(0, device=device))
+            assert pages is not None, "a layer has keys and values, or states"
+            layer = KvCache(pages.new_zeros(0))
         else:
             layer = replace(tensors[place.tensor], group=place.group)
         if place.state_elements:
-            pages = _allocate((shape.num_state_blocks, place.state_elements), torch.float32, device)
-            layer = replace(layer, state=pages)
+            assert pages is not None, "there is a group of states"
+            layer = replace(layer, state=pages[:, first : first + place.state_elements])
+            first += place.state_elements
         layers.append(layer)
     return tuple(layers)
 

@@ -24,6 +24,8 @@ _MIB = 1 << 20
 _SCALED_DTYPES, _SCALE_BYTES = ("int8", "float8_e4m3fn"), 4
 _PAGES_PER_ROW = 2  # the one that is read, and the one that is written
 _PART_ALIGNMENT = 1 << 21  # a huge page
+STATES = "states"
+"""Name of the pages of states among the parts of a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +262,11 @@ def _mib(num_bytes: int) -> str:
 
 
 def kv_parts(shape: KvLayout) -> list[tuple[str, int, int]]:
-    """Return the name, the start and the bytes of each tensor's blocks and scales in one piece of memory."""
+    """Return the name, the start and the bytes of each tensor's blocks and scales in one piece of memory, and of the
+    pages of states."""
     num_tensors = num_kv_tensors(shape)
     vectors = shape.num_blocks * 2 * shape.num_kv_heads * shape.block_size
-    bytes_of_all = shape.block_bytes * shape.num_blocks // num_tensors
+    bytes_of_all = shape.block_bytes * shape.num_blocks // max(num_tensors, 1)
     scale_bytes = vectors * _SCALE_BYTES if shape.dtype in _SCALED_DTYPES else 0
     parts, end = [], 0
     for tensor in range(num_tensors):
@@ -271,6 +274,9 @@ def kv_parts(shape: KvLayout) -> list[tuple[str, int, int]]:
             if num_bytes:
                 parts.append((f"{tensor}.{name}", end, num_bytes))
                 end += -(-num_bytes // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    page_bytes = sum(group.block_bytes for group in shape.groups if group.kind is KvKind.STATE)
+    if page_bytes:
+        parts.append((STATES, end, page_bytes * shape.num_state_blocks))
     return parts
 
 

@@ -10,10 +10,10 @@ import torch
 
 from tests.worker.grouped_blocks import seen_blocks
 from tests.worker.tiny import tiny_architecture, tiny_config
-from triptych.checkpoint.architecture import LayerSpec
+from triptych.checkpoint.architecture import LayerSpec, StateSpec
 from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, distinct_tensors
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, parts_of_caches
 from triptych_services.worker.runner.startup.kv_groups import blocks_held, choose_groups, most_tokens
 from triptych_services.worker.runner.startup.kv_plan import kv_parts, plan_kv_cache
 
@@ -117,11 +117,25 @@ def test_layers_of_a_tensor_hold_other_blocks_of_it() -> None:
     assert [group.block_bytes for group in plan.shape.groups] == [plan.shape.block_bytes] * 3
     layers = allocate_kv_cache(plan.shape, torch.device("cpu"), plan.places)
     assert [layer.group for layer in layers] == [1, 1, 0, 2, 0, 2]
-    tensors = distinct_tensors(layers)
-    assert len(tensors) == 2
+    parts = parts_of_caches(layers)
     assert layers[0].blocks.data_ptr() == layers[2].blocks.data_ptr() == layers[3].blocks.data_ptr()
-    assert [name for name, _, _ in kv_parts(plan.shape)] == ["0.blocks", "1.blocks"]
-    assert [num_bytes for _, _, num_bytes in kv_parts(plan.shape)] == [each.blocks.nbytes for each in tensors]
+    assert [name for name, _, _ in kv_parts(plan.shape)] == list(parts) == ["0.blocks", "1.blocks"]
+    assert [num_bytes for _, _, num_bytes in kv_parts(plan.shape)] == [part.nbytes for part in parts.values()]
+
+
+def test_a_page_holds_the_states_of_all_layers() -> None:
+    state = StateSpec(kind="mamba", taps=3, num_heads=1, value_dim=8, key_dim=2)
+    plan = plan_kv_cache(config_of(FULL, replace(FULL, state=state), replace(FULL, state=state)), 1 << 24)
+    layers = allocate_kv_cache(plan.shape, torch.device("cpu"), plan.places)
+    parts = parts_of_caches(layers)
+    assert [(name, part.nbytes) for name, part in parts.items()] == [
+        (name, num_bytes) for name, _, num_bytes in kv_parts(plan.shape)
+    ]
+    assert [layer.state is None for layer in layers] == [True, False, False]
+    for number, layer in enumerate(layers[1:]):
+        layer.state[:] = number + 1
+    pages = parts["states"].view(plan.shape.num_state_blocks, 2, state.page_elements)
+    assert all((pages[:, number] == number + 1).all() for number in range(2))
 
 
 @pytest.mark.parametrize("group", [KvGroup(KvKind.WINDOW, 1, 4, 64, 9), KvGroup(KvKind.CHUNK, 1, 4, 64, 10)])
