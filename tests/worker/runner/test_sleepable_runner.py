@@ -12,14 +12,22 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.worker.models.checkpoints import SIZES, save_checkpoint
+from tests.helpers.in_process import InProcessEngine
+from tests.helpers.scheduling import owners_of
+from tests.worker.models import checkpoints
+from tests.worker.models.checkpoints import SIZES, greedy_tokens, random_prompts, save_checkpoint
+from tests.worker.models.families import FAMILIES
+from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.errors import MemoryShort, ModelError
-from triptych.types.facts import Phase, SleepLevel
+from triptych.types.facts import KvKind, Phase, SleepLevel
 from triptych.types.identity import Likeness, compare
+from triptych.types.sampling import SamplingParams
+from triptych.types.submit import single_choice
+from triptych_services.enginecore.request import Request
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.layers import weights
 from triptych_services.worker.runner import cpu_backend as create_cpu
@@ -101,6 +109,41 @@ def test_the_tokens_after_a_sleep_are_those_before(directory: Path, quantization
         assert set(phases) == expected_phases
         assert tokens(runner) == expected
         assert runner.facts == facts
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("level", [HOST, DROPPED])
+@pytest.mark.parametrize("name", ["Gemma 3", "LFM2"])
+def test_requests_of_several_groups_go_on_after_a_sleep(
+    name: str, level: SleepLevel, tmp_path: Path
+) -> None:
+    """Windows and recurrent states: what was computed before the sleep is computed again, and nothing else is read."""
+    oracle = save_checkpoint((FAMILIES | RECURRENT_FAMILIES)[name].create(), tmp_path)
+    runner = checkpoints.make_runner(tmp_path)
+    kinds = {group.kind for group in runner.facts.kv.groups}
+    assert kinds == {KvKind.FULL, KvKind.WINDOW if name == "Gemma 3" else KvKind.STATE}
+    scheduler = InProcessEngine(runner).scheduler
+    prompts, num_new = random_prompts(4, 17, 23), 12
+    sampling = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        submit = single_choice(number, f"r{number}", prompt, sampling, seed=0)
+        scheduler.requests.add(*Request.choices_of(submit, session=0))
+    said: list[list[int]] = [[] for _ in prompts]
+    has_slept = False
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        output = scheduler.update(runner.execute(plan))
+        for (_, number), token in zip(owners_of(output), output.token_ids.tolist(), strict=True):
+            said[number].append(token)
+        if not has_slept and all(len(tokens) > 3 for tokens in said):
+            has_slept = True
+            scheduler.requeue_all()
+            runner.sleep(level)
+            runner.wake()
+            runner.reset()
+    assert has_slept
+    assert said == [greedy_tokens(oracle, prompt, num_new) for prompt in prompts]
 
 
 @pytest.mark.parametrize("level", [HOST, DROPPED])
