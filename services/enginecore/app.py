@@ -122,6 +122,7 @@ def export_status(metrics: EngineMetrics, status: EngineStatus, last: EngineStat
         counter.inc(STATUS_ROWS[name].read(status) - (STATUS_ROWS[name].read(last) if last else 0))
     _export_priorities(metrics, status, last)
     _export_transfers(metrics, status, last)
+    _export_groups(metrics, status, last)
     for state in JOURNAL_STATES:
         metrics.journal_state.labels(state).set(status.journal == state)
     for reason, count in status.counters.num_finished.items():
@@ -139,6 +140,25 @@ def _export_priorities(metrics: EngineMetrics, status: EngineStatus, last: Engin
         counts[label] = counts.get(label, 0) + count
     for label, count in counts.items():
         metrics.waiting_by_priority.labels(label).set(count)
+
+
+def _export_groups(metrics: EngineMetrics, status: EngineStatus, last: EngineStatus | None) -> None:
+    """Set the gauges of groups of layers, and advance their counters. A new worker may have other groups."""
+    name_to_group = {group.name: group for group in status.groups}
+    name_to_last = {group.name: group for group in last.groups} if last else {}
+    for name in name_to_last.keys() - name_to_group.keys():
+        metrics.groups.blocks.labels(name).set(0)
+        metrics.groups.used_blocks.labels(name).set(0)
+    for name, group in name_to_group.items():
+        metrics.groups.blocks.labels(name).set(group.num_blocks)
+        metrics.groups.used_blocks.labels(name).set(group.num_used_blocks)
+        before = name_to_last.get(name)
+        num_hit, num_released = (
+            (before.num_hit_blocks, before.num_released_blocks) if before is not None else (0, 0)
+        )
+        metrics.groups.hit_blocks.labels(name).inc(group.num_hit_blocks - num_hit)
+        metrics.groups.released_blocks.labels(name).inc(group.num_released_blocks - num_released)
+    metrics.groups.snapshots.set(sum(group.num_snapshots for group in status.groups))
 
 
 def _priority_label(priority: int) -> int:

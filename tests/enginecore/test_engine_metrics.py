@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from triptych.observe.metrics import EngineMetrics
 from triptych.observe.metrics.enginecore import JOURNAL_STATES, MAX_PRIORITY_LABEL
-from triptych.types.facts import EngineStatus
+from triptych.types.facts import EngineStatus, GroupStatus
 from triptych.types.kv_transfer import TransferCounts
 from triptych_services.enginecore.app import export_status
 
@@ -65,6 +65,21 @@ def test_transfers_of_kv_blocks() -> None:
         ("out", "failed"): 5,
     }
     assert exported.by("kv_transfer_bytes_total", "direction") == {("in",): 1000, ("out",): 600}
+
+
+def test_blocks_by_kind_of_group() -> None:
+    window = GroupStatus("window-1024", 5, 900, 60, 3, 20, 0)
+    state = GroupStatus("state", 1, 30, 4, 1, 2, 7)
+    first = replace(STATUS, groups=(window, state))
+    exported = Exported(first, replace(first, groups=(replace(window, num_hit_blocks=8), state)))
+    assert exported.by("group_used_blocks", "group") == {("window-1024",): 60, ("state",): 4}
+    assert exported.by("group_blocks", "group") == {("window-1024",): 900, ("state",): 30}
+    assert exported.by("group_hit_blocks_total", "group") == {("window-1024",): 8, ("state",): 1}
+    assert exported.by("group_released_blocks_total", "group") == {("window-1024",): 20, ("state",): 2}
+    assert exported.by("state_snapshots") == {(): 7}
+    gone = Exported(first, STATUS)
+    assert gone.by("group_used_blocks", "group") == {("window-1024",): 0, ("state",): 0}
+    assert gone.by("state_snapshots") == {(): 0}
 
 
 def test_state_of_the_journal() -> None:

@@ -283,6 +283,26 @@ class EngineCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupStatus:
+    """The blocks of the groups of layers that keep the same positions, at one moment."""
+
+    name: str
+    """Kind, and window if it has one: full, window-1024, chunk-8192, state."""
+    num_groups: int
+    """Groups that keep these positions. A request holds as many blocks of each."""
+    num_blocks: int
+    """Blocks of the pool that the groups draw from, with others: of keys and values, or of states."""
+    num_used_blocks: int
+    """Blocks that requests hold, in all of these groups."""
+    num_hit_blocks: int
+    """Blocks found in the prefix cache that requests began with, since the start."""
+    num_released_blocks: int
+    """Blocks that running requests gave back because no later token sees them, since the start."""
+    num_snapshots: int
+    """States in the prefix cache, from which a prompt can go on. 0: the groups keep none."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """One engine's counters at one moment. A number with a help text is shown everywhere by its row of STATUS_ROWS."""
 
@@ -339,6 +359,8 @@ class EngineStatus:
     """Bytes of one block in all layers of a rank."""
     block_size: int = 0
     """Tokens per block."""
+    groups: tuple[GroupStatus, ...] = ()
+    """Blocks by kind of group. Empty where one group keeps every key."""
 
 
 STATUS_ROWS: Mapping[str, StatusRow] = {

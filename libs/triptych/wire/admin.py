@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from triptych.admin.v1 import admin_pb2
 from triptych.errors import InvalidRequest
 from triptych.types.adapters import AdapterFacts
-from triptych.types.facts import EngineStatus, PauseMode, SleepLevel
+from triptych.types.facts import EngineStatus, GroupStatus, PauseMode, SleepLevel
 from triptych.wire.codec import codec
 
 _PAUSE_MODES = {
@@ -32,11 +32,12 @@ _SLEEP_LEVELS = {
     admin_pb2.SLEEP_LEVEL_WEIGHTS_DROPPED: SleepLevel.WEIGHTS_DROPPED,
 }
 _PROTO_SLEEP_LEVELS = {level: number for number, level in _SLEEP_LEVELS.items()}
+_GROUP = codec(GroupStatus, admin_pb2.GroupStatus)
 _STATUS = codec(
     EngineStatus,
     admin_pb2.EngineStatus,
     names={"steps_in_flight": "max_steps_in_flight"},
-    apart=("state", "ready", "paused", "asleep", "draining", "num_finished", "model", "journal"),
+    apart=("state", "ready", "paused", "asleep", "draining", "num_finished", "model", "journal", "groups"),
     left_out=(
         *("oldest_waiting_s", "num_waiting_by_priority", "kv_transfers"),
         *("journal_bytes", "journal_oldest_at_ms", "num_kept"),
@@ -60,6 +61,7 @@ def status_to_proto(status: EngineStatus, model: str) -> admin_pb2.EngineStatus:
             for reason, count in status.counters.num_finished.items()
         ],
         model=model,
+        groups=[_GROUP.encode(group) for group in status.groups],
         journal=f"JOURNAL_STATE_{status.journal.upper()}",
     )
 
@@ -70,6 +72,7 @@ def status_from_proto(message: admin_pb2.EngineStatus) -> tuple[str, EngineStatu
         message,
         num_finished={},
         journal="off",
+        groups=tuple(map(_GROUP.decode, message.groups)),
         ready=message.state == admin_pb2.ENGINE_STATE_READY and not message.why_not_ready,
         paused=message.state == admin_pb2.ENGINE_STATE_PAUSED,
         asleep=message.state == admin_pb2.ENGINE_STATE_ASLEEP,

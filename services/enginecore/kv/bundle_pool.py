@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from triptych.types.facts import GroupStatus
 from triptych_services.enginecore.kv.cache_changes import CachedPrefixes
+from triptych_services.enginecore.kv.groups import GroupRules
 from triptych_services.enginecore.kv.pool import BlockPool, PoolSnapshot
 
 
@@ -33,6 +35,11 @@ class BundlePool(BlockPool):
         """Blocks of the largest bundle that was taken."""
         self._num_queued_bundles = 0
         """Bundles in the free queue, behind single blocks without content."""
+
+    @property
+    def num_cached(self) -> int:
+        """Number of bundles with content that can be hit, held ones included."""
+        return len(self._hash_to_block)
 
     def blocks_of(self, bundle: int) -> Sequence[int]:
         """Return the blocks of a bundle that is held, of each twin in turn."""
@@ -186,3 +193,62 @@ class BundlePool(BlockPool):
         """Queue the blocks of a bundle without content, to be taken next."""
         for block in self._bundles.pop(bundle, (bundle,)):
             self._free.prepend(block)
+
+
+class GroupUsage:
+    """Counts the blocks that requests hold in one group and its twins. A `GroupedBlockManager` owns it."""
+
+    def __init__(self, group: GroupRules, pool: BundlePool) -> None:
+        """
+        Args:
+            pool: The pool that the groups draw from.
+        """
+        self.num_held = 0
+        """Blocks that requests hold. Those that several hold count once."""
+        self._group, self._pool = group, pool
+        self._num_hit = 0
+        self._num_released = 0
+
+    def take(self, count: int) -> list[int]:
+        """Return what `BundlePool.take_bundles` does."""
+        blocks = self._pool.take_bundles(count, self._group.num_twins)
+        self.num_held += len(blocks)
+        return blocks
+
+    def share(self, bundles: Sequence[int]) -> None:
+        """Hold cached bundles that a request begins with."""
+        num_free = self._pool.num_free
+        self._pool.share(bundles)
+        self.num_held += num_free - self._pool.num_free
+        self._num_hit += len(bundles) * self._group.num_twins
+
+    def release(self, bundles: Iterable[int]) -> None:
+        """Give bundles up, in this order."""
+        num_free = self._pool.num_free
+        self._pool.release(bundles)
+        self.num_held -= self._pool.num_free - num_free
+
+    def release_unseen(self, bundles: Sequence[int]) -> None:
+        """Give up bundles that no later query of their row sees."""
+        self.release(bundles)
+        self._num_released += len(bundles) * self._group.num_twins
+
+    def add_totals(self, usages: Iterable[GroupUsage]) -> None:
+        """Add what was counted of such groups for the worker before."""
+        for usage in usages:
+            if usage._group.name == self._group.name:
+                self._num_hit += usage._num_hit
+                self._num_released += usage._num_released
+
+    def status(self) -> GroupStatus:
+        """Return the counts as they are now."""
+        group, pool = self._group, self._pool
+        return GroupStatus(
+            name=group.name,
+            num_groups=group.num_twins,
+            num_blocks=pool.num_blocks - 1,
+            num_used_blocks=self.num_held,
+            num_hit_blocks=self._num_hit,
+            num_released_blocks=self._num_released,
+            num_snapshots=pool.num_cached if group.is_state else 0,
+        )

@@ -13,7 +13,7 @@ from triptych.types.facts import KvLayout
 from triptych.types.step import U32
 from triptych_services.enginecore.kv.block_table import NULL_BLOCK, BlockTable, GroupTable
 from triptych_services.enginecore.kv.budget import GroupedBlockBudget, GroupHits
-from triptych_services.enginecore.kv.bundle_pool import BundlePool
+from triptych_services.enginecore.kv.bundle_pool import BundlePool, GroupUsage
 from triptych_services.enginecore.kv.cache_changes import CachedPrefixes
 from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints, PoolCounts, rules_of
 from triptych_services.enginecore.kv.manager import BlockManager, Growth
@@ -39,6 +39,7 @@ class GroupedBlockManager(BlockManager):
         self._state_pool = BundlePool(max(kv.num_state_blocks, 1), None, self._cached_prefixes)
         self._pools = [self._state_pool if group.is_state else self._kv_pool for group in self.groups]
         self.pool = self._state_pool if all(group.is_state for group in self.groups) else self._kv_pool
+        self.usages = [GroupUsage(group, pool) for group, pool in zip(self.groups, self._pools, strict=True)]
         self._state_groups = [group for group in self.groups if group.is_state]
         self._even_groups = [
             group for group in self.groups if not group.is_state and group.block_size == kv.block_size
@@ -82,24 +83,22 @@ class GroupedBlockManager(BlockManager):
             return None
         table.num_hits = len(hits)
         table.groups = tuple(GroupTable(table.block_ids if not group.index else []) for group in self.groups)
-        for group, pool, own in zip(self.groups, self._pools, table.groups, strict=True):
+        for group, usage, own in zip(self.groups, self.usages, table.groups, strict=True):
             blocks = shared[group.index]
             own.num_released = group.first_needed(len(hits) * self.block_size) if blocks else 0
-            pool.share(blocks[own.num_released :])
+            usage.share(blocks[own.num_released :])
             own.num_settled = len(blocks)
             own.block_ids += blocks
         table.num_cached = len(hits)
-        for group, pool, own in zip(
-            self.groups, self._pools, table.groups, strict=True
-        ):  # once all hits are held
+        for group, own in zip(self.groups, table.groups, strict=True):  # once all hits are held
             num_new = group.blocks_for(num_tokens) - len(own.block_ids)
-            own.block_ids += pool.take_bundles(num_new, group.num_twins)[:: group.num_twins]
+            own.block_ids += self.usages[group.index].take(num_new)[:: group.num_twins]
         return table.block_ids
 
     def grow(self, tables: Sequence[BlockTable], capacities: Ints, ends: Ints) -> Sequence[Growth]:
         growths = []
         size_to_added: dict[int, tuple[Ints, list[int]]] = {}
-        for group, pool in zip(self.groups, self._pools, strict=True):
+        for group, usage in zip(self.groups, self.usages, strict=True):
             size, index, num_twins = group.block_size, group.index, group.num_twins
             if size not in size_to_added:
                 added = -(-ends // size) - -(-capacities // size)
@@ -107,7 +106,7 @@ class GroupedBlockManager(BlockManager):
             nums_new, counts = size_to_added[size]
             if not (num_all := sum(counts)):
                 continue
-            blocks = pool.take_bundles(num_all, num_twins)
+            blocks = usage.take(num_all)
             bundles, start = blocks[::num_twins], 0
             for table, num_new in zip(tables, counts, strict=True):
                 table.groups[index].block_ids += bundles[start : start + num_new]
@@ -139,7 +138,7 @@ class GroupedBlockManager(BlockManager):
             bundles += own.block_ids[first:num_needless]
             own.block_ids[first:num_needless] = [NULL_BLOCK] * (num_needless - first)
             own.num_released = num_needless
-        self._pools[group.index].release(bundles)
+        self.usages[group.index].release_unseen(bundles)
 
     def cache_full_blocks(
         self, filled: Iterable[tuple[BlockTable, array[int], int]], *, is_planning: bool = False
@@ -246,8 +245,8 @@ class GroupedBlockManager(BlockManager):
         return bool(table.num_hits and blocks)
 
     def free(self, table: BlockTable) -> None:
-        for pool, own in zip(self._pools, table.groups, strict=False):
-            pool.release(reversed(own.block_ids[own.num_released :]))
+        for usage, own in zip(self.usages, table.groups, strict=False):
+            usage.release(reversed(own.block_ids[own.num_released :]))
             own.block_ids.clear()
         table.groups = ()
         table.num_hits = table.num_cached = 0
@@ -274,6 +273,7 @@ class GroupedBlockManager(BlockManager):
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         references: dict[int, Counter[int]] = {id(pool): Counter() for pool in self._pools}
+        bundles: list[set[int]] = [set() for _ in self.groups]
         for table in tables:
             for group, own in zip(self.groups, table.groups, strict=bool(table.groups)):
                 num_settled = self._num_settled(group, table)
@@ -282,6 +282,10 @@ class GroupedBlockManager(BlockManager):
                 assert not any(own.block_ids[: own.num_released]), "a block was released and is held"
                 assert NULL_BLOCK not in held, "the null block is held"
                 references[id(self._pools[group.index])].update(held)
+                bundles[group.index].update(held)
+        for group, usage in zip(self.groups, self.usages, strict=True):
+            num_held = len(bundles[group.index]) * group.num_twins
+            assert usage.num_held == num_held, f"{num_held} blocks are held, {usage.num_held} are counted"
         for pool in {id(pool): pool for pool in self._pools}.values():
             counted = references[id(pool)]
             pool.check_integrity(counted)

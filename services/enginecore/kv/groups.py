@@ -76,15 +76,18 @@ class GroupRules:
     can begin with a page that another row writes in it.
     """
 
-    def __init__(self, group: KvGroup, index: int, members: tuple[int, ...]) -> None:
+    def __init__(self, group: KvGroup, index: int, members: tuple[int, ...], suffix: str = "") -> None:
         """
         Args:
             group: One of the twins.
             index: Place of these rules among those of all groups.
             members: Places of the twins in the worker's layout, in order.
+            suffix: Ends their name, where others have the same kind and window.
         """
         self.kind = group.kind
         self.is_state = group.kind is KvKind.STATE
+        self.name = group.kind.name.lower() + (f"-{group.window}" if group.window else "") + suffix
+        """Names these groups in metrics."""
         self.releases = group.kind is not KvKind.FULL
         """Whether rows need some of their blocks no more as they go on."""
         self.block_size = group.block_size
@@ -132,10 +135,13 @@ def rules_of(kv: KvLayout) -> tuple[GroupRules, ...]:
     twins: dict[tuple[KvKind, int, int], list[int]] = {}
     for index, group in enumerate(kv.groups):
         twins.setdefault((group.kind, group.block_size, group.window), []).append(index)
-    return tuple(
-        GroupRules(kv.groups[members[0]], index, tuple(members))
-        for index, members in enumerate(twins.values())
-    )
+    seen: set[tuple[KvKind, int]] = set()
+    rules = []
+    for index, ((kind, block_size, window), members) in enumerate(twins.items()):
+        suffix = f"-by-{block_size}" if (kind, window) in seen else ""
+        seen.add((kind, window))
+        rules.append(GroupRules(kv.groups[members[0]], index, tuple(members), suffix))
+    return tuple(rules)
 
 
 def longest_step(max_tokens: int, max_steps_in_flight: int, max_samples_per_row: int) -> int:

@@ -14,6 +14,7 @@ from triptych.prefix_hash import root_hash
 from triptych.types.step import U32
 from triptych_services.enginecore.kv.block_table import BlockTable
 from triptych_services.enginecore.kv.budget import BlockBudget
+from triptych_services.enginecore.kv.bundle_pool import GroupUsage
 from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints
 from triptych_services.enginecore.kv.pool import BlockPool
 
@@ -63,6 +64,8 @@ class BlockManager:
         """Rules of the groups of layers. Empty: there is one that keeps every key."""
         self.releasing: tuple[GroupRules, ...] = ()
         """The groups of which rows release blocks as they go on."""
+        self.usages: Sequence[GroupUsage] = ()
+        """Counts of blocks by kind of group, of names that differ. Empty: there is one that keeps every key."""
         self.step_end_every = 0
         """Tokens of a block of states, at the ends of which steps of a row end; 0: they may end anywhere."""
         self._newly_cached: list[int] = []

@@ -200,6 +200,7 @@ class Scheduler:
             block_size=kv.block_size,
             kv_transfers=replace(self.transfers.counts),
             counters=self.counters.copy(),
+            groups=tuple(usage.status() for usage in self._blocks.usages),
         )
 
     def measure_load(self) -> LoadReport:
@@ -235,6 +236,8 @@ class Scheduler:
         previous.requeue_all()
         self.counters = self.requests.counters = previous.counters
         self.transfers.counts.add(previous.transfers.counts)
+        for usage in self._blocks.usages:
+            usage.add_totals(previous._blocks.usages)
         self._admission.forecast = previous._admission.forecast
         self._states.adopt(previous._states)
         failed = []

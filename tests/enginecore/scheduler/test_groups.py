@@ -30,10 +30,11 @@ from tools.replay.plan_difference import differences_between, is_same
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_device
 from triptych.errors import ConfigError
-from triptych.types.facts import KvGroup, KvKind, KvLayout
+from triptych.types.facts import EngineStatus, KvGroup, KvKind, KvLayout
 from triptych.types.journal import Planned
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, StepResult, empty_u32
+from triptych.wire.admin import status_from_proto, status_to_proto
 from triptych.wire.journal import read_journal
 from triptych_services.enginecore.kv.groups import longest_step, rules_of
 from triptych_services.enginecore.request import Request
@@ -248,6 +249,37 @@ def test_a_step_never_goes_beyond_the_end_of_a_state() -> None:
     (row,) = plan.new_rows
     assert row.num_computed_tokens == 24, "it goes on behind the last snapshot"
     assert row.group_block_ids[0].tolist()[0] == 0, "of the snapshots before it needs none"
+
+
+def test_status_counts_blocks_by_kind_of_group() -> None:
+    groups = (FULL, WINDOW, WINDOW, STATE)
+    kv = layout_for_one(groups, 200, 64, spare=60, spare_states=5)
+    scheduler = make_scheduler(kv=kv, max_model_len=200, max_num_batched_tokens=64, max_num_seqs=8)
+    engine = Engine(scheduler, NaiveWorker(groups=groups))
+    prompt = make_prompt(49)
+    for number in range(2):
+        engine.add(make_request(number, prompt, max_tokens=1))
+        engine.run()
+    engine.add(make_request(2, prompt, max_tokens=20, ignore_eos=True))
+    engine.plan()
+    status = scheduler.add_counts(EngineStatus("e", True, ""), kv, now=0.0)
+    full, window, state = status.groups
+    assert [group.name for group in status.groups] == ["full", "window-10", "state"]
+    assert [group.num_groups for group in status.groups] == [1, 2, 1]
+    assert full.num_blocks == window.num_blocks == kv.num_blocks - 1
+    # 48 tokens are hit, of which the next sees 9 in a window, and the state behind them; one more block is begun
+    assert (full.num_used_blocks, full.num_hit_blocks) == (12 + 1, 2 * 12)
+    assert (window.num_used_blocks, window.num_hit_blocks) == (2 * (3 + 1), 2 * 2 * 3)
+    assert (state.num_used_blocks, state.num_hit_blocks, state.num_snapshots) == (2, 2 * 1, 4)
+    assert full.num_released_blocks == 0
+    # position 49 sees 40 and later ones: the first request has released 10 blocks, and the second, which had no use of
+    # the first 9, one
+    assert window.num_released_blocks == 2 * 11
+    assert status_from_proto(status_to_proto(status, "m"))[1].groups == status.groups
+    successor = make_scheduler(kv=kv, max_model_len=200, max_num_batched_tokens=64, max_num_seqs=8)
+    successor.adopt(scheduler)
+    _, window, _ = successor.add_counts(status, kv, now=0.0).groups
+    assert (window.num_used_blocks, window.num_released_blocks) == (0, 2 * 11)
 
 
 @pytest.mark.parametrize(

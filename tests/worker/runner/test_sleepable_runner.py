@@ -114,9 +114,7 @@ def test_the_tokens_after_a_sleep_are_those_before(directory: Path, quantization
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("level", [HOST, DROPPED])
 @pytest.mark.parametrize("name", ["Gemma 3", "LFM2"])
-def test_requests_of_several_groups_go_on_after_a_sleep(
-    name: str, level: SleepLevel, tmp_path: Path
-) -> None:
+def test_requests_of_several_groups_go_on_after_a_sleep(name: str, level: SleepLevel, tmp_path: Path) -> None:
     """Windows and recurrent states: what was computed before the sleep is computed again, and nothing else is read."""
     oracle = save_checkpoint((FAMILIES | RECURRENT_FAMILIES)[name].create(), tmp_path)
     runner = checkpoints.make_runner(tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -17,6 +17,44 @@ _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 @dataclass(frozen=True, slots=True)
+class GroupMetrics:
+    """Metrics of groups of layers, by what these keep: `GroupStatus.name` is the label."""
+
+    used_blocks: Gauge
+    blocks: Gauge
+    hit_blocks: Counter
+    released_blocks: Counter
+    snapshots: Gauge
+
+    @classmethod
+    def create(cls, gauge: Callable[..., Gauge], counter: Callable[..., Counter]) -> GroupMetrics:
+        """Return the metrics, made by functions of a name, a text and labels."""
+        return cls(
+            used_blocks=gauge(
+                "group_used_blocks",
+                "Blocks that requests hold in groups of layers, by what these keep, as full, window-1024, state.",
+                "group",
+            ),
+            blocks=gauge(
+                "group_blocks", "Blocks of the pool that these groups draw from, with others.", "group"
+            ),
+            hit_blocks=counter(
+                "group_hit_blocks",
+                "Blocks found in the prefix cache that requests began with, by group as above.",
+                "group",
+            ),
+            released_blocks=counter(
+                "group_released_blocks",
+                "Blocks that running requests gave back because no later token sees them, by group as above.",
+                "group",
+            ),
+            snapshots=gauge(
+                "state_snapshots", "Recurrent states in the prefix cache, from which a prompt can go on."
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineMetrics:
     """Prometheus metrics of the engine core."""
 
@@ -28,6 +66,7 @@ class EngineMetrics:
     finished: Counter
     kv_transfers: Counter
     kv_transfer_bytes: Counter
+    groups: GroupMetrics
     journal_state: Gauge
     worker_losses: Counter
     step_seconds: Histogram
@@ -62,6 +101,7 @@ class EngineMetrics:
             kv_transfer_bytes=counter(
                 "kv_transfer_bytes", "Bytes of these blocks, on one rank.", "direction"
             ),
+            groups=GroupMetrics.create(gauge, counter),
             journal_state=gauge("journal_state", "1 for the state of the step journal.", "state"),
             worker_losses=counter("worker_losses", "Times that the worker's stream was lost."),
             step_seconds=Histogram(
