@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from triptych_kernels.weights.base import LinearWeight
+from triptych_kernels.weights.base import BlockWeight, LinearWeight
 from triptych_kernels.weights.coded import CodedRows
+from triptych_kernels.weights.coded_weight import CodedWeight
 from triptych_kernels.weights.formats import (
     BLOCK_FORMATS,
     GROUP_SIZE,
+    PANEL_FORMATS,
     ChannelFormat,
     QuantizedFormat,
     common_format,
 )
 from triptych_kernels.weights.quantized import QuantizedWeight, can_hold
 from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.context.resolved_config import ResolvedConfig
 
 WeightFormat = QuantizedFormat | ChannelFormat
 
@@ -208,6 +211,19 @@ def _stored_format(sources: Sequence[str], in_features: int, context: ModelConte
     return None
 
 
+def describe_quantization(weights: Iterable[LinearWeight], config: ResolvedConfig) -> str:
+    """Return the form of linear weights for people: `gptq 4-bit g128`, or `gptq 4-bit g128 as bfloat16`.
+
+    Args:
+        weights: All of a model's, which say whether codes were kept.
+    """
+    stored = config.architecture.quantization
+    if stored is None:
+        return config.quantization
+    is_kept = any(isinstance(weight, BlockWeight) for weight in weights)
+    return f"{stored}{'' if is_kept else f' as {config.weight_dtype}'}"
+
+
 def keeps_blocks(type: str, quantization: str) -> bool:
     """Return whether linear weights keep the blocks of tensors stored in this form.
 
@@ -235,7 +251,8 @@ def create_quantized_weight(
     dtype, device = context.dtype, context.device
     if device.type == "cpu":
         assert isinstance(format, QuantizedFormat), "choose_quantization allows no other format on CPUs"
-        weight = QuantizedWeight(out_features, in_features, dtype, format, gated=gated, bias=bias)
+        create = QuantizedWeight if format in PANEL_FORMATS else CodedWeight
+        weight = create(out_features, in_features, dtype, format, gated=gated, bias=bias)
         if context.config.activation_bits == 8 and not is_head:
             weight.input_bits = 8
         return weight

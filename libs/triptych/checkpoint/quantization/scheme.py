@@ -75,6 +75,10 @@ class StoredQuantization:
     kv_cache: str = ""
     """Precision of keys and values that the checkpoint was made for: `8-bit float`; empty: it says nothing."""
 
+    def __str__(self) -> str:
+        """Return its schemes for people: `gptq 4-bit g128`."""
+        return ", ".join(dict.fromkeys(str(rule.scheme) for rule in self.rules if rule.scheme))
+
     @property
     def layouts(self) -> tuple[str, ...]:
         """Layouts of all schemes, each once."""

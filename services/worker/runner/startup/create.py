@@ -34,7 +34,8 @@ from triptych_services.worker.context.machine import describe_rates
 from triptych_services.worker.context.rank_group import RankGroup
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.layers.attention import check_layers
-from triptych_services.worker.layers.weights import weight_bytes
+from triptych_services.worker.layers.quantization import describe_quantization
+from triptych_services.worker.layers.weights import linear_weights, weight_bytes
 from triptych_services.worker.loader.base import Checkpoint, digest_weights, fingerprint
 from triptych_services.worker.loader.load import DuringLoad, load_model, open_checkpoint
 from triptych_services.worker.models.base import CausalLM, EncoderModel
@@ -117,6 +118,7 @@ def create_runner(
         processor=processor or f"torch on {device_name(device)}",
         num_threads=num_threads if device.type == "cpu" and not config.batch_invariant else 0,
         weight_bytes=weight_bytes(model),
+        quantization=describe_quantization(linear_weights(model), config),
         load_s=load_s,
         served=served_tasks(config.architecture, directory),
     )

@@ -88,6 +88,7 @@ def worker_facts(
     weight_bytes: int,
     load_s: float,
     kernels: str = "",
+    quantization: str = "",
     max_samples_per_row: int = 1,
     num_stages: int = 0,
     processor: str = "",
@@ -98,6 +99,7 @@ def worker_facts(
     """Return a worker's facts; arguments as the fields of `WorkerFacts`, `ModelFacts` and `ModelIdentity`.
 
     Args:
+        quantization: Form of linear weights, for people; empty: as the config has it.
         served: Its tasks; None: generation only.
         num_stages: 0: as many as the ranks are divided into.
         processor, num_threads: As `numerics_of`.
@@ -114,7 +116,13 @@ def worker_facts(
     )
     return WorkerFacts(
         boot_id=boot_id,
-        model=_model_facts(config, identity, kv.max_model_len, served or ServedTasks((GENERATION,))),
+        model=_model_facts(
+            config,
+            identity,
+            kv.max_model_len,
+            served or ServedTasks((GENERATION,)),
+            quantization or config.quantization,
+        ),
         kv=kv.shape,
         max_num_seqs=engine.scheduler.max_num_seqs,
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
@@ -131,7 +139,11 @@ def worker_facts(
 
 
 def _model_facts(
-    config: ResolvedConfig, identity: ModelIdentity, max_model_len: int, served: ServedTasks
+    config: ResolvedConfig,
+    identity: ModelIdentity,
+    max_model_len: int,
+    served: ServedTasks,
+    quantization: str,
 ) -> ModelFacts:
     engine, architecture = config.engine, config.architecture
     return ModelFacts(
@@ -142,7 +154,7 @@ def _model_facts(
         eos_token_ids=architecture.eos_token_ids,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
-        quantization=config.quantization,
+        quantization=quantization,
         tasks=served.tasks,
         embedding_size=served.embedding_size,
         num_labels=served.num_labels,

@@ -44,6 +44,8 @@ class ModelRecord:
     weight_bytes: int
     kernels: str
     """Description of what computes, as in `WorkerFacts`."""
+    quantization: str
+    """Form of linear weights, as in `ModelFacts`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.machine_files import machine_key
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 
-_VERSION = 1
+_VERSION = 2
 _WORKER = Path(__file__).resolve().parents[2]
 _PLACES, _PLACE_BYTES = 64, 4096
 _SMALL_BYTES = 1 << 20  # such files are read whole

@@ -95,6 +95,7 @@ def start_stored(
         weight_bytes=image.model.weight_bytes,
         load_s=time.perf_counter() - started,
         kernels=image.model.kernels,
+        quantization=image.model.quantization,
         served=served_tasks(resolved.architecture, directory),
     )
     return _start(resolved, directory, facts, image, on_phase)

@@ -76,7 +76,13 @@ def store(runner: SleepableRunner, config: ResolvedConfig, directory: Path) -> P
         path,
         key,
         extracted.program,
-        ModelRecord(identity.fingerprint, identity.weights, facts.weight_bytes, facts.kernels),
+        ModelRecord(
+            identity.fingerprint,
+            identity.weights,
+            facts.weight_bytes,
+            facts.kernels,
+            facts.model.quantization,
+        ),
         [(offset, values.numpy().data) for offset, values in extracted.constants],
         extracted.constant_bytes,
     )
