@@ -407,6 +407,37 @@ def save_quantized(
             else:
                 tensors[name] = torch.from_numpy(drawn).to(dtype)
                 parameter.copy_(tensors[name])
+    return _save(directory, scheme.config, tensors, model)
+
+
+def save_experts(directory: Path, scheme: Scheme | None, model: Any) -> Any:
+    """Write a mixture, with tensors of each expert, or None: stacked, as GPT-OSS is published; return what it means."""
+    rng = np.random.default_rng(0)
+    model.eval()
+    tensors: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = (rng.standard_normal(parameter.shape) * 0.3).astype(np.float32)
+            if scheme is None and name.endswith(("gate_up_proj", "down_proj")):
+                codes, exponents, meant = microscaled(np.swapaxes(drawn, 1, 2))
+                tensors |= _tensors({f"{name}_blocks": pairs_of(codes), f"{name}_scales": exponents})
+                parameter.copy_(meant.transpose(1, 2))
+            elif scheme is not None and ".experts." in name:
+                parts = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+                for expert, weights in enumerate(drawn):
+                    module = f"{name.rpartition('.')[0]}.{expert}"
+                    for part, rows in zip(parts, np.split(weights, len(parts)), strict=True):
+                        written, meant = scheme.write(rows, rng)
+                        tensors |= {f"{module}.{part}.{key}": tensor for key, tensor in written.items()}
+                        start = parts.index(part) * len(rows)
+                        parameter[expert, start : start + len(rows)] = meant
+            else:
+                tensors[name] = torch.from_numpy(drawn)
+                parameter.copy_(tensors[name])
+    return _save(directory, scheme.config if scheme else {"quant_method": "mxfp4"}, tensors, model)
+
+
+def _save(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], model: Any) -> Any:
     directory.mkdir(exist_ok=True)
     save_file(
         {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
@@ -415,7 +446,7 @@ def save_quantized(
     values = {
         **model.config.to_dict(),
         "architectures": [type(model).__name__],
-        "quantization_config": scheme.config,
+        "quantization_config": config,
     }
     (directory / "config.json").write_text(json.dumps(values, default=str))
     return model

@@ -465,8 +465,9 @@ class PairLayout(Layout):
         if self.experts:
             pairs, scales = pairs[expert].flatten(1), scales[expert]
         rows = slice(part.row, part.row + part.rows)
-        pairs = pairs[rows, part.column // 2 : (part.column + part.columns) // 2]
+        pairs = pairs[rows, part.column // 2 : -(-(part.column + part.columns) // 2)]
         codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
+        codes = codes[:, part.column % 2 :][:, : part.columns]
         scales = scales[rows, torch.arange(part.column, part.column + part.columns, part.group) // group]
         if self.scale_type == "U8":
             scales = scales.view(torch.float8_e8m0fnu)

@@ -13,7 +13,7 @@ from torch import nn
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import GGUF_INDEX_FILE, read_architecture, read_stored_quantization
-from triptych.errors import ModelError
+from triptych.errors import FeatureDisabled, ModelError
 from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_products
 from triptych_services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
 from triptych_services.worker.context.model_context import ModelContext
@@ -111,6 +111,7 @@ def load_model(
     if config.rank.num_stages > 1:
         assert isinstance(model, StagedModel), "checked at its creation"
         names = [name for name in names if not model.is_elsewhere(name)]
+    _check_kv_scales(checkpoint, config)
     dequantized: set[str] = set()
     with during(model), _one_thread():
         model.load_weights(_stream(checkpoint, names, config, progress, dequantized))
@@ -118,6 +119,32 @@ def load_model(
     if not config.batch_invariant:
         _allow_wide_products(model, TORCH_DTYPES[config.dtype])
     return model
+
+
+def _check_kv_scales(checkpoint: Checkpoint, config: ResolvedConfig) -> None:
+    """Say that scales of keys and values are not used, with a cache that needs none.
+
+    Raises:
+        FeatureDisabled: The cache is of 8-bit floats, for which they are meant; names it.
+    """
+    stored = config.architecture.quantization
+    if not isinstance(checkpoint, QuantizedCheckpoint) or stored is None:
+        return
+    if not checkpoint.kv_scales and not stored.kv_cache:
+        return
+    made_for = f"{stored.kv_cache or '8-bit float'}, with {len(checkpoint.kv_scales)} scales of them"
+    if config.kv_dtype == "float8_e4m3fn":
+        raise FeatureDisabled(
+            f"cache.dtype = {config.kv_dtype}",
+            f"the checkpoint was made for keys and values as {made_for}, which this cache does not apply; set "
+            "it to auto",
+        )
+    log.warning(
+        "the checkpoint was made for keys and values as %s (%s); they are in %s here, which needs none",
+        made_for,
+        ", ".join(checkpoint.kv_scales[:2]) or "none",
+        config.kv_dtype,
+    )
 
 
 def _coded(checkpoint: Checkpoint, name: str, dtype: torch.dtype, dequantized: set[str]) -> LoadedTensor:
