@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import READY_S
 from tests.e2e.test_simulated_stack import FREE_PORTS
-from tests.helpers.fuzz import Fuzzer
+from tests.helpers.fuzz import BASES, OPERATORS_BASES, Bases, Fuzzer
 from triptych.config.loader import load_config
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.v1 import generation_pb2, generation_pb2_grpc
@@ -48,6 +48,8 @@ def stack() -> Iterator[Stack]:
         "simulation.base_ms": "0.2",
         "model.max_model_len": "256",
         "scheduler.max_num_waiting": "200",
+        "frontend.serve_admin_http": "true",
+        "frontend.admin_http_port": "0",
         **FREE_PORTS,
     }
     lines: list[str] = []
@@ -63,12 +65,28 @@ def stack() -> Iterator[Stack]:
     "num_requests", [pytest.param(250, id="few"), pytest.param(5000, id="many", marks=pytest.mark.slow)]
 )
 async def test_http_requests_are_answered_or_refused(stack: Stack, num_requests: int) -> None:
+    seen = await send_all(stack, stack.cluster.http_address, num_requests, BASES)
+    assert seen[200] > num_requests // 20 < seen[400], "requests of one kind alone say little"
+
+
+@pytest.mark.parametrize(
+    "num_requests", [pytest.param(50, id="few"), pytest.param(1000, id="many", marks=pytest.mark.slow)]
+)
+async def test_operators_requests_are_answered_or_refused(stack: Stack, num_requests: int) -> None:
+    port = stack.cluster.config.frontend.admin_http_port
+    seen = await send_all(stack, f"127.0.0.1:{port}", num_requests, OPERATORS_BASES)
+    assert seen[400] > num_requests // 20
+
+
+async def send_all(stack: Stack, address: str, num_requests: int, bases: Bases) -> Counter[int]:
+    """Send requests that no client should send to one of the HTTP servers, and count the statuses of the answers."""
     fuzzer, seen = Fuzzer(num_requests), Counter[int]()
     places = asyncio.Semaphore(NUM_AT_ONCE)
+    api = f"http://{stack.cluster.http_address}"
 
     async def ask(number: int, path: str, content: bytes, headers: dict[str, str]) -> None:
         async with places:
-            response = await client.post(path, content=content, headers=headers)
+            response = await client.post(f"http://{address}{path}", content=content, headers=headers)
             what = f"request {number} to {path}: {content[:2000]!r} -> {response.status_code} {response.text[:500]}"
             assert response.status_code in STATUSES, what
             if response.status_code != 200:
@@ -77,16 +95,16 @@ async def test_http_requests_are_answered_or_refused(stack: Stack, num_requests:
                 assert '"code":"internal"' not in response.text, what
             seen[response.status_code] += 1
             if number % 50 == 0:
-                served = await client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 2})
+                body = {"prompt": "Hello", "max_tokens": 2}
+                served = await client.post(f"{api}/v1/completions", json=body)
                 assert served.status_code == 200, f"after {what}: {served.text}"
 
-    async with httpx.AsyncClient(base_url=f"http://{stack.cluster.http_address}", timeout=ANSWER_S) as client:
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(num_requests):
-                tasks.create_task(ask(number, *fuzzer.http_request()))
+    async with httpx.AsyncClient(timeout=ANSWER_S) as client, asyncio.TaskGroup() as tasks:
+        for number in range(num_requests):
+            tasks.create_task(ask(number, *fuzzer.http_request(bases)))
     print(seen)
-    assert seen[200] > num_requests // 20 < seen[400], "requests of one kind alone say little"
     assert_no_bugs(stack)
+    return seen
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -13,14 +14,17 @@ from google.protobuf.message import Message
 
 from triptych.compat import vllm_engine_pb2
 from triptych.types.sampling import SAMPLING_FIELDS
-from triptych.v1 import generation_pb2, model_pb2
+from triptych.v1 import embedding_pb2, generation_pb2, model_pb2
 from triptych_services.frontend.http.anthropic.schema import MessagesRequest
 from triptych_services.frontend.http.body import Body
-from triptych_services.frontend.http.generation_body import AbortRequest
+from triptych_services.frontend.http.generation_body import AbortRequest, LoadAdapterBody, UnloadAdapterBody
 from triptych_services.frontend.http.openai import schema
+from triptych_services.frontend.http.openai.pooling import schema as pooling_schema
 from triptych_services.frontend.http.openai.responses.schema import ResponsesRequest
 
 M = TypeVar("M", bound=Message)
+Bases = Sequence[tuple[str, type[Body], dict[str, Any]]]
+HttpRequest = tuple[str, bytes, dict[str, str]]
 _HUGE = "@huge@"
 """Stands for an integer of more digits than Python reads."""
 INTEGERS = (
@@ -62,7 +66,7 @@ SCHEMAS = (
 )
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say a word."}], "max_tokens": 3}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-BASES: tuple[tuple[str, type[Body], dict[str, Any]], ...] = (
+BASES: Bases = (
     ("/v1/completions", schema.CompletionRequest, {"prompt": "Hello", "max_tokens": 3}),
     (
         "/v1/completions",
@@ -93,8 +97,28 @@ BASES: tuple[tuple[str, type[Body], dict[str, Any]], ...] = (
     ("/tokenize", schema.TokenizeRequest, {"prompt": "Hello"}),
     ("/tokenize", schema.TokenizeRequest, {"messages": CHAT["messages"]}),
     ("/detokenize", schema.DetokenizeRequest, {"tokens": [5, 6, 7]}),
+    ("/v1/embeddings", pooling_schema.EmbeddingRequest, {"input": "Hello"}),
+    (
+        "/v1/embeddings",
+        pooling_schema.EmbeddingRequest,
+        {"input": [[5, 6], [7]], "encoding_format": "base64"},
+    ),
+    ("/pooling", pooling_schema.PoolingRequest, {"input": ["Hello", "you"], "task": "token_embed"}),
+    ("/classify", pooling_schema.ClassificationRequest, {"input": "Hello"}),
+    ("/score", pooling_schema.ScoreRequest, {"queries": "Hello", "documents": ["Hi", "Bye"]}),
+    ("/v1/score", pooling_schema.ScoreRequest, {"text_1": "Hello", "text_2": "Hi"}),
+    *(
+        (path, pooling_schema.RerankRequest, {"query": "Hello", "documents": ["Hi", {"text": "Bye"}]})
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+)
+OPERATORS_BASES: Bases = (
+    ("/v1/load_lora_adapter", LoadAdapterBody, {"lora_name": "a", "lora_path": "a"}),
+    ("/v1/unload_lora_adapter", UnloadAdapterBody, {"lora_name": "a"}),
     ("/abort_requests", AbortRequest, {"request_ids": ["a"]}),
 )
+"""Routes of the operators' server."""
+_INPUTS = [{"text": {"text": "Hello"}}, {"token_ids": {"ids": [5, 6]}}]
 _BASE_GENERATION = {"text": {"text": "Hello"}, "length": {"max_tokens": 3}}
 _BASE_OF_VLLM = vllm_engine_pb2.GenerateRequest(text="Hello", sampling_params={"max_tokens": 3})
 MESSAGES: tuple[tuple[str, Message], ...] = (
@@ -110,6 +134,16 @@ MESSAGES: tuple[tuple[str, Message], ...] = (
     ("triptych.v1.ModelService/GetModel", model_pb2.GetModelRequest()),
     ("triptych.v1.ModelService/GetServerInfo", model_pb2.GetServerInfoRequest()),
     ("vllm.grpc.engine.VllmEngine/Generate", _BASE_OF_VLLM),
+    ("triptych.v1.EmbeddingService/Embed", embedding_pb2.EmbedRequest(inputs=_INPUTS)),
+    ("triptych.v1.EmbeddingService/Classify", embedding_pb2.ClassifyRequest(inputs=_INPUTS)),
+    (
+        "triptych.v1.EmbeddingService/Score",
+        embedding_pb2.ScoreRequest(queries=["Hello"], documents=["Hi", "Bye"]),
+    ),
+    (
+        "triptych.v1.EmbeddingService/Rerank",
+        embedding_pb2.RerankRequest(query="Hello", documents=["Hi", "Bye"]),
+    ),
 )
 """Methods without a stream of requests, each with a message that is right."""
 
@@ -120,10 +154,14 @@ class Fuzzer:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def http_request(self) -> tuple[str, bytes, dict[str, str]]:
-        """Return a path, a body and headers."""
+    def http_request(self, bases: Bases = BASES) -> HttpRequest:
+        """Return a path, a body and headers.
+
+        Args:
+            bases: Routes of one server, each with a body that is right.
+        """
         rng = self._random
-        path, kind, base = rng.choice(BASES)
+        path, kind, base = rng.choice(bases)
         body: Any = copy.deepcopy(base)
         names = [info.alias or name for name, info in kind.model_fields.items()]
         for _ in range(rng.choice((0, 0, 1, 1, 2, 5))):

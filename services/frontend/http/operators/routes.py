@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -29,6 +29,7 @@ from triptych_services.frontend.http.generation_body import (
 )
 from triptych_services.frontend.http.state import generator_of, reader_of
 from triptych_services.frontend.http.status_routes import VERSION
+from triptych_services.frontend.requests.sampling import why_not_text
 
 _CALL_S = 600.0
 """The most that a call to an engine may take: a sleep waits for requests, a wake-up reads weights."""
@@ -151,22 +152,29 @@ async def unload_lora_adapter(request: Request, engine_id: _EngineId = "") -> Re
 
 
 def _adapter_to_load(body: LoadAdapterBody) -> tuple[str, str]:
-    missing = [name for name in ("lora_name", "lora_path") if not getattr(body, name)]
-    _refuse(body, missing)
+    _check(body, {"lora_name": body.lora_name, "lora_path": body.lora_path})
     return body.lora_name or "", body.lora_path or ""
 
 
 def _adapter_to_unload(body: UnloadAdapterBody) -> str:
-    _refuse(body, [] if body.lora_name else ["lora_name"])
+    _check(body, {"lora_name": body.lora_name})
     return body.lora_name or ""
 
 
-def _refuse(body: Body, missing: Sequence[str]) -> None:
-    """Raise InvalidRequest for all that is wrong with a body, or missing in it."""
-    wrong = {violation.field for violation in body.violations}
-    absent = [FieldViolation(name, "is missing") for name in missing if name not in wrong]
-    if body.violations or absent:
-        raise InvalidRequest([*body.violations, *absent])
+def _check(body: Body, texts: Mapping[str, str | None]) -> None:
+    """Raise InvalidRequest for all that is wrong with a body, or missing in it.
+
+    Args:
+        texts: Field to its value, of those that must be there.
+    """
+    violations = list(body.violations)
+    wrong = {violation.field for violation in violations}
+    for name, text in texts.items():
+        why = why_not_text(text) if text else "is missing"
+        if why is not None and name not in wrong:
+            violations.append(FieldViolation(name, why))
+    if violations:
+        raise InvalidRequest(violations)
 
 
 def _engines(request: Request, engine_id: str) -> Sequence[EngineClient]:
