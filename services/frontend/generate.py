@@ -97,7 +97,7 @@ class Generator:
         self._migrator = migrator
         self._text_model: TextModel | None = None
         self.alive = AliveRequests()
-        self._pace = Pace(max_messages_per_s, self.alive.__len__)
+        self._pace = Pace(max_messages_per_s, lambda: self.alive.num_generating)
         self._rate_limits = RateLimits(on_refused=on_rate_limited)
         self.text = TextCalls(router, self._rate_limits, lambda: self.text_model)
         self.pooled = PooledCalls(self.generate, router, max_unsent_bytes)

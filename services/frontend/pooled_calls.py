@@ -52,7 +52,14 @@ class PooledText:
 class Window:
     """The places of one call's texts in flight. Bound to one event loop."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, turns: asyncio.Lock) -> None:
+        """
+        Args:
+            size: Texts in flight.
+            turns: Lets one text of all calls begin in a turn of the event loop. Each is tokenized as it begins, and
+                hundreds that come at once would hold up all streams for as long as that takes.
+        """
+        self._turns = turns
         self._places = asyncio.Semaphore(size)
         self._num_in_flight = 0
         self._has_ended = asyncio.Event()
@@ -64,6 +71,9 @@ class Window:
             TriptychError: What ends the request. `QueueFull` only if no other text of the call is in flight.
         """
         async with self._places:
+            if self._num_in_flight:
+                async with self._turns:
+                    await asyncio.sleep(0)
             while True:
                 self._num_in_flight += 1
                 try:
@@ -96,6 +106,7 @@ class PooledCalls:
         self._generate = generate
         self._router = router
         self._unsent = _UnsentBytes(max_bytes)
+        self._turns = asyncio.Lock()
 
     def open_answer(self) -> AnswerBytes:
         """Return the bytes of a new answer, none yet, which its caller closes when it is sent or given up."""
@@ -105,7 +116,7 @@ class PooledCalls:
         """Return the places of a call's texts: enough to have the next ones waiting, and no more than are taken."""
         size = max(_MIN_IN_FLIGHT, 2 * self._router.max_running(model))
         limit = self._router.max_choices(model)
-        return Window(min(size, limit) if limit else size)
+        return Window(min(size, limit) if limit else size, self._turns)
 
     async def compute(
         self, raws: Sequence[RawRequest], answer: AnswerBytes, window: Window | None = None

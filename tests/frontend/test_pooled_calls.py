@@ -238,3 +238,25 @@ async def test_a_call_with_too_large_vectors_ends_while_others_go_on(monkeypatch
         assert len(fits) == 10
         assert isinstance(refused, InvalidRequest)
         assert "more than 160 bytes" in str(refused)
+
+
+async def test_texts_of_calls_leave_the_loop_to_others() -> None:
+    """One text begins in a turn of the loop, so that a stream waits for one to be tokenized and not for hundreds."""
+    async with FakeEngine(model=BOTH, pool=spread) as engine, frontend_core(engine) as core:
+        begun_before_turn = [0]
+        calls = [asyncio.create_task(compute(core, *map(raw, ["text"] * 100))) for _ in range(3)]
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0)
+            begun_before_turn.append(core.generator.num_active)
+        begun = np.diff(begun_before_turn)
+        assert begun.max() <= 3, "the first of each call does not wait"
+        assert max(begun_before_turn) > 100, "many are in flight together"
+
+
+async def test_texts_in_flight_hold_no_stream_back() -> None:
+    async with FakeEngine(model=BOTH) as engine, frontend_core(engine) as core:  # which answers nothing
+        call = asyncio.create_task(compute(core, *map(raw, ["text"] * 20)))
+        await eventually(lambda: len(engine.submitted) == 20)
+        assert (core.generator.num_active, core.generator.alive.num_generating) == (20, 0)
+        call.cancel()
+        await eventually(lambda: core.generator.num_active == 0)

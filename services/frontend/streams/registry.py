@@ -47,6 +47,8 @@ class AliveRequests:
         """Any name that a client may abort by -> the requests that have it, by tenant and id."""
         self._idle = asyncio.Event()
         self._idle.set()
+        self.num_generating = 0
+        """Requests that generate tokens; those for vectors have one message each, which nothing holds back."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -79,9 +81,11 @@ class AliveRequests:
         for name in names:
             self._name_to_keys.setdefault(name, set()).add(key)
         self._idle.clear()
+        self.num_generating += raw.pooling is None
         try:
             yield
         finally:
+            self.num_generating -= raw.pooling is None
             del self._requests[key]
             for name in names:
                 self._name_to_keys[name].remove(key)
