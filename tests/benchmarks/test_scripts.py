@@ -67,6 +67,7 @@ SMALL = {
     "stack.network_delay": "--rounds 1 --steps 20 --delays 0",
     "stack.overload": "--rounds 1 --seconds 1",
     "stack.pipeline_parallel": "--rounds 1 --streams 2 --input-len 8 --output-len 8 --simulation.enabled=true",
+    "stack.pooled_flood": "--rounds 1 --seconds 1 --step-ms 2 --texts 20 --tokens 50",
     "stack.resident_memory": "--minutes 0.05 simulation.enabled=true",
     "stack.scale": "--loads 1x2 --step-s 0.5 --measure-s 2",
     "worker.step_breakdown": "--rounds 1 --quantization q4 --prefill 64 --rows 2 --steps 2",

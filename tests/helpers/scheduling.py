@@ -69,6 +69,7 @@ def make_scheduler(
     is_encoder: bool = False,
     max_adapters: int = 0,
     kv: KvLayout | None = None,
+    last_state_tasks: tuple[str, ...] = (),
     **config: Any,
 ) -> Scheduler:
     """Return a scheduler with 1,000 blocks, no EOS, and the given fields of `SchedulerConfig`."""
@@ -86,6 +87,7 @@ def make_scheduler(
         embedding_size=4,
         num_labels=4,
         is_encoder=is_encoder,
+        last_state_tasks=last_state_tasks,
     )
     facts = WorkerFacts(
         boot_id="naive",
@@ -233,6 +235,8 @@ class NaiveWorker:
         self.pages: dict[int, tuple[int, int]] = {}
         self.num_tokens_computed = 0
         self.has_failed = False
+        self.pools_last = False
+        """Whether rows that ask for no kind read their last state alone."""
         self.groups = list(groups) or [full_group(block_size)]
         self._last_step_id = 0
 
@@ -351,7 +355,8 @@ class NaiveWorker:
                 assert len(set(table[num_null:])) == len(table[num_null:]), "a block is there twice"
             pooling = new.content.pooling
             if new.num_computed_tokens and pooling is not None:
-                assert pooling.kind is PoolingKind.LAST, "its states are needed from the first one on"
+                is_last = pooling.kind is PoolingKind.LAST or (pooling.kind is None and self.pools_last)
+                assert is_last, "its states are needed from the first one on"
                 assert pooling.task is not Task.TOKEN_EMBED
             self.rows[new.slot] = WorkerRow(new, new.token_ids.tolist(), new.num_computed_tokens, tables)
         assert len(self.groups) == 1 or len(plan.block_groups) == len(plan.block_ids)

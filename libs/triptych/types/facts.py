@@ -154,6 +154,9 @@ class ModelFacts:
     """Labels of its classifier; 0: it has none."""
     is_encoder: bool = False
     """Each text is computed whole in one step, and leaves no keys and values behind."""
+    last_state_tasks: tuple[str, ...] = ()
+    """Those of `tasks` with rows that read the state of their last token alone, unless they ask for another kind. Such
+    rows may begin with cached blocks."""
 
 
 @dataclass(frozen=True, slots=True)

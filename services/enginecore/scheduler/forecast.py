@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from triptych.config import SchedulerConfig
 from triptych.types.outputs import LoadReport
 from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.pace import StepPace
 from triptych_services.enginecore.scheduler.planner import LONG_SHARE, max_short_tokens
 from triptych_services.enginecore.scheduler.request_states import RequestStates
 
 _MIN_STEPS = 16  # measured before anything is predicted
 _ADMISSION_WEIGHT = 0.05  # of the latest admission in the share of tokens that the cache does not hold
 _RUN_WEIGHT = 0.1  # of the latest run in the moving average: it forgets half within 7 endings
-_STEP_WEIGHT = 0.1  # of the latest step among those of its size
 _INTERVAL_WEIGHT = 0.05  # of the latest step in the moving average between two results
 _LEAST_SHARE = 1 / 8  # of a full step: smaller ones say little of what a token of a prompt costs
 _UNMEASURED_S = 1.0  # between two endings, before any request has ended
@@ -55,47 +53,6 @@ class EndingPace:
         interval = self.interval_s(num_rows)
         retry_after_s = self._num_refused * (_UNMEASURED_S if interval is None else interval)
         return min(max(retry_after_s, _MIN_RETRY_S), _MAX_RETRY_S)
-
-
-class StepPace:
-    """The time of a step by its number of tokens: averages by size, in classes of doubling width, with straight lines
-    between them. Common sizes do not push out the measurements of rare ones."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self._classes: dict[int, tuple[float, float]] = {}
-        """bit length of the size -> average size, average seconds"""
-
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """Take in the duration of one step."""
-        self.num_steps += 1
-        key = num_tokens.bit_length()
-        size, average = self._classes.get(key, (num_tokens, seconds))
-        self._classes[key] = (
-            size + _STEP_WEIGHT * (num_tokens - size),
-            average + _STEP_WEIGHT * (seconds - average),
-        )
-
-    @property
-    def largest(self) -> float:
-        """Tokens of the largest steps that were measured; 0: none was."""
-        return max((size for size, _ in self._classes.values()), default=0.0)
-
-    def seconds(self, num_tokens: int) -> float:
-        """Return the expected seconds of a step of `num_tokens` tokens. At least one step must have been measured.
-
-        Above the largest size measured, the line from the smallest to the largest size is continued. Where only one
-        size is known, every size takes as long.
-        """
-        points = sorted(self._classes.values())
-        above = bisect_left(points, (num_tokens, 0.0))
-        if above == 0:
-            return points[0][1]
-        (low, low_s), (high, high_s) = (
-            (points[0], points[-1]) if above == len(points) else (points[above - 1], points[above])
-        )
-        slope = (high_s - low_s) / (high - low) if high > low else 0.0
-        return low_s + max(slope, 0.0) * (num_tokens - low)
 
 
 class StepInterval:

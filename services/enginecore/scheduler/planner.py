@@ -21,6 +21,7 @@ from triptych.config import SchedulerConfig
 from triptych_services.enginecore.kv.groups import Count
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.microbatches import Microbatches
+from triptych_services.enginecore.scheduler.pace import PooledShare
 from triptych_services.enginecore.scheduler.policy import SchedulingPolicy
 from triptych_services.enginecore.scheduler.request_states import RequestStates
 from triptych_services.enginecore.scheduler.running_rows import Ints, Slots
@@ -65,8 +66,11 @@ class StepPlanner:
         microbatches: Microbatches,
         block_size: int,
         max_samples_per_row: int = 1,
+        pooled_share: PooledShare | None = None,
     ) -> None:
+        """`pooled_share`: As of `create_limits`."""
         self._config = config
+        self._pooled_share = pooled_share
         self._max_guesses = max_samples_per_row - 1
         self._policy = policy
         self._states = states
@@ -122,6 +126,8 @@ class StepPlanner:
             wanted = self._microbatches.limit(
                 slots, wanted, may_run_ahead=not (self._states.waiting.num_ready and rows.num_free)
             )
+            if self._pooled_share is not None:
+                wanted = self._pooled_share.limit(rows, slots, wanted)
             counts, num_reserved = self._share(slots, wanted, may_reserve=not num_preempted)
             ends, capacities = rows.computed[slots] + counts, rows.capacity[slots]
             growing = np.flatnonzero(ends > capacities)
@@ -279,6 +285,8 @@ class StepPlanner:
                 states.is_short_of_blocks = True
                 break
             count = min(count, build.budget)
+            if self._pooled_share is not None and request.is_pooled:
+                count = min(count, self._pooled_share.num_left)
             states.waiting.note_admitted(request, num_known - num_computed)
             build.add_row(request, states.admit(request, hits, num_computed, count), count)
             num_promised += blocks.budget.num_outstanding(request.blocks, num_known)

@@ -15,6 +15,7 @@ from triptych.config import SchedulerConfig
 from triptych.types.pooling import Task
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.heap import Key
+from triptych_services.enginecore.scheduler.pace import PooledShare
 from triptych_services.enginecore.scheduler.running_rows import RunningRows, Slots
 from triptych_services.enginecore.tasks import MAX_VECTOR_BYTES, vector_bytes
 
@@ -191,15 +192,19 @@ class TokenVectorLimit:
 
 
 def create_limits(
-    config: SchedulerConfig, max_adapters: int = 0, embedding_size: int = 0
+    config: SchedulerConfig,
+    max_adapters: int = 0,
+    embedding_size: int = 0,
+    pooled_share: PooledShare | None = None,
 ) -> tuple[AdmissionLimit, ...]:
     """Return the limits that a config and a worker set.
 
     Args:
         max_adapters: As of `WorkerFacts`. With 0, no request has an adapter.
         embedding_size: As of `ModelFacts`. With 0, no request has vectors.
+        pooled_share: The limit of texts beside rows that generate. None: the worker does not do both.
     """
-    limits: list[AdmissionLimit] = []
+    limits: list[AdmissionLimit] = [] if pooled_share is None else [pooled_share]
     if config.max_long_partial_prefills:
         limits.append(LongPromptLimit(config.max_long_partial_prefills, config.long_prefill_token_threshold))
     if max_adapters:

@@ -46,11 +46,14 @@ class RequestStates:
         policy: SchedulingPolicy,
         limits: Sequence[AdmissionLimit] = (),
         kv_lease_s: float = LEASE_S,
+        last_state_tasks: Sequence[str] = (),
     ) -> None:
+        """`last_state_tasks`: As of `ModelFacts`."""
         self.index = RequestIndex()
         """All requests that have not ended."""
         self.rows = rows
         self.blocks = blocks
+        self._last_state_tasks = frozenset(last_state_tasks)
         self.shares = FairShares()
         self.waiting = WaitingQueue(self.shares, policy, limits)
         self.shared_prompts = SharedPrompts(self.waiting)
@@ -102,7 +105,7 @@ class RequestStates:
         The cache holds neither log-probabilities of prompts nor the states of their tokens. So a request that wants
         any of them but the last one's computes all of its prompt.
         """
-        if request.awaits_prompt_logprobs or not _needs_last_state_only(request.content.pooling):
+        if request.awaits_prompt_logprobs or not self._reads_last_state_only(request.content.pooling):
             return False
         return self.blocks.is_cached(request.blocks)
 
@@ -341,16 +344,16 @@ class RequestStates:
             is_planning=is_planning,
         )
 
+    def _reads_last_state_only(self, pooling: PoolingParams | None) -> bool:
+        if pooling is None:
+            return True
+        if pooling.kind is None:
+            return pooling.task.label in self._last_state_tasks
+        return pooling.kind is PoolingKind.LAST and pooling.task is not Task.TOKEN_EMBED
+
     def _wait(self, request: Request, *, waits_for: WaitsFor | None = None) -> None:
         request.state = RequestState.WAITING
         self.waiting.add(request, waits_for=waits_for)
-
-
-def _needs_last_state_only(pooling: PoolingParams | None) -> bool:
-    """Return whether a request reads the state of its last token alone. The kind that a model has is not known here."""
-    if pooling is None:
-        return True
-    return pooling.kind is PoolingKind.LAST and pooling.task is not Task.TOKEN_EMBED
 
 
 def _by_deferral(request: Request) -> Key:

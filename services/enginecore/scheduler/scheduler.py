@@ -12,6 +12,7 @@ from triptych.config import SchedulerConfig
 from triptych.errors import EngineFailure, FeatureDisabled
 from triptych.types.facts import EngineCounters, EngineStatus, KvLayout, WorkerFacts
 from triptych.types.outputs import LoadReport
+from triptych.types.pooling import GENERATION
 from triptych.types.step import RowKey, StepPlan, StepResult
 from triptych_services.enginecore.kv.grouped_manager import create_block_manager
 from triptych_services.enginecore.request import Request, RequestState
@@ -22,8 +23,9 @@ from triptych_services.enginecore.scheduler.admission import (
     without_chunks,
 )
 from triptych_services.enginecore.scheduler.microbatches import Microbatches, split_budget
+from triptych_services.enginecore.scheduler.pace import PooledShare
 from triptych_services.enginecore.scheduler.planner import StepPlanner
-from triptych_services.enginecore.scheduler.policy import create_limits, create_policy
+from triptych_services.enginecore.scheduler.policy import AdmissionLimit, create_limits, create_policy
 from triptych_services.enginecore.scheduler.request_states import RequestStates
 from triptych_services.enginecore.scheduler.requests import Requests
 from triptych_services.enginecore.scheduler.result_reader import ResultReader
@@ -103,8 +105,7 @@ class Scheduler:
             config, enable_prefix_caching = without_chunks(config), False
         kv, num_stages, eos_token_ids = facts.kv, facts.num_stages, facts.model.eos_token_ids
         config = split_budget(config, num_stages)
-        self._model = facts.model
-        self._clock = clock
+        self._model, self._clock = facts.model, clock
         policy = create_policy(config)
         self._blocks = create_block_manager(
             kv, enable_prefix_caching=enable_prefix_caching, longest_step=longest_step_of(config, facts)
@@ -112,17 +113,21 @@ class Scheduler:
         num_groups = max(len(self._blocks.groups), 1)
         self._rows = RunningRows(config.max_num_seqs, kv.block_size, eos_token_ids, num_groups)
         self.cache_changes = self._blocks.pool.cache_changes
-        limits = create_limits(config, facts.max_adapters, facts.model.embedding_size)
+        self._admission = Admission(config, facts.model.max_model_len, num_stages=num_stages)
+        share, limits = self._create_limits(config, facts.max_adapters)
         self._states = RequestStates(
-            rows=self._rows, blocks=self._blocks, policy=policy, limits=limits, kv_lease_s=kv_lease_s
+            rows=self._rows,
+            blocks=self._blocks,
+            policy=policy,
+            limits=limits,
+            kv_lease_s=kv_lease_s,
+            last_state_tasks=facts.model.last_state_tasks,
         )
         self.transfers = self._states.transfers
-        self._admission = Admission(config, facts.model.max_model_len, num_stages=num_stages)
         self._in_flight = StepsInFlight()
         self._microbatches = Microbatches(self._rows, self._in_flight, num_stages)
-        self._planner = StepPlanner(
-            config, policy, self._states, self._microbatches, kv.block_size, facts.max_samples_per_row
-        )
+        sizes = kv.block_size, facts.max_samples_per_row
+        self._planner = StepPlanner(config, policy, self._states, self._microbatches, *sizes, share)
         self.counters = EngineCounters()
         """Totals since the start, of this scheduler and those it has adopted."""
         self.requests = Requests(self._states, self._admission, clock, self.counters)
@@ -285,6 +290,19 @@ class Scheduler:
         build = self._planner.build()
         self.counters.num_preemptions += build.num_preempted
         return self._commit(build) if build.num_tokens or self.transfers.has_orders else None
+
+    def _create_limits(
+        self, config: SchedulerConfig, max_adapters: int
+    ) -> tuple[PooledShare | None, tuple[AdmissionLimit, ...]]:
+        """Return the limit of texts that become vectors beside rows that generate, and all limits.
+
+        The first is None where there are never both, and where texts are computed whole: their steps are as long as
+        they are.
+        """
+        tasks, share = self._model.tasks, None
+        if GENERATION in tasks and len(tasks) > 1 and config.enable_chunked_prefill:
+            share = PooledShare(lambda: self._admission.forecast.steps, config.max_num_batched_tokens)
+        return share, create_limits(config, max_adapters, self._model.embedding_size, share)
 
     def _commit(self, build: StepBuilder) -> StepPlan:
         """Count a step as computed from here on."""

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, make_scheduler, predict_wait_s
 from triptych.errors import DeadlineUnreachable, QueueFull
 from triptych_services.enginecore.request import Request
-from triptych_services.enginecore.scheduler.forecast import EndingPace, StepPace
+from triptych_services.enginecore.scheduler.forecast import EndingPace
 from triptych_services.enginecore.scheduler.step_results import StepOutput
 
 STEP_S, TOKEN_S = 0.010, 0.0001
@@ -217,41 +217,6 @@ def test_a_new_worker_is_judged_by_what_the_last_one_did() -> None:
     successor.requests.add(request_of(engine, 0, 2000))
     with pytest.raises(DeadlineUnreachable):
         successor.requests.add(request_of(engine, 1, 2000, in_s=0.001))
-
-
-def test_the_pace_of_steps_is_a_line_between_the_sizes_measured() -> None:
-    pace = StepPace()
-    for size in (1, 64, 64, 512):
-        pace.note(size, STEP_S + TOKEN_S * size)
-    for size in (1, 2, 40, 64, 300, 512, 4096):
-        assert pace.seconds(size) == pytest.approx(STEP_S + TOKEN_S * size)
-    assert pace.num_steps == 4
-
-
-def test_with_one_size_measured_all_steps_cost_the_same() -> None:
-    pace = StepPace()
-    for _ in range(20):
-        pace.note(64, 0.02)
-    assert [pace.seconds(size) for size in (1, 64, 8192)] == pytest.approx([0.02] * 3)
-
-
-def test_a_rare_step_size_is_not_forgotten() -> None:
-    pace = StepPace()
-    pace.note(2048, 0.5)
-    for _ in range(1000):
-        pace.note(64, 0.02)
-    for _ in range(100):
-        pace.note(64, 0.04)
-    assert pace.seconds(2048) == pytest.approx(0.5)
-    assert pace.seconds(64) == pytest.approx(0.04, rel=0.01)
-
-
-def test_larger_steps_are_never_thought_to_be_faster() -> None:
-    pace = StepPace()
-    pace.note(1, 0.05)
-    pace.note(512, 0.02)
-    assert pace.seconds(300) == 0.05
-    assert pace.seconds(4096) == 0.05
 
 
 def test_refused_clients_come_back_one_after_the_other() -> None:

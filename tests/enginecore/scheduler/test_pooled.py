@@ -82,6 +82,26 @@ def test_only_the_last_state_can_be_had_from_the_cache() -> None:
         assert engine.worker.num_tokens_computed - before == (1 if pooling is LAST else 64)
 
 
+def test_the_kind_that_a_model_has_may_read_the_cache() -> None:
+    engine, prompt = Engine(make_scheduler(last_state_tasks=("embed",))), make_prompt(64)
+    engine.worker.pools_last = True
+    engine.add(make_request(1, prompt, max_tokens=1))
+    engine.run()
+    by_cost = {
+        1: (PoolingParams(), LAST),
+        64: (MEAN, PoolingParams(Task.CLASSIFY), PoolingParams(Task.TOKEN_EMBED)),
+    }
+    number = 1
+    for cost, kinds in by_cost.items():
+        for pooling in kinds:
+            number += 1
+            before = engine.worker.num_tokens_computed
+            engine.add(make_request(number, prompt, pooling=pooling))
+            engine.run()
+            check_vectors(engine, number, prompt, pooling)
+            assert engine.worker.num_tokens_computed - before == cost, pooling
+
+
 def test_a_pooled_row_makes_way_while_its_vectors_are_in_flight() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1))
     engine.add(*(make_request(number, make_prompt(20, number), pooling=MEAN) for number in range(3)))

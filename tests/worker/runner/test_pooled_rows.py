@@ -394,3 +394,28 @@ def test_a_pooler_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.Mo
     for vectors, text in zip(pool(runner, texts, EMBED), texts, strict=True):
         theirs = states(model, text).amax(0)
         torch.testing.assert_close(torch.from_numpy(vectors[0]), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_reads_last_states_hits_prefixes_unasked(tmp_path: Path) -> None:
+    save_decoder(tmp_path, "Qwen3")
+    runner, (text,) = pooling_runner(tmp_path), texts_of([70])
+    assert runner.facts.model.last_state_tasks == ("embed",)
+    (whole,) = pool(runner, [text], EMBED)
+    engine = InProcessEngine(runner, max_num_seqs=8)
+    for number in (1, 2):
+        engine.generate([text], SamplingParams(), first_number=number, pooling={number: EMBED})
+        np.testing.assert_allclose(engine.vectors[number], whole, rtol=1e-5, atol=1e-6)
+    assert engine.scheduler.counters.prefix_hits == 64, "eight whole blocks, of the second one"
+
+
+def test_a_classifier_reads_its_last_state_and_a_mean_does_not(tmp_path: Path) -> None:
+    for folder, head, mode, expected_tasks in (
+        ("classifier", "ForSequenceClassification", None, ("embed", "classify")),
+        ("mean", "ForCausalLM", "mean", ()),
+        ("last", "ForCausalLM", "lasttoken", ("embed",)),
+    ):
+        (directory := tmp_path / folder).mkdir()
+        save_decoder(directory, "Qwen3", head, **({"pad_token_id": 0} if mode is None else {}))
+        if mode is not None:
+            save_modules(directory, pooling_mode=mode)
+        assert pooling_runner(directory).facts.model.last_state_tasks == expected_tasks, folder

@@ -134,7 +134,7 @@ class AdapterFacts(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "kv_dtype", "quantization", "numerics", "is_batch_invariant", "weights", "adapter", "tasks", "embedding_size", "num_labels", "is_encoder")
+    __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "kv_dtype", "quantization", "numerics", "is_batch_invariant", "weights", "adapter", "tasks", "embedding_size", "num_labels", "is_encoder", "last_state_tasks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +151,7 @@ class ModelFacts(_message.Message):
     EMBEDDING_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_LABELS_FIELD_NUMBER: _ClassVar[int]
     IS_ENCODER_FIELD_NUMBER: _ClassVar[int]
+    LAST_STATE_TASKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     vocab_size: int
@@ -167,7 +168,8 @@ class ModelFacts(_message.Message):
     embedding_size: int
     num_labels: int
     is_encoder: bool
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., numerics: _Optional[str] = ..., is_batch_invariant: bool = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ..., embedding_size: _Optional[int] = ..., num_labels: _Optional[int] = ..., is_encoder: bool = ...) -> None: ...
+    last_state_tasks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., numerics: _Optional[str] = ..., is_batch_invariant: bool = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ..., embedding_size: _Optional[int] = ..., num_labels: _Optional[int] = ..., is_encoder: bool = ..., last_state_tasks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class KvGroup(_message.Message):
     __slots__ = ("kind", "num_layers", "block_size", "block_bytes", "window")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -36,6 +36,7 @@ class ServedTasks:
     num_labels: int = 0
     pooling: PoolingSpec | None = None
     """The way to its vectors; None: it makes none."""
+    last_state_tasks: tuple[str, ...] = ()
 
 
 _HEAD_TO_TASKS = {
@@ -74,7 +75,18 @@ def served_tasks(architecture: ModelArchitecture, directory: Path) -> ServedTask
         pooling.vector_size(architecture.hidden_size),
         architecture.num_labels,
         pooling,
+        tuple(task.label for task in _last_state_tasks(architecture, pooling)),
     )
+
+
+def _last_state_tasks(architecture: ModelArchitecture, pooling: PoolingSpec) -> Iterator[Task]:
+    """Yield the tasks that read the state of the last token alone: a decoder's classifier always does."""
+    if architecture.encoder is not None:
+        return
+    if pooling.kind is PoolingKind.LAST and not pooling.own_pooler:
+        yield Task.EMBED
+    if architecture.head == "score":
+        yield Task.CLASSIFY
 
 
 def worker_facts(
@@ -159,6 +171,7 @@ def _model_facts(
         embedding_size=served.embedding_size,
         num_labels=served.num_labels,
         is_encoder=architecture.encoder is not None,
+        last_state_tasks=served.last_state_tasks,
     )
 
 
