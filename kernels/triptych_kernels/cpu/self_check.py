@@ -60,7 +60,7 @@ _CODED_FORMATS = {
     "float8": QuantizedFormat(8, "none", 32, "e4m3", "bfloat16"),
 }
 _CODED_FORMS: tuple[tuple[str, _Bits, int, float], ...] = (
-    ("", 16, NEVER, 0.0),
+    ("", 16, NEVER, 2.0**-15),
     (" of 8-bit inputs", 8, NEVER, 2.0**-7),
     (" wide", 16, 1, 2.0**-8),
 )

@@ -105,8 +105,8 @@ class _Layout:
 class CodedWeight(QuantizedWeight):
     """A weight [out_features, in_features] that keeps the codes and the scales of a file.
 
-    With `input_bits` of 16 inputs are not rounded: products are those of the file's weights in float32. With 8 they are
-    rounded as by `QuantizedWeight`, unless values of the format are no integers of 8 bits.
+    Inputs are rounded as by `QuantizedWeight`, or to 16 bits where this machine has no products of bytes. If values of
+    the format are no integers of 8 bits, they are not rounded: products are those of the file's weights in float32.
     """
 
     def __init__(

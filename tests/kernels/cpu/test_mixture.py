@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.weights.coded_rows import random_rows
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.cpu.program import record
 from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.ops import fused_moe
 from triptych_kernels.torch.moe import choose_experts
-from triptych_kernels.weights.formats import QuantizedFormat
+from triptych_kernels.weights.coded_weight import CodedWeight
+from triptych_kernels.weights.formats import PANEL_FORMATS, QuantizedFormat
 from triptych_kernels.weights.packed import PackedStack, PackedWeight, WidenedWeight
 from triptych_kernels.weights.quantized import QuantizedWeight
 
@@ -42,7 +44,8 @@ class Form:
             return WidenedWeight(out_features, in_features, self.stored_dtype, **options)
         if self.format is None:
             return PackedWeight(out_features, in_features, self.dtype, **options)
-        weight = QuantizedWeight(out_features, in_features, self.dtype, self.format, **options)
+        kind = QuantizedWeight if self.format in PANEL_FORMATS else CodedWeight
+        weight = kind(out_features, in_features, self.dtype, self.format, **options)
         weight.input_bits = 8 if self.input_bits == 8 else 16
         if self.wide_rows:
             weight.wide_rows, weight.wide_bits = self.wide_rows, 8 if self.wide_bits == 8 else 16
@@ -51,6 +54,8 @@ class Form:
 
 Q4, Q4_AFFINE = QuantizedFormat(4), QuantizedFormat(4, "minimum")
 Q8, Q8_AFFINE = QuantizedFormat(8), QuantizedFormat(8, "minimum")
+ZERO_POINTS = QuantizedFormat(4, "zero")
+NF4 = QuantizedFormat(4, "none", 32, "nf4", "float32")
 FORMS = (
     Form("float32", FLOAT32),
     Form("bfloat16", BFLOAT16),
@@ -62,9 +67,13 @@ FORMS = (
     Form("q8 affine", BFLOAT16, format=Q8_AFFINE),
     Form("q4 affine, inputs of 8 bits", BFLOAT16, format=Q4_AFFINE, input_bits=8),
     Form("q8, inputs of 8 bits", FLOAT32, format=Q8, input_bits=8),
+    Form("zero points", FLOAT32, format=ZERO_POINTS),
+    Form("zero points, inputs of 8 bits", BFLOAT16, format=ZERO_POINTS, input_bits=8),
+    Form("nf4", FLOAT32, format=NF4),
 )
 WIDE = (
     Form("q4 wide", BFLOAT16, format=Q4_AFFINE, wide_rows=7),
+    Form("nf4 wide", BFLOAT16, format=NF4, wide_rows=7),
     Form("q4 wide in bytes", BFLOAT16, format=Q4_AFFINE, input_bits=8, wide_rows=7, wide_bits=8),
 )
 
@@ -91,7 +100,11 @@ def stacks(form: Form, *, bias: bool = False) -> tuple[PackedStack, PackedStack]
             size = INNER if gated else HIDDEN
             for index, half in enumerate(("gate", "up") if gated else (None,)):
                 seed = 100 * expert + 10 * index + gated
-                weight.fill_rows(0, normal(size, in_features, seed=seed) * in_features**-0.5, half)
+                if isinstance(weight, CodedWeight):
+                    rows = random_rows(weight.format, size, in_features, seed)
+                    weight.fill_codes(0, replace(rows, scales=rows.scales / 64), half)
+                else:
+                    weight.fill_rows(0, normal(size, in_features, seed=seed) * in_features**-0.5, half)
                 if bias:
                     weight.fill_bias(0, normal(size, seed=seed + 1), half)
         found.append(stack)

@@ -16,7 +16,7 @@
 //   weight = scale * (value(code) - center) + offset
 //
 // Codes of 8 bits have 8 words. What a format's name does not say, `CodedForm` is told when a kernel is called, so there
-// is one unpacker: of a group it makes bytes and floats for products with inputs of 8 bits (`unpack_bytes`), or float32
+// is one unpacker: of a group it makes bytes and floats for products of integers (`unpack_bytes`), or float32
 // weights, which are exactly those of the file (`unpack_floats`).
 #pragma once
 
@@ -72,10 +72,9 @@ struct CodedForm {
   bool has_factors() const { return scale == kFloat8s; }
   int64_t scale_bytes() const { return scale == kFloats ? 4 : scale == kPowers || scale == kFloat8s ? 1 : 2; }
   bool is_affine() const { return offset != kNoOffset; }
-  // Whether products of bytes can be made of its values.
-  bool has_bytes() const {
-    return table == kIntegers ? bits == 4 || kHasByteProducts : table <= kIq4Nl && kHasByteProducts;
-  }
+  // Whether its values are bytes, and whether inputs of 8 bits can be multiplied with them.
+  bool has_bytes() const { return table <= kIq4Nl; }
+  bool has_byte_products() const { return kHasByteProducts || (table == kIntegers && bits == 4); }
   int64_t panel_bytes(int64_t in_features) const {
     return (has_factors() ? kPanel * 4 : 0) + (in_features + block - 1) / block * head_bytes +
            in_features / kGroup * group_bytes;

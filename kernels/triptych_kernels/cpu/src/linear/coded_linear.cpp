@@ -3,13 +3,16 @@
 // A thread unpacks a chunk of a panel at a time, which stays in the first-level cache, and multiplies all rows with it:
 //
 //   inputs of 8 bits    the chunk as bytes and scales, inputs as byte_inputs.h has them: exact sums of integers
-//   inputs of 16 bits   the chunk as float32, which are the file's weights, and inputs in float32, which are not rounded
+//   inputs of 16 bits   the same chunk, inputs as integers with a scale per row and group: exact sums as well
+//   in floats           the chunk as float32, which are the file's weights, and inputs in float32, which are not rounded
 //
-// Values that are no bytes (nf4, floats of 8 bits), or that would saturate sums of 16 bits where no instruction makes
-// products of bytes, take the second way with inputs of 8 bits, too. Each output is one chain of float32 sums over its
-// inputs in order, for any number of rows, so a row's result does not depend on its batch.
+// Floats are for values that are no bytes: nf4, floats of 8 bits. Inputs of 8 bits become 16 where no instruction makes
+// products of bytes, except with integers of 4 bits: others would saturate sums of 16 bits. Each output is one chain of
+// float32 sums over its groups or inputs in order, for any number of rows, so a row's result does not depend on its batch.
 //
 // Many rows may be multiplied in bfloat16 instead, to which weights are then rounded.
+#include <bit>
+
 #include "linear/block.h"
 #include "linear/coded.h"
 #include "linear/product.h"
@@ -31,6 +34,8 @@ struct CodedLinear {
 
 constexpr int64_t kChunkBytes = kRegisters == 32 ? 16 << 10 : 8 << 10;  // unpacked
 constexpr int kMaxByteRows = std::max(bytes::kPackedTileRows, bytes::kTileRows);
+constexpr int kMaxShortRows = kRegisters == 32 ? 8 : 4;
+constexpr float kLargestShort = 32767.0f;
 constexpr int64_t kRowsPerIndex = 8;
 
 // Add to sums [Rows][kPanel] the products of a tile's inputs x with some groups.
@@ -91,6 +96,81 @@ void multiply_byte_groups(const int32_t* x, int64_t groups, const float* weights
   unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { store(to + row * kPanel + half * kLanes, sums[row][half]); }); });
 }
 
+// A group of a row's inputs: values * scale, to 15 bits and a sign.
+struct Shorts {
+  int16_t values[kGroup];  // the middle two of each four swapped, which are then those of `even_bytes` and `odd_bytes`
+  float scale;
+  float sums[2];           // of the inputs of each half
+  float sum;
+};
+
+// The same with inputs of 16 bits, x [groups][Rows].
+template <int Rows, int Units, bool Affine>
+void multiply_short_groups(const Shorts* x, int64_t groups, const float* weights, float* to) {
+  using G = ByteGroup<Units, Affine>;
+  vec sums[Rows][2];
+  unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { sums[row][half] = load(to + row * kPanel + half * kLanes); }); });
+  for (const float* const end = weights + groups * G::kFloats; weights < end; weights += G::kFloats, x += Rows) {
+    const auto part = [&](int index, int half) { return load(weights + (index + half) * kLanes); };
+    unroll<Units>([&](auto unit) {
+      constexpr int kUnitSteps = bytes::kSteps / Units;
+      ivec dots[Rows][2];
+      unroll<Rows>([&](auto row) { dots[row][0] = dots[row][1] = splat_int(0); });
+#pragma GCC unroll 1
+      for (int step = unit * kUnitSteps; step < (unit + 1) * kUnitSteps; ++step) {
+        const ivec values[2] = {load_ints(weights + 2 * step * kLanes), load_ints(weights + (2 * step + 1) * kLanes)};
+        unroll<2>([&](auto is_odd) {
+          const ivec pairs[2] = {is_odd ? odd_bytes(values[0]) : even_bytes(values[0]),
+                                 is_odd ? odd_bytes(values[1]) : even_bytes(values[1])};
+          unroll<Rows>([&](auto row) {
+            int32_t two;
+            std::memcpy(&two, x[row].values + 4 * step + 2 * is_odd, sizeof two);
+            const ivec inputs = splat_int(two);
+            dots[row][0] = add_dot(dots[row][0], inputs, pairs[0]);
+            dots[row][1] = add_dot(dots[row][1], inputs, pairs[1]);
+          });
+        });
+      }
+      unroll<2>([&](auto half) {
+        const vec scales = part(G::kScales + 2 * unit, half);
+        unroll<Rows>([&](auto row) {
+          vec sum = fma(to_floats(dots[row][half]) * splat(x[row].scale), scales, sums[row][half]);
+          if constexpr (Affine) {
+            const float input_sum = Units == 2 ? x[row].sums[unit] : x[row].sum;
+            sum = fma(splat(input_sum), part(G::kMinima + 2 * unit, half), sum);
+          }
+          sums[row][half] = sum;
+        });
+      });
+    });
+  }
+  unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { store(to + row * kPanel + half * kLanes, sums[row][half]); }); });
+}
+
+template <typename X>
+void quantize_group(const X* x, Shorts& out) {
+  constexpr int kVectors = kGroup / kLanes;
+  vec values[kVectors];
+  ivec bits = splat_int(0);
+  unroll<kVectors>([&](auto i) {
+    values[i] = load(x + i * kLanes);
+    bits = max(bits, bits_of(abs(values[i])));  // magnitudes are ordered as their bits are, NaN above all
+  });
+  const float magnitude = std::bit_cast<float>(largest(bits));
+  const vec inverse = splat(magnitude < kSmallestMagnitude ? 0.0f : kLargestShort / magnitude);
+  ivec totals[2] = {splat_int(0), splat_int(0)};
+  unroll<kVectors>([&](auto i) {
+    const ivec rounded = to_ints(values[i] * inverse);
+    totals[2 * i / kVectors] = totals[2 * i / kVectors] + rounded;
+    store_shorts_in_pairs(out.values + i * kLanes, rounded);
+  });
+  const int32_t first = sum(totals[0]), second = sum(totals[1]);
+  out.scale = magnitude / kLargestShort;
+  out.sums[0] = out.scale * static_cast<float>(first);
+  out.sums[1] = out.scale * static_cast<float>(second);
+  out.sum = out.scale * static_cast<float>(first + second);
+}
+
 // The same with float32 weights [inputs][kPanel] and inputs x [inputs][Rows].
 template <int Rows>
 void multiply_floats(const float* x, int64_t inputs, const float* weights, float* to) {
@@ -119,6 +199,7 @@ void with_rows(int64_t rows, const F& f) {
 // Rows that are multiplied together, and the inputs that a tile of them reads.
 struct ByteTiles {
   using Element = int32_t;
+  static constexpr int kMaxRows = kMaxByteRows;
   static int64_t count(int64_t rows) { return bytes::num_tiles(rows); }
   static int64_t height(int64_t rows) {
     return rows <= bytes::kFewRows ? bytes::kPackedTileRows : bytes::kTileRows;
@@ -126,6 +207,36 @@ struct ByteTiles {
   static int64_t row_units(const Linear& args) { return bytes::row_units(args); }
   static void prepare(const Linear& args, int64_t rows, int64_t tile, Element* to) {
     bytes::quantize_tile(args, rows, tile, to);
+  }
+  template <int Rows, int Units, bool Affine>
+  static void multiply(const Element* x, int64_t groups, const float* weights, float* sums) {
+    multiply_byte_groups<Rows, Units, Affine>(x, groups, weights, sums);
+  }
+};
+
+struct ShortTiles {
+  using Element = Shorts;
+  static constexpr int kMaxRows = kMaxShortRows;
+  static int64_t count(int64_t rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+  static int64_t height(int64_t) { return kMaxRows; }
+  static int64_t row_units(const Linear& args) { return args.in_features / kGroup; }
+  static void prepare(const Linear& args, int64_t rows, int64_t tile, Element* to) {
+    const int64_t begin = rows * tile / count(rows), height = rows * (tile + 1) / count(rows) - begin;
+    make_rows(args.stages, begin, begin + height);
+    const int64_t groups = row_units(args);
+    const auto quantize = [&](const auto* x) {
+      for (int64_t row = 0; row < height; ++row, x += args.x_stride) {
+        Element* const at = to + begin * groups + row;
+        for (int64_t group = 0; group < groups; ++group) quantize_group(x + group * kGroup, at[group * height]);
+      }
+    };
+    const int64_t first = begin * args.x_stride;
+    args.dtype == kFloat32 ? quantize(static_cast<const float*>(args.x) + first)
+                           : quantize(static_cast<const bf16*>(args.x) + first);
+  }
+  template <int Rows, int Units, bool Affine>
+  static void multiply(const Element* x, int64_t groups, const float* weights, float* sums) {
+    multiply_short_groups<Rows, Units, Affine>(x, groups, weights, sums);
   }
 };
 
@@ -179,25 +290,28 @@ void walk_panel(const Linear& args, const CodedForm& form, int64_t rows, int64_t
   }
 }
 
-template <int Units, bool Affine>
-void multiply_byte_panel(const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
-                         const int32_t* x, int64_t panel) {
+template <typename Tiles, int Units, bool Affine>
+void multiply_integers(const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
+                       const typename Tiles::Element* x, int64_t panel) {
   coded::with_codes(form, [&](auto codes) {
-    walk_panel<ByteTiles>(
+    walk_panel<Tiles>(
         args, form, rows, first, end, x, panel, ByteGroup<Units, Affine>::kFloats,
         coded::unpack_bytes<Units, Affine, decltype(codes)>,
-        [](int64_t height, const int32_t* inputs, int64_t groups, const float* weights, float* sums) {
-          with_rows<kMaxByteRows>(height, [&](auto count) {
-            multiply_byte_groups<count, Units, Affine>(inputs, groups, weights, sums);
+        [](int64_t height, const auto* inputs, int64_t groups, const float* weights, float* sums) {
+          with_rows<Tiles::kMaxRows>(height, [&](auto count) {
+            Tiles::template multiply<count, Units, Affine>(inputs, groups, weights, sums);
           });
         });
   });
 }
 
-void multiply_panel(ByteTiles, const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
-                    const int32_t* x, int64_t panel) {
-  const auto multiply = form.num_scales == 2 ? (form.is_affine() ? multiply_byte_panel<2, true> : multiply_byte_panel<2, false>)
-                                             : (form.is_affine() ? multiply_byte_panel<1, true> : multiply_byte_panel<1, false>);
+template <typename Tiles>
+void multiply_panel(Tiles, const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
+                    const typename Tiles::Element* x, int64_t panel) {
+  const bool is_affine = form.is_affine();
+  const auto multiply = form.num_scales == 2
+                            ? (is_affine ? multiply_integers<Tiles, 2, true> : multiply_integers<Tiles, 2, false>)
+                            : (is_affine ? multiply_integers<Tiles, 1, true> : multiply_integers<Tiles, 1, false>);
   multiply(args, form, rows, first, end, x, panel);
 }
 
@@ -270,13 +384,17 @@ void multiply_wide(const Linear& args, const CodedForm& form, int64_t rows) {
   });
 }
 
-bool takes_bytes(const CodedForm& form, int64_t input_bits) { return input_bits == 8 && form.has_bytes(); }
+// f(Tiles) of the arithmetic of few rows.
+template <typename F>
+void with_tiles(const CodedForm& form, int64_t input_bits, const F& f) {
+  if (!form.has_bytes()) return f(FloatTiles());
+  input_bits == 8 && form.has_byte_products() ? f(ByteTiles()) : f(ShortTiles());
+}
 
 void multiply_form(const Linear& args, const WeightForm& held, int64_t rows) {
   const CodedForm form(held.form);
   if (rows >= held.wide_rows) return multiply_wide(args, form, rows);
-  takes_bytes(form, held.input_bits) ? multiply_all<ByteTiles>(args, form, rows)
-                                     : multiply_all<FloatTiles>(args, form, rows);
+  with_tiles(form, held.input_bits, [&](auto tiles) { multiply_all<decltype(tiles)>(args, form, rows); });
 }
 
 // The steps of such a product.
@@ -302,7 +420,9 @@ ProductSteps steps() {
 }  // namespace
 
 ProductSteps coded_product(const WeightForm& form) {
-  return takes_bytes(CodedForm(form.form), form.input_bits) ? steps<ByteTiles>() : steps<FloatTiles>();
+  ProductSteps product;
+  with_tiles(CodedForm(form.form), form.input_bits, [&](auto tiles) { product = steps<decltype(tiles)>(); });
+  return product;
 }
 
 }  // namespace triptych
