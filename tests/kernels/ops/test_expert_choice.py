@@ -171,6 +171,7 @@ CHOICES = {
     "sparsemixer": ExpertChoice(3, "sparsemixer", renormalize=False, jitter=0.3),
     "best of a group": ExpertChoice(2, num_groups=4, top_groups=2),
     "two of a group": ExpertChoice(3, "sigmoid", num_groups=2, top_groups=1, group_experts=2),
+    "two of a group by softmax": ExpertChoice(3, scale=2.5, num_groups=4, top_groups=2, group_experts=2),
     "corrected": ExpertChoice(
         2, "sigmoid", correction=torch.tensor([0.0, 0.0, 0.5, 0.0, 0.0, 0.5, 0.0, 0.0])
     ),

@@ -81,13 +81,12 @@ class Router {
     }
     peak_ = total_ = 0.0f;
     if (args_.score == kSoftmax) measure();
-    const bool needs_scores = args_.correction != nullptr || (args_.num_groups > 1 && args_.group_experts > 1);
     for (int64_t i = 0; i < count; ++i) {
       if (args_.score == kGiven) {
         keys_[i] = std::fabs(logits_[i]);
         continue;
       }
-      keys_[i] = needs_scores ? score(i) + (args_.correction ? args_.correction[i] : 0.0f) : logits_[i];
+      keys_[i] = compares_scores() ? score(i) + (args_.correction ? args_.correction[i] : 0.0f) : logits_[i];
     }
     Largest largest(chosen_keys_, experts, args_.top_k);
     const auto add_group = [&](int64_t group) {
@@ -104,11 +103,16 @@ class Router {
   }
 
  private:
+  // Whether keys are scores; else logits have the same order.
+  bool compares_scores() const {
+    return args_.correction != nullptr || (args_.num_groups > 1 && args_.group_experts > 1);
+  }
+
   // What the softmax divides by.
   void measure() {
     peak_ = -std::numeric_limits<float>::infinity();
     for (int64_t i = 0; i < args_.num_experts; ++i) peak_ = std::max(peak_, logits_[i]);
-    if (args_.renormalize && args_.correction == nullptr) return;
+    if (args_.renormalize && !compares_scores()) return;
     for (int64_t i = 0; i < args_.num_experts; ++i) total_ += std::exp(logits_[i] - peak_);
   }
 
