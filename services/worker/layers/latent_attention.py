@@ -25,6 +25,7 @@ from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.linear import ColumnLinear, PackedLinear, Piece, RowLinear
 from triptych_services.worker.layers.norm import create_norm
 from triptych_services.worker.layers.rotary import RotaryTables
+from triptych_services.worker.layers.self_attention import QueryScales
 from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.layers.weights import WeightedLayer, WeightTarget, empty_parameter
 from triptych_services.worker.parallel.shares import share
@@ -83,6 +84,9 @@ class LatentSelfAttention(nn.Module):
         self.kv_a_layernorm = norm(self.latent.kv_rank, prefix=f"{prefix}.kv_a_layernorm")
         self.kv_b_proj = AbsorbedProjections(spec, self.latent, context=context, prefix=f"{prefix}.kv_b_proj")
         self.rotary = tables.find(self.latent.rope_dim, spec.rope)
+        self.query_scales: QueryScales | None = None
+        if block.query_scaling is not None:
+            self.query_scales = QueryScales(*block.query_scaling, context=context)
         self.o_proj = RowLinear(
             spec.num_heads * (spec.value_dim or query_size),
             hidden_size,
@@ -119,6 +123,8 @@ class LatentSelfAttention(nn.Module):
         )
         query = self.kv_b_proj.absorb_keys(query[..., : latent.nope_dim])
         query = torch.cat((query, rope_query), dim=2)
+        if self.query_scales is not None:
+            query = query * self.query_scales(positions).to(query.dtype)
         values = self.kv_b_proj.make_values(batch.backend.attend(query, kv_cache, batch, self.options))
         out: Tensor = self.o_proj(values.flatten(1), context.adapter_slots)
         return out
@@ -190,7 +196,7 @@ def _check_supported(spec: LayerSpec, context: ModelContext) -> None:
         ("sinks", block.has_sinks),
         ("alibi_slopes", bool(block.alibi_slopes)),
         (f"clip_qkv = {block.clip_qkv}", block.clip_qkv != 0.0),
-        ("query_scaling", block.query_scaling is not None),
+        ("scales_queries_without_rope", block.scales_queries_without_rope),
     ):
         if is_missing:
             raise FeatureDisabled(

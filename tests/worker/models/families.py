@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -49,12 +51,16 @@ class Tiny:
     model_type: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=lambda: FOUR)
+    class_name: str = ""
+    """The class, where transformers' table has none for the type."""
 
     def config(self) -> PretrainedConfig:
         return CONFIG_MAPPING[self.model_type](**{**self.sizes, **self.arguments})
 
     def create(self) -> Any:
         """A model of transformers."""
+        if self.class_name:
+            return getattr(transformers, self.class_name)._from_config(self.config(), dtype=torch.float32)
         return AutoModelForCausalLM.from_config(self.config(), dtype="float32")
 
 
@@ -263,6 +269,15 @@ FAMILIES: dict[str, Tiny] = {
     "MiniMax M2": Tiny(
         "minimax_m2",
         {"head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 4},
+    ),
+    "Mistral 4": Tiny(
+        "mistral4",
+        {
+            **DEEPSEEK_EXPERTS,
+            "rope_parameters": MSCALED["rope_parameters"] | {"llama_4_scaling_beta": 0.3},
+        },
+        LATENT,
+        "Mistral4ForCausalLM",
     ),
     "Mixtral": Tiny("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "MPT": Tiny(

@@ -271,6 +271,15 @@ def read_rope(
     return replace(found, **_rope_scaling(config, rope, kind, sizes, share))
 
 
+def read_query_scaling(config: ConfigFile, sizes: Sizes) -> tuple[float, int] | None:
+    """Return `BlockSpec.query_scaling` where a file has it beside the rotary embedding."""
+    rope = config.section("rope_parameters")
+    if rope is None or not rope.has("llama_4_scaling_beta"):
+        return None
+    length = rope.integer("original_max_position_embeddings", default=sizes.max_positions)
+    return rope.number("llama_4_scaling_beta"), length
+
+
 def _rope_scaling(
     config: ConfigFile, rope: ConfigFile, kind: str, sizes: Sizes, share: float
 ) -> dict[str, Any]:

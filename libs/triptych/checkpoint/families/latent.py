@@ -18,17 +18,30 @@ from triptych.checkpoint.architecture import (
 )
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
+    WITH_IMAGES,
     Sizes,
     describe,
     describe_layers,
     read_grouped_experts,
+    read_query_scaling,
     read_rope,
     read_sizes,
     with_dense_layers,
 )
-from triptych.checkpoint.families.llama import rms_block
-from triptych.checkpoint.tensor_names import TensorNames
+from triptych.checkpoint.families.llama import mistral, rms_block
+from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 
+_LIKE_OURS = TensorNames()
+_STACKED = tuple(
+    FusedTensor(
+        f"mlp.experts.{name}",
+        tuple(f"mlp.experts.{part}" for part in parts),
+        of_experts=True,
+        suffixes=("", "_bias"),
+    )
+    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+)
+"""Tensors of all experts of a layer, which Mistral 4 has."""
 _INDEXER = tuple(
     f".self_attn.indexer.{name}"
     for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
@@ -155,6 +168,50 @@ def youtu(config: ConfigFile) -> ModelArchitecture:
     config.pass_over("embedding_initializer_range", "mlp_bias")
     layers = _describe_layers(config, sizes, latent, rope)
     return describe(config, sizes, layers=layers, block=_block(config, latent, rope), is_tied=True)
+
+
+def mistral4(config: ConfigFile, names: TensorNames = _LIKE_OURS) -> ModelArchitecture:
+    """Read Mistral Small 4: DeepSeek V3 with softmax in its router, and queries scaled by position."""
+    config.assume(n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=4)
+    sizes, latent = _read_sizes(config, kv_rank=256, q_rank=1024, nope_dim=64, rope_dim=64)
+    head_dim = latent.nope_dim + latent.rope_dim
+    # the file counts the rotated part among all elements of a head
+    rope = read_rope(
+        config,
+        replace(sizes, head_dim=head_dim),
+        partial=latent.rope_dim / head_dim,
+        is_interleaved=config.boolean("rope_interleave", default=True),
+    )
+    if (rope.rotary_dim or head_dim) != latent.rope_dim:
+        config.fail(
+            "qk_rope_head_dim", latent.rope_dim, f"must be the {rope.rotary_dim} elements that are rotated"
+        )
+    rope = replace(rope, rotary_dim=0)
+    experts = read_grouped_experts(config)
+    layers = _describe_layers(config, sizes, latent, rope, experts=experts)
+    num_dense = config.integer("first_k_dense_replace", default=0, minimum=0)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    block = replace(_block(config, latent, rope), query_scaling=read_query_scaling(config, sizes))
+    return describe(config, sizes, layers=layers, block=block, names=replace(names, fused=_STACKED))
+
+
+def mistral_with_images(config: ConfigFile) -> ModelArchitecture:
+    """Read the decoder of a composite checkpoint; its tower for images is left out."""
+    config.pass_over(
+        "vision_config",
+        "image_token_index",
+        "image_token_id",
+        "projector_hidden_act",
+        "spatial_merge_size",
+        "multimodal_projector_bias",
+        "vision_feature_layer",
+    )
+    text = config.text_section()
+    text.pass_over("architectures")
+    tied = config.boolean("tie_word_embeddings", default=False)
+    read = mistral4 if text.values.get("model_type") == "mistral4" else mistral
+    found = read(text, names=WITH_IMAGES)
+    return replace(found, tie_word_embeddings=found.tie_word_embeddings or tied)
 
 
 def _read_sizes(

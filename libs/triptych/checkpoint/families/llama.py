@@ -17,12 +17,12 @@ from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
     FULL,
     SLIDING,
-    WITH_IMAGES,
     Sizes,
     describe,
     describe_layers,
     read_activation,
     read_layer_types,
+    read_query_scaling,
     read_qwen_layer_types,
     read_rope,
     read_sizes,
@@ -238,15 +238,8 @@ def mistral(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArc
     layer_types = read_layer_types(
         config, sizes.num_layers, default=lambda index: SLIDING if has_window else FULL
     )
-    rope_section = config.section("rope_parameters")
     rope = read_rope(config, sizes)
-    query_scaling = None
-    if rope_section is not None and rope_section.has("llama_4_scaling_beta"):
-        beta = rope_section.number("llama_4_scaling_beta")
-        query_scaling = (
-            beta,
-            rope_section.integer("original_max_position_embeddings", default=sizes.max_positions),
-        )
+    query_scaling = read_query_scaling(config, sizes)
     layers = describe_layers(
         sizes,
         intermediate_size=config.integer("intermediate_size"),
@@ -256,27 +249,6 @@ def mistral(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArc
     )
     block = replace(rms_block(config, eps=1e-5 if is_ministral3 else 1e-6), query_scaling=query_scaling)
     return describe(config, sizes, layers=layers, block=block, names=names)
-
-
-def mistral_with_images(config: ConfigFile) -> ModelArchitecture:
-    """Read the decoder of a composite checkpoint; its tower for images is left out."""
-    config.pass_over(
-        "vision_config",
-        "image_token_index",
-        "image_token_id",
-        "projector_hidden_act",
-        "spatial_merge_size",
-        "multimodal_projector_bias",
-        "vision_feature_layer",
-    )
-    text = config.text_section()
-    text.pass_over("architectures")
-    tied = config.boolean("tie_word_embeddings", default=False)
-    found = mistral(
-        text,
-        names=WITH_IMAGES,
-    )
-    return replace(found, tie_word_embeddings=found.tie_word_embeddings or tied)
 
 
 def olmo(config: ConfigFile) -> ModelArchitecture:

@@ -36,7 +36,6 @@ _GROUPS = {
         "LlamaForCausalLM": "llama",
         "MinistralForCausalLM": "mistral",
         "Ministral3ForCausalLM": "mistral",
-        "Mistral3ForConditionalGeneration": "mistral_with_images",
         "MistralForCausalLM": "mistral",
         "OlmoForCausalLM": "olmo",
         "Olmo2ForCausalLM": "olmo2",
@@ -84,6 +83,8 @@ _GROUPS = {
         "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
         "GlmMoeDsaForCausalLM": "glm_moe_dsa",
         "MiniCPM3ForCausalLM": "minicpm3",
+        "Mistral3ForConditionalGeneration": "mistral_with_images",
+        "Mistral4ForCausalLM": "mistral4",
         "YoutuForCausalLM": "youtu",
     },
     "parallel": {
