@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -20,7 +20,17 @@ from triptych_kernels.cpu.library import forced_isa, threads_in_use, use_threads
 from triptych_kernels.cpu.program import record
 from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
-from triptych_kernels.ops import head_linear, latent_attention, linear, paged_attention
+from triptych_kernels.ops import (
+    causal_conv,
+    gated_delta_scan,
+    head_linear,
+    latent_attention,
+    linear,
+    paged_attention,
+    selective_scan,
+    state_space_scan,
+)
+from triptych_kernels.state_batch import StateBatch
 from triptych_kernels.torch.attention import paged_attention as torch_paged_attention
 from triptych_kernels.torch.latent_attention import latent_attention as torch_latent_attention
 from triptych_kernels.weights.coded import CodedRows
@@ -123,6 +133,7 @@ def create_checks() -> Iterator[Check]:
     random = torch.Generator().manual_seed(0)
     yield from _linear_checks(random)
     yield from _attention_checks(random)
+    yield from _state_checks(random)
 
 
 def _linear_checks(random: torch.Generator) -> Iterator[Check]:
@@ -286,3 +297,66 @@ def _attend_latent(
         scale=_OPTIONS.scale,
         value_dim=_HEAD_DIM,
     )
+
+
+def _state_checks(random: torch.Generator) -> Iterator[Check]:
+    """Yield the checks of what has a recurrent state, which its second call finds where the first has left it."""
+    heads, groups, key_dim, value_dim, channels = 4, 2, 24, 40, 72
+
+    def positive(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=random) / 2
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random)
+
+    keys, values, steps = (groups, key_dim), (heads, value_dim), (heads,)
+    states_of_heads = (heads, key_dim, value_dim)
+    parameters = positive(heads), drawn(heads)
+    for op, sizes, constants, state_shape in (
+        (causal_conv, ((channels,),), (drawn(4, channels), drawn(channels)), (3, channels)),
+        (gated_delta_scan, (keys, keys, values, steps, steps), parameters, states_of_heads),
+        (state_space_scan, (values, steps, keys, keys), (*parameters, drawn(heads)), states_of_heads),
+        (
+            selective_scan,
+            ((channels,), (channels,), (key_dim,), (key_dim,)),
+            (positive(key_dim, channels), drawn(channels)),
+            (key_dim, channels),
+        ),
+    ):
+        tokens = [drawn(sum(_QUERY_LENS), *size) for size in sizes]
+        state = drawn(4, *state_shape)
+        for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.05)):
+            operands = [each.to(dtype) for each in tokens]
+            expected = _advance(
+                partial(op, impl="torch"), [each.float() for each in operands], constants, state.clone()
+            )
+            yield Check(
+                f"{op.__name__}, {dtype}",
+                partial(_advance, op, operands, constants, state.clone()),
+                expected.double(),
+                tolerance * max(float(expected.abs().max()), 1.0),
+            )
+
+
+def _advance(
+    op: Callable[..., Tensor],
+    tokens: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    state: Tensor,
+    recording: Recording | None = None,
+) -> Tensor:
+    """Return what `op` computes in the second of two equal steps, which goes on where the first has ended.
+
+    Args:
+        tokens: Operands with a row for each token.
+        recording: That of the steps; None: they are computed at once.
+    """
+    starts = torch.tensor([0, *_QUERY_LENS]).cumsum(0).int()
+    given, left, none = torch.tensor([[0, 1], [2, 3], [0, 0]]).int()
+    if recording is not None:
+        tokens = [recording.input(each, count="rows") for each in tokens]
+        starts, given, left, none = (
+            recording.input(each, count="requests") for each in (starts, given, left, none)
+        )
+    op(*tokens, *constants, state, StateBatch(given, left, starts))
+    return op(*tokens, *constants, state, StateBatch(left, none, starts))

@@ -83,14 +83,23 @@ def test_libraries_that_are_right_have_no_problem(name: str) -> None:
     use_threads(1)
 
 
-@pytest.mark.parametrize("kernel", ["linear", "widened_linear", "quantized_linear", "paged_attention"])
+KERNEL_TO_CHECK = {
+    **dict.fromkeys(("linear", "widened_linear", "quantized_linear"), "linear"),
+    "paged_attention": "attention",
+    "causal_conv": "causal_conv",
+    "scan_heads": "gated_delta_scan",
+    "selective_scan": "selective_scan",
+}
+
+
+@pytest.mark.parametrize("kernel", KERNEL_TO_CHECK)
 def test_a_kernel_that_is_wrong_is_named(
     replace_kernel: Callable[[str, Callable[[Kernel], object], str], None], kernel: str
 ) -> None:
     replace_kernel(kernel, off_by_little, isa())
     problem = find_problem(isa())
     assert "differs from plain torch by up to 0.2" in problem
-    assert problem.startswith("attention, " if kernel == "paged_attention" else "linear, ")
+    assert problem.startswith(f"{KERNEL_TO_CHECK[kernel]}, ")
 
 
 @pytest.mark.skipif(len(usable_isas()) < 2, reason="there is no narrower instruction set")
