@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from transformers import LlamaConfig
 
 from tests.checkpoint.gguf_files import (
@@ -24,6 +25,7 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.checkpoint.gguf.index import GgufIndex
 from triptych.errors import ModelError
 from triptych.hub import resolve_model
+from triptych_services.worker.loader.load import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -61,8 +63,9 @@ def test_the_index_finds_every_tensor_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     index = GgufIndex.read(convert(path, quantization=GGMLQuantizationType.Q4_0))
     data = path.read_bytes()
-    assert index.file == str(path)
-    assert index.file_size == len(data)
+    (file,) = index.files
+    assert file.file == str(path)
+    assert file.file_size == len(data)
     oracle = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     assert {tensor.gguf_name for tensor in index.tensors} == set(oracle)
     for tensor in index.tensors:
@@ -72,27 +75,22 @@ def test_the_index_finds_every_tensor_of_the_file(tmp_path: Path) -> None:
         assert list(tensor.shape) == [int(size) for size in reversed(expected.shape)]
 
 
-def test_llama3_rope_divisors_become_the_four_numbers_again(tmp_path: Path) -> None:
+def test_rope_divisors_divide_the_frequencies(tmp_path: Path) -> None:
     weights = random_weights(261, 1, 64, 96, 2, 1)
-    weights["rope_freqs.weight"] = llama3_rope_factors(
-        32, 10000.0, factor=32.0, low=1.0, high=4.0, original=8192
-    )
+    divisors = llama3_rope_factors(32, 10000.0, factor=32.0, low=1.0, high=4.0, original=8192)
+    weights["rope_freqs.weight"] = divisors
     rope = read_architecture(convert(tmp_path / "model.gguf", weights=weights)).layers[0].rope
     assert rope is not None
-    assert (
-        rope.kind,
-        rope.factor,
-        rope.low_freq_factor,
-        rope.high_freq_factor,
-        rope.original_max_position_embeddings,
-    ) == ("llama3", 32.0, 1.0, 4.0, 8192)
+    assert (rope.kind, rope.attention_factor) == ("longrope", 1.0)
+    assert rope.short_factor == rope.long_factor == tuple(divisors.tolist())
 
 
-def test_other_rope_divisors_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "low"), [(15, 1.0), (16, 0.0), (16, -1.0), (16, np.nan)])
+def test_divisors_that_are_none_are_refused(tmp_path: Path, size: int, low: float) -> None:
     weights = random_weights(261, 1, 64, 96, 2, 1)
-    weights["rope_freqs.weight"] = np.linspace(1, 8, 16, dtype=np.float32)
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight"):
-        convert(tmp_path / "model.gguf", weights=weights)
+    weights["rope_freqs.weight"] = np.linspace(low, 8, size, dtype=np.float32)
+    with pytest.raises(ModelError, match="short_factor"):
+        read_architecture(convert(tmp_path / "model.gguf", weights=weights))
 
 
 def test_linear_rope_scaling_is_kept(tmp_path: Path) -> None:
@@ -105,10 +103,14 @@ def test_linear_rope_scaling_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": "gemma3"}, "general.architecture: 'gemma3' is not supported"),
-        ({"extra": {"llama.expert_count": 8}}, "llama.expert_count: 8 experts"),
-        ({"extra": {"llama.rope.scaling.type": "yarn"}}, "llama.rope.scaling.type: 'yarn'"),
-        ({"extra": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count: 8 differs"),
+        ({"architecture": "rwkv7"}, "general.architecture: 'rwkv7' is not supported, only .*llama"),
+        ({"architecture": "clip"}, "is no language model, as files named mmproj are not"),
+        ({"extra": {"general.type": "mmproj"}}, "general.type: 'mmproj'"),
+        ({"extra": {"llama.expert_count": 8}}, "llama.expert_used_count: is missing"),
+        ({"extra": {"llama.rope.scaling.type": "magic"}}, "llama.rope.scaling.type: 'magic'"),
+        ({"extra": {"llama.rope.dimension_count": 34}}, "llama.rope.dimension_count: 34 must be even"),
+        ({"extra": {"llama.attention.value_length": 8}}, "llama.attention.value_length: 8 differs"),
+        ({"extra": {"llama.attention.twist": 8}}, "llama.attention.twist: 8 is a key that"),
         (
             {"vocabulary": byte_level_vocabulary([], pre="tekken")},
             "tokenizer.ggml.pre: 'tekken' is not supported",
@@ -126,8 +128,8 @@ def test_what_is_not_understood_is_refused_by_name(
 
 def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path) -> None:
     weights = random_weights(261, 1, 64, 96, 2, 1)
-    weights["blk.0.attn_q_norm.weight"] = np.ones(32, dtype=np.float32)
-    with pytest.raises(ModelError, match=r"tensor 'blk\.0\.attn_q_norm\.weight'"):
+    weights["blk.0.attn_twist.weight"] = np.ones(32, dtype=np.float32)
+    with pytest.raises(ModelError, match=r"tensor 'blk\.0\.attn_twist\.weight'"):
         convert(tmp_path / "model.gguf", weights=weights)
 
 
@@ -174,3 +176,57 @@ def test_the_tokenizer_config_names_the_special_tokens_and_the_template(tmp_path
     assert config["eos_token"] == config["pad_token"] == "</s>"
     assert config["chat_template"] == "{{ 'hi' }}"
     assert config["add_bos_token"] is True  # what SentencePiece models do unless told otherwise
+
+
+def split(path: Path, directory: Path) -> list[Path]:
+    """Write a file's tensors in three files, with llama.cpp's names and keys."""
+    reader, parts = GGUFReader(path), []
+    for number in range(3):
+        part = directory / f"split-{number + 1:05}-of-00003.gguf"
+        writer = GGUFWriter(part, "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 3)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for key, field in reader.fields.items() if number == 0 else ():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                sub_type = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub_type)
+        for tensor in reader.tensors[number::3]:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        parts.append(part)
+    return parts
+
+
+def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
+    whole = open_checkpoint(convert(tmp_path / "model.gguf", num_layers=2))
+    parts = split(tmp_path / "model.gguf", tmp_path)
+    directories = {resolve_model(str(part), progress=False) for part in parts}
+    joined = open_checkpoint(directories.pop())
+    assert not directories  # whichever part is named
+    assert joined.tensors.keys() == whole.tensors.keys()
+    for name in whole.tensors:
+        assert torch.equal(joined.read(name, torch.float32), whole.read(name, torch.float32))
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    first, second, _ = split(write_gguf(tmp_path / "model.gguf"), tmp_path)
+    second.unlink()
+    with pytest.raises(ModelError, match=r"split-00002-of-00003\.gguf: is missing, one of the 3 parts"):
+        resolve_model(str(first), progress=False)
+
+
+def test_parts_of_other_models_are_refused(tmp_path: Path) -> None:
+    first, second, third = split(write_gguf(tmp_path / "model.gguf"), tmp_path)
+    shutil.copy(third, second)
+    with pytest.raises(ModelError, match=r"split\.no, split\.count: it is part 2 of 3 and not part 1 of 3"):
+        resolve_model(str(first), progress=False)
+
+
+def test_a_part_under_another_name_is_refused(tmp_path: Path) -> None:
+    first, *_ = split(write_gguf(tmp_path / "model.gguf"), tmp_path)
+    with pytest.raises(ModelError, match=r"part 0 of 3 and not part 0 of 1; parts are found by names like"):
+        resolve_model(str(first.rename(tmp_path / "alone.gguf")), progress=False)

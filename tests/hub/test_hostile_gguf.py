@@ -42,7 +42,7 @@ def replaced(path: Path, old: bytes, new: bytes) -> Path:
 
 def test_text_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
     path = replaced(write_gguf(tmp_path / "model.gguf"), b"<|start|>", b"<|st\xff\xfft|>")
-    assert "its metadata cannot be used: UnicodeDecodeError: " in refusal_of(path)
+    assert "tokenizer.ggml.tokens is no UTF-8: " in refusal_of(path)
 
 
 def test_merges_of_tokens_that_there_are_not_are_refused(tmp_path: Path) -> None:

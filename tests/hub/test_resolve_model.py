@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.gguf_files import write_gguf
-from triptych.checkpoint.gguf.index import GgufIndex
+from triptych.checkpoint.gguf.index import GgufFile, GgufIndex
 from triptych.errors import ModelError, ModelNotFound
 from triptych.hub import embedded, resolve_model
 from triptych.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 )
 def test_a_model_may_name_files_of_its_own_only(tmp_path: Path, name: str, is_inside: bool) -> None:
     directory = make_directory(tmp_path / "model", "config.json", "tokenizer.json")
-    GgufIndex(name, 1, None, ()).write(directory)
+    GgufIndex((GgufFile(name, 1, None),), ()).write(directory)
     if is_inside:
         assert resolve_model(str(directory)) == directory
         return

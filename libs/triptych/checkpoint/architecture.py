@@ -339,10 +339,11 @@ class ModelArchitecture:
     block: BlockSpec = field(default_factory=BlockSpec)
     ends: EndsSpec = field(default_factory=EndsSpec)
     names: TensorNames = field(default_factory=TensorNames)
-    """Names and layout of the checkpoint's tensors."""
+    """Names and layout of the family's tensors, by which adapters name modules too."""
+    gguf_names: TensorNames | None = None
+    """Those of the tensors in a .gguf file, which every family has in the same way; None: the weights are in none."""
     encoder: EncoderSpec | None = None
     """Not None: it is an encoder, in which a token also sees those after it; it generates nothing."""
-    is_gguf: bool = False
     quantization: StoredQuantization | None = None
     """How another tool has quantized the weights; None: it has not, or the file is a GGUF."""
     head: str = "logits"
@@ -358,6 +359,15 @@ class ModelArchitecture:
         """Tokens of the longest context that is computed as the model means it."""
         chosen = {layer.latent.num_chosen_keys for layer in self.layers if layer.latent} - {0}
         return min({self.max_position_embeddings} | chosen)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.gguf_names is not None
+
+    @property
+    def stored_names(self) -> TensorNames:
+        """Names and layout of the tensors in the checkpoint's files."""
+        return self.names if self.gguf_names is None else self.gguf_names
 
     @property
     def num_layers(self) -> int:

@@ -8,18 +8,17 @@ from pathlib import Path, PurePath
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_file import MAX_VOCAB_SIZE, ConfigFile
 from triptych.checkpoint.families.registry import find_family, head_of
+from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE, GgufIndex
+from triptych.checkpoint.gguf.layout import file_names
 from triptych.checkpoint.labels import read_labels
 from triptych.checkpoint.quantization.read import read_quantization
 from triptych.checkpoint.quantization.scheme import StoredQuantization
-from triptych.checkpoint.tensor_names import bare_names, names_of_tensors
+from triptych.checkpoint.tensor_names import TensorNames, bare_names, names_of_tensors
 from triptych.errors import ModelError
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-GGUF_INDEX_FILE = "gguf_index.json"
-"""Present beside config.json if the weights are in a .gguf file. Its form: `triptych.checkpoint.gguf.index`."""
-
 MODULES_FILE = "modules.json"
 """Present where the checkpoint is one of sentence-transformers."""
 
@@ -45,7 +44,7 @@ def read_architecture(directory: Path) -> ModelArchitecture:
         described,
         eos_token_ids=read_eos_token_ids(directory),
         quantization=quantization,
-        is_gguf=(directory / GGUF_INDEX_FILE).is_file(),
+        gguf_names=_gguf_names(directory, described),
         config={} if family.knows_all_keys else config.values,
     )
 
@@ -57,6 +56,12 @@ def read_stored_quantization(directory: Path) -> StoredQuantization | None:
         FeatureDisabled, ModelError: As of `read_architecture`.
     """
     return read_quantization(directory, ConfigFile.read_optional(directory / CONFIG_FILE))
+
+
+def _gguf_names(directory: Path, described: ModelArchitecture) -> TensorNames | None:
+    if not (directory / GGUF_INDEX_FILE).is_file():
+        return None
+    return file_names((tensor.name for tensor in GgufIndex.read(directory).tensors), described.names)
 
 
 def _with_head(directory: Path, config: ConfigFile, body: ModelArchitecture) -> ModelArchitecture:

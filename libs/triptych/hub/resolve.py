@@ -8,8 +8,8 @@ import os
 import re
 from pathlib import Path
 
-from triptych.checkpoint.config_json import CONFIG_FILE, GGUF_INDEX_FILE, check_inside
-from triptych.checkpoint.gguf.index import GgufIndex
+from triptych.checkpoint.config_json import CONFIG_FILE, check_inside
+from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE, GgufIndex
 from triptych.checkpoint.tokenizer_files import (
     FILES,
     TOKENIZER_FILE,
@@ -113,9 +113,8 @@ def _check_directory(directory: Path, *, progress: bool) -> Path:
         directory = _with_tokenizer(directory, progress=progress)
     index = directory / GGUF_INDEX_FILE
     if index.is_file() and not directory.resolve().is_relative_to((cache_home() / "models").resolve()):
-        check_inside(
-            index, GgufIndex.read(directory).file
-        )  # a conversion of ours names where the user's file is
+        for part in GgufIndex.read(directory).files:  # a conversion of ours names where the user's file is
+            check_inside(index, part.file)
     return directory
 
 

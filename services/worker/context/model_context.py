@@ -53,7 +53,7 @@ class ModelContext:
 
     def tensor_type(self, name: str) -> str:
         """Return the form of the stored elements of a tensor under our layers' name; empty if it is not known."""
-        return self.tensor_types.get(self.architecture.names.holder(name).name, "")
+        return self.tensor_types.get(self.architecture.stored_names.holder(name).name, "")
 
     def tensor_format(self, name: str) -> QuantizedFormat | None:
         """Return the format of the codes of a tensor under our layers' name; None if it is floating point."""

@@ -126,7 +126,7 @@ def _select(tensor: LoadedTensor, rows: Tensor | slice, shape: tuple[int, ...]) 
 
 def checkpoint_targets(model: nn.Module, architecture: ModelArchitecture) -> dict[str, TensorTarget]:
     """Return name in the checkpoint -> place, for every parameter of `model`."""
-    names, ours = architecture.names, find_weight_targets(model)
+    names, ours = architecture.stored_names, find_weight_targets(model)
     found: dict[str, TensorTarget] = {}
     fused: dict[str, tuple[FusedTensor, dict[tuple[int, str], WeightTarget]]] = {}
     for name, target in ours.items():
@@ -159,7 +159,7 @@ def _join(
     return CutTensor(
         tuple(zip(targets, rows_of_parts(fusion, rows, architecture), strict=True)),
         shape,
-        is_transposed or _is_transposed(name, shape, architecture.names),
+        is_transposed or _is_transposed(name, shape, architecture.stored_names),
     )
 
 
@@ -204,7 +204,7 @@ def load_weights(
     Raises:
         ModelError: A tensor is missing, unexpected, given twice or of another shape; names it.
     """
-    names = architecture.names
+    names = architecture.stored_names
     targets = checkpoint_targets(model, architecture)
     missing = dict.fromkeys(targets)
     unexpected: list[str] = []

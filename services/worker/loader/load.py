@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.checkpoint.config_json import GGUF_INDEX_FILE, read_architecture, read_stored_quantization
+from triptych.checkpoint.config_json import read_architecture, read_stored_quantization
+from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE
 from triptych.errors import FeatureDisabled, ModelError
 from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_products
 from triptych_services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
@@ -98,7 +99,7 @@ def load_model(
         FeatureDisabled: No model is registered for the architecture.
         ModelError: A tensor is missing, left over or of another shape.
     """
-    current = config.architecture.names.current
+    current = config.architecture.stored_names.current
     tensor_types = {current(name): stored.type for name, stored in checkpoint.tensors.items()}
     tensor_formats = {
         current(name): stored.format

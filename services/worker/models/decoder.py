@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture
+from triptych.checkpoint.tensor_names import TensorNames
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.checkpoint_tensors import load_weights
@@ -63,8 +64,11 @@ class DecoderForCausalLM(nn.Module):
         return hidden
 
     def is_elsewhere(self, name: str) -> bool:
-        stored, is_tied = self._architecture.names.stored, self._architecture.tie_word_embeddings
-        name = self._architecture.names.current(name.removeprefix(self._prefix))
+        return self._is_elsewhere(name, self._architecture.stored_names)
+
+    def _is_elsewhere(self, name: str, names: TensorNames) -> bool:
+        stored, is_tied = names.stored, self._architecture.tie_word_embeddings
+        name = names.current(name.removeprefix(self._prefix))
         layer = re.match(re.escape(stored("model.layers.")) + r"(\d+)\.", name)
         if layer is not None:
             index = int(layer[1])
@@ -83,7 +87,7 @@ class DecoderForCausalLM(nn.Module):
         names = self._architecture.names
         if names.current(module.removeprefix(self._prefix)) == names.stored("model.embed_tokens"):
             return self.model.embed_tokens is None  # a tied head's copy of the weight looks nothing up
-        return self.is_elsewhere(f"{module}.weight")
+        return self._is_elsewhere(f"{module}.weight", names)
 
     def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         assert self.lm_head is not None, "asked of the last stage of a model that generates"
@@ -99,7 +103,7 @@ class DecoderForCausalLM(nn.Module):
         # older checkpoints store the rotary frequencies, and some tied ones the head a second time
         ignored = ["rotary_emb.inv_freq"]
         if self._architecture.tie_word_embeddings or self._architecture.head != "logits":
-            ignored.append(self._architecture.names.stored("lm_head.weight"))
+            ignored.append(self._architecture.stored_names.stored("lm_head.weight"))
         load_weights(self, tensors, self._architecture, ignored=ignored)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.worker.tiny import tiny_architecture
 from triptych.checkpoint.architecture import ExpertsSpec
+from triptych.checkpoint.tensor_names import TensorNames
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych_kernels.cpu.library import forced_isa
@@ -51,7 +52,7 @@ CPU = WorkerConfig(device="cpu")
     ],
 )
 def test_auto_precision_is_the_checkpoints_where_the_device_can(requested, stored, is_gguf, native, chosen):
-    architecture = tiny_architecture(dtype=stored, is_gguf=is_gguf)
+    architecture = tiny_architecture(dtype=stored, gguf_names=TensorNames() if is_gguf else None)
     assert choose_dtype(requested, architecture, device="cpu", prefers_bfloat16=native) == chosen
 
 
@@ -61,7 +62,7 @@ def test_auto_precision_is_the_checkpoints_where_the_device_can(requested, store
         ("auto", {"dtype": "bfloat16"}, {}, "bfloat16"),
         ("auto", {"dtype": "float16"}, {}, "float16"),
         ("auto", {"dtype": "float32"}, {}, "float32"),
-        ("auto", {"dtype": "float32", "is_gguf": True}, {}, "bfloat16"),
+        ("auto", {"dtype": "float32", "gguf_names": TensorNames()}, {}, "bfloat16"),
         ("float32", {"dtype": "bfloat16"}, {}, "float32"),
         ("auto", {"dtype": "bfloat16"}, {"native_kernels": False}, "float32"),
         ("auto", {"dtype": "bfloat16"}, {"quantization": "q8"}, "float32"),
@@ -148,7 +149,7 @@ def test_an_int8_cache_needs_native_kernels_on_a_cpu(dtype, native_kernels, says
     ("model", "stored", "prefers_bfloat16", "native_kernels", "chosen"),
     [
         ("auto", {"dtype": "bfloat16"}, False, True, "bfloat16"),
-        ("auto", {"dtype": "float32", "is_gguf": True}, False, True, "bfloat16"),
+        ("auto", {"dtype": "float32", "gguf_names": TensorNames()}, False, True, "bfloat16"),
         ("auto", {"dtype": "bfloat16"}, True, True, "bfloat16"),
         ("auto", {"dtype": "bfloat16"}, False, False, "float32"),
         ("auto", {"dtype": "float16"}, False, True, "float32"),

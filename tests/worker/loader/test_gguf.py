@@ -1,50 +1,39 @@
-"""Every stored form becomes exactly the numbers that the `gguf` package makes of it."""
+"""Files as llama.cpp's converter writes them are the models of transformers that they were made from."""
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize as oracle
-from gguf.quants import quantize
 
-from triptych_services.worker.loader import gguf
-from triptych_services.worker.loader.gguf import dequantize, stored_size, supported_types
+from tests.checkpoint.gguf_families import CONVERSIONS
+from tests.checkpoint.gguf_recordings import recordings, write_recorded
+from tests.hub.conftest import cache  # noqa: F401 - a fixture
+from tests.worker.models.checkpoints import load_checkpoint, save_checkpoint
+from tests.worker.models.sequences import CUTS, Sequences
+from triptych.hub import resolve_model
 
-QUANTIZED = [name for name in supported_types() if name not in ("F32", "F16", "BF16")]
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_blocks", [1, 1025])  # within one chunk, and over many with a rest
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_any_blocks_are_as_the_package_has_them(
-    name: str, num_blocks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gguf, "_CHUNK_WEIGHTS", 1 << 10)
-    kind = GGMLQuantizationType[name]
-    num_weights, num_bytes = GGML_QUANT_SIZES[kind]
-    # Any bytes are a block: scales come out odd, infinite or not a number, as the format allows.
-    blocks = np.random.default_rng(num_blocks).integers(0, 256, (num_blocks, num_bytes), dtype=np.uint8)
-    expected = torch.from_numpy(oracle(blocks, kind)).to(dtype)
-    weights = dequantize(torch.from_numpy(blocks).view(-1), name, dtype)
-    assert weights.dtype == dtype
-    assert weights.shape == (num_blocks * num_weights,)
-    torch.testing.assert_close(weights.view(num_blocks, -1), expected, rtol=0, atol=0, equal_nan=True)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_what_the_package_packs_is_unpacked(name: str, dtype: torch.dtype) -> None:
-    weights = np.random.default_rng(0).standard_normal((7, 96), dtype=np.float32)
-    packed = quantize(weights, GGMLQuantizationType[name])
-    expected = torch.from_numpy(oracle(packed, GGMLQuantizationType[name])).to(dtype)
-    data = torch.from_numpy(packed.view(np.uint8).reshape(-1).copy())
-    torch.testing.assert_close(dequantize(data, name, dtype).view(7, 96), expected, rtol=0, atol=0)
+def saved(name: str, directory: Path) -> Any:
+    return save_checkpoint(CONVERSIONS[name].tiny.create(), directory)
 
 
-@pytest.mark.parametrize("name", supported_types())
-def test_sizes_are_those_of_the_package(name: str) -> None:
-    num_weights, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
-    assert stored_size(name, 5 * num_weights) == 5 * num_bytes
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_logits_of_a_converted_file_equal_transformers(name: str, tmp_path: Path) -> None:
+    oracle = saved(name, tmp_path / "checkpoint")
+    write_recorded(name, tmp_path / "checkpoint", tmp_path / "model.gguf")
+    model, architecture = load_checkpoint(resolve_model(str(tmp_path / "model.gguf"), progress=False))
+    sequences = Sequences(model, architecture, (1, 5, 18, 30))
+    with torch.inference_mode():
+        for token_ids, logits in zip(sequences.token_ids, sequences.run(CUTS["whole prompts"]), strict=True):
+            expected = oracle(token_ids[None]).logits[0]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_every_architecture_of_llama_cpp_is_recorded() -> None:
+    assert recordings().keys() == CONVERSIONS.keys()

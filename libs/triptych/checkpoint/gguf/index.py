@@ -6,22 +6,24 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from triptych.checkpoint.config_json import GGUF_INDEX_FILE
 from triptych.errors import ModelError
+
+GGUF_INDEX_FILE = "gguf_index.json"
+"""Present beside config.json if the weights are in .gguf files."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor, under its Hugging Face name."""
+    """One tensor, under the name that it has in our layers."""
 
     name: str
-    """`model.layers.0.self_attn.q_proj.weight`"""
+    """`model.layers.0.self_attn.q_proj.weight`; of several projections in one tensor, see `layout.file_names`."""
     gguf_name: str
     """`blk.0.attn_q.weight`"""
     type: str
     """GGML type: F32, Q4_1, …; kept even if it cannot be read: the loader refuses it by name."""
     shape: tuple[int, ...]
-    """As in Hugging Face: [rows, columns], columns being the axis that blocks run along."""
+    """As our layers have it: [rows, columns], columns being the axis that blocks run along."""
     offset: int
     """In bytes from the start of the file."""
     size: int
@@ -29,11 +31,16 @@ class GgufTensor:
     permuted_heads: int = 0
     """> 0: a query or key projection of that many heads, with rows that GGUF's llama keeps in another order,
     for its own form of rotary embedding; the loader undoes it. 0: as in Hugging Face."""
+    change: str = ""
+    """What the file's numbers are in terms of the checkpoint's, which the loader undoes too: plus_one, minus_exp, or
+    empty: they are the same."""
+    part: int = 0
+    """Number of the file that has it."""
 
 
 @dataclass(frozen=True, slots=True)
-class GgufIndex:
-    """All tensors of one file."""
+class GgufFile:
+    """One of the files that hold the tensors."""
 
     file: str
     """Path of the .gguf file: absolute, or relative to the index's directory."""
@@ -41,6 +48,14 @@ class GgufIndex:
     """In bytes."""
     mtime_ns: int | None
     """Time of the file's last change; None where its content is known by checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufIndex:
+    """All tensors of a model, under our names."""
+
+    files: tuple[GgufFile, ...]
+    """More than one where the model was split."""
     tensors: tuple[GgufTensor, ...]
 
     def write(self, directory: Path) -> None:
@@ -60,7 +75,8 @@ class GgufIndex:
             tensors = [
                 GgufTensor(**entry | {"shape": tuple(entry["shape"])}) for entry in values.pop("tensors")
             ]
-            return cls(tensors=tuple(tensors), **values)
+            files = [GgufFile(**file) for file in values.pop("files")]
+            return cls(files=tuple(files), tensors=tuple(tensors), **values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
                 f"{path}: cannot be read: {error!r}; delete {directory} to convert anew"

@@ -17,7 +17,8 @@ from triptych.checkpoint.architecture import (
     ModelArchitecture,
 )
 from triptych.checkpoint.config_file import ConfigFile
-from triptych.checkpoint.config_json import CONFIG_FILE, GGUF_INDEX_FILE, read_eos_token_ids
+from triptych.checkpoint.config_json import CONFIG_FILE, read_eos_token_ids
+from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.models.fallback.attention import AttentionCall
 from triptych_services.worker.models.fallback.decoder import Decoder

@@ -22,8 +22,9 @@ from triptych.checkpoint.architecture import (
     ModelArchitecture,
 )
 from triptych.checkpoint.config_file import ConfigFile
-from triptych.checkpoint.config_json import CONFIG_FILE, GGUF_INDEX_FILE, read_eos_token_ids
+from triptych.checkpoint.config_json import CONFIG_FILE, read_eos_token_ids
 from triptych.checkpoint.families.registry import CLASSIFIER_SUFFIX
+from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE
 from triptych.checkpoint.labels import read_labels
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.models.fallback.attention import AttentionCall

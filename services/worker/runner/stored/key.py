@@ -12,8 +12,7 @@ from typing import Any
 
 import triptych_kernels
 from triptych import checkpoint
-from triptych.checkpoint.config_json import GGUF_INDEX_FILE
-from triptych.checkpoint.gguf.index import GgufIndex
+from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE, GgufIndex
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.machine_files import machine_key
 from triptych_services.worker.context.resolved_config import ResolvedConfig
@@ -58,7 +57,7 @@ def program_key(config: ResolvedConfig, directory: Path, num_threads: int) -> di
 def _checkpoint_files(directory: Path) -> list[Path]:
     files = sorted(path for path in directory.iterdir() if path.is_file())
     if (directory / GGUF_INDEX_FILE).is_file():
-        files.append(directory / GgufIndex.read(directory).file)
+        files += [directory / part.file for part in GgufIndex.read(directory).files]
     return files
 
 

@@ -1,0 +1,291 @@
+"""Architectures with attention and one MLP in every layer: config.json from the keys of a .gguf file."""
+
+from __future__ import annotations
+
+from triptych.checkpoint.gguf.keys import (
+    Config,
+    GgufModel,
+    all_biases,
+    attention,
+    biases,
+    experts,
+    granite_factors,
+    layer_types,
+    mlp_width,
+    named,
+    qkv_bias,
+    read_rope,
+)
+
+
+def llama(model: GgufModel) -> Config:
+    config = attention(model) | biases(model)
+    if not model.keys.integer("expert_count", default=0, minimum=0):
+        return named("LlamaForCausalLM") | config
+    del config["attention_bias"], config["mlp_bias"]
+    return (
+        named("MixtralForCausalLM") | config | experts(model, "num_local_experts", width="intermediate_size")
+    )
+
+
+def mistral3(model: GgufModel) -> Config:
+    config = attention(model)
+    beta = model.number("attention.temperature_scale", default=0.0)
+    multiplier = model.number("rope.scaling.yarn_log_multiplier", default=0.0)
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        # llama.cpp keeps one of two, which checkpoints have the same
+        rope |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+    if beta:
+        rope |= {"llama_4_scaling_beta": beta}
+    return named("Ministral3ForCausalLM") | config
+
+
+def qwen2(model: GgufModel) -> Config:
+    return named("Qwen2ForCausalLM") | attention(model)
+
+
+def qwen3(model: GgufModel) -> Config:
+    return named("Qwen3ForCausalLM") | attention(model) | all_biases(model)
+
+
+def gemma(model: GgufModel) -> Config:
+    return named("GemmaForCausalLM", hidden_activation="gelu_pytorch_tanh") | attention(model)
+
+
+def gemma2(model: GgufModel) -> Config:
+    return (
+        named("Gemma2ForCausalLM")
+        | attention(model)
+        | layer_types(model, every=2)
+        | {
+            "attn_logit_softcapping": model.number("attn_logit_softcapping", default=50.0),
+            "final_logit_softcapping": model.number("final_logit_softcapping", default=30.0),
+            "query_pre_attn_scalar": _query_scalar(model, num_layers=46),
+        }
+    )
+
+
+def gemma3(model: GgufModel) -> Config:
+    rope = read_rope(model, model.head_dim, default_base=1000000.0)
+    local = {"rope_type": "default", "rope_theta": model.number("rope.freq_base_swa", default=10000.0)}
+    types = layer_types(model, every=6)
+    return (
+        named("Gemma3ForCausalLM")
+        | attention(model, rope=_by_type(types, rope, local))
+        | types
+        | {
+            "final_logit_softcapping": model.number("final_logit_softcapping", default=0.0),
+            "query_pre_attn_scalar": _query_scalar(model, num_layers=62),
+        }
+    )
+
+
+def _query_scalar(model: GgufModel, *, num_layers: int) -> float:
+    """Return what scores are divided by the root of: of the model of 27B, with so many layers, no head's size."""
+    if model.num_layers != num_layers:
+        return model.head_dim
+    return model.keys.integer("embedding_length") // model.keys.integer("attention.head_count")
+
+
+def phi2(model: GgufModel) -> Config:
+    return (
+        named("PhiForCausalLM", hidden_act="gelu_new")
+        | attention(model, eps="layer_norm_eps")
+        | {"intermediate_size": mlp_width(model)}
+    )
+
+
+def phi3(model: GgufModel) -> Config:
+    window = model.keys.integer("attention.sliding_window", default=0, minimum=0)
+    return named("Phi3ForCausalLM") | attention(model) | {"sliding_window": window or None}
+
+
+def starcoder2(model: GgufModel) -> Config:
+    config = attention(model, eps="norm_epsilon")
+    has_biases = model.has_all("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
+    return named("Starcoder2ForCausalLM", use_bias=has_biases) | config
+
+
+def stablelm(model: GgufModel) -> Config:
+    model.keys.pass_over("use_parallel_residual")  # which layers say by having one norm or two
+    return (
+        named("StableLmForCausalLM")
+        | attention(model, eps="layer_norm_eps")
+        | {
+            "use_parallel_residual": not model.layers_with("ffn_norm.weight"),
+            "use_qkv_bias": model.has_all("attn_q", "attn_k", "attn_v"),
+            "qk_layernorm": bool(model.layers_with("attn_q_norm.weight")),
+        }
+    )
+
+
+def olmo(model: GgufModel) -> Config:
+    config = attention(model, eps="layer_norm_eps")
+    if config.pop("layer_norm_eps") != 1e-5:
+        model.keys.fail(
+            "attention.layer_norm_epsilon",
+            model.keys.values.get("attention.layer_norm_epsilon"),
+            "must be 1e-5",
+        )
+    return (
+        named("OlmoForCausalLM")
+        | config
+        | {"clip_qkv": model.number("attention.clamp_kqv", default=0.0) or None}
+    )
+
+
+def olmo2(model: GgufModel) -> Config:
+    keys, rope = model.keys, read_rope(model, model.head_dim)
+    if not keys.integer("attention.sliding_window", default=0, minimum=0):
+        return named("Olmo2ForCausalLM") | attention(model, rope=rope)
+    theta = model.number("rope.freq_base_swa", default=rope["rope_theta"])
+    local = {"rope_type": "default", "rope_theta": theta}
+    types = layer_types(model, every=4)
+    return named("Olmo3ForCausalLM") | attention(model, rope=_by_type(types, rope, local)) | types
+
+
+def _by_type(types: Config, full: Config, sliding: Config) -> Config:
+    """Return the rotary embeddings of the types of layers that there are."""
+    ropes = {"full_attention": full, "sliding_attention": sliding}
+    return {kind: rope for kind, rope in ropes.items() if kind in types["layer_types"]}
+
+
+def granite(model: GgufModel) -> Config:
+    return named("GraniteForCausalLM") | attention(model) | biases(model) | granite_factors(model)
+
+
+def cohere(model: GgufModel) -> Config:
+    config = attention(model, eps="layer_norm_eps") | all_biases(model)
+    return named("CohereForCausalLM") | config | {"logit_scale": model.number("logit_scale")}
+
+
+def cohere2(model: GgufModel) -> Config:
+    return cohere(model) | named("Cohere2ForCausalLM") | layer_types(model, every=4)
+
+
+def gpt2(model: GgufModel, *, name: str = "GPT2LMHeadModel") -> Config:
+    config = attention(model, eps="layer_norm_epsilon", rope={})
+    return named(name) | {
+        "n_embd": model.keys.integer("embedding_length"),
+        "n_layer": model.num_layers,
+        "n_head": config["num_attention_heads"],
+        "n_positions": config["max_position_embeddings"],
+        "n_inner": mlp_width(model),
+        "layer_norm_epsilon": config["layer_norm_epsilon"],
+        "hidden_size": None,
+        "num_hidden_layers": None,
+    }
+
+
+def starcoder(model: GgufModel) -> Config:
+    return gpt2(model, name="GPTBigCodeForCausalLM") | {"multi_query": True}
+
+
+def gpt_neox(model: GgufModel) -> Config:
+    config = attention(model, eps="layer_norm_eps")
+    model.keys.pass_over("attention.head_count_kv")
+    return (
+        named("GPTNeoXForCausalLM")
+        | config
+        | {
+            "use_parallel_residual": model.keys.boolean("use_parallel_residual", default=True),
+            "attention_bias": model.has_all("attn_qkv", "attn_output"),
+        }
+    )
+
+
+def falcon(model: GgufModel) -> Config:
+    config = attention(model, eps="layer_norm_epsilon")
+    is_new = bool(model.layers_with("attn_norm_2.weight")) or config["num_key_value_heads"] > 1
+    del config["intermediate_size"]
+    kv_heads = config.pop("num_key_value_heads")
+    return (
+        named("FalconForCausalLM")
+        | config
+        | {
+            "new_decoder_architecture": is_new,
+            "num_kv_heads": kv_heads if is_new else None,
+            "num_ln_in_parallel_attn": 2 if model.layers_with("attn_norm_2.weight") else 1,
+            "multi_query": True,
+            "ffn_hidden_size": mlp_width(model),
+            "bias": model.has_all("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+        }
+    )
+
+
+def bloom(model: GgufModel) -> Config:
+    config = attention(model, eps="layer_norm_epsilon", rope={})
+    return named("BloomForCausalLM") | {
+        "n_head": config["num_attention_heads"],
+        "layer_norm_epsilon": config["layer_norm_epsilon"],
+    }
+
+
+def mpt(model: GgufModel) -> Config:
+    config = attention(model, eps="layer_norm_epsilon", rope={})
+    keys = model.keys
+    return named("MptForCausalLM") | {
+        "d_model": keys.integer("embedding_length"),
+        "n_layers": model.num_layers,
+        "n_heads": config["num_attention_heads"],
+        "max_seq_len": config["max_position_embeddings"],
+        "layer_norm_epsilon": config["layer_norm_epsilon"],
+        "attn_config": {
+            "alibi": model.number("attention.max_alibi_bias", default=0.0) > 0,
+            "alibi_bias_max": int(model.number("attention.max_alibi_bias", default=8.0)),
+            "clip_qkv": model.number("attention.clamp_kqv", default=0.0) or None,
+        },
+        "hidden_size": None,
+        "num_hidden_layers": None,
+    }
+
+
+def glm(model: GgufModel) -> Config:
+    return named("GlmForCausalLM") | attention(model) | qkv_bias(model)
+
+
+def glm4(model: GgufModel) -> Config:
+    return named("Glm4ForCausalLM") | attention(model) | qkv_bias(model)
+
+
+def smollm3(model: GgufModel) -> Config:
+    return named("SmolLM3ForCausalLM", no_rope_layer_interval=4) | attention(model) | biases(model)
+
+
+def exaone4(model: GgufModel) -> Config:
+    types = layer_types(model, every=4)
+    return named("Exaone4ForCausalLM") | attention(model) | {"sliding_window": None} | types
+
+
+def nemotron(model: GgufModel) -> Config:
+    config = attention(model, eps="norm_eps")
+    mlp = {"mlp_bias": model.has_all("ffn_up", "ffn_down")}
+    return named("NemotronForCausalLM") | config | all_biases(model) | mlp
+
+
+def ernie(model: GgufModel) -> Config:
+    config = attention(model)
+    has_biases = model.has_all("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    return named("Ernie4_5ForCausalLM", use_bias=has_biases) | config
+
+
+def hunyuan(model: GgufModel) -> Config:
+    return named("HunYuanDenseV1ForCausalLM") | attention(model) | all_biases(model)
+
+
+def seed_oss(model: GgufModel) -> Config:
+    return (
+        named("SeedOssForCausalLM")
+        | attention(model)
+        | qkv_bias(model)
+        | {
+            "attention_out_bias": model.has_all("attn_output"),
+            "mlp_bias": model.has_all("ffn_gate", "ffn_up", "ffn_down"),
+        }
+    )
+
+
+def arcee(model: GgufModel) -> Config:
+    mlp = {"mlp_bias": model.has_all("ffn_up", "ffn_down")}
+    return named("ArceeForCausalLM") | attention(model) | all_biases(model) | mlp

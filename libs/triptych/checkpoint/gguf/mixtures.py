@@ -1,0 +1,267 @@
+"""Architectures with experts, or with latent attention: config.json from the keys of a .gguf file."""
+
+from __future__ import annotations
+
+from triptych.checkpoint.gguf.dense import phi3
+from triptych.checkpoint.gguf.keys import (
+    Config,
+    GgufModel,
+    all_biases,
+    attention,
+    experts,
+    granite_factors,
+    layer_types,
+    layers_without_experts,
+    named,
+    qkv_bias,
+    read_rope,
+    shortest_float32,
+)
+from triptych.errors import ModelError
+
+
+def llama4(model: GgufModel) -> Config:
+    keys = model.keys
+    config = attention(model) | {"attention_bias": False}
+    keys.expect("attention.sliding_window", None, otherwise="layers see everything")
+    moe_layers = model.layers_with("ffn_gate_inp.weight")
+    return (
+        named("Llama4ForCausalLM")
+        | config
+        | {
+            **experts(model, "num_local_experts", width="intermediate_size"),
+            "intermediate_size_mlp": config["intermediate_size"],
+            "moe_layers": moe_layers,
+            # of 48 layers only those of Scout's size have norms of queries and keys
+            "use_qk_norm": keys.values.get("expert_count") != 128,
+        }
+    )
+
+
+def qwen2_moe(model: GgufModel) -> Config:
+    width = model.keys.integer("expert_shared_feed_forward_length")
+    return (
+        named("Qwen2MoeForCausalLM")
+        | attention(model)
+        | experts(model, "num_experts")
+        | {
+            "shared_expert_intermediate_size": width,
+            "norm_topk_prob": False,
+            "qkv_bias": model.has_all("attn_q", "attn_k", "attn_v"),
+            "mlp_only_layers": layers_without_experts(model),
+        }
+    )
+
+
+def qwen3_moe(model: GgufModel) -> Config:
+    return (
+        named("Qwen3MoeForCausalLM")
+        | attention(model)
+        | experts(model, "num_experts")
+        | all_biases(model)
+        | {
+            "norm_topk_prob": True,
+            "mlp_only_layers": layers_without_experts(model),
+        }
+    )
+
+
+def phimoe(model: GgufModel) -> Config:
+    config = phi3(model) | named("PhimoeForCausalLM")
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "longrope":
+        rope |= {"short_mscale": rope["attention_factor"], "long_mscale": rope["attention_factor"]}
+    return (
+        config
+        | experts(model, "num_local_experts", width="intermediate_size")
+        | {
+            "attention_bias": model.has_all("attn_q", "attn_k", "attn_v", "attn_output"),
+            "lm_head_bias": "output.bias" in model.tensors,
+        }
+    )
+
+
+def olmoe(model: GgufModel) -> Config:
+    config = attention(model) | experts(model, "num_experts", width="intermediate_size")
+    return named("OlmoeForCausalLM", norm_topk_prob=False) | config
+
+
+def granite_moe(model: GgufModel) -> Config:
+    width = model.keys.integer("expert_shared_feed_forward_length", default=0, minimum=0)
+    name = "GraniteMoeSharedForCausalLM" if width else "GraniteMoeForCausalLM"
+    config = attention(model) | experts(model, "num_local_experts", width="intermediate_size")
+    shared = {"shared_intermediate_size": width or None}
+    return named(name) | config | granite_factors(model) | all_biases(model) | shared
+
+
+def _grouped_experts(model: GgufModel) -> Config:
+    """Return a mixture under DeepSeek's keys."""
+    keys, width = model.keys, model.keys.integer("expert_feed_forward_length")
+    return experts(model, "n_routed_experts") | {
+        "moe_intermediate_size": width,
+        "n_shared_experts": keys.integer("expert_shared_count", default=0, minimum=0),
+        "n_group": keys.integer("expert_group_count", default=1),
+        "topk_group": keys.integer("expert_group_used_count", default=1),
+        "routed_scaling_factor": model.number("expert_weights_scale", default=1.0) or 1.0,
+        "norm_topk_prob": keys.boolean("expert_weights_norm", default=False),
+        "first_k_dense_replace": _leading_dense(model),
+    }
+
+
+def _leading_dense(model: GgufModel) -> int:
+    with_experts = model.layers_with("ffn_gate_inp.weight")
+    first = with_experts[0] if with_experts else model.num_layers
+    if with_experts != list(range(first, model.num_layers)):
+        raise ModelError(
+            f"{model.keys.path}: layers {with_experts} have experts: those after the first must all have them"
+        )
+    return first
+
+
+def _expect_gating(model: GgufModel, number: int, name: str) -> None:
+    model.keys.expect("expert_gating_func", number, otherwise=f"the router has another function than {name}")
+
+
+def glm4_moe(model: GgufModel) -> Config:
+    _expect_gating(model, 2, "a sigmoid")
+    return (
+        named("Glm4MoeForCausalLM")
+        | attention(model)
+        | _grouped_experts(model)
+        | qkv_bias(model)
+        | {
+            "use_qk_norm": bool(model.layers_with("attn_q_norm.weight")),
+            "num_nextn_predict_layers": 0,
+        }
+    )
+
+
+def dots1(model: GgufModel) -> Config:
+    _expect_gating(model, 2, "a sigmoid")
+    config = attention(model) | _grouped_experts(model) | all_biases(model)
+    return (
+        named("Dots1ForCausalLM")
+        | config
+        | {"sliding_window": None, "layer_types": ["full_attention"] * model.num_layers}
+    )
+
+
+def minimax_m2(model: GgufModel) -> Config:
+    _expect_gating(model, 2, "a sigmoid")
+    config = attention(model) | experts(model, "num_local_experts", width="intermediate_size")
+    rotary = model.keys.integer("rope.dimension_count", default=model.head_dim)
+    return named("MiniMaxM2ForCausalLM", rotary_dim=rotary) | config
+
+
+def gpt_oss(model: GgufModel) -> Config:
+    config = attention(model) | experts(model, "num_local_experts", width="intermediate_size")
+    config["rope_parameters"] |= {"truncate": False}
+    return named("GptOssForCausalLM") | config | layer_types(model, every=2) | all_biases(model)
+
+
+def deepseek2(model: GgufModel) -> Config:
+    keys = model.keys
+    rope_dim = keys.integer("rope.dimension_count")
+    head_dim = keys.integer("attention.key_length_mla", default=keys.integer("attention.key_length"))
+    rope = read_rope(model, rope_dim)
+    log_multiplier = model.number("rope.scaling.yarn_log_multiplier", default=0.0)
+    if rope["rope_type"] == "yarn":
+        # llama.cpp keeps the factor of both; checkpoints have the same for both
+        rope |= {
+            "mscale": shortest_float32(10 * log_multiplier),
+            "mscale_all_dim": shortest_float32(10 * log_multiplier),
+        }
+        rope.pop("attention_factor", None)
+    has_correction = bool(model.layers_with("exp_probs_b.bias") or model.layers_with("exp_probs_b"))
+    if has_correction:
+        _expect_gating(model, 2, "a sigmoid")
+    else:
+        _expect_gating(model, 1, "a softmax")
+    keys.expect("attention.temperature_scale", None, otherwise="queries are scaled by their position")
+    config = {
+        "num_attention_heads": keys.integer("attention.head_count"),
+        "max_position_embeddings": keys.integer("context_length"),
+        "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": rope,
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
+        "q_lora_rank": keys.integer("attention.q_lora_rank", default=0, minimum=0) or None,
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": head_dim - rope_dim,
+        "v_head_dim": keys.integer(
+            "attention.value_length_mla", default=keys.integer("attention.value_length")
+        ),
+    }
+    keys.pass_over("expert_shared_feed_forward_length")
+    widths = {width for width in model.per_layer("feed_forward_length") if width}
+    config |= {"intermediate_size": max(widths, default=None)}
+    if not model.layers_with("ffn_gate_inp.weight"):
+        keys.pass_over("expert_feed_forward_length", "expert_shared_count")
+        return named("YoutuForCausalLM") | config | {"rope_interleave": True}
+    mixture = _grouped_experts(model)
+    if has_correction:
+        return named("DeepseekV3ForCausalLM") | config | mixture
+    groups = {"topk_method": "group_limited_greedy" if mixture["n_group"] > 1 else "greedy"}
+    return named("DeepseekV2ForCausalLM") | config | mixture | groups
+
+
+def minicpm3(model: GgufModel) -> Config:
+    keys = model.keys
+    rope_dim = keys.integer("rope.dimension_count")
+    heads = keys.integer("attention.head_count")
+    return named("MiniCPM3ForCausalLM") | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "max_position_embeddings": keys.integer("context_length"),
+        "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": read_rope(model, rope_dim),
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
+        "q_lora_rank": keys.integer("attention.q_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": keys.integer("attention.key_length") - rope_dim,
+        # what llama.cpp has in its code for the only checkpoint of this family
+        "dim_model_base": 256,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+    }
+
+
+def ernie_moe(model: GgufModel) -> Config:
+    keys, layers = model.keys, model.layers_with("ffn_gate_inp.weight")
+    has_biases = model.has_all("attn_q", "attn_k", "attn_v", "attn_output")
+    if not layers:
+        raise ModelError(f"{keys.path}: no layer has experts")
+    width = keys.integer("expert_feed_forward_length")
+    shared = {
+        width
+        for name, info in model.tensors.items()
+        if name.endswith("ffn_up_shexp.weight")
+        for width in info.shape[:1]
+    }
+    keys.pass_over("expert_shared_feed_forward_length", "expert_shared_count")
+    step = layers[1] - layers[0] if len(layers) > 1 else 1
+    if layers != list(range(layers[0], layers[-1] + 1, step)):
+        raise ModelError(f"{keys.path}: layers {layers} have experts, which is no range")
+    return (
+        named("Ernie4_5_MoeForCausalLM", use_bias=has_biases)
+        | attention(model)
+        | {
+            **experts(model, "moe_num_experts", "moe_k"),
+            "moe_num_shared_experts": max(shared, default=0) // width,
+            "moe_layer_start_index": layers[0],
+            "moe_layer_end_index": layers[-1],
+            "moe_layer_interval": step,
+        }
+    )
+
+
+def hunyuan_moe(model: GgufModel) -> Config:
+    keys = model.keys
+    config = attention(model) | all_biases(model)
+    keys.expect("expert_shared_count", 1, otherwise="there are several shared experts")
+    keys.pass_over("expert_shared_feed_forward_length")
+    return (
+        named("HunYuanMoEV1ForCausalLM")
+        | config
+        | experts(model, "num_experts", "moe_topk", "intermediate_size")
+    )

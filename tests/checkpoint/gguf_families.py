@@ -1,0 +1,129 @@
+"""The tiny checkpoints of which conversions to .gguf are recorded, without what such files cannot say.
+
+llama.cpp's converter drops some keys, and its code has a number for them: the window of Mistral, the pattern of windows
+of Gemma, the chunks of Llama 4. The configs here have those numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.worker.models.families import FAMILIES, FULL, LONGROPE, SLIDING, Tiny, rope
+from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
+
+MSCALE_ALIKE = rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=16,
+    beta_fast=4.0,
+    beta_slow=1.0,
+    mscale=1.3,
+    mscale_all_dim=1.3,
+)
+SHORT_MSCALE = (1 + math.log(4) / math.log(16)) ** 0.5  # of 64 positions that were 16
+SIX_LAYERS = {"num_hidden_layers": 7, "layer_types": [SLIDING] * 5 + [FULL, SLIDING]}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A checkpoint that llama.cpp's converter is run on."""
+
+    tiny: Tiny
+    for_converter: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that published files have and transformers does not write, or writes in another way."""
+
+
+def changed(name: str, for_converter: Mapping[str, Any] | None = None, **arguments: Any) -> Conversion:
+    """Return a family with other arguments; those that are `...` are left out."""
+    tiny = (FAMILIES | RECURRENT_FAMILIES)[name]
+    merged = {**tiny.arguments, **arguments}
+    kept = {key: value for key, value in merged.items() if value is not ...}
+    sizes = {key: value for key, value in tiny.sizes.items() if merged.get(key) is not ...}
+    return Conversion(replace(tiny, arguments=kept, sizes=sizes), for_converter or {})
+
+
+CONVERSIONS: dict[str, Conversion] = {
+    **{
+        name: changed(name)
+        for name in (
+            *("Arcee", "BLOOM", "Cohere", "Ernie 4.5", "Ernie 4.5 MoE", "EXAONE 4", "EXAONE 4, no windows"),
+            *("Falcon, one norm", "Gemma", "GLM 4", "GLM 4.5", "GLM 4.7 Flash", "GPT-BigCode", "GPT-OSS"),
+            *("Granite", "Granite MoE", "Granite MoE, shared", "Hunyuan", "Llama", "Llama, yarn"),
+            *("Llama, linear", "Llama, llama3", "MiniMax M2", "Mixtral", "Nemotron", "OLMo", "OLMo 2"),
+            *("OLMo 3", "OLMo 3, yarn", "Phi 3", "Phi 4", "Qwen 2", "Qwen 3", "Seed-OSS", "SmolLM 3"),
+            *("StableLM", "StableLM, parallel", "Jamba", "LFM2", "Mamba", "Mamba 2", "Nemotron-H"),
+        )
+    },
+    "Cohere 2": changed("Cohere 2", {"rotary_pct": 1.0}, head_dim=...),
+    "DeepSeek V2": changed("DeepSeek V2", {"scoring_func": "softmax"}, **MSCALE_ALIKE),
+    "DeepSeek V2 Lite": changed("DeepSeek V2 Lite", {"scoring_func": "softmax"}),
+    "DeepSeek V3": changed("DeepSeek V3", {"scoring_func": "sigmoid"}, **MSCALE_ALIKE),
+    "Dots 1": changed("Dots 1", sliding_window=None, max_window_layers=4),
+    "Falcon 7B": changed("Falcon 7B", {"num_kv_heads": 1}),
+    "Falcon 40B": changed("Falcon 40B", bias=False),
+    "Falcon-H1": changed("Falcon-H1", {"head_dim": 8}, ssm_multipliers=[1.0] * 5),
+    "Falcon-H1, norm": changed("Falcon-H1, norm", {"head_dim": 8}),
+    "Gemma 2": changed("Gemma 2", query_pre_attn_scalar=10),
+    "Gemma 3": changed(
+        "Gemma 3",
+        query_pre_attn_scalar=10,
+        **SIX_LAYERS,
+        rope_parameters={
+            FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "GLM": changed("GLM", {"seq_length": 64}, head_dim=8),
+    "GPT-2": changed("GPT-2", {"n_ctx": 64}),
+    "GPT-NeoX": changed("GPT-NeoX", {"rotary_pct": 0.25}),
+    "GPT-NeoX, in turn": changed("GPT-NeoX, in turn", {"rotary_pct": 0.25}, attention_bias=True),
+    "Granite 4": changed("Granite 4", {"layer_types": ["mamba", "mamba", "attention", "mamba"]}),
+    "Granite 4, dense": changed(
+        "Granite 4, dense",
+        position_embedding_type=None,
+        for_converter={"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    ),
+    "Hunyuan MoE": changed(
+        "Hunyuan MoE", {"moe_intermediate_size": [64], "moe_topk": [2], "num_shared_expert": [1]}
+    ),
+    "Llama 4": changed(
+        "Llama 4",
+        {"no_rope_layers": None},
+        no_rope_layer_interval=4,
+        attention_chunk_size=8192,
+        floor_scale=8192,
+        attn_scale=0.1,
+    ),
+    "MiniCPM 3": changed("MiniCPM 3", dim_model_base=256, scale_depth=1.4, scale_emb=12),
+    "Ministral 3": changed("Ministral 3"),
+    "Mistral": changed("Mistral", sliding_window=None),
+    "OLMoE": changed("OLMoE", clip_qkv=None),
+    "Phi": changed("Phi", num_key_value_heads=4),
+    "Phi 3.5 MoE": changed(
+        "Phi 3.5 MoE",
+        {"architectures": ["PhiMoEForCausalLM"]},
+        router_jitter_noise=0.01,
+        rope_parameters={
+            **LONGROPE["rope_parameters"],
+            "short_factor": LONGROPE["rope_parameters"]["long_factor"],
+            "short_mscale": SHORT_MSCALE,
+            "long_mscale": SHORT_MSCALE,
+        },
+    ),
+    "Qwen 2 MoE": changed("Qwen 2 MoE", mlp_only_layers=[], use_sliding_window=False),
+    "Qwen 3 MoE": changed("Qwen 3 MoE", mlp_only_layers=[]),
+    "Qwen3-Next": changed("Qwen3-Next", mlp_only_layers=[]),
+    "StarCoder 2": changed("StarCoder 2", sliding_window=None),
+    "Youtu": changed("Youtu", **MSCALE_ALIKE),
+    "Youtu, no latent of queries": changed("Youtu, halves", rope_interleave=True),
+    "MPT": changed(
+        "MPT",
+        {
+            "architectures": ["MPTForCausalLM"],
+            "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None},
+        },
+    ),
+}
