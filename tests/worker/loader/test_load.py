@@ -269,7 +269,7 @@ class TestGguf:
         directory = self.write(tmp_path / "model.gguf", model, GGMLQuantizationType.F32)
         index = directory / "gguf_index.json"
         values = json.loads(index.read_text())
-        values["tensors"][0]["offset"] += values["file_size"]
+        values["tensors"][0]["offset"] += values["files"][0]["file_size"]
         index.write_text(json.dumps(values))
         with pytest.raises(ModelError, match=f"{values['tensors'][0]['gguf_name']}: .* bytes at"):
             open_checkpoint(directory)
