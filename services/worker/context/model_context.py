@@ -57,7 +57,7 @@ class ModelContext:
 
     def tensor_format(self, name: str) -> QuantizedFormat | None:
         """Return the format of the codes of a tensor under our layers' name; None if it is floating point."""
-        return self.tensor_formats.get(self.architecture.names.holder(name).name)
+        return self.tensor_formats.get(self.architecture.stored_names.holder(name).name)
 
     def stored_dtype(self, sources: Iterable[str]) -> torch.dtype:
         """Return the precision that holds a weight made of these tensors of the checkpoint.
