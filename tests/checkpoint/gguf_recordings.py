@@ -44,7 +44,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "*1.25*0.6": lambda numbers: numbers * 0.6 * 1.25,
     **{f"*{factor}": lambda numbers, factor=factor: numbers * factor for factor in (1.3, 0.4, 0.5, 2.0)},
 }
-"""What converters do to numbers; the factors are those of the tiny Falcon-H1."""
+"""Changes that converters make to numbers; the factors are those of the tiny Falcon-H1."""
 
 
 @cache

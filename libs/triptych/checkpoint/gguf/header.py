@@ -40,9 +40,9 @@ class GgmlType:
 
     name: str
     num_weights: int = 1
-    """Of a block; 1 for plain numbers."""
+    """Weights of a block; 1 for plain numbers."""
     num_bytes: int = 0
-    """Of a block."""
+    """Bytes of a block."""
 
 
 GGML_TYPES = {

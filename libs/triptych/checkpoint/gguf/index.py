@@ -32,7 +32,7 @@ class GgufTensor:
     """> 0: a query or key projection of that many heads, with rows that GGUF's llama keeps in another order,
     for its own form of rotary embedding; the loader undoes it. 0: as in Hugging Face."""
     change: str = ""
-    """What the file's numbers are in terms of the checkpoint's, which the loader undoes too: plus_one, minus_exp, or
+    """Function of the checkpoint's numbers that the file has, which the loader undoes too: plus_one, minus_exp, or
     empty: they are the same."""
     part: int = 0
     """Number of the file that has it."""

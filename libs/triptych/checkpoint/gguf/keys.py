@@ -1,4 +1,4 @@
-"""What the descriptions of several architectures of .gguf files share: sizes, rotary embedding, windows, experts."""
+"""Parts that architectures of .gguf files share: sizes, rotary embedding, windows, experts."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ _LAYER = {
     "shortconv.out_proj": "mixer.out_proj",
 }
 _WITHOUT_ENDING = ("self_attn.sinks", "mlp.gate.e_score_correction_bias", "mixer.A_log", "mixer.D")
-"""Of our names: those of tensors that are no `.weight` and no `.bias`."""
+"""Our names of tensors that are no `.weight` and no `.bias`."""
 
 _MAX_FURTHER_LAYERS = 64  # behind the last one; models have one or two
 
@@ -106,7 +106,7 @@ _FUSED = (
 
 @dataclass(frozen=True, slots=True)
 class TensorRules:
-    """What the converter of a family does that others do not."""
+    """The ways of one family's converter that others do not have."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Names of the file -> ours, where the table above does not hold."""
