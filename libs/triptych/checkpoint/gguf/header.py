@@ -3,7 +3,7 @@
     magic, version, counts | key, type, value … | name, shape, type, offset … | padding | tensors, each aligned
 
 Every count is compared with the bytes that are left before anything is made for it, so that no header takes more memory
-than a few times its own length. Source: docs/gguf.md of ggml.
+than a few times its own length. Source: ggml's description of the format.
 """
 
 from __future__ import annotations
