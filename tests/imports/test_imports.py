@@ -47,6 +47,8 @@ ALLOWED: dict[str, set[str]] = {
     "triptych.cli.run_batch": {"tqdm"},
     "triptych.checkpoint": {"numpy"},
     "triptych.checkpoint.gguf": {"gguf", "numpy", "tokenizers"},
+    "triptych.checkpoint.sentencepiece": {"tokenizers"},
+    "triptych.checkpoint.tokenizer_files": {"tokenizers", "google"},
     "triptych_kernels": {"torch"},
     "triptych_kernels.triton": {"torch", "triton"},
     "triptych.rpc.service_main": {"uvloop"},
