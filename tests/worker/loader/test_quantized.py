@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.helpers.processes import free_port
 from tests.worker.models.sequences import Sequences, assert_equals_oracle
 from tests.worker.quantized_files import (
     SCHEMES,
@@ -27,9 +30,10 @@ from tests.worker.quantized_files import (
     save_experts,
     save_quantized,
 )
+from tests.worker.ranks import Case, compute, run_ranks
 from tests.worker.tiny import dense, tiny_config
 from triptych.checkpoint.config_json import read_architecture
-from triptych.config import EngineConfig, ModelConfig, WorkerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.errors import FeatureDisabled, ModelError
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.weights.quantized import QuantizedWeight
@@ -37,6 +41,7 @@ from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.layers.weights import linear_weights
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.startup.create import create_runner
 
 DEQUANTIZED = ("gptq order",)
 """Schemes with codes that no product reads."""
@@ -289,3 +294,76 @@ def test_scales_of_keys_and_values_are_said(tmp_path: Path, caplog: pytest.LogCa
     config = replace(tiny_config(read_architecture(tmp_path)), kv_dtype="float8_e4m3fn")
     with pytest.raises(FeatureDisabled, match=r"cache\.dtype = float8_e4m3fn"):
         load_model(config, open_checkpoint(tmp_path))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    cases = {}
+    for name in ("gptq", "awq", "fp8 blocks", "nvfp4"):  # of which groups of 128 are cut by the ranks
+        save_quantized(tmp_path / name, SCHEMES[name])
+        cases[name] = Case(tmp_path / name, 2, port=free_port())
+    for name, (first, second) in run_ranks(cases, tmp_path).items():
+        alone = compute(replace(cases[name], num_ranks=1), rank=0)
+        assert first.token_ids == second.token_ids == alone.token_ids, name
+        assert first.weight_bytes < 0.8 * alone.weight_bytes, name
+        for ours, expected in zip(first.logprobs, alone.logprobs, strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=5e-3, err_msg=name)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("awq", {}, "awq 4-bit g64 with zeros"),
+        ("awq", {"quantization": "dequantized", "dtype": "bfloat16"}, "awq 4-bit g64 with zeros as bfloat16"),
+        ("gptq order", {"dtype": "float32"}, "gptq 4-bit g32 as float32"),
+    ],
+)
+def test_the_facts_say_how_weights_are_held(
+    tmp_path: Path, name: str, options: dict[str, str], said: str
+) -> None:
+    save_quantized(tmp_path, SCHEMES[name])
+    engine = EngineConfig(
+        model=ModelConfig(**options),
+        cache=CacheConfig(block_size=4, num_blocks=40),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+        worker=WorkerConfig(device="cpu"),
+    )
+    config = resolve_config(engine, read_architecture(tmp_path))
+    runner = create_runner(config, tmp_path, boot_id="b", on_phase=lambda phase, progress: None)
+    assert runner.facts.model.quantization == said
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name", ["gptq zeros", "gptq order", "awq", "packed zeros", "fp8 blocks", "nvfp4", "nf4 nested"]
+)
+def test_mutated_tensors_are_read_or_refused(tmp_path: Path, name: str) -> None:
+    save_quantized(tmp_path, SCHEMES[name], wanted=lambda tensor: tensor.startswith(PROJECTION))
+    path, drawn = tmp_path / "model.safetensors", random.Random(0)
+    whole = load_file(path)
+    parts = [tensor for tensor in whole if tensor.startswith(PROJECTION)]
+    for _ in range(60):
+        tensors, part = dict(whole), drawn.choice(parts)
+        old = tensors.pop(part)
+        kind = drawn.randrange(5)
+        if kind == 0:  # another dtype of equal bytes
+            dtype = drawn.choice([torch.uint8, torch.int8, torch.float8_e4m3fn])
+            tensors[part] = old.reshape(-1).view(torch.uint8).view(dtype)
+        elif kind == 1:  # a part of it
+            tensors[part] = old.reshape(-1)[: drawn.randrange(old.numel())]
+        elif kind == 2:  # the other way round
+            tensors[part] = old.t() if old.dim() == 2 else old[None]
+        elif kind == 3:  # other bytes
+            edited = old.clone().reshape(-1).view(torch.uint8)
+            edited[drawn.randrange(len(edited))] = drawn.randrange(256)
+            tensors[part] = edited.view(old.dtype).reshape(old.shape)
+        save_file({key: tensor.clone().contiguous() for key, tensor in tensors.items()}, path)
+        try:
+            found = open_checkpoint(tmp_path).read(f"{PROJECTION}.weight", torch.float32)
+        except (ModelError, FeatureDisabled):
+            continue
+        assert found.shape == (SIZES["intermediate_size"], SIZES["hidden_size"])
+        assert torch.isfinite(found).all()
