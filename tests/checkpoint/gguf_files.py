@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,11 @@ def write_gguf(
     weights: Weights | None = None,
     quantization: GGMLQuantizationType = GGMLQuantizationType.F32,
     extra: dict[str, Any] | None = None,
+    pack: Callable[[str, NDArray[np.float32]], tuple[NDArray[Any], GGMLQuantizationType]] | None = None,
 ) -> Path:
     """Write a whole model; `weights` (under GGUF names) default to random ones without lm_head.
+
+    `pack` returns the stored form of a matrix, in place of `quantization`.
 
     `extra`: more metadata, by key, of type str, bool, int or float.
     """
@@ -127,7 +130,11 @@ def write_gguf(
         )
     for name, array in weights.items():
         kind = quantization if array.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(name, quantize(array, kind), raw_dtype=kind)
+        if pack is not None and array.ndim == 2:
+            data, kind = pack(name, array)
+            writer.add_tensor(name, data, raw_dtype=kind)
+        else:
+            writer.add_tensor(name, quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -186,3 +193,23 @@ def _byte_alphabet() -> list[str]:
     from tokenizers.pre_tokenizers import ByteLevel
 
     return sorted(ByteLevel.alphabet())
+
+
+_PLACES_OF_SCALES = {
+    "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2),
+    "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
+"""Type -> bytes of a block at which a float16 begins."""
+
+
+def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> NDArray[np.uint8]:
+    """Return rows of blocks with any codes and with scales as of usual weights."""
+    random = np.random.default_rng(rows + columns)
+    num_weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (rows, columns // num_weights, num_bytes), dtype=np.uint8)
+    for place in _PLACES_OF_SCALES.get(kind.name, ()):
+        scales = (random.uniform(0.5, 1.5, blocks.shape[:2]) / 4096).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    if kind.name == "MXFP4":
+        blocks[..., 0] = random.integers(118, 124, blocks.shape[:2])
+    return blocks.reshape(rows, -1)

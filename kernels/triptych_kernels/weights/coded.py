@@ -125,9 +125,15 @@ class CodedRows:
 def as_blocks(rows: CodedRows) -> tuple[str, Tensor]:
     """Return rows of a format of `BLOCK_FORMATS` as blocks of a GGUF file: their type, and [rows, bytes] uint8.
 
+    Rows that differ from Q8_0 in having codes of fewer bits are one.
+
     Raises:
         ValueError: It is another format, or a scale is no float16.
     """
+    widest = BLOCK_FORMATS["Q8_0"]
+    if rows.format not in BLOCK_FORMATS.values() and replace(rows.format, bits=widest.bits) == widest:
+        center = 2 ** (widest.bits - 1) - 2 ** (rows.format.bits - 1)
+        rows = replace(rows, format=widest, codes=rows.codes + center)
     type = next((type for type, format in BLOCK_FORMATS.items() if format == rows.format), None)
     if type is None:
         raise ValueError(f"{rows.format} is not the format of {', '.join(BLOCK_FORMATS)}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 from triptych.errors import ModelError
-from triptych_services.worker.layers.quantization import CodedStack, CodedTensor, UnreadTensor
+from triptych_services.worker.layers.quantization import CodedStack, CodedTensor, StoredBlocks, UnreadTensor
 from triptych_services.worker.layers.weights import (
     LoadedTensor,
     WeightTarget,
@@ -109,6 +109,8 @@ def _transposed(tensor: LoadedTensor) -> UnreadTensor:
 
 def _select(tensor: LoadedTensor, rows: Tensor | slice, shape: tuple[int, ...]) -> LoadedTensor:
     """Return some rows of a tensor, of which no more is read than its form allows."""
+    if isinstance(tensor, StoredBlocks):
+        tensor = tensor.codes
     if isinstance(tensor, CodedTensor):
         return tensor.select(rows, shape[0])
 

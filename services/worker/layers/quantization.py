@@ -64,12 +64,12 @@ class StoredBlocks:
     data: Tensor
     """[rows, bytes of a row] uint8, rows in Hugging Face's order; a view of the file, to be copied at once."""
     shape: tuple[int, int]
-    read: ReadPart
-    """Reads rows or columns in floating point, for weights that cannot keep the blocks."""
+    codes: CodedTensor
+    """The same matrix, for weights that cannot keep the blocks."""
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
         """Return a part in floating point, as `Tensor.narrow` does."""
-        return self.read(dim, start, length)
+        return self.codes.narrow(dim, start, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,15 @@ class CodedTensor:
     """Precision of weights that cannot keep the codes."""
     dequantized: set[str]
     """Gets the name if the matrix is read in floating point."""
+    read: ReadPart | None = None
+    """Reads rows or columns in floating point; None: as the codes say."""
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
         """Return a part in floating point, as `Tensor.narrow` does."""
         if length:
             self.dequantized.add(self.name)
+        if self.read is not None:
+            return self.read(dim, start, length)
         shape = [*self.shape]
         shape[dim] = length
         out = torch.empty(shape, dtype=self.dtype)
@@ -138,7 +142,16 @@ class CodedTensor:
                 self.read_codes(replace(part, row=first, rows=last + 1 - first)), wanted - first
             )
 
-        return replace(self, shape=(num_rows, self.shape[1]), read_codes=read)
+        def read_floats(dim: int, start: int, length: int) -> Tensor:
+            assert self.read is not None, "else codes are read"
+            if dim:
+                return self.read(1, start, length)[rows]
+            if isinstance(rows, slice):
+                return self.read(0, rows.start + start, length)
+            return self.read(0, 0, self.shape[0])[rows[start : start + length]]
+
+        own_read = None if self.read is None else read_floats
+        return replace(self, shape=(num_rows, self.shape[1]), read_codes=read, read=own_read)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,6 +196,9 @@ def choose_format(
         return _INT8_ON_CPUS
     if quantization in _CHANNEL_FORMATS and not is_head:
         return _CHANNEL_FORMATS[quantization]
+    kept = None if context.device.type != "cpu" else _stored_format(sources, in_features, context)
+    if kept is not None:
+        return kept
     otherwise = _HEAD_FORMAT if is_head else _QUANTIZED_TO[quantization]
     formats = [
         BLOCK_FORMATS[type] if keeps_blocks(type, quantization) else otherwise
@@ -222,6 +238,11 @@ def describe_quantization(weights: Iterable[LinearWeight], config: ResolvedConfi
         return config.quantization
     is_kept = any(isinstance(weight, BlockWeight) for weight in weights)
     return f"{stored}{'' if is_kept else f' as {config.weight_dtype}'}"
+
+
+def keeps_codes(quantization: str) -> bool:
+    """Return whether linear weights keep the codes of a file, where a product reads them."""
+    return quantization == "stored" or quantization in _QUANTIZED_TO
 
 
 def keeps_blocks(type: str, quantization: str) -> bool:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from triptych.errors import ModelError
 from triptych_kernels.weights.base import BlockWeight, Half, LinearWeight
 from triptych_kernels.weights.coded import CodedRows
+from triptych_kernels.weights.coded_weight import CodedWeight
+from triptych_kernels.weights.formats import QuantizedFormat
 from triptych_kernels.weights.packed import PackedWeight, WidenedWeight, can_pack
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.quantization import (
@@ -54,8 +56,8 @@ class WeightTarget:
     fill_codes: Callable[[int, CodedRows], object] | None = None
     """Takes rows of this rank's share as codes, and the first of them within the share. None if the weight is not held
     in codes."""
-    group: int = 0
-    """Inputs that share a scale in such codes; 0: all."""
+    format: QuantizedFormat | None = None
+    """Form of such codes."""
 
     @property
     def num_elements(self) -> int:
@@ -71,19 +73,26 @@ class WeightTarget:
         check_shape(name, tensor, self.checkpoint_shape)
         if not self.length:
             return  # nothing of it is read
-        if isinstance(tensor, StoredBlocks) and self.fill_blocks is not None:
-            start, length = self.start, self.length
-            if self.dim == 1:
-                # blocks lie along the inputs, and no rank holds a part of a block: see `choose_quantization`
-                row_bytes, columns = tensor.data.shape[1], self.checkpoint_shape[1]
-                start, length = start * row_bytes // columns, length * row_bytes // columns
-            self.fill_blocks(tensor.type, tensor.data.narrow(self.dim, start, length).contiguous())
-            return
-        if isinstance(tensor, CodedTensor) and self.fill_codes is not None:
-            for row, codes in tensor.parts(self.dim, self.start, self.length, self.group):
-                self.fill_codes(row, codes)
+        if isinstance(tensor, StoredBlocks):
+            if self.fill_blocks is not None:
+                self._load_blocks(tensor, self.fill_blocks)
+                return
+            tensor = tensor.codes
+        fill, format = self.fill_codes, self.format
+        # a weight of tensors that no format holds together is rounded
+        if isinstance(tensor, CodedTensor) and fill and format and format.holds(tensor.format):
+            for row, codes in tensor.parts(self.dim, self.start, self.length, format.group):
+                fill(row, codes)
             return
         self.fill(tensor.narrow(self.dim, self.start, self.length))
+
+    def _load_blocks(self, tensor: StoredBlocks, fill: Callable[[str, Tensor], object]) -> None:
+        start, length = self.start, self.length
+        if self.dim == 1:
+            # blocks lie along the inputs, and no rank holds a part of a block: see `choose_quantization`
+            row_bytes, columns = tensor.data.shape[1], self.checkpoint_shape[1]
+            start, length = start * row_bytes // columns, length * row_bytes // columns
+        fill(tensor.type, tensor.data.narrow(self.dim, start, length).contiguous())
 
 
 def check_shape(name: str, tensor: LoadedTensor, expected: tuple[int, ...]) -> None:
@@ -209,9 +218,11 @@ def linear_target(
             on_this_rank,
             dim,
             start,
-            fill_blocks=partial(weight.fill_blocks, first_row, half=half),
+            fill_blocks=None
+            if isinstance(weight, CodedWeight)
+            else partial(weight.fill_blocks, first_row, half=half),
             fill_codes=lambda row, codes: weight.fill_codes(first_row + row, codes, half=half),
-            group=weight.format.group,
+            format=weight.format,
         )
     if isinstance(weight, LinearWeight):
         return WeightTarget(

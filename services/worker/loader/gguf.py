@@ -11,9 +11,19 @@ from torch import Tensor
 
 from triptych.checkpoint.gguf.index import GgufIndex, GgufTensor
 from triptych.errors import ModelError
+from triptych_kernels.weights.coded import CodedRows
+from triptych_kernels.weights.formats import QuantizedFormat
 from triptych_services.worker.context.device import STORED_DTYPES
+from triptych_services.worker.layers.quantization import CodedPart
 from triptych_services.worker.loader.base import Checkpoint, MappedFile, StoredTensor, release_pages
-from triptych_services.worker.loader.gguf_blocks import block_size, dequantize, stored_size, supported_types
+from triptych_services.worker.loader.gguf_blocks import (
+    block_size,
+    coded_format,
+    dequantize,
+    read_codes,
+    stored_size,
+    supported_types,
+)
 
 _SPLIT_LATENT = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"
 """Endings of the two parts of `_LATENT`."""
@@ -57,7 +67,7 @@ class GgufCheckpoint(Checkpoint):
                 )
             _check(directory / index.files[tensor.part].file, tensor, index.files[tensor.part].file_size)
         tensors = {
-            tensor.name: StoredTensor(tensor.shape, tensor.type, tensor.size)
+            tensor.name: StoredTensor(tensor.shape, tensor.type, tensor.size, _format_of(tensor))
             for tensor in index.tensors
             if not tensor.name.endswith(_SPLIT_LATENT)
         }
@@ -123,6 +133,15 @@ class GgufCheckpoint(Checkpoint):
         for tensor in self._latents.get(name) or (self._entries[name],):
             release_pages(self._view(tensor))
 
+    def read_codes(self, name: str, part: CodedPart, expert: int = 0) -> CodedRows:
+        tensor = self._entries[name]
+        rows, columns = tensor.shape[-2:]
+        own = self.read_blocks(name).narrow(0, expert * rows + part.row, part.rows)
+        per_block, block_bytes = block_size(tensor.type), own.shape[1] * block_size(tensor.type) // columns
+        first, last = part.column // per_block, -(-(part.column + part.columns) // per_block)
+        codes = read_codes(own[:, first * block_bytes : last * block_bytes], tensor.type)
+        return codes.narrow(1, part.column - first * per_block, part.columns)
+
     def read_blocks(self, name: str) -> Tensor:
         tensor = self._entries[name]
         return self._stored(tensor).view(math.prod(tensor.shape[:-1]), -1)
@@ -147,6 +166,13 @@ def _undo_permutation(data: Tensor, *, num_rows: int, num_heads: int) -> Tensor:
     """
     rows = data.view(num_heads, num_rows // num_heads // 2, 2, -1)
     return rows.transpose(1, 2).reshape(-1)
+
+
+def _format_of(tensor: GgufTensor) -> QuantizedFormat | None:
+    """Return the format of the codes of a linear layer's weight, or of those of all experts; None if it has none."""
+    if len(tensor.shape) < 2 or tensor.change:
+        return None
+    return coded_format(tensor.type)
 
 
 def _check(path: Path, tensor: GgufTensor, file_size: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from triptych.checkpoint.gguf.header import GGML_TYPES, GgmlType
+from triptych_kernels.weights.coded import CodedRows
+from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
 from triptych_services.worker.context.device import STORED_DTYPES
 
 # Weights of a chunk for each thread, 512 KiB as float32: the passes over a chunk stay within the second-level cache,
@@ -84,9 +87,7 @@ def _nibbles(packed: Tensor, out: Tensor) -> None:
 
 def _add_fifth_bit(blocks: Tensor, start: int, out: Tensor) -> None:
     """Add 16 where the weight's bit is set in the 32 bits at byte `start` of each block."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    bits = (blocks[:, start : start + 4, None] >> shifts) & 1  # [n, 4, 8]
-    out.add_(bits.view(-1, 32), alpha=16)
+    out.add_(_fifth_bits(blocks[:, start : start + 4]))
 
 
 def _unpack_q4_0(blocks: Tensor, out: Tensor) -> None:
@@ -116,33 +117,6 @@ def _unpack_q8_0(blocks: Tensor, out: Tensor) -> None:
     out.mul_(_half(blocks, 0))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CodedBlocks:
-    """Blocks as what they mean: `scale * value(code) - minimum`; a group of weights shares scale and minimum."""
-
-    codes: Tensor
-    """[n, weights of a block] uint8."""
-    scales: Tensor
-    """[n, groups] float32."""
-    minima: Tensor | None = None
-    """[n, groups] float32."""
-    middle: int = 0
-    """Value of a code without a table: the code minus this."""
-    table: tuple[int, ...] = ()
-    """Values of the codes; empty: they are numbers."""
-
-    def to_floats(self, out: Tensor) -> None:
-        """Fill [n, weights of a block] float32."""
-        if self.table:
-            out.copy_(torch.tensor(self.table, dtype=torch.float32)[self.codes.int()])
-        else:
-            out.copy_(self.codes).sub_(self.middle)
-        groups = out.view(*self.scales.shape, -1)
-        groups.mul_(self.scales[..., None])
-        if self.minima is not None:
-            groups.sub_(self.minima[..., None])
-
-
 def _split_bits(packed: Tensor, bits: int) -> Tensor:
     """Split [n, k] bytes into [n, 8 / bits, k]: first all lowest parts, then those above."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
@@ -161,75 +135,127 @@ def _quarters_by_32(packed: Tensor) -> Tensor:
     return _split_bits(packed.reshape(-1, 32), 2).view(n, -1)
 
 
-def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [n, 8] scales and minima of 6 bits, from 12 bytes; see get_scale_min_k4 in llama.cpp."""
+def _scales_and_minimums(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [n, 8] scales and minimums of 6 bits, from 12 bytes; see get_scale_min_k4 in llama.cpp."""
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], 1)
     return scales, torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], 1)
 
 
-def _code_q2_k(blocks: Tensor) -> CodedBlocks:
-    packed = blocks[:, :16]
-    scales, minima = _half(blocks, 80) * (packed & 15), _half(blocks, 82) * (packed >> 4)
-    return CodedBlocks(_quarters_by_32(blocks[:, 16:80]), scales, minima)
+def _code_q4_0(blocks: Tensor) -> CodedRows:
+    return CodedRows(BLOCK_FORMATS["Q4_0"], _split_bits(blocks[:, 2:18], 4).flatten(1), _half(blocks, 0))
 
 
-def _code_q3_k(blocks: Tensor) -> CodedBlocks:
+def _code_q4_1(blocks: Tensor) -> CodedRows:
+    codes = _split_bits(blocks[:, 4:20], 4).flatten(1)
+    return CodedRows(BLOCK_FORMATS["Q4_1"], codes, _half(blocks, 0), _half(blocks, 2))
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """Return [n, 32], 16 where the weight's bit is set in 4 bytes."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return ((packed[..., None] >> shifts) & 1).flatten(1) << 4
+
+
+def _code_q5_0(blocks: Tensor) -> CodedRows:
+    codes = _split_bits(blocks[:, 6:22], 4).flatten(1) | _fifth_bits(blocks[:, 2:6])
+    return CodedRows(QuantizedFormat(5), codes, _half(blocks, 0))
+
+
+def _code_q5_1(blocks: Tensor) -> CodedRows:
+    codes = _split_bits(blocks[:, 8:24], 4).flatten(1) | _fifth_bits(blocks[:, 4:8])
+    return CodedRows(QuantizedFormat(5, "minimum"), codes, _half(blocks, 0), _half(blocks, 2))
+
+
+def _code_q8_0(blocks: Tensor) -> CodedRows:
+    return CodedRows(BLOCK_FORMATS["Q8_0"], blocks[:, 2:34] ^ 0x80, _half(blocks, 0))
+
+
+def _code_q2_k(blocks: Tensor) -> CodedRows:
+    packed, codes = blocks[:, :16], _quarters_by_32(blocks[:, 16:80])
+    return _two_levels(2, 16, codes, packed & 15, _half(blocks, 80), packed >> 4, _half(blocks, 82))
+
+
+def _code_q3_k(blocks: Tensor) -> CodedRows:
     high = _split_bits(blocks[:, :32], 1).view(-1, 256)
     codes = _quarters_by_32(blocks[:, 32:96]) | (high << 2)
     low_bits = _split_bits(blocks[:, 96:104], 4).view(-1, 16)
     high_bits = _split_bits(blocks[:, 104:108], 2).view(-1, 16)
     scales = (low_bits | (high_bits << 4)).to(torch.int8) - 32
-    return CodedBlocks(codes, _half(blocks, 108) * scales, middle=4)
+    return _two_levels(3, 16, codes, scales, _half(blocks, 108))
 
 
-def _code_q4_k(blocks: Tensor) -> CodedBlocks:
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
+def _code_q4_k(blocks: Tensor) -> CodedRows:
+    scales, minimums = _scales_and_minimums(blocks[:, 4:16])
     codes = _halves_by_32(blocks[:, 16:144])
-    return CodedBlocks(codes, _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+    return _two_levels(4, 32, codes, scales, _half(blocks, 0), minimums, _half(blocks, 2))
 
 
-def _code_q5_k(blocks: Tensor) -> CodedBlocks:
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
+def _code_q5_k(blocks: Tensor) -> CodedRows:
+    scales, minimums = _scales_and_minimums(blocks[:, 4:16])
     fifth = _split_bits(blocks[:, 16:48], 1).view(-1, 256)
     codes = _halves_by_32(blocks[:, 48:176]) | (fifth << 4)
-    return CodedBlocks(codes, _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+    return _two_levels(5, 32, codes, scales, _half(blocks, 0), minimums, _half(blocks, 2))
 
 
-def _code_q6_k(blocks: Tensor) -> CodedBlocks:
+def _code_q6_k(blocks: Tensor) -> CodedRows:
     n = len(blocks)
     low = _split_bits(blocks[:, 0:128].reshape(-1, 64), 4).view(n, -1)
     codes = low | (_quarters_by_32(blocks[:, 128:192]) << 4)
-    return CodedBlocks(codes, _half(blocks, 208) * blocks[:, 192:208].view(torch.int8), middle=32)
+    return _two_levels(6, 16, codes, blocks[:, 192:208].view(torch.int8), _half(blocks, 208))
 
 
-_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the values of a number with two bits of exponent and one of mantissa, of which scales are half."""
+def _code_iq4_nl(blocks: Tensor) -> CodedRows:
+    codes = _split_bits(blocks[:, 2:18], 4).flatten(1)
+    return CodedRows(QuantizedFormat(4, table="iq4_nl"), codes, _half(blocks, 0))
 
 
-def _code_iq4_nl(blocks: Tensor) -> CodedBlocks:
-    codes = _split_bits(blocks[:, 2:18], 4).view(-1, 32)
-    return CodedBlocks(codes, _half(blocks, 0), table=_IQ4_VALUES)
-
-
-def _code_iq4_xs(blocks: Tensor) -> CodedBlocks:
+def _code_iq4_xs(blocks: Tensor) -> CodedRows:
     n = len(blocks)
     high_bits = _split_bits(blocks[:, 2:4], 2).transpose(1, 2).reshape(n, 8)
     low_bits = _split_bits(blocks[:, 4:8], 4).transpose(1, 2).reshape(n, 8)
     scales = (low_bits | (high_bits << 4)).to(torch.int8) - 32
     codes = _split_bits(blocks[:, 8:136].reshape(-1, 16), 4).view(n, 256)
-    return CodedBlocks(codes, _half(blocks, 0) * scales, table=_IQ4_VALUES)
+    format = QuantizedFormat(4, table="iq4_nl", scale="k")
+    return CodedRows(format, codes, scales, super_scales=_half(blocks, 0))
 
 
-def _code_mxfp4(blocks: Tensor) -> CodedBlocks:
+def _code_mxfp4(blocks: Tensor) -> CodedRows:
     exponents = blocks[:, :1].int()
-    # below 2, half of the power is no normal number
-    scales = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23).view(torch.float32)
-    return CodedBlocks(_split_bits(blocks[:, 1:17], 4).view(-1, 32), scales, table=_E2M1_VALUES)
+    # the power of exponent 0 is no normal number
+    scales = torch.where(exponents < 1, 0x00400000, exponents << 23).view(torch.float32)
+    codes = _split_bits(blocks[:, 1:17], 4).flatten(1)
+    return CodedRows(QuantizedFormat(4, table="fp4", scale="e8m0"), codes, scales)
 
 
-_CODED: dict[str, Callable[[Tensor], CodedBlocks]] = {
+def _unpack_mxfp4(blocks: Tensor, out: Tensor) -> None:
+    exponents = blocks[:, :1].int()
+    # half of a power, and twice the values: the largest power is not finite; below 2, half of one is no normal number
+    halves = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23).view(torch.float32)
+    out.copy_(_code_mxfp4(blocks).values()).mul_(2).mul_(halves)
+
+
+def _two_levels(
+    bits: int,
+    group: int,
+    codes: Tensor,
+    scales: Tensor,
+    super_scales: Tensor,
+    minimums: Tensor | None = None,
+    super_minimums: Tensor | None = None,
+) -> CodedRows:
+    format = QuantizedFormat(bits, "none" if minimums is None else "minimum", group, scale="k")
+    return CodedRows(
+        format, codes, scales, minimums, super_scales=super_scales, super_minimums=super_minimums
+    )
+
+
+_CODED: dict[str, Callable[[Tensor], CodedRows]] = {
+    "Q4_0": _code_q4_0,
+    "Q4_1": _code_q4_1,
+    "Q5_0": _code_q5_0,
+    "Q5_1": _code_q5_1,
+    "Q8_0": _code_q8_0,
     "Q2_K": _code_q2_k,
     "Q3_K": _code_q3_k,
     "Q4_K": _code_q4_k,
@@ -241,18 +267,50 @@ _CODED: dict[str, Callable[[Tensor], CodedBlocks]] = {
 }
 
 
+@functools.cache
+def coded_format(type: str) -> QuantizedFormat | None:
+    """Return the format of the codes of a type; None if it has none."""
+    if type not in _CODED:
+        return None
+    return _CODED[type](torch.zeros(1, _TYPES[type].num_bytes, dtype=torch.uint8)).format
+
+
+def read_codes(blocks: Tensor, type: str) -> CodedRows:
+    """Unpack blocks into codes and scales.
+
+    Args:
+        blocks: [rows, bytes of some whole blocks] uint8.
+        type: GGML's name of a form that has codes.
+    """
+    form = _TYPES[type]
+    coded = _CODED[type](blocks.reshape(-1, form.num_bytes))
+
+    def of_rows(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.reshape(len(blocks), -1)
+
+    return replace(
+        coded,
+        codes=coded.codes.reshape(len(blocks), -1),
+        scales=coded.scales.reshape(len(blocks), -1),
+        offsets=of_rows(coded.offsets),
+        super_scales=of_rows(coded.super_scales),
+        super_minimums=of_rows(coded.super_minimums),
+    )
+
+
 def _unpack_coded(type: str) -> Unpack:
     code = _CODED[type]
-    return lambda blocks, out: code(blocks).to_floats(out)
+    return lambda blocks, out: out.copy_(code(blocks).dequantize(torch.float32))
 
 
-_UNPACK: dict[str, Unpack] = {
+_UNPACK: dict[str, Unpack] = {type: _unpack_coded(type) for type in _CODED} | {
+    # without codes in between, as these are fast to read so
     "Q4_0": _unpack_q4_0,
     "Q4_1": _unpack_q4_1,
     "Q5_0": _unpack_q5_0,
     "Q5_1": _unpack_q5_1,
     "Q8_0": _unpack_q8_0,
-    **{type: _unpack_coded(type) for type in _CODED},
+    "MXFP4": _unpack_mxfp4,
 }
 _BY_PACKAGE = (
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),

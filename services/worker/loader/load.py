@@ -26,6 +26,7 @@ from triptych_services.worker.layers.quantization import (
     StoredBlocks,
     UnreadTensor,
     keeps_blocks,
+    keeps_codes,
 )
 from triptych_services.worker.layers.weights import LoadedTensor, linear_weights
 from triptych_services.worker.loader.base import Checkpoint
@@ -148,17 +149,37 @@ def _check_kv_scales(checkpoint: Checkpoint, config: ResolvedConfig) -> None:
     )
 
 
-def _coded(checkpoint: Checkpoint, name: str, dtype: torch.dtype, dequantized: set[str]) -> LoadedTensor:
+def _coded(
+    checkpoint: Checkpoint, name: str, dtype: torch.dtype, dequantized: set[str]
+) -> CodedTensor | CodedStack:
     """Return a tensor of quantized weights, a matrix or those of all experts."""
     stored = checkpoint.tensors[name]
     format, (*experts, rows, columns) = stored.format, stored.shape
     assert format is not None, "it has codes"
 
     def matrix(expert: int) -> CodedTensor:
-        read = partial(checkpoint.read_codes, name, expert=expert)
-        return CodedTensor(name, format, (rows, columns), read, dtype, dequantized)
+        codes = partial(checkpoint.read_codes, name, expert=expert)
+        read = None
+        if isinstance(checkpoint, GgufCheckpoint):
+            read = partial(_read_expert, checkpoint, name, dtype, expert if experts else None)
+        return CodedTensor(name, format, (rows, columns), codes, dtype, dequantized, read)
 
     return CodedStack((experts[0], rows, columns), matrix) if experts else matrix(0)
+
+
+def _read_expert(
+    checkpoint: GgufCheckpoint,
+    name: str,
+    dtype: torch.dtype,
+    expert: int | None,
+    dim: int,
+    start: int,
+    length: int,
+) -> torch.Tensor:
+    """Read a part of a matrix, or of that of one expert, in floating point, which blocks are read as directly."""
+    if expert is None:
+        return checkpoint.read_part(name, dtype, dim, start, length)
+    return checkpoint.read_part(name, dtype, 0, expert, 1)[0].narrow(dim, start, length)
 
 
 def _log_dequantized(checkpoint: Checkpoint, names: Collection[str], config: ResolvedConfig) -> None:
@@ -168,10 +189,10 @@ def _log_dequantized(checkpoint: Checkpoint, names: Collection[str], config: Res
         by_form.setdefault(checkpoint.tensors[name].type, []).append(name)
     for form, own in by_form.items():
         log.warning(
-            "%d weights stored as %s are dequantized to %s, since no product of this device reads them so: %s%s",
+            "%d weights stored as %s become %s, since no product of this device reads them so: %s%s",
             len(own),
             form,
-            config.weight_dtype,
+            config.weight_dtype if config.quantization in ("none", "stored") else config.quantization,
             ", ".join(own[:3]),
             " …" if len(own) > 3 else "",
         )
@@ -227,13 +248,16 @@ def _stream(
     for name in names:
         stored = checkpoint.tensors[name]
         read = partial(checkpoint.read_part, name, own_dtypes.get(stored.type, dtype))
-        if stored.format is not None:
-            yield name, _coded(checkpoint, name, dtype, dequantized)
-        elif len(stored.shape) == 2 and keeps_blocks(stored.type, config.quantization):
-            rows, columns = stored.shape
-            yield name, StoredBlocks(stored.type, checkpoint.read_blocks(name), (rows, columns), read)
-        else:
+        if stored.format is None or (
+            isinstance(checkpoint, GgufCheckpoint) and not keeps_codes(config.quantization)
+        ):
             yield name, UnreadTensor(stored.shape, read)
+        else:
+            coded = _coded(checkpoint, name, dtype, dequantized)
+            if isinstance(coded, CodedTensor) and keeps_blocks(stored.type, config.quantization):
+                yield name, StoredBlocks(stored.type, checkpoint.read_blocks(name), coded.shape, coded)
+            else:
+                yield name, coded
         checkpoint.release(name)
         done += stored.size
         if progress is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from tests.checkpoint.gguf_files import write_gguf
+from tests.checkpoint.gguf_files import random_blocks, write_gguf
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import GREEDY, dense, tiny_config
@@ -20,6 +20,7 @@ from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from triptych.hub import resolve_model
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.weights import quantized
+from triptych_kernels.weights.coded_weight import CodedWeight
 from triptych_kernels.weights.formats import BLOCK_FORMATS, ChannelFormat
 from triptych_kernels.weights.quantized import NEVER, QuantizedWeight, Wide, choose_wide
 from triptych_services.worker.context.device import resolve_config
@@ -82,9 +83,43 @@ def test_a_files_own_blocks_are_kept(
             assert torch.equal(dense(other.weight), dense(layer.weight)), name
 
 
+MIXES = {
+    "Q4_K": "Q6_K", "Q5_0": "Q8_0", "Q5_K": "Q6_K", "Q3_K": "Q5_K", "Q2_K": "Q3_K", "Q5_1": "Q5_1", "IQ4_NL": "IQ4_NL",
+    "IQ4_XS": "Q5_K", "MXFP4": "Q8_0",
+}  # fmt: skip
+"""Type of most matrices of a file -> that of values and of the MLP's second product, as llama.cpp mixes them."""
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("kind", MIXES)
+def test_the_codes_of_mixed_files_are_kept(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+
+    def pack(name: str, weights: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:
+        chosen = GGMLQuantizationType[MIXES[kind] if "attn_v" in name or "ffn_down" in name else kind]
+        return random_blocks(chosen, *weights.shape), chosen
+
+    path = write_gguf(tmp_path / "a.gguf", hidden_size=256, intermediate_size=512, num_heads=4, pack=pack)
+    directory = resolve_model(str(path), progress=False)
+    plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
+    kept = load_model(config_for(directory, "q4"), open_checkpoint(directory))
+    weights = list(linear_weights(kept))
+    assert weights
+    assert all(
+        isinstance(weight, CodedWeight) or weight.format == BLOCK_FORMATS["Q8_0"] for weight in weights
+    )
+    for (name, layer), other in zip(plain.named_modules(), kept.modules(), strict=True):
+        if hasattr(layer, "weight"):
+            assert torch.equal(dense(other.weight), dense(layer.weight)), name
+    exact = logprobs(directory, "none", "float32")
+    assert np.abs(logprobs(directory, "q4", "float32") - exact).mean() < 1e-3
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("quantization", "bits", "largest_error"), [("q4", 4, 0.09), ("q8", 8, 0.006)])
-@pytest.mark.parametrize("kind", ["F32", "Q5_0"])
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
 def test_other_tensors_are_quantized_and_the_head_to_8_bits(
     write, kind: str, quantization: str, bits: int, largest_error: float
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from triptych.checkpoint.gguf.header import TensorInfo
@@ -161,8 +161,13 @@ def file_names(names: Iterable[str], of_checkpoint: TensorNames) -> TensorNames:
         of_checkpoint: The family's, for tensors that .gguf files have taken over as they are.
     """
     modules = {re.sub(r"^model\.layers\.\d+\.", "", name.rpartition(".")[0]) for name in names}
-    taken_over = (fused for fused in of_checkpoint.fused if fused.interleaved == "groups")
-    fused = (fused for fused in (*_FUSED, *taken_over) if fused.name in modules)
+    taken_over = [fused for fused in of_checkpoint.fused if fused.interleaved == "groups"]
+    of_mixers = [
+        replace(fused, name=f"mixer.{fused.name.rpartition('.')[2]}")
+        for fused in of_checkpoint.fused
+        if fused not in taken_over and all(part.startswith("mixer.") for part in fused.parts)
+    ]
+    fused = (fused for fused in (*_FUSED, *taken_over, *of_mixers) if fused.name in modules)
     return TensorNames(fused=tuple(fused))
 
 
