@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import unicodedata
+from pathlib import Path
 
 import pytest
 import regex
@@ -16,9 +18,10 @@ from transformers.models.qwen2 import tokenization_qwen2
 
 from tests.checkpoint.gguf_files import byte_level_vocabulary, sentencepiece_vocabulary, tokenizer_metadata
 from tests.text.tokenizers_of_tests import PIECES, sentencepiece_backend
-from triptych.checkpoint.gguf.tokenizer import build_tokenizer
+from triptych.checkpoint.gguf.tokenizer import _WORDS, build_tokenizer, write_tokenizer
 from triptych.errors import ModelError
 from triptych.hub import resolve_model
+from triptych.text.tokenizer import Tokenizer as TextTokenizer
 
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -127,6 +130,54 @@ def test_words_are_cut_as_transformers_cuts_them_for_llama_3_and_qwen_2() -> Non
         for text in TEXTS:
             cut = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
             assert cut == [to_stand_ins(word) for word in regex.findall(pattern, text)], (pre, text)
+
+
+@pytest.mark.parametrize("pre", _WORDS)
+def test_words_are_cut_one_cut_after_the_other(pre: str) -> None:
+    tokenizer = build_tokenizer(tokenizer_metadata(byte_level_vocabulary([], pre=pre)))
+    for text in (*TEXTS, "HelloWorld's 12345 çaÉtat 漢字かな 123,456.78 !foo ~bar\r\n\r\n x"):
+        pieces = [text]
+        for pattern in _WORDS[pre]:
+            pieces = [part for piece in pieces for part in cut(piece, pattern)]
+        found = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        assert found == [to_stand_ins(piece) for piece in pieces], text
+        token_ids = tokenizer.encode(text, add_special_tokens=False).ids
+        composed = text if tokenizer.normalizer is None else unicodedata.normalize("NFC", text)
+        assert tokenizer.decode(token_ids, skip_special_tokens=False) == composed
+
+
+def cut(text: str, pattern: str) -> list[str]:
+    """The words that a pattern finds, and what is between them."""
+    parts, end = [], 0
+    for found in regex.finditer(pattern, text, regex.V1):
+        parts += [text[end : found.start()], found.group()]
+        end = found.end()
+    return [part for part in (*parts, text[end:]) if part]
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("tekken", ["Hello", "World", "'s", " ", "1", "2", " x"]),
+        ("gpt-4o", ["Hello", "World's", " ", "12", " x"]),
+        ("deepseek-v3", ["HelloWorld", "'s", " ", "12", " x"]),
+        ("qwen35", ["HelloWorld", "'s", " ", "1", "2", " x"]),
+        ("glm4", ["HelloWorld", "'s", " ", "12", " x"]),
+        ("kimi-k2", ["Hello", "World's", " ", "12", " x"]),
+    ],
+)
+def test_families_differ_in_their_words(pre: str, words: list[str]) -> None:
+    tokenizer = build_tokenizer(tokenizer_metadata(byte_level_vocabulary([], pre=pre)))
+    found = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str("HelloWorld's 12 x")]
+    assert found == [to_stand_ins(word) for word in words]
+
+
+def test_templates_by_name_are_kept(tmp_path: Path) -> None:
+    metadata = tokenizer_metadata(byte_level_vocabulary([]))
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
+    write_tokenizer(metadata | templates, tmp_path)
+    tokenizer = TextTokenizer.from_directory(tmp_path)
+    assert (tokenizer.chat_template, tokenizer.other_templates) == ("plain", {"tool_use": "tools"})
 
 
 def test_llama_3_takes_a_whole_word_although_no_merge_leads_there() -> None:

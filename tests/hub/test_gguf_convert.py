@@ -112,8 +112,8 @@ def test_linear_rope_scaling_is_kept(tmp_path: Path) -> None:
         ({"extra": {"llama.attention.value_length": 8}}, "llama.attention.value_length: 8 differs"),
         ({"extra": {"llama.attention.twist": 8}}, "llama.attention.twist: 8 is a key that"),
         (
-            {"vocabulary": byte_level_vocabulary([], pre="tekken")},
-            "tokenizer.ggml.pre: 'tekken' is not supported",
+            {"vocabulary": byte_level_vocabulary([], pre="gemma4")},
+            "tokenizer.ggml.pre: 'gemma4' is not supported",
         ),
         ({"vocabulary": byte_level_vocabulary([]) | {"model": "bert"}}, "tokenizer.ggml.model: 'bert'"),
     ],

@@ -43,20 +43,20 @@ not say."""
 
 _CASED = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TIKTOKEN_WORDS = {
-    "qwen": _CONTRACTION
-    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "kimi": "|".join(
-        (
-            r"[\p{Han}]+",
-            rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]*[\p{{Ll}}{_CASED}]+{_CONTRACTION}?",
-            rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]+[\p{{Ll}}{_CASED}]*{_CONTRACTION}?",
-            r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        )
-    ),
-}
-_TIKTOKEN_CLASSES = {"QWenTokenizer": "qwen", "TikTokenTokenizer": "kimi"}
-"""Classes of tiktoken files, which do not say how a text is cut into words -> the key of `_TIKTOKEN_WORDS`."""
+_QWEN_WORDS = (
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KIMI_WORDS = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]*[\p{{Ll}}{_CASED}]+{_CONTRACTION}?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]+[\p{{Ll}}{_CASED}]*{_CONTRACTION}?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+"""The words of Kimi K2, a regular expression."""
+_TIKTOKEN_CLASSES = {"QWenTokenizer": _QWEN_WORDS, "TikTokenTokenizer": KIMI_WORDS}
+"""Classes of tiktoken files, which do not say how a text is cut into words -> those words, a regular expression."""
 
 FILES = ("tekken.json", "tokenizer.model", "tiktoken.model", "qwen.tiktoken", "spiece.model", "vocab.txt")
 """Files that `convert_tokenizer` reads, the first that there is."""
@@ -194,7 +194,7 @@ def _convert_tiktoken(data: bytes, config: Mapping[str, Any]) -> Tokenizer:
             raise ModelError(f"line {number + 1}: {error}") from error
         if int(rank) != number:
             raise ModelError(f"line {number + 1}: rank {int(rank)}, expected {number}")
-    return _byte_pairs(tokens, _TIKTOKEN_WORDS[words], first_id=0, control=())
+    return _byte_pairs(tokens, words, first_id=0, control=())
 
 
 def _convert_word_pieces(data: bytes, config: Mapping[str, Any]) -> Tokenizer:

@@ -7,31 +7,93 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triptych.checkpoint.sentencepiece import Pieces, add_special_pieces, build_sentencepiece
+from triptych.checkpoint.tokenizer_files import KIMI_WORDS
 from triptych.errors import ModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# The words of GPT-2 and of those after it; source: the regexes of llama.cpp's llama-vocab.cpp, which are
-# those of the models' own tokenizer.json.
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEMPLATE = "tokenizer.chat_template"
 
-_BYTE_LEVEL_KINDS = {
-    "gpt-2": "gpt2",
-    "smollm": "digits",
-    "starcoder": "digits",
-    "refact": "digits",
-    "command-r": "digits",
-    "llama-bpe": "llama3",
-    "llama3": "llama3",
-    "llama-v3": "llama3",
-    "qwen2": "qwen2",
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_GPT4O = _TEKKEN.replace(f"{_LOWER}+|", f"{_LOWER}+{_CONTRACTION}?|").replace(
+    rf"{_LOWER}*|\p{{N}}", rf"{_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}"
+)
+_EAST_ASIAN = r"[一-龥぀-ゟ゠-ヿ]+"
+_PUNCTUATED = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+_YOUTU_SCRIPTS = r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _EAST_ASIAN
+
+_WORDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "gpt-2",
+            "phi-2",
+            "mpt",
+            "olmo",
+            "jais",
+            "mellum",
+            "exaone4",
+            "trillion",
+            "granite-docling",
+            "gigachat",
+        ),
+        (_GPT2,),
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        (r"\p{N}", _GPT2),
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "midm-2.0", "lfm2", "dbrx", "smaug-bpe"),
+        (_LLAMA3,),
+    ),
+    **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "grok-2", "solar-open"), (_QWEN2,)
+    ),
+    "qwen35": (_QWEN35,),
+    "seed-coder": (
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
+    ),
+    "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), (r"\p{N}{1,3}", _EAST_ASIAN, _PUNCTUATED)),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}"),
+    "youtu": (_YOUTU_SCRIPTS, _GPT4O.replace(r"\p{N}{1,3}", r"\p{N}")),
+    "minicpm5": (r"\p{N}{1,3}", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")),
+    "kimi-k2": (KIMI_WORDS,),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (r" ?[^(\s|.,!?…。，、।۔،)]+",)),
 }
-"""`tokenizer.ggml.pre` -> how text is cut into words before merging."""
+"""`tokenizer.ggml.pre` -> how a text is cut into words before merging, one cut after the other.
+
+Source: llama.cpp's llama-vocab.cpp, in the form of the models' own tokenizer.json, which it quotes.
+"""
+_TAKES_WHOLE_WORDS = (
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "midm-2.0", "lfm2", "glm4", "glm5", "tekken", "youtu",
+    "minicpm5",
+)  # fmt: skip
+"""Those that take a word that is a token as it is, even where its merges would not lead there."""
+_BEGINS_SILENTLY = (
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "midm-2.0", "lfm2", "tekken",
+)  # fmt: skip
+"""Those that begin with BOS if the file does not say."""
+_COMPOSED = ("qwen2", "qwen35")  # of which characters are composed first (NFC)
 
 
 def write_tokenizer(metadata: dict[str, Any], directory: Path) -> None:
@@ -76,24 +138,24 @@ def _byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = metadata.get("tokenizer.ggml.pre")
-    kind = _BYTE_LEVEL_KINDS.get(pre) if isinstance(pre, str) else None
-    if kind is None:
+    words = _WORDS.get(pre) if isinstance(pre, str) else None
+    if words is None:
         raise ModelError(
             f"gguf: tokenizer.ggml.pre: {pre!r} is not supported, only "
-            f"{', '.join(_BYTE_LEVEL_KINDS)}; use the model's safetensors directory"
+            f"{', '.join(_WORDS)}; use the model's safetensors directory"
         )
     merges = [_split_merge(merge) for merge in _required(metadata, "tokenizer.ggml.merges")]
-    # Llama 3 takes a word that is a token as it is, even where its merges would not lead there.
-    tokenizer = Tokenizer(models.BPE(_vocabulary(metadata), merges, ignore_merges=kind == "llama3"))
-    cuts: list[pre_tokenizers.PreTokenizer] = []
-    if kind == "digits":
-        cuts = [pre_tokenizers.Digits(individual_digits=True)]
-    elif kind in ("llama3", "qwen2"):
-        cuts = [pre_tokenizers.Split(Regex(_LLAMA3_WORDS if kind == "llama3" else _QWEN2_WORDS), "isolated")]
-    use_gpt2_words = kind in ("gpt2", "digits")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_gpt2_words)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
-    if kind == "qwen2":
+    tokenizer = Tokenizer(models.BPE(_vocabulary(metadata), merges, ignore_merges=pre in _TAKES_WHOLE_WORDS))
+    cuts: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        if pattern == words[-1] == _GPT2  # which is built in
+        else pre_tokenizers.Split(Regex(pattern), "isolated")
+        for pattern in words
+    ]
+    if words[-1] != _GPT2:
+        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    if pre in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     add_special_pieces(tokenizer, metadata["tokenizer.ggml.tokens"], _token_types(metadata))
@@ -118,8 +180,7 @@ def _sentencepiece_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 def _adds_bos(metadata: dict[str, Any]) -> bool:
     """Return whether prompts begin with BOS: as the file says, else as llama.cpp does for this kind of tokenizer."""
     silent = (
-        metadata["tokenizer.ggml.model"] == "llama"
-        or _BYTE_LEVEL_KINDS.get(metadata.get("tokenizer.ggml.pre", "")) == "llama3"
+        metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _BEGINS_SILENTLY
     )
     return bool(metadata.get("tokenizer.ggml.add_bos_token", silent))
 
@@ -148,8 +209,13 @@ def _tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
         "pad_token": _token(metadata, "padding_token_id"),
         "model_max_length": metadata.get("llama.context_length"),
     }
-    if template := metadata.get("tokenizer.chat_template"):
+    names = {key.removeprefix(f"{_TEMPLATE}."): key for key in metadata if key.startswith(f"{_TEMPLATE}.")}
+    if template := metadata.get(_TEMPLATE):
         config["chat_template"] = template
+    if names:
+        named = {"default": template} if template else {}
+        named |= {name: metadata[key] for name, key in names.items()}
+        config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
     return config
 
 
