@@ -20,7 +20,7 @@ def load_reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def weights_file(directory: Path) -> Path:
     """The .gguf that a converted model directory refers to."""
-    return (directory / json.loads((directory / "gguf_index.json").read_text())["file"]).resolve()
+    return (directory / json.loads((directory / "gguf_index.json").read_text())["files"][0]["file"]).resolve()
 
 
 @torch.inference_mode()

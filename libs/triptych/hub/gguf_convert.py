@@ -22,7 +22,7 @@ from triptych.errors import ModelError
 from triptych.hub.cache import build_directory_once, cache_home
 from triptych.hub.progress import ProgressLine
 
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 """Raise it when the converted files change: directories of another version are made anew."""
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -89,7 +89,8 @@ def _convert(headers: Sequence[GgufHeader], directory: Path) -> GgufIndex:
     try:
         config, rules = describe(header, lambda name: _read_floats(headers, name))
         stop_ids = stop_token_ids(header.metadata)
-        _write_json(directory / CONFIG_FILE, config | {"eos_token_id": stop_ids})
+        kind = header.metadata["general.architecture"]
+        _write_json(directory / CONFIG_FILE, config | {"model_type": kind, "eos_token_id": stop_ids})
         generation = {"bos_token_id": config.get("bos_token_id"), "eos_token_id": stop_ids}
         _write_json(directory / GENERATION_CONFIG_FILE, generation)
         write_tokenizer(header.metadata, directory)
