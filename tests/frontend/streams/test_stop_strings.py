@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
-from triptych.text.detokenizer import IncrementalDetokenizer
+from triptych.text.detokenizer import create_detokenizer
 from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import LogprobColumns
@@ -70,7 +70,7 @@ class Case(NamedTuple):
 def seen_by_tokens(case: Case) -> Seen:
     """Return what a client has if each token is decoded and searched by itself, with a plain search."""
     sampling, seen, pieces = case.sampling, Seen(), list[str]()
-    detokenizer = IncrementalDetokenizer(
+    detokenizer = create_detokenizer(
         TOKENIZER, prompt_token_ids=case.prompt, skip_special_tokens=sampling.skip_special_tokens
     )
     for place, batch in enumerate(case.batches):

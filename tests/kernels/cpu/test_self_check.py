@@ -166,13 +166,14 @@ def test_another_instruction_set_is_no_stand_in_for_one_that_is_wanted(
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let emulated AMX be the widest instruction set. Its library has no attention."""
+    """Let emulated AMX be the widest instruction set. Its library has products only."""
     if "avx512" not in usable_isas() or shutil.which("g++") is None:
         pytest.skip("the emulation needs a processor with AVX-512 and g++")
     build_emulated()
     usable = (AMX_EMULATED, *usable_isas())
     monkeypatch.setattr(library, "usable_isas", lambda: usable)
-    monkeypatch.setattr(self_check, "_attention_checks", lambda random: ())
+    for others in ("_attention_checks", "_state_checks"):
+        monkeypatch.setattr(self_check, others, lambda random: ())
 
 
 @pytest.fixture(scope="module")
