@@ -178,6 +178,11 @@ def test_a_template_is_chosen_by_name_and_by_tools_as_in_transformers() -> None:
         assert ours.render([USER], **arguments) == expected
     with pytest.raises(InvalidRequest, match=r"no chat template 'rog', only default, rag, tool_use"):
         ours.render([USER], chat_template="rog")
+    with pytest.raises(InvalidRequest, match="must be the name of one"):
+        ours.render([USER], chat_template=[])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest) as caught:
+        ours.render([USER], chat_template="x" * 1_000_000)
+    assert len(str(caught.value)) < 1000
 
 
 def test_templates_in_files_of_their_own_come_first(tmp_path: Path) -> None:

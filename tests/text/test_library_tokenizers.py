@@ -11,6 +11,8 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -125,3 +127,17 @@ def test_tokens_are_counted_from_a_state(name: str) -> None:
     assert detokenizer.count_tokens(state, token_ids[2:], sum(map(len, pieces)) + 1) == len(pieces) + 1
     rest = tokenizer.encode(" more", add_special_tokens=False)
     assert tokenizer.decode([*token_ids, *rest]).endswith(detokenizer.push(rest))
+
+
+def test_bytes_that_never_become_a_character_cost_no_more_and_more() -> None:
+    """An output may be forced to such bytes for all of its length."""
+    backend = Backend(models.BPE({"<0xE5>": 0, "a": 1}, []))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(backend, {})
+    assert not tokenizer.is_exact
+    detokenizer = create_detokenizer(tokenizer)
+    text = detokenizer.push([0] * 300)
+    assert len(detokenizer.state[0]) <= 16
+    text += detokenizer.push([1]) + detokenizer.flush()
+    assert text.strip("\ufffd") == "a"
+    assert text.count("\ufffd") == 300

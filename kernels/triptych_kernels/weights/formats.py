@@ -96,7 +96,7 @@ PANEL_FORMATS = (*BLOCK_FORMATS.values(), QuantizedFormat(8, "minimum"))
 
 
 def common_format(formats: Iterable[QuantizedFormat]) -> QuantizedFormat:
-    """Return the smallest format that holds all of these without loss.
+    """Return the smallest format that can hold each of these. Nothing is rounded.
 
     Raises:
         ValueError: There is none; names two of them.

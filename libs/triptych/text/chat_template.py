@@ -134,6 +134,10 @@ class ChatTemplate:
         return _cut_behind_content(prompt) if continue_final_message else prompt
 
     def _choose(self, name: str, *, has_tools: bool) -> jinja2.Template:
+        if not isinstance(name, str):  # a client's variable
+            raise InvalidRequest(
+                "messages", "chat_template: must be the name of one of the model's templates"
+            )
         if not name:
             name = _WITH_TOOLS if has_tools and _WITH_TOOLS in self._templates else _DEFAULT
         template = self._templates.get(name)
@@ -141,7 +145,7 @@ class ChatTemplate:
             return template
         others = ", ".join(sorted(self._templates))
         if others:
-            raise InvalidRequest("messages", f"this model has no chat template {name!r}, only {others}")
+            raise InvalidRequest("messages", f"this model has no chat template {name[:100]!r}, only {others}")
         raise InvalidRequest(
             "messages",
             "this model has no chat template; send a plain prompt instead, or "

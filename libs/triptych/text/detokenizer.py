@@ -14,6 +14,7 @@ from triptych.types.step import U32
 # A character is at most 4 bytes and a token at least 1, so what is incomplete began within the last 3.
 _CONTEXT_TOKENS = 3
 _REPLACEMENT = "\ufffd"
+_MOST_TOKENS = 16  # of a window, however long its bytes make no character
 
 
 def create_detokenizer(
@@ -166,9 +167,9 @@ class WindowDetokenizer(IncrementalDetokenizer):
         complete = self._complete(text)
         grown = complete[self._num_shown :]
         self._num_shown = max(self._num_shown, len(complete))
-        if complete == text:
+        if complete == text or len(self._window) > _MOST_TOKENS:
             self._window = self._window[-_CONTEXT_TOKENS:]
-            self._num_shown = len(self._decode(self._window))
+            self._num_shown = len(self._complete(self._decode(self._window)))
         return grown
 
     @staticmethod

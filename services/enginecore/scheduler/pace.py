@@ -49,8 +49,8 @@ class StepPace:
     def size_within(self, seconds: float, least: int) -> float:
         """Return the tokens of the largest step that is expected to take at most so long.
 
-        Above the largest size measured, the line through it and the smallest one is continued, to twice that size at
-        most, since nothing is known of larger steps.
+        For sizes above those that were measured, the line through the smallest and the largest one goes on, up to
+        twice the largest. Nothing is known of larger steps.
 
         Args:
             least: Steps of fewer tokens are not looked at, however long they took.
@@ -74,7 +74,7 @@ class StepPace:
     def seconds(self, num_tokens: int) -> float:
         """Return the expected seconds of a step of `num_tokens` tokens. At least one step must have been measured.
 
-        Above the largest size measured, the line from the smallest to the largest size is continued. Where only one
+        For sizes above those that were measured, the line through the smallest and the largest one goes on. If one
         size is known, every size takes as long.
         """
         points = sorted(self._classes.values())
