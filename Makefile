@@ -90,7 +90,7 @@ test: $(DEV) native model ## Run the quick tests, which prove every part; ARGS="
 	$(PYTEST) -m "not gpu and not slow and not thorough" $(ARGS)
 
 .PHONY: test-thorough
-test-thorough: $(DEV) native model ## Run the tests that `make test` leaves out, but the slow ones; ARGS as there
+test-thorough: $(DEV) verify-native model ## Run the tests that `make test` leaves out, but the slow ones; ARGS as there
 	$(PYTEST) -m "thorough and not gpu and not slow" $(ARGS)
 
 BUSY_LOOPS ?= 4

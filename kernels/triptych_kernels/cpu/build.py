@@ -1,7 +1,8 @@
 """Compiles the native kernels, unless they are up to date: `python -m triptych_kernels.cpu.build`.
 
-It builds for the instruction sets that this processor has or, with --all, for every one. Without a suitable compiler
-or processor nothing is built, and plain torch computes. The last line printed says what this machine gets.
+It builds for the widest instruction set that this processor has and for the narrowest, or, with --all, for every one.
+Without a suitable compiler or processor nothing is built, and plain torch computes. The last line printed says what
+this machine gets.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _build() -> str:
         return f"as installed, without a compiler; this machine uses {library.usable_isas()[0]}"
     if compiler is None:
         return f"none, since {compile.NO_COMPILER}; {compile.PLAIN}"
-    if not compile.build_for(compiler, library.isas_of_processor()):
+    if not compile.build_for(compiler, library.isas_to_build()):
         return f"none, since {compiler} does not compile them; {compile.PLAIN}"
     if library.usable_isas():
         return f"built; this machine uses {library.usable_isas()[0]}"

@@ -108,6 +108,16 @@ def isas_of_processor() -> list[str]:
     return [isa for isa in FLAGS_OF_MACHINE.get(platform.machine(), ()) if flags >= _NEEDED_FLAGS[isa]]
 
 
+def isas_to_build() -> list[str]:
+    """Return the instruction sets that this machine uses: the widest that processor and system let us use, then the
+    narrowest, which serves where the check refuses the other.
+
+    Libraries for those between would take as long to compile, for a machine that has better.
+    """
+    isas = [isa for isa in isas_of_processor() if not (isa == "amx" and amx_refusal())]
+    return list(dict.fromkeys((*isas[:1], *isas[-1:])))
+
+
 def unused_isas() -> dict[str, str]:
     """Return instruction set wider than the one in use -> why it is not used."""
     reasons: dict[str, str] = {}

@@ -69,7 +69,8 @@ def examine_machine(instruction_set: str = AUTO) -> MachineRates:
     except ValueError:
         usable = ", ".join((AUTO, *usable_isas()))
         raise ConfigError(
-            f"worker.instruction_set: {instruction_set} is not usable here; usable are {usable}"
+            f"worker.instruction_set: {instruction_set} is not usable here; usable are {usable}; where the kernels "
+            "are compiled, `python -m triptych_kernels.cpu.build --all` does it for every instruction set"
         ) from None
     directory = machine_directory()
     check_isas(directory)

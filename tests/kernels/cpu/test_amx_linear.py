@@ -20,6 +20,8 @@ from triptych_kernels.cpu.library import (
     amx_refusal,
     forced_isa,
     isa,
+    isas_of_processor,
+    isas_to_build,
     request_permission,
     usable_isas,
     use_threads,
@@ -41,7 +43,7 @@ FLAGS = "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnn
 
 @pytest.fixture(scope="module")
 def library_is_built() -> None:
-    if "avx512" not in usable_isas() or shutil.which("g++") is None:
+    if "avx512" not in isas_of_processor() or shutil.which("g++") is None:
         pytest.skip("the emulation needs a processor with AVX-512, native kernels and g++")
     build_emulated()
 
@@ -204,6 +206,8 @@ def test_wide_quantized_products_are_those_of_bfloat16(emulated: None) -> None:
     assert torch.equal(linear(x[30:41], packed, out_dtype=torch.float32), out[30:41])
 
 
+@pytest.mark.thorough  # its target builds every instruction set
+@pytest.mark.skipif("avx512" not in usable_isas(), reason="AVX-512 alone is not built")
 def test_wide_quantized_products_in_bytes_are_those_of_vectors(emulated: None) -> None:
     weight, x = random(75, 608).float(), random(50, 608)
 
@@ -268,6 +272,18 @@ def test_what_the_compiler_could_not_build_is_not_used(
     machine(f"{FLAGS} amx_bf16 amx_tile", "")
     (tmp_path / "amx").unlink()
     assert usable_isas() == ("avx512_bf16", "avx512_vnni", "avx512", "avx2")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [("", ["amx", "avx2"]), ("Operation not permitted", ["avx512_bf16", "avx2"])],
+    ids=["AMX", "no permission"],
+)
+def test_the_widest_and_the_narrowest_are_built(
+    machine: Callable[[str, str], None], refusal: str, expected: list[str]
+) -> None:
+    machine(f"{FLAGS} amx_bf16 amx_tile", refusal)
+    assert isas_to_build() == expected
 
 
 def test_linux_refuses_tiles_that_a_processor_lacks() -> None:
