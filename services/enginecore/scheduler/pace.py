@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 
@@ -20,6 +21,7 @@ _MAX_ALONE_S = 0.25  # of a step of texts only: a request that comes to generate
 _LEAST_ALONE = (
     256  # tokens of such a step, however slow it is: on a CPU smaller ones cost a tenth of the throughput
 )
+_RECENT_S = 10.0  # since a row has generated: another one is expected
 
 
 class StepPace:
@@ -92,8 +94,10 @@ class PooledShare:
     """Bounds the tokens of texts that become vectors in a step, while other rows generate.
 
     The reader of a stream sees the length of each step, and that of a vector sees only its end. So texts get about as
-    much of a step's time as the rows that generate. Where there are none of these, a step takes a quarter of a second
-    at most, since the next one that comes waits for the steps in flight:
+    much of a step's time as one token of each row that generates, also beside prompts of such rows. Where there are
+    none of these, a step takes a quarter of a second at most, since the next one that comes waits for the steps in
+    flight. Where there was one in the last ten seconds, the next one is expected, and a step takes as long as one token
+    of one row:
 
         seconds
           2 x own |- - - - - - - - - /
@@ -107,14 +111,17 @@ class PooledShare:
     those that run want all that there is, and requests that generate pass those that wait.
     """
 
-    def __init__(self, pace: Callable[[], StepPace], max_tokens: int) -> None:
+    def __init__(self, pace: Callable[[], StepPace], max_tokens: int, clock: Callable[[], float]) -> None:
         """
         Args:
             pace: Returns the times of steps that were measured so far.
             max_tokens: Tokens of a step.
+            clock: Monotonic time in seconds.
         """
         self._pace = pace
         self._max_tokens = max_tokens
+        self._clock = clock
+        self._generated_at = -inf
         self.num_left = max_tokens
         """Tokens of further texts that the step which is being planned may compute."""
 
@@ -127,8 +134,12 @@ class PooledShare:
             wanted: [r] tokens that each could compute.
         """
         is_pooled = rows.is_pooled[slots]
-        num_own = int(wanted[~is_pooled].sum())
-        self.num_left = self._most_beside(num_own) if rows.num_pooled < len(slots) else self._most_alone()
+        num_own = len(slots) - rows.num_pooled
+        if num_own:
+            self._generated_at = self._clock()
+            self.num_left = self._most_within(_TIMES_OWN, num_own)
+        else:
+            self.num_left = self._most_alone()
         if not rows.num_pooled:
             return wanted
         of_texts = wanted[is_pooled]
@@ -151,15 +162,17 @@ class PooledShare:
         if request.is_pooled:
             self.num_left -= num_to_compute
 
-    def _most_beside(self, num_own: int) -> int:
-        """Return the tokens of texts in a step, of which rows that generate have `num_own`."""
+    def _most_within(self, times_own: float, num_own: int) -> int:
+        """Return the tokens of texts beside one token of `num_own` rows, in a step of `times_own` their time."""
         pace = self._pace()
         if not pace.num_steps:
             return _LEAST_TOKENS
-        size = pace.size_within(_TIMES_OWN * pace.seconds(num_own), num_own)
+        size = pace.size_within(times_own * pace.seconds(num_own), num_own)
         return max(int(size) - num_own, _LEAST_TOKENS)
 
     def _most_alone(self) -> int:
         """Return the tokens of texts in a step without rows that generate."""
+        if self._clock() - self._generated_at < _RECENT_S:
+            return self._most_within(1.0, 1)
         size = int(self._pace().size_within(_MAX_ALONE_S, 0))
         return min(max(size, _LEAST_ALONE), self._max_tokens)

@@ -301,7 +301,9 @@ class Scheduler:
         """
         tasks, share = self._model.tasks, None
         if GENERATION in tasks and len(tasks) > 1 and config.enable_chunked_prefill:
-            share = PooledShare(lambda: self._admission.forecast.steps, config.max_num_batched_tokens)
+            share = PooledShare(
+                lambda: self._admission.forecast.steps, config.max_num_batched_tokens, self._clock
+            )
         return share, create_limits(config, max_adapters, self._model.embedding_size, share)
 
     def _commit(self, build: StepBuilder) -> StepPlan:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.enginecore.scheduler.test_forecast import STEP_S, TOKEN_S, TimedEngine, make_engine, request_of
+from tests.helpers.scheduling import Clock
 from triptych.types.pooling import PoolingKind, PoolingParams
-from triptych_services.enginecore.scheduler.pace import StepPace
+from triptych_services.enginecore.scheduler.pace import PooledShare, StepPace
+from triptych_services.enginecore.scheduler.running_rows import RunningRows
 
 MEAN = PoolingParams(kind=PoolingKind.MEAN)
 
@@ -108,6 +111,41 @@ def test_texts_alone_take_a_quarter_of_a_second_and_learn_what_that_is() -> None
     assert max(times) == pytest.approx(0.25, rel=0.05)
     engine.run()
     assert len(engine.outcomes) == 120
+
+
+def test_texts_alone_take_short_steps_while_the_next_stream_is_expected() -> None:
+    pace, clock = StepPace(), Clock()
+    for size, seconds in ((1, 0.010), (64, 0.018), (512, 0.130)):
+        pace.note(size, seconds)
+    share = PooledShare(lambda: pace, 4096, clock)
+    rows = RunningRows(4, 16, frozenset())
+
+    def room(num_streams: int) -> int:
+        """Return the tokens that one long text gets beside streams."""
+        slots = np.arange(num_streams + 1)
+        rows.is_pooled[slots] = slots == num_streams
+        rows.num_pooled = 1
+        wanted = np.where(rows.is_pooled[slots], 4000, 1)
+        return int(share.limit(rows, slots, wanted)[-1])
+
+    alone = room(0)
+    assert alone == pytest.approx(1023, abs=1), "a quarter of a second"
+    assert 64 < room(3) < 128, "twice the time of three tokens"
+    clock.now += 9.9
+    assert room(0) == 16, "the time of a token, or a tile"
+    clock.now += 0.2
+    assert room(0) == alone, "ten seconds after the last stream nothing is lost"
+
+
+def test_texts_beside_a_prompt_get_what_they_have_beside_a_token() -> None:
+    engine = make_engine()
+    engine.add(request_of(engine, 0, 20, max_tokens=400))
+    step_times(engine, 30)
+    flood(engine, 40)
+    step_times(engine, 10)
+    beside_tokens = step_times(engine, 1)[0]
+    engine.add(request_of(engine, 1, 500, max_tokens=4))
+    assert max(step_times(engine, 3)) <= beside_tokens + 501 * TOKEN_S + STEP_S * 0.2
 
 
 @pytest.mark.parametrize("is_encoder", [True, False])
