@@ -48,7 +48,6 @@ from triptych.types.facts import Phase
 _READY_S = 300.0
 _POLL_S = 0.02
 _RETRY_S = 0.05
-_RESTART_S = 0.1  # as LocalCluster waits after a first death
 _SETTLE_S = 0.5  # around a kill: streams go some tokens further, and the death is noticed
 _SHAPES: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0},
@@ -122,7 +121,6 @@ class Stack:
         killed_s = time.monotonic()
         self.ground.signal(name, signal.SIGKILL)
         await self.ground.wait_ended(name)
-        await asyncio.sleep(_RESTART_S)
         await self.ground.start(name)
         await self.wait_serving(name)
         restart_s = time.monotonic() - killed_s

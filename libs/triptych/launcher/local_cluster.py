@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
+import socket
 import threading
 import time
 from collections import deque
@@ -29,9 +32,11 @@ MAX_RESTARTS = 5
 RESTART_PERIOD_S = 60.0
 """A service that dies more than MAX_RESTARTS times within this time takes the cluster down."""
 
-_FIRST_BACKOFF_S = 0.1  # doubles with each death within the period: 0.1 ... 1.6 s, 3.1 s in all
+_FIRST_BACKOFF_S = (
+    0.2  # doubles with each death within the period but the first: 0, 0.2 ... 1.6 s, 3 s in all
+)
 _POLL_S = 0.02  # while something is expected to happen
-_WATCH_S = 0.1  # while everything runs
+_WATCH_S = 0.1  # while everything runs; where the system tells of an end at once, it is not waited for
 _FAILED_GRACE_S = 5.0  # the others' time to leave when one has failed: their work is lost anyhow
 _STOP_MARGIN_S = 5.0  # on top of the longest drain
 _SHOWN_LINES = 10
@@ -111,6 +116,7 @@ class LocalCluster:
         self._env = _child_environment()
         self._thread = threading.Thread(target=self._supervise, name="triptych-cluster", daemon=True)
         self._stop_requested = threading.Event()
+        self._woken, self._waker = socket.socketpair()
         self._kill_requested = False  # no Event: a signal handler must not wait for its lock
         self._all_bound = threading.Event()
         self._ended = threading.Event()
@@ -242,29 +248,48 @@ class LocalCluster:
         if grace_s is not None:
             self._grace_s = grace_s
         self._stop_requested.set()
+        self._wake()
         if self._thread.ident is not None:
             self._thread.join()
 
     def kill(self) -> None:
         """Cut a stop short: end all services now. Returns at once; safe in a signal handler."""
         self._kill_requested = True
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let the supervisor look at what is requested; safe in a signal handler."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._waker.send(b"\0")
 
     def _supervise(self) -> None:
         grace_s: float | None = None
         try:
-            while not self._kill_requested and not self._stop_requested.wait(
-                _WATCH_S if self._all_bound.is_set() else _POLL_S
-            ):
+            while not self._kill_requested and not self._stop_requested.is_set():
                 for upstream, service in zip((None, *self._services[:-1]), self._services, strict=True):
                     self._advance(service, upstream)
                 if all(service.is_bound for service in self._services):
                     self._all_bound.set()
+                self._sleep()
         except Exception as error:  # bugs included: the waiting thread must learn of it
             self.failure = error
             grace_s = _FAILED_GRACE_S
         finally:
             self._end_all(self._grace_s if grace_s is None else grace_s)
+            self._woken.close()
+            self._waker.close()
             self._ended.set()
+
+    def _sleep(self) -> None:
+        """Wait until a process ends, something is requested or may be due."""
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        timeout_s = _WATCH_S if all(service.is_bound for service in self._services) else _POLL_S
+        for service in self._services:
+            for process in service.processes:
+                if process.sentinel is not None:
+                    poll.register(process.sentinel, select.POLLIN)
+        poll.poll(timeout_s * 1000.0)
 
     def _advance(self, service: _Service, upstream: _Service | None) -> None:
         """Do what is due for a service: start it, note its ports, or handle its death."""
@@ -324,10 +349,11 @@ class LocalCluster:
             raise EngineUnavailable(
                 f"{what}; it died {len(deaths)} times within {RESTART_PERIOD_S:g} s{_quote(process)}"
             )
-        backoff_s = _FIRST_BACKOFF_S * 2 ** (len(deaths) - 1)
+        backoff_s = 0.0 if len(deaths) == 1 else _FIRST_BACKOFF_S * 2 ** (len(deaths) - 2)
         log.warning(
-            "%s; starting it again in %.1f s (%d of %d within %g s)%s",
-            what, backoff_s, len(deaths), MAX_RESTARTS, RESTART_PERIOD_S, _quote(process),
+            "%s; starting it again %s (%d of %d within %g s)%s",
+            what, f"in {backoff_s:.1f} s" if backoff_s else "at once",
+            len(deaths), MAX_RESTARTS, RESTART_PERIOD_S, _quote(process),
         )  # fmt: skip
         service.processes, service.num_bound, service.start_at = [], 0, now + backoff_s
 

@@ -63,6 +63,8 @@ class ServiceProcess:
             env=env, start_new_session=True,
         )  # fmt: skip
         self.pid = self._popen.pid
+        self.sentinel: int | None = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+        """A descriptor that becomes readable when it ends, until `poll` has told its end; None on macOS."""
         self._reader = threading.Thread(target=self._read_lines, name=f"log-{module}", daemon=True)
         self._reader.start()
 
@@ -99,6 +101,9 @@ class ServiceProcess:
                 return None
             os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
+            if self.sentinel is not None:
+                os.close(self.sentinel)
+                self.sentinel = None
             self._reader.join(_JOIN_S)
             self._drop_ready_file()
         return Exit(self._popen.returncode)
