@@ -99,7 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_samples_per_row=max_samples_per_row,
             num_stages=num_stages,
         )
-        self.worker = NaiveWorker()
+        self.worker = NaiveWorker(draws_guesses=True)
         self.plans: deque[StepPlan] = deque()
         self.sessions: set[int] = set()
         self.cached: dict[int, set[bytes]] = {}
@@ -238,7 +238,7 @@ class EngineMachine(RuleBasedStateMachine):
     def lose_worker(self, *, boot_id: str, is_crash: bool) -> None:
         self.facts = replace(self.facts, boot_id=boot_id)
         self.plans.clear()
-        self.worker = NaiveWorker()
+        self.worker = NaiveWorker(draws_guesses=True)
         self.engine.worker_lost()
         self.engine.worker_ready(self.facts, after_crash=is_crash)
 

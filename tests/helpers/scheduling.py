@@ -214,6 +214,8 @@ class WorkerRow:
     num_computed: int
     tables: list[list[int]]
     """The blocks of each group."""
+    guesses: list[tuple[int, int]] = field(default_factory=list)
+    """Each step with which guesses were reported, and how many."""
 
 
 def full_group(block_size: int) -> KvGroup:
@@ -226,10 +228,19 @@ class NaiveWorker:
     A cell of keys holds the group and the prefix of its position. A page of states holds the prefix that it stands for.
 
     A row that may get several tokens gets a random number of them. What it guessed wrong is garbage in its blocks.
+    It has always `num_guesses` ready, or a random number up to that.
     """
 
-    def __init__(self, block_size: int = BLOCK_SIZE, groups: Sequence[KvGroup] = ()) -> None:
+    def __init__(
+        self,
+        block_size: int = BLOCK_SIZE,
+        groups: Sequence[KvGroup] = (),
+        *,
+        num_guesses: int = 10,
+        draws_guesses: bool = False,
+    ) -> None:
         self._random = Random(0)
+        self.num_guesses, self.draws_guesses = num_guesses, draws_guesses
         self.rows: dict[int, WorkerRow] = {}
         self.cells: dict[tuple[int, int], tuple[int, int]] = {}
         self.pages: dict[int, tuple[int, int]] = {}
@@ -262,6 +273,7 @@ class NaiveWorker:
         self._apply_changes(plan)
         counts = self._counts(plan)
         limits = self._limits(plan, counts)
+        guess_counts = list[int]()
         garbage_slots = {*failing_slots, *spoiled_slots}
         self.has_failed |= bool(garbage_slots)
         spans = {
@@ -304,6 +316,10 @@ class NaiveWorker:
                 drawn = self._draw(row, limits.get(slot, 1), is_misled=slot in misled or is_deferred)
                 token_ids += [] if is_failing else drawn
                 token_counts.append(0 if is_failing else len(drawn))
+                guess_counts.append(
+                    self._random.randint(0, self.num_guesses) if self.draws_guesses else self.num_guesses
+                )
+                row.guesses.append((plan.step_id, guess_counts[-1]))
         return StepResult(
             plan.step_id,
             np.array(token_ids, np.uint32),
@@ -311,6 +327,7 @@ class NaiveWorker:
             row_errors=errors,
             prompt_logprobs=scored,
             vectors=vectors,
+            guess_counts=np.array(guess_counts if any(guess_counts) else [], np.uint32),
         )
 
     def _draw(self, row: WorkerRow, limit: int, *, is_misled: bool) -> list[int]:
@@ -390,6 +407,8 @@ class NaiveWorker:
             row = self.rows[slot]
             assert limit > 1, "one token is the default"
             assert row.num_computed + counts[slot] == len(row.tokens), "it has none to get"
+            reports = [count for step_id, count in row.guesses if step_id <= plan.last_result_seen]
+            assert limit - 1 <= max(reports[-1:], default=0), "more than there are guesses"
             self._check_reach(row, len(row.tokens) + limit - 1)
         return limits
 
@@ -565,7 +584,11 @@ class Engine:
 
     def lose_worker(self) -> None:
         self.plans.clear()
-        self.worker = NaiveWorker(groups=self.worker.groups)
+        self.worker = NaiveWorker(
+            groups=self.worker.groups,
+            num_guesses=self.worker.num_guesses,
+            draws_guesses=self.worker.draws_guesses,
+        )
         self.scheduler.requeue_all()
         self.scheduler.check_integrity()
 

@@ -11,7 +11,8 @@ exceptions, and decode inputs are never sent.
                                         sample_slots   [1], sample_limits [3]
 
 A *sampling row* is one that reaches the end of what is known of it. Its result is zero, one or several tokens: at most
-`sample_limits` of them, one where nothing is said.
+`sample_limits` of them, one where nothing is said. With its tokens the worker says how many guesses it has ready for
+the row, and the engine gives it no higher limit than one more than these.
 
     sampling slots 0  1  4              token_counts   [1, 3, 1]
     result         a  bcd  e            token_ids      [a, b, c, d, e]
@@ -291,3 +292,6 @@ class StepResult:
     """Only rows that asked and computed tokens of their prompt, and did not fail."""
     vectors: Mapping[RowKey, F32] = field(default_factory=dict)
     """[num_vectors, num_columns] of each pooled row that computed the last token of its prompt, and did not fail."""
+    guess_counts: U32 = field(default_factory=empty_u32)
+    """[num_sampling] guesses at the tokens behind these that each sampling row has ready; empty means none. A later
+    step verifies no more, until the row samples again."""

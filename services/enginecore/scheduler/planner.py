@@ -155,7 +155,7 @@ class StepPlanner:
             num_preempted=num_preempted,
             num_reserved=num_reserved,
         )
-        if self._max_guesses and not num_preempted:
+        if rows.has_guesses and not num_preempted:
             self._add_guesses(build)
             if build.guesses is not None:
                 ends = ends + build.guesses
@@ -165,16 +165,20 @@ class StepPlanner:
         return build
 
     def _add_guesses(self, build: StepBuilder) -> None:
-        """Let sampling rows get several tokens, within budget, blocks and the rest of their output.
+        """Let sampling rows with guesses get several tokens, within budget, blocks and the rest of their output.
 
         No request is preempted for a guess, and a long prompt or a waiting request is not kept from its reserved part.
+        Where there are too few free blocks for all guesses, rows get those that fit into their own.
         """
         rows, slots = self._states.rows, build.slots
         is_sampling = (build.counts > 0) & (build.ends == rows.num_expected[slots])
-        room = np.minimum(rows.last[slots] - rows.num_expected[slots], self._max_guesses)
+        ready = np.minimum(rows.num_guesses[slots], self._max_guesses)
+        room = np.minimum(rows.last[slots] - rows.num_expected[slots], ready)
         guesses = share_budget(np.where(is_sampling, room, 0), build.budget - build.num_reserved)
         _, num_lacking = self._states.blocks.budget.growth(rows.capacity[slots], build.ends + guesses)
-        if guesses.any() and num_lacking <= 0:
+        if num_lacking > 0:
+            guesses = np.clip(rows.capacity[slots] - build.ends, 0, guesses)
+        if guesses.any():
             build.guesses = guesses
             build.budget -= int(guesses.sum())
 

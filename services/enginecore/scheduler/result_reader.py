@@ -76,6 +76,8 @@ class ResultReader:
         for request, logprobs in reported:
             request.prompt_logprobs_start = logprobs.end
         self._measure(step)
+        if self._rows.has_guesses or len(result.guess_counts):
+            self._note_guesses(step, result)
         failed = self._fail_rows(step, result.row_errors) if result.row_errors else []
         if step.sample_limits is None and not len(result.token_counts):
             output, is_live = self._read_one_each(step, result)
@@ -139,6 +141,12 @@ class ResultReader:
             sessions, numbers, result.token_ids[places], places, kept.astype(np.uint32), tuple(finished)
         )
         return output, is_live
+
+    def _note_guesses(self, step: InFlightStep, result: StepResult) -> None:
+        """Note what the next step of each row can verify."""
+        is_live = self._rows.slot_version[step.sampling_slots] == step.slot_versions
+        counts = result.guess_counts[is_live] if len(result.guess_counts) else result.guess_counts
+        self._rows.note_guesses(step.sampling_slots[is_live], counts)
 
     def _append(self, slots: Slots, token_ids: U32) -> list[Finished]:
         """Append one token to each row, and return the requests that these end."""

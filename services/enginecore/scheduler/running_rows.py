@@ -59,6 +59,10 @@ class RunningRows:
         """[max_num_seqs] known tokens plus tokens in flight, at most."""
         self.num_uncertain: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] tokens in flight that may not come."""
+        self.num_guesses: Ints = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs] guesses that the worker had ready when the row was last sampled."""
+        self.has_guesses = False
+        """Whether any entry of `num_guesses` is above 0."""
         self.last: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] position of the last token that the request may have."""
         self.capacity: Ints = np.zeros(max_num_seqs, np.int64)
@@ -123,7 +127,7 @@ class RunningRows:
         num_known = len(request.token_ids)
         self.computed[slot] = num_computed_tokens
         self.known[slot] = self.num_expected[slot] = self._charged[slot] = num_known
-        self.num_uncertain[slot] = 0
+        self.num_uncertain[slot] = self.num_guesses[slot] = 0
         self.last[slot] = request.limit - 1
         self.capacity[slot] = capacity
         if request.blocks.groups:
@@ -173,6 +177,16 @@ class RunningRows:
         """Return how many tokens each row could compute now, [len(slots)]."""
         wanted = np.minimum(self.num_expected[slots], self.last[slots]) - self.computed[slots]
         return np.where(self.may_compute[slots], wanted, 0) if self._num_held else wanted
+
+    def note_guesses(self, slots: Slots, counts: U32) -> None:
+        """Note how many guesses the worker has ready for rows that it has sampled.
+
+        Args:
+            slots: [n]
+            counts: [n] guesses of each; empty: none has any.
+        """
+        self.num_guesses[slots] = counts if len(counts) else 0
+        self.has_guesses = bool(self.num_guesses.any())
 
     def expect(self, slots: Slots, guesses: Ints) -> None:
         """Count tokens that the step just planned may bring beyond the first of each row.

@@ -165,6 +165,11 @@ class StepsInFlight:
                 f"result of step {step.step_id} has {len(result.token_ids)} tokens, "
                 f"{len(step.sampling_slots)} were planned"
             )
+        if len(result.guess_counts) not in (0, len(step.sampling_slots)):
+            raise ProtocolViolation(
+                f"result of step {step.step_id} has {len(result.guess_counts)} guess_counts, "
+                f"{len(step.sampling_slots)} rows were planned"
+            )
         self._last_result_seen = step.step_id
         return self._steps.popleft()
 

@@ -21,7 +21,7 @@ from triptych.errors import ConfigError, MemoryShort, ModelError, ProtocolViolat
 from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import Phase, SleepLevel, WorkerFacts
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
+from triptych.types.step import U32, RowError, RowKey, StepPlan, StepResult, StepTimings, empty_u32
 from triptych_services.worker.adapters.slots import AdapterUnavailable, SlotTable
 from triptych_services.worker.context.resolve import resolve_for_device
 from triptych_services.worker.context.resolved_config import DeviceTraits, ResolvedConfig
@@ -205,19 +205,18 @@ class SimulatedRunner:
                 StepResult(plan.step_id, empty_u32(), row_errors=row_errors, timings=timings)
             )
         targets = take_prompt_targets(self._rows, step)
-        rows = () if targets is None else targets.rows
-        scored = {row.key: self._sampler.score_prompt(row) for row in rows}
+        scored = {row.key: self._sampler.score_prompt(row) for row in (targets.rows if targets else ())}
         vectors = self._vectors.compute(step)
         row_errors.update(vectors.failures)
         slots = step.sampling_slots
         self._choices.begin_step(slots, may_defer=plan.may_defer_rows)
         drawn = self._sampler.sample(slots, step.sample_limits)
-        token_counts = drawn.token_counts
         # Only blocks need the ids: the hash holds all that the next tokens need of them. A row that failed goes on
         # until it is removed.
         if self._blocks is not None:
             self._record(step, drawn)
-        self._rows.advance(step, np.maximum(token_counts, 1) if token_counts.size else None)
+        counts = drawn.token_counts
+        self._rows.advance(step, np.maximum(counts, 1) if counts.size else None)
         if self._blocks is not None:
             row_errors.update(self._blocks.compute(step, plan.new_rows))
         for row, error in drawn.failures:
@@ -226,7 +225,7 @@ class SimulatedRunner:
         result = StepResult(
             plan.step_id,
             drawn.token_ids.astype(np.uint32),
-            token_counts.astype(np.uint32),
+            counts.astype(np.uint32),
             drawn.logprobs,
             row_errors,
             StepTimings(
@@ -236,6 +235,7 @@ class SimulatedRunner:
             ),
             scored,
             vectors.reported,
+            self._count_guesses(slots),
         )
         if self._stages is not None:
             return self._stages.launch(
@@ -273,6 +273,13 @@ class SimulatedRunner:
         offsets = np.arange(drawn.token_ids.size) - np.repeat(counts.cumsum() - counts, counts)
         positions = np.repeat(self._rows.num_known[slots], counts) + offsets
         self._rows.token_ids[np.repeat(slots, counts), positions] = drawn.token_ids
+
+    def _count_guesses(self, slots: I64) -> U32:
+        """Return the guesses that sampling rows have ready, [num_sampling]: all that may be verified at once."""
+        if self._facts.max_samples_per_row == 1:
+            return empty_u32()
+        guesses = self._sampler.can_guess(slots) * (self._facts.max_samples_per_row - 1)
+        return guesses.astype(np.uint32)
 
     def _is_prefill(self, step: StepRows) -> Flags:
         is_prefill: Flags = step.starts < self._num_entered_with[step.slots]  # [num_rows]

@@ -135,8 +135,8 @@ class SimulatedSampler:
     def sample(self, slots: I64, limits: I64 | None = None) -> DrawnTokens:
         """Draw the next tokens of each slot, and extend its prefix by them.
 
-        A row with a limit gets a number of tokens that depends on its prefix only, as if so many guesses had been
-        right. The tokens themselves are the ones that it would get one by one. A constrained row gets one.
+        A row with a limit gets a number of tokens that depends on its prefix and the limit only, as if so many guesses
+        had been right. The tokens themselves are the ones that it would get one by one. A constrained row gets one.
 
         Args:
             slots: [num_rows]
@@ -164,6 +164,10 @@ class SimulatedSampler:
                 assert not more_failures, "a row that may have a token may have the next one"
             token_ids, bits, slots = flat_ids, flat_bits, slots[rows]
         return DrawnTokens(token_ids, token_counts, self._gather_logprobs(token_ids, slots, bits), failures)
+
+    def can_guess(self, slots: I64) -> Flags:
+        """Return which rows may get several tokens in a step, [num_rows]."""
+        return ~self._is_constrained[slots]
 
     def _draw(self, slots: I64, positions: I64) -> tuple[I64, U64, tuple[tuple[int, RowError], ...]]:
         """Draw the token of each slot at its position, [num_rows], and extend its prefix by it.

@@ -111,7 +111,9 @@ class GroupedMachine(SchedulerMachine):
             num_stages=num_stages,
         )
         self.block_size = min(group.block_size for group in self.groups)
-        self.engine = Engine(self.make_scheduler(spare_blocks), NaiveWorker(groups=self.groups))
+        self.engine = Engine(
+            self.make_scheduler(spare_blocks), NaiveWorker(groups=self.groups, draws_guesses=True)
+        )
 
     def make_scheduler(self, spare_blocks: int) -> Scheduler:
         sizes = size_for_device(SchedulerConfig(**self.config), 0)

@@ -179,7 +179,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_stages=num_stages,
         )
         self.block_size = block_size
-        self.engine = Engine(self.make_scheduler(spare_blocks), NaiveWorker(block_size))
+        worker = NaiveWorker(block_size, draws_guesses=True)
+        self.engine = Engine(self.make_scheduler(spare_blocks), worker)
 
     def begin(
         self,

@@ -36,13 +36,18 @@ def limits_of(plan: StepPlan | None) -> dict[int, int]:
 
 
 def answer(plan: StepPlan, *rows: list[int], **tables: object) -> StepResult:
-    """Return a result with these tokens of each sampling row."""
+    """Return a result with these tokens of each sampling row, and ten guesses ready for each."""
+    tables.setdefault("guess_counts", np.full(len(rows), 10, np.uint32))
     return StepResult(
         plan.step_id,
         np.array([token for row in rows for token in row], np.uint32),
         np.array([len(row) for row in rows], np.uint32),
         **tables,  # type: ignore[arg-type]
     )
+
+
+def guessing(*counts: int) -> np.ndarray:
+    return np.array(counts, np.uint32)
 
 
 @settings(max_examples=80, deadline=None)
@@ -53,6 +58,8 @@ def answer(plan: StepPlan, *rows: list[int], **tables: object) -> StepResult:
     spare_blocks=st.integers(0, 20),
     budget=st.integers(6, 60),
     lose_at=st.none() | st.integers(1, 12),
+    num_guesses=st.integers(0, 7),
+    draws_guesses=st.booleans(),
     requests=st.lists(
         st.tuples(
             st.integers(1, 20),
@@ -71,6 +78,8 @@ def test_streams_are_the_same_for_every_limit(
     spare_blocks: int,
     budget: int,
     lose_at: int | None,
+    num_guesses: int,
+    draws_guesses: bool,
     requests: list[tuple[int, int, tuple[int, ...], RepetitionDetection | None]],
 ) -> None:
     scheduler = make_scheduler(
@@ -83,7 +92,7 @@ def test_streams_are_the_same_for_every_limit(
         eos_token_ids=(EOS,),
     )
     engine = Engine(scheduler, steps_in_flight=steps_in_flight)
-    engine.worker = NaiveWorker(block_size)
+    engine.worker = NaiveWorker(block_size, num_guesses=num_guesses, draws_guesses=draws_guesses)
     fields: list[dict[str, object]] = [
         {"max_tokens": max_tokens, "stop_token_ids": stop_token_ids, "repetition_detection": detection}
         for _, max_tokens, stop_token_ids, detection in requests
@@ -111,11 +120,13 @@ def test_a_decode_of_several_tokens_has_blocks_for_them() -> None:
     engine.add(make_request(0, make_prompt(7), max_tokens=40), make_request(1, make_prompt(4), max_tokens=40))
     first = engine.plan()
     assert limits_of(first) == {}, "a row that enters gets one token"
+    assert limits_of(engine.plan()) == {}, "nothing has been said of guesses"
+    engine.finish_step()
     second = engine.plan()
     assert second is not None
     assert limits_of(second) == {0: 4, 1: 4}
     assert second.num_tokens == 8
-    # Positions 7 to 10 of one row, 4 to 7 of the other.
+    # Positions 8 to 11 of one row, which holds four blocks now, 5 to 8 of the other.
     assert second.block_slots.tolist() == [0, 1]
     for column in (second.sample_slots, second.sample_limits):
         assert not column.flags.writeable
@@ -124,8 +135,10 @@ def test_a_decode_of_several_tokens_has_blocks_for_them() -> None:
 def test_the_limit_shrinks_to_what_is_left_of_the_output() -> None:
     engine = engine_of(4)
     engine.add(make_request(0, make_prompt(5), max_tokens=7))
-    plans = [engine.plan() for _ in range(3)]
-    assert [limits_of(plan) for plan in plans] == [{}, {0: 4}, {0: 2}]
+    engine.plan()
+    engine.finish_step()
+    plans = [engine.plan() for _ in range(2)]
+    assert [limits_of(plan) for plan in plans] == [{0: 4}, {0: 2}]
     assert engine.plan() is None, "nothing more can come until it is known how much has come"
     engine.run()
     assert len(engine.tokens[0, 0]) == 7
@@ -168,6 +181,7 @@ def test_guesses_take_what_the_budget_leaves() -> None:
     for number in range(4):
         engine.add(make_request(number, make_prompt(3, seed=number), max_tokens=40))
     engine.plan()
+    engine.finish_step()
     plan = engine.plan()
     assert limits_of(plan) == {0: 5, 1: 5}
     assert plan is not None
@@ -179,6 +193,7 @@ def test_no_request_is_preempted_for_a_guess() -> None:
     engine.worker = NaiveWorker(4)
     engine.add(make_request(0, make_prompt(3), max_tokens=9), make_request(1, make_prompt(7), max_tokens=5))
     engine.plan()
+    engine.finish_step()
     assert limits_of(engine.plan()) == {}, "every block is in use"
     assert engine.scheduler.counters.num_preemptions == 0
 
@@ -211,14 +226,14 @@ def test_tokens_of_a_preempted_request_are_kept_up_to_its_stop(drawn: list[int])
     engine.add(
         make_request(0, make_prompt(4), max_tokens=12), make_request(1, make_prompt(4, 1), max_tokens=12)
     )
-    first, second = engine.plan(), engine.plan()
-    assert first is not None
+    engine.plan()
+    engine.finish_step()
+    second = engine.plan()
     assert second is not None
     assert limits_of(second) == {0: 4, 1: 4}
     engine.plan()  # needs a fifth block
     scheduler = engine.scheduler
     assert [request.number for request in scheduler.snapshot().draining] == [1]
-    scheduler.update(answer(first, [20], [21]))
     output = scheduler.update(answer(second, [22, 23], drawn))
     scheduler.check_integrity()
     kept = drawn[: drawn.index(EOS) + 1] if EOS in drawn else drawn
@@ -227,6 +242,79 @@ def test_tokens_of_a_preempted_request_are_kept_up_to_its_stop(drawn: list[int])
     assert output.rows.tolist() == list(range(2 + len(kept)))
     assert [finished.request.number for finished in output.finished] == [1] * (EOS in drawn)
     assert not scheduler.snapshot().draining
+
+
+def test_rows_without_guesses_cost_nothing() -> None:
+    engine = engine_of(6, block_size=4, max_num_batched_tokens=40)
+    engine.worker = NaiveWorker(4)
+    requests = [make_request(number, make_prompt(4, number), max_tokens=40) for number in range(3)]
+    engine.add(*requests)
+    first = engine.plan()
+    assert first is not None
+    engine.plans.clear()
+    engine.scheduler.update(answer(first, [20], [21], [22], guess_counts=guessing(0, 2, 0)))
+    engine.add(make_request(3, make_prompt(60), max_tokens=40))
+    plan = engine.plan()
+    assert limits_of(plan) == {1: 3}
+    assert plan is not None
+    assert dict(zip(plan.chunk_slots.tolist(), plan.chunk_lengths.tolist(), strict=True)) == {3: 40 - 3 - 2}
+    assert sorted(plan.block_slots.tolist()) == [0, 1, 2], "no block for a guess that is not there"
+
+
+def test_a_report_holds_until_the_row_samples_again() -> None:
+    engine = engine_of(6)
+    engine.add(make_request(0, make_prompt(5), max_tokens=40), make_request(1, make_prompt(6), max_tokens=40))
+    first = engine.plan()
+    assert first is not None
+    engine.plans.clear()
+    engine.scheduler.update(answer(first, [20], [21], guess_counts=guessing(3, 1)))
+    second, third = engine.plan(), engine.plan()
+    assert [limits_of(plan) for plan in (second, third)] == [{0: 4, 1: 2}] * 2
+    assert second is not None
+    assert third is not None
+    engine.scheduler.update(answer(second, [20, 30], [21], guess_counts=guessing(0, 5)))
+    assert limits_of(engine.plan()) == {1: 6}
+    engine.scheduler.update(answer(third, [20], [21], guess_counts=guessing()))
+    assert limits_of(engine.plan()) == {}, "an empty column: no row has any"
+    engine.scheduler.check_integrity()
+
+
+def test_guesses_of_another_row_in_the_slot_are_not_taken() -> None:
+    engine = engine_of(6)
+    engine.add(make_request(0, make_prompt(5), max_tokens=40))
+    first = engine.plan()
+    assert first is not None
+    engine.plans.clear()
+    engine.scheduler.requests.abort(0, 0)
+    engine.add(make_request(1, make_prompt(6), max_tokens=40))
+    second = engine.plan()
+    assert second is not None
+    engine.scheduler.update(answer(first, [20], guess_counts=guessing(5)))
+    assert limits_of(engine.plan()) == {}
+
+
+def test_guesses_that_fit_no_free_block_fill_the_blocks_of_their_row() -> None:
+    engine = engine_of(6, block_size=4, num_blocks=4, max_model_len=12)
+    engine.worker = NaiveWorker(4)
+    engine.add(make_request(0, make_prompt(5), max_tokens=5), make_request(1, make_prompt(2), max_tokens=9))
+    engine.plan()
+    engine.finish_step()
+    plan = engine.plan()
+    assert limits_of(plan) == {0: 3, 1: 2}, "positions 5 to 7, and 2 to 3"
+    assert plan is not None
+    assert not plan.block_slots.size
+    engine.plans.clear()
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 2, 3)])
+def test_guess_counts_of_other_rows_are_refused(counts: tuple[int, ...]) -> None:
+    engine = engine_of(3)
+    engine.add(make_request(0, make_prompt(5)), make_request(1, make_prompt(6)))
+    plan = engine.plan()
+    assert plan is not None
+    with pytest.raises(ProtocolViolation, match=f"has {len(counts)} guess_counts, 2 rows"):
+        engine.scheduler.update(answer(plan, [20], [30], guess_counts=guessing(*counts)))
+    engine.finish_step()
 
 
 @pytest.mark.parametrize(
