@@ -74,6 +74,10 @@ class Case:
     """If there are any, each rank gives greedy tokens after these, by an engine of its own, and no `Answer`."""
     num_new: int = 0
     """Tokens after each of `prompts`."""
+    num_blocks: int = 200
+    """Blocks of the cache while `prompts` are computed."""
+    preempts: bool = False
+    """Whether these blocks are too few for all prompts at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +198,13 @@ def create(case: Case, rank: int, cache: CacheConfig) -> SleepableRunner:
 
 def generate(case: Case, rank: int) -> list[list[int]]:
     """Return the tokens after a case's prompts, in the model's own groups, and again from what is cached then."""
-    runner = create(case, rank, CacheConfig(block_size=4, num_blocks=200, state_interval=8))
+    runner = create(case, rank, CacheConfig(block_size=4, num_blocks=case.num_blocks, state_interval=8))
     engine = InProcessEngine(runner, max_num_batched_tokens=16)
     sampling = SamplingParams(temperature=0.0, max_tokens=case.num_new, ignore_eos=True)
     tokens = engine.generate(case.prompts, sampling)
     tokens += engine.generate(case.prompts, sampling, first_number=len(case.prompts))
     assert engine.scheduler.counters.prefix_hits > 0
+    assert case.preempts == (engine.scheduler.counters.num_preemptions > 0)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # what the last one has sent may still be on its way
         torch.distributed.destroy_process_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from triptych.checkpoint.architecture import ModelArchitecture, StateSpec
+from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture, StateSpec
 from triptych.errors import ConfigError
 from triptych_services.worker.context.resolved_config import RankFacts
 
@@ -120,7 +120,10 @@ def stage_layers(architecture: ModelArchitecture, *, rank: RankFacts) -> range:
         )
     if num_stages == 1:
         return range(num_layers)
-    head = architecture.vocab_size * architecture.hidden_size / _num_active_weights(architecture)  # in layers
+    num_weights = sum(
+        map(_num_active_weights, architecture.layers)
+    )  # of all layers, by a row of each product
+    head = architecture.vocab_size * num_layers / num_weights  # in layers
     num_last = max(round((num_layers + head) / num_stages - head), 1)
     if rank.is_last_stage:
         return range(num_layers - num_last, num_layers)
@@ -129,8 +132,11 @@ def stage_layers(architecture: ModelArchitecture, *, rank: RankFacts) -> range:
     return range(start, start + each + (rank.stage < num_left_over))
 
 
-def _num_active_weights(architecture: ModelArchitecture) -> int:
-    """Return how many weights of a layer one token is multiplied by."""
-    attention = 2 * (architecture.num_heads + architecture.num_kv_heads) * architecture.head_dim
-    num_columns = max(layer.active_columns for layer in architecture.layers)
-    return architecture.hidden_size * (attention + 3 * num_columns)
+def _num_active_weights(layer: LayerSpec) -> int:
+    """Return about how many weights of a layer one token is multiplied by, for each element of its hidden state."""
+    attention = 2 * (layer.num_heads + layer.num_kv_heads) * max(layer.head_dim, layer.value_dim)
+    state = layer.state
+    mixer = (
+        0 if state is None else state.conv_channels + 2 * state.num_channels
+    )  # the gate, and what comes out
+    return (attention if layer.attention != "none" else 0) + mixer + 3 * layer.active_columns

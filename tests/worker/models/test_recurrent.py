@@ -23,7 +23,7 @@ from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.models.sequences import CUTS, STATE_INTERVAL, Sequences, assert_equals_oracle
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.config_json import read_architecture
-from triptych.errors import ConfigError, FeatureDisabled
+from triptych.errors import ConfigError
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import Program, record
@@ -195,7 +195,23 @@ def test_each_rank_keeps_the_states_of_its_heads(saved: Any) -> None:
     ]
 
 
-def test_stages_keep_no_states(saved: Any) -> None:
-    config = tiny_config(read_architecture(saved("LFM2")[0]))
-    with pytest.raises(FeatureDisabled, match=r"parallel\.pipeline_parallel_size = 2: .* recurrent states"):
-        plan_kv_cache(replace(config, rank=RankFacts(num_stages=2)), 1 << 30)
+def test_a_stage_has_the_groups_of_the_whole_model(saved: Any) -> None:
+    """Its memory limits the blocks of those kinds that it has layers of."""
+    config = tiny_config(read_architecture(saved("Nemotron-H")[0]), num_blocks=0)
+    shapes = [
+        plan_kv_cache(replace(config, rank=RankFacts(stage=stage, num_stages=4)), 40_000).shape
+        for stage in range(4)  # states, an MLP, keys and values, states
+    ]
+    assert [[group.num_layers for group in shape.groups] for shape in shapes] == [
+        [0, 1],
+        [0, 0],
+        [1, 0],
+        [0, 1],
+    ]
+    assert [shape.block_bytes for shape in shapes] == [0, 0, shapes[2].block_bytes, 0]
+    assert shapes[0].num_blocks == shapes[1].num_blocks > shapes[2].num_blocks
+    assert shapes[0].num_state_blocks == shapes[3].num_state_blocks < shapes[1].num_state_blocks
+    assert shapes[1].num_state_blocks == shapes[2].num_state_blocks
+    assert {(shape.num_kv_heads, shape.head_dim, shape.soft_num_blocks is None) for shape in shapes} == {
+        (2, 8, False)
+    }

@@ -1,4 +1,5 @@
-"""Ranks that share layers with recurrent states give transformers' tokens: real processes, with their own engines."""
+"""Ranks and stages that share layers with recurrent states give transformers' tokens: real processes, with their own
+engines."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ import pytest
 
 from tests.helpers.processes import free_port
 from tests.worker.models.checkpoints import greedy_tokens, random_prompts, save_checkpoint
-from tests.worker.models.families import Tiny
-from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
+from tests.worker.models.families import FULL, Tiny
+from tests.worker.models.recurrent_families import LINEAR, RECURRENT_FAMILIES
 from tests.worker.ranks import Case, run_ranks
+from triptych.checkpoint.config_json import read_architecture
+from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.parallel.shares import stage_layers
 
 PROMPTS = tuple(map(tuple, random_prompts(1, 5, 19, 11)))
 NUM_NEW = 9
@@ -41,7 +45,24 @@ STATE_MODELS = {
     **RECURRENT_FAMILIES,
     "Qwen3-Next, 8 heads": with_arguments("Qwen3-Next", linear_num_value_heads=8),
     "Granite 4, one group": with_arguments("Granite 4, dense", mamba_n_groups=1),
+    "Qwen3-Next, states first": with_arguments("Qwen3-Next", layer_types=[LINEAR, LINEAR, FULL, FULL]),
+    "Qwen3-Next, keys first": with_arguments("Qwen3-Next", layer_types=[FULL, FULL, LINEAR, LINEAR]),
+    "Nemotron-H, MLPs last": with_arguments("Nemotron-H", layers_block_type=[LINEAR, FULL, "mlp", "mlp"]),
+    "Nemotron-H, MLPs first": with_arguments("Nemotron-H", layers_block_type=["mlp", "mlp", FULL, LINEAR]),
 }
+STAGE_CASES = {
+    "Falcon-H1": (2, "ks ks|ks ks"),
+    "Jamba": (2, "s k|s s"),
+    "Granite 4": (2, "s s|k s"),
+    "Mamba": (2, "s s|s s"),
+    "Mamba 2": (4, "s s|s s"),
+    "Qwen3-Next, states first": (2, "s s|k k"),
+    "Qwen3-Next, keys first": (2, "k k|s s"),
+    "Qwen3-Next, 8 heads": (4, "s s|k s"),
+    "Nemotron-H, MLPs last": (2, "s k|- -"),
+    "Nemotron-H, MLPs first": (4, "- -|k s"),
+}
+"""Family -> number of ranks of two stages, and what the layers of each keep: k keys and values, s states."""
 
 
 @pytest.mark.quick_cases(1)
@@ -58,3 +79,38 @@ def test_ranks_share_layers_with_states(families: list[str], tmp_path: Path) -> 
     answers = run_ranks(cases, tmp_path)
     for name, tokens in expected.items():
         assert answers[name] == [tokens] * cases[name].num_ranks, name
+
+
+def kept_by_stages(directory: Path) -> str:
+    architecture = read_architecture(directory)
+    kept = [
+        ("k" if layer.attention != "none" else "") + ("s" if layer.state else "") or "-"
+        for layer in architecture.layers
+    ]
+    stages = [stage_layers(architecture, rank=RankFacts(stage=stage, num_stages=2)) for stage in range(2)]
+    return "|".join(" ".join(kept[layer] for layer in stage) for stage in stages)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("families", [list(STAGE_CASES)[first::5] for first in range(5)])
+def test_stages_keep_the_states_of_their_layers(families: list[str], tmp_path: Path) -> None:
+    """Hits and preemptions included; some stages keep nothing of a kind, or nothing at all."""
+    cases, expected = {}, {}
+    for family in families:
+        oracle = save_checkpoint(STATE_MODELS[family].create(), tmp_path / family)
+        num_ranks, kept = STAGE_CASES[family]
+        assert kept_by_stages(tmp_path / family) == kept
+        cases[family] = Case(
+            tmp_path / family,
+            num_ranks,
+            num_stages=2,
+            port=free_port(),
+            prompts=PROMPTS,
+            num_new=NUM_NEW,
+            num_blocks=14,
+            preempts="k" in kept,
+        )
+        expected[family] = 2 * [greedy_tokens(oracle, prompt, NUM_NEW) for prompt in PROMPTS]
+    answers = run_ranks(cases, tmp_path)
+    for family, tokens in expected.items():
+        assert answers[family] == [tokens] * cases[family].num_ranks, family

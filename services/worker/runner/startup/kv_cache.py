@@ -59,7 +59,7 @@ def allocate_kv_cache(
     ]
     num_elements = sum(place.state_elements for place in places)
     pages = _allocate((shape.num_state_blocks, num_elements), torch.float32, device) if num_elements else None
-    return _by_layer(shape, tensors, places, pages)
+    return _by_layer(shape, tensors, places, pages, device)
 
 
 def view_kv_cache(
@@ -85,7 +85,7 @@ def view_kv_cache(
         KvCache(tensors[f"{tensor}.blocks"], tensors.get(f"{tensor}.scales"))
         for tensor in range(num_kv_tensors(shape))
     ]
-    return _by_layer(shape, caches, places, pages)
+    return _by_layer(shape, caches, places, pages, torch.device("cpu"))
 
 
 def parts_of_caches(kv_caches: Sequence[KvCache]) -> dict[str, Tensor]:
@@ -108,12 +108,16 @@ def parts_of_caches(kv_caches: Sequence[KvCache]) -> dict[str, Tensor]:
 
 
 def _by_layer(
-    shape: KvLayout, tensors: Sequence[KvCache], places: Sequence[LayerPlace], pages: Tensor | None
+    shape: KvLayout,
+    tensors: Sequence[KvCache],
+    places: Sequence[LayerPlace],
+    pages: Tensor | None,
+    device: torch.device,
 ) -> tuple[KvCache, ...]:
     """Return the cache of each layer, with its part of the pages of states if it has some.
 
     Args:
-        pages: [num_state_blocks, elements of all layers] float32; None: no layer has states.
+        pages: [num_state_blocks, elements of all layers] float32; None: no layer here has states.
     """
     if not places:
         assert len(shape.groups) == 1, "layers of several groups have places"
@@ -121,8 +125,7 @@ def _by_layer(
     layers, first = [], 0
     for place in places:
         if place.tensor < 0:
-            assert pages is not None, "a layer has keys and values, or states"
-            layer = KvCache(pages.new_zeros(0))
+            layer = KvCache(torch.zeros(0, device=device))
         else:
             layer = replace(tensors[place.tensor], group=place.group)
         if place.state_elements:

@@ -57,6 +57,8 @@ class GroupChoice:
     places: tuple[LayerPlace, ...]
     """By layer of the stage."""
     num_tensors: int
+    has_states: bool = False
+    """Whether a layer of the model, of this stage or another, keeps states."""
     reason: str = ""
     """Why layers with windows are in one group with others; empty: they are not."""
 
@@ -77,8 +79,8 @@ class GroupChoice:
             )
             for number, kind in enumerate(self.kinds)
         )
-        elements = [place.state_elements for place in self.places if place.state_elements]
-        if elements:
+        if self.has_states:
+            elements = [place.state_elements for place in self.places if place.state_elements]
             states = KvGroup(KvKind.STATE, len(elements), state_interval, sum(elements) * _STATE_BYTES)
             groups = (*groups, states)
         return replace(shape, groups=groups)
@@ -87,7 +89,8 @@ class GroupChoice:
 def choose_groups(config: ResolvedConfig) -> GroupChoice:
     """Choose the groups of this rank's layers, the same kinds on every stage.
 
-    Every rank finds the same, from the layers of the whole model.
+    Every rank finds the same, from the layers of the whole model. A stage without layers of a kind has its group, too,
+    with blocks of no bytes.
     """
     architecture = config.architecture
     stage = stage_layers(architecture, rank=config.rank)
@@ -180,7 +183,7 @@ def _padding(
     num_tensors = max(-(-num_of_stage[kind] // count) for kind, count in counts.items())
     used = sum(kind.num_held(num_tokens) * number for kind, number in num_of_stage.items())
     taken = num_tensors * sum(kind.num_held(num_tokens) * count for kind, count in counts.items())
-    return taken / used - 1 if used else float("inf")
+    return taken / used - 1 if taken else 0.0
 
 
 def _place(
@@ -212,12 +215,12 @@ def _with_places(
     config: ResolvedConfig, stage: range, layer_to_place: Mapping[int, tuple[int, int]]
 ) -> GroupChoice:
     """Return a choice without groups yet, of which each layer has a group and a tensor, or neither."""
-    places = []
+    places, layers = [], config.architecture.layers
     for index in stage:
-        state = config.architecture.layers[index].state
+        state = layers[index].state
         elements = 0 if state is None else share_state(state, rank=config.rank)[1].page_elements
         places.append(LayerPlace(*layer_to_place.get(index, (-1, -1)), state_elements=elements))
-    return GroupChoice((), tuple(places), 0)
+    return GroupChoice((), tuple(places), 0, has_states=any(layer.state for layer in layers))
 
 
 def blocks_held(groups: Sequence[KvGroup], num_tokens: int, step_tokens: int) -> int:

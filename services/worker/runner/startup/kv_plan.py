@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.errors import ConfigError, FeatureDisabled
+from triptych.errors import ConfigError
 from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych_services.worker.parallel.shares import share_kv_heads, stage_layers
@@ -53,10 +53,9 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
 
     Raises:
         ConfigError: The operator's blocks do not fit, or not even one block does; or ranks cannot share the heads.
-        FeatureDisabled: Stages do not keep recurrent states.
     """
     cache, architecture = config.engine.cache, config.architecture
-    _check_states(config)
+    _check_state_interval(config)
     choice = choose_groups(config)
     shape = choice.with_groups(_without_blocks(config), cache.state_interval)
     max_model_len = config.engine.model.max_model_len or architecture.max_context
@@ -64,7 +63,7 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     granted = int(free_bytes * fraction) - activation_bytes
     states = next((group for group in shape.groups if group.kind is KvKind.STATE), None)
     if states is not None:
-        num_pages = _num_pages(config, states, granted, max_model_len, beside_kv=bool(choice.kinds))
+        num_pages = _num_pages(config, states, granted, max_model_len, beside_kv=shape.block_bytes > 0)
         shape = replace(shape, num_state_blocks=num_pages)
         granted -= num_pages * states.block_bytes
         free_bytes -= num_pages * states.block_bytes
@@ -85,7 +84,8 @@ def _with_blocks(
     """Return a layout with its number of blocks of keys and values.
 
     Args:
-        granted: Bytes that they may take if the operator has not said how many there are.
+        granted: Bytes that they may take if the operator has not said how many there are. A stage on which they take
+            none has as many as its requests can fill.
     """
     cache, block_bytes = config.engine.cache, shape.block_bytes
     of_kv = [group for group in shape.groups if group.kind is not KvKind.STATE]
@@ -96,7 +96,9 @@ def _with_blocks(
         )
     else:
         blocks_per_seq = blocks_held(of_kv, max_model_len, step_tokens(config))
-        num_blocks = min(granted // block_bytes, config.engine.scheduler.max_num_seqs * blocks_per_seq + 1)
+        num_blocks = config.engine.scheduler.max_num_seqs * blocks_per_seq + 1
+        if block_bytes:
+            num_blocks = min(num_blocks, granted // block_bytes)
         if num_blocks < min_blocks:
             fraction = cache.memory_fraction or _default_fraction(config.rank.device)
             raise ConfigError(
@@ -108,17 +110,15 @@ def _with_blocks(
             )
     soft_num_blocks = None
     if config.rank.device == "cpu":
-        soft_num_blocks = min(int(free_bytes * cache.soft_memory_fraction) // block_bytes, num_blocks - 1)
+        soft_num_blocks = num_blocks - 1
+        if block_bytes:
+            in_memory = int(free_bytes * cache.soft_memory_fraction) // block_bytes
+            soft_num_blocks = min(soft_num_blocks, in_memory)
     return replace(shape, num_blocks=num_blocks, soft_num_blocks=soft_num_blocks)
 
 
-def _check_states(config: ResolvedConfig) -> None:
-    """Check that a model with recurrent states can be served as configured.
-
-    Raises:
-        ConfigError: Pages do not hold whole blocks of tokens.
-        FeatureDisabled: There are several stages.
-    """
+def _check_state_interval(config: ResolvedConfig) -> None:
+    """Raise ConfigError if pages of recurrent states do not hold whole blocks of tokens."""
     cache, architecture = config.engine.cache, config.architecture
     if not any(layer.state for layer in architecture.layers):
         return
@@ -127,28 +127,25 @@ def _check_states(config: ResolvedConfig) -> None:
             f"cache.state_interval: {cache.state_interval} is no multiple of cache.block_size = {cache.block_size}; "
             "set it to one"
         )
-    if config.rank.num_stages > 1:
-        raise FeatureDisabled(
-            f"parallel.pipeline_parallel_size = {config.rank.num_stages}",
-            f"{architecture.name} has recurrent states, which stages do not keep yet; set it to 1",
-        )
 
 
 def _num_pages(
     config: ResolvedConfig, states: KvGroup, granted: int, max_model_len: int, *, beside_kv: bool
 ) -> int:
     """Return the number of pages of states: two for each request, and those of all snapshots of all contexts, if half
-    of the cache's memory holds so many.
+    of the cache's memory holds so many. A stage without states could hold any number.
 
     Args:
         granted: Bytes that the whole cache may take.
-        beside_kv: Whether keys and values need some of it. If not, states get all.
+        beside_kv: Whether keys and values need some of it here. If not, states get all.
 
     Raises:
         ConfigError: Not one request has room.
     """
     max_num_seqs = config.engine.scheduler.max_num_seqs
     wanted = 1 + max_num_seqs * (_PAGES_PER_ROW + max_model_len // states.block_size)
+    if not states.block_bytes:
+        return wanted
     share = granted // 2 if beside_kv else granted
     num_pages = min(wanted, share // states.block_bytes)
     if num_pages < 1 + _PAGES_PER_ROW:
@@ -184,21 +181,21 @@ def report_groups(config: ResolvedConfig, shape: KvLayout) -> None:
 def _without_blocks(config: ResolvedConfig) -> KvLayout:
     """Return the layout of the caches of this rank's layers: one full group, of equal layers."""
     architecture = config.architecture
-    stage = stage_layers(architecture, rank=config.rank)
-    num_layers = sum(architecture.layers[index].attention != "none" for index in stage)
-    shapes = vector_shapes(architecture, config.rank) if num_layers else (VectorShape(2, 1, 1),)
+    vectors = vector_shape(architecture, config.rank)
+    num_layers = sum(
+        architecture.layers[index].attention != "none"
+        for index in stage_layers(architecture, rank=config.rank)
+    )
     layout = KvLayout(
         num_blocks=1,  # the null block; the others are counted later
         block_size=config.engine.cache.block_size,
         num_layers=num_layers,
-        num_kv_heads=shapes[0].num_heads,
-        head_dim=shapes[0].width,
+        num_kv_heads=vectors.num_heads,
+        head_dim=vectors.width,
         dtype=config.kv_dtype,
     )
     (pairs,) = layout.groups
-    return replace(
-        layout, groups=(replace(pairs, block_bytes=pairs.block_bytes // 2 * shapes[0].num_vectors),)
-    )
+    return replace(layout, groups=(replace(pairs, block_bytes=pairs.block_bytes // 2 * vectors.num_vectors),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,19 +210,22 @@ class VectorShape:
     """Elements of a vector."""
 
 
-def vector_shapes(architecture: ModelArchitecture, rank: RankFacts) -> tuple[VectorShape, ...]:
-    """Return what each layer of this rank's stage keeps. All heads read one latent vector, so each rank has it.
+def vector_shape(architecture: ModelArchitecture, rank: RankFacts) -> VectorShape:
+    """Return what each layer with attention keeps on this rank, the same in all stages.
+
+    All heads read one latent vector, so each rank has it.
 
     Raises:
         ConfigError: Ranks cannot share the heads.
     """
+    if all(layer.attention == "none" for layer in architecture.layers):
+        return VectorShape(2, 1, 1)  # no layer has one
     _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, rank=rank)
-    return tuple(
+    latent = architecture.latent
+    return (
         VectorShape(2, num_kv_heads, architecture.head_dim)
         if latent is None
         else VectorShape(1, 1, latent.width)
-        for index in stage_layers(architecture, rank=rank)
-        for latent in (architecture.layers[index].latent,)
     )
 
 

@@ -127,12 +127,16 @@ def _with_smaller_step(config: ResolvedConfig) -> ResolvedConfig | None:
 
 
 def _agree_on_blocks(config: ResolvedConfig, plan: KvPlan, group: RankGroup) -> KvPlan:
-    """Return the plan with as many blocks as every rank can hold, since stages may have more layers than others."""
+    """Return the plan with as many blocks and pages of states as every rank can hold.
+
+    Stages may have more layers than others, and none of a kind: they can hold as many of its blocks as requests need.
+    """
     shape, soft = plan.shape, plan.shape.soft_num_blocks
     shape = replace(
         shape,
         num_blocks=group.minimum(shape.num_blocks),
         soft_num_blocks=None if soft is None else group.minimum(soft),
+        num_state_blocks=group.minimum(shape.num_state_blocks),
     )
     longest = most_tokens(shape, step_tokens(config))
     return replace(plan, shape=shape, max_model_len=min(plan.max_model_len, longest))
