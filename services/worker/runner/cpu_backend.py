@@ -19,6 +19,7 @@ from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.models.base import CausalLM, logits_of
 from triptych_services.worker.runner.backend import ForwardBackend, StepOutput, without_samples
 from triptych_services.worker.runner.base import CompletedStep
+from triptych_services.worker.runner.drafting.speculation import Speculation
 from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers
 from triptych_services.worker.runner.pooled_rows import RowPooler
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
@@ -187,12 +188,18 @@ class ImmediateSteps:
         scorer: PromptScorer,
         pooler: RowPooler,
         rows: RequestRows,
+        speculation: Speculation | None = None,
     ) -> None:
+        """
+        Args:
+            speculation: Hears of the tokens of each step; None: no row guesses.
+        """
         self._backend = backend
         self._sampler = sampler
         self._scorer = scorer
         self._pooler = pooler
         self._rows = rows
+        self._speculation = speculation
 
     def await_inputs(self, step: StepRows) -> None:
         """Do nothing: all inputs are in the rows."""
@@ -203,13 +210,19 @@ class ImmediateSteps:
         prepared = time.perf_counter_ns()
         output = self._backend.forward(sizes)
         forwarded = time.perf_counter_ns()
-        sampled = self._sampler.finish(output.logits, output.token_ids, step.sampling_slots)
+        chosen = output.logits, output.token_ids, step.sampling_slots
+        if step.places is None:
+            sampled = self._sampler.finish(*chosen)
+        else:
+            sampled = self._sampler.finish_places(*chosen, step.places)
         targets = self._scorer.take_targets(step)
         scored = None if targets is None else self._scorer.finish(output, targets)
         parts = self._pooler.take_parts(step)
         pooled = self._pooler.finish(output, parts) if parts else None
-        self._rows.advance(step)
-        self._rows.record(step, sampled.token_ids)
+        self._rows.advance(step, sampled.token_counts)
+        self._rows.record(step, sampled.token_ids, sampled.token_counts)
+        if self._speculation is not None:
+            self._speculation.accept(step, sampled.token_counts)
         timings = StepTimings(
             prepare_ns=prepared - started_ns,
             forward_ns=forwarded - prepared,

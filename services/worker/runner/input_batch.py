@@ -32,7 +32,7 @@ class InputBatch:
     attention: tuple[AttentionBatch, ...]
     """By group of keys and values."""
     sampling_tokens: Tensor
-    """[num_sampling] int64, the last token of each sampling row: the hidden states that become logits."""
+    """[num_sampling] int64, the tokens that sample: the hidden states that become logits."""
     sampling: SamplingBatch
     state: StateBatch | None = None
     """Pages of the rows' states. None: the model has no states."""
@@ -114,10 +114,11 @@ class InputBuffers:
         attention: AttentionBackend,
         feedback: FeedbackBuffers | None = None,
         has_adapters: bool = False,
+        max_sampling: int | None = None,
     ) -> None:
         """
         Args:
-            tables: The rows' block tables by group.
+            tables, max_sampling: As of `StepInputs`.
             attention: Attention backend of every step.
             has_adapters: Whether the worker serves adapters.
             feedback: Buffers for a device that keeps the tokens it samples; None for a CPU.
@@ -125,7 +126,10 @@ class InputBuffers:
         self.attention = attention
         self.feedback = feedback
         self._arrays = arrays = StepInputs(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, tables=tables
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            tables=tables,
+            max_sampling=max_sampling,
         )
         self.token_ids = torch.from_numpy(arrays.token_ids)
         self.positions = torch.from_numpy(arrays.positions)

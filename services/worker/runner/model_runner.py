@@ -35,6 +35,11 @@ from triptych_services.worker.runner.cuda.create import create_cuda_backend, cre
 from triptych_services.worker.runner.cuda.forward import LastTokens
 from triptych_services.worker.runner.cuda.steps_in_flight import DeviceSteps
 from triptych_services.worker.runner.cuda.streams import DeviceStream
+from triptych_services.worker.runner.drafting.speculation import (
+    CreateProposers,
+    create_speculation,
+    max_sampling_places,
+)
 from triptych_services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
 from triptych_services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from triptych_services.worker.runner.pipeline_stage import PipelineStage, create_stage_steps
@@ -62,6 +67,8 @@ class LastingParts:
     """Compiler of structured outputs; None: they are refused."""
     adapters: AdapterStore | None = None
     """Adapters of the model; None: rows with one fail."""
+    proposers: CreateProposers | None = None
+    """Creates what guesses tokens, where a row may get several in a step; None: `ngram_only`."""
 
 
 class ModelRunner(StepRunner):
@@ -104,6 +111,8 @@ class ModelRunner(StepRunner):
             assert isinstance(model, nn.Module), "the contract of CausalLM"
             lasting.adapters.attach(model)
         self._rows = create_rows(facts, lasting.adapters)
+        self._speculation = create_speculation(self._rows, facts, lasting.proposers)
+        assert self._speculation is None or (stream is None and stage is None), "facts say so"
         self._inputs = _create_inputs(
             self._rows, facts, attention or PagedAttention(), reads_last_tokens=stream is not None
         )
@@ -157,7 +166,12 @@ class ModelRunner(StepRunner):
             samples=self._generates and (stage is None or stage.is_last),
         )
         steps: StepLauncher = ImmediateSteps(
-            backend=backend, sampler=sampler, scorer=scorer, pooler=self._pooler, rows=self._rows
+            backend=backend,
+            sampler=sampler,
+            scorer=scorer,
+            pooler=self._pooler,
+            rows=self._rows,
+            speculation=self._speculation,
         )
         if stage is not None:
             steps = create_stage_steps(stage, steps, backend.compute_states, self._rows)
@@ -283,6 +297,8 @@ class ModelRunner(StepRunner):
             waiting_since = time.perf_counter_ns()
             self._steps.await_inputs(step)
             started += time.perf_counter_ns() - waiting_since  # to wait is not to prepare
+            if self._speculation is not None:
+                step = self._speculation.guess(step)
             sizes = self._inputs.gather(self._rows, step)
             on_prepared()
             return self._steps.launch(plan.step_id, step, sizes, started)
@@ -307,4 +323,5 @@ def _create_inputs(
         attention=attention,
         feedback=feedback,
         has_adapters=rows.adapters is not None,
+        max_sampling=max_sampling_places(facts),
     )

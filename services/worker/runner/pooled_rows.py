@@ -50,7 +50,8 @@ class RowPooler:
         if not slot_to_pooling:
             return ()
         parts: list[PooledPart] = []
-        first_tokens = np.cumsum(step.query_lens) - step.query_lens  # [num_rows]
+        computed_lens = step.computed_lens
+        first_tokens = np.cumsum(computed_lens) - computed_lens  # [num_rows]
         for index in np.flatnonzero(np.isin(step.slots, list(slot_to_pooling))).tolist():
             slot, start, length = (
                 int(column[index]) for column in (step.slots, step.starts, step.query_lens)

@@ -60,7 +60,8 @@ def take_prompt_targets(rows: RequestRows, step: StepRows) -> PromptTargets | No
     tokens: list[I64] = []
     token_ids: list[NDArray[np.int32]] = []
     asking = np.flatnonzero(np.isin(step.slots, list(rows.slot_to_prompt_top)))
-    first_tokens = np.cumsum(step.query_lens) - step.query_lens  # [num_rows]
+    computed_lens = step.computed_lens
+    first_tokens = np.cumsum(computed_lens) - computed_lens  # [num_rows]
     for row in asking.tolist():
         slot, start = int(step.slots[row]), int(step.starts[row])
         num_prompt = int(rows.num_prompt[slot])

@@ -30,6 +30,8 @@ def publish(
         pooled: None if no row is pooled.
     """
     token_ids, token_counts, logprobs = sampled.token_ids.astype(np.uint32), empty_u32(), sampled.logprobs
+    if sampled.token_counts is not None:
+        token_counts = sampled.token_counts.astype(np.uint32)
     row_errors = step.row_errors
     if pooled is not None:
         row_errors = {**pooled.failures, **row_errors}
@@ -44,11 +46,15 @@ def publish(
             **row_errors,
         }
     if sampled.failures:
-        token_counts = np.ones(len(token_ids), np.uint32)
-        token_counts[[row for row, _ in sampled.failures]] = 0
-        token_ids = token_ids[token_counts > 0]
-        if logprobs is not None:  # their rows count tokens from now on
-            places = np.cumsum(token_counts) - 1
+        failed = [row for row, _ in sampled.failures]
+        counts = token_counts if token_counts.size else np.ones(len(token_ids), np.uint32)
+        is_kept = np.ones(len(token_ids), np.bool_)
+        is_kept[np.cumsum(counts)[failed] - 1] = False  # such a row has one token
+        token_ids = token_ids[is_kept]
+        token_counts = counts.copy()
+        token_counts[failed] = 0
+        if logprobs is not None:  # their rows count the kept tokens from now on
+            places = np.cumsum(is_kept) - 1
             logprobs = replace(logprobs, rows=places[logprobs.rows].astype(np.uint32))
     return StepResult(
         step_id,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from triptych_services.worker.adapters.slots import NO_ADAPTER, AdapterSlots, Ad
 from triptych_services.worker.runner.block_tables import append_new_blocks, create_tables, tables_of
 from triptych_services.worker.runner.pooling import PooledSlots
 from triptych_services.worker.sampling.params import SamplingColumns, TokenHistory
+from triptych_services.worker.sampling.sampled import SamplingPlaces
 
 I64 = NDArray[np.int64]
 I32 = NDArray[np.int32]
@@ -47,6 +49,8 @@ class StepRows:
     """[num_rows] whether it reaches the end of what is known, and so samples."""
     sample_limits: I64 | None = None
     """[num_sampling] the most tokens that each may get; None: one each."""
+    places: SamplingPlaces | None = None
+    """The positions that sample, where some rows guess; None: the last token of each sampling row."""
     row_errors: Mapping[RowKey, RowError] = field(default_factory=dict)
     """Rows that entered in this step and cannot be served. They compute like any other until they are removed."""
 
@@ -54,8 +58,17 @@ class StepRows:
     def sampling_slots(self) -> I64:
         return self.slots[self.samples]
 
+    @property
+    def computed_lens(self) -> I64:
+        """[num_rows] tokens that each computes, guesses included."""
+        if self.places is None:
+            return self.query_lens
+        computed_lens = self.query_lens.copy()
+        computed_lens[self.samples] += self.places.counts
+        return computed_lens
+
     def select(self, rows: Flags) -> StepRows:
-        """Return the step of some of its rows, [num_rows]; all errors stay with it."""
+        """Return the step of some of its rows, [num_rows]; all errors stay with it. No row guesses."""
         return replace(
             self,
             slots=self.slots[rows],
@@ -64,6 +77,14 @@ class StepRows:
             samples=self.samples[rows],
             sample_limits=None if self.sample_limits is None else self.sample_limits[rows[self.samples]],
         )
+
+
+class RowObserver(Protocol):
+    """Follows the rows that generate as they enter and leave their slots."""
+
+    def enter(self, row: NewRow) -> None: ...
+
+    def leave(self, slot: int) -> None: ...
 
 
 class RequestRows:
@@ -114,6 +135,8 @@ class RequestRows:
         self.slot_to_prompt_top: dict[int, int] = {}
         """Slot to the number of alternatives per prompt token, of rows with a prompt to be reported yet."""
         self.pooled = PooledSlots(max_num_seqs, tasks)
+        self.observer: RowObserver | None = None
+        """Guesses tokens of the rows ahead, if something does."""
 
     def apply(self, plan: StepPlan) -> StepRows:
         """Carry out a plan's removals, new rows and new blocks, and return the rows that it computes.
@@ -163,9 +186,19 @@ class RequestRows:
             self.num_known[step.sampling_slots] += token_counts
             self.num_computed[step.sampling_slots] += token_counts - 1
 
-    def record(self, step: StepRows, token_ids: NDArray[np.integer]) -> None:
-        """Write the ids that the step sampled, [num_sampling], one for each sampling row."""
+    def record(
+        self, step: StepRows, token_ids: NDArray[np.integer], token_counts: I64 | None = None
+    ) -> None:
+        """Write the ids that the step sampled.
+
+        Args:
+            token_ids: [sum(token_counts)] those of each sampling row, one row after the other.
+            token_counts: As of `advance`. All tokens of a row but the last were guessed, and so are written already.
+        """
         positions = (step.starts + step.query_lens)[step.samples]
+        if token_counts is not None:
+            positions += token_counts - 1
+            token_ids = token_ids[np.cumsum(token_counts) - 1]
         self.token_ids[step.sampling_slots, positions] = token_ids
 
     def await_ids(self, step: StepRows, step_id: int) -> None:
@@ -241,6 +274,8 @@ class RequestRows:
             self._release_adapter(slot)
             self.slot_to_prompt_top.pop(slot, None)
             self.pooled.leave(slot)
+            if self.observer is not None:
+                self.observer.leave(slot)
 
     def _enter(self, row: NewRow, step_id: int) -> RowError | None:
         """Fill a slot. Returns why the row cannot be served, None if it can."""
@@ -264,6 +299,8 @@ class RequestRows:
         if row.sampling.prompt_logprobs is not None and refusal is None:
             self.prompt_logprobs_start[slot] = row.prompt_logprobs_start
             self.slot_to_prompt_top[slot] = row.sampling.prompt_logprobs
+        if self.observer is not None:
+            self.observer.enter(row)
         return refusal
 
     def _take_adapter(self, slot: int, digest: str) -> RowError | None:

@@ -25,8 +25,9 @@ class StepSizes:
     num_tokens: int
     num_rows: int
     num_sampling: int
+    """Positions that sample."""
     query_lens: I64
-    """[num_rows]"""
+    """[num_rows] guesses included."""
     seq_lens: I64
     """[num_rows]"""
     max_seq_len: int
@@ -80,12 +81,19 @@ class StepInputs:
     """The inputs of the current step, allocated once, as long as the longest step."""
 
     def __init__(
-        self, *, max_num_seqs: int, max_num_batched_tokens: int, tables: Sequence[BlockTable]
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tables: Sequence[BlockTable],
+        max_sampling: int | None = None,
     ) -> None:
         """
         Args:
             tables: The rows' block tables by group.
+            max_sampling: Positions that sample in a step, at most; None: one for each row.
         """
+        max_sampling = max_sampling or max_num_seqs
         self.token_ids: I64 = np.zeros(max_num_batched_tokens, np.int64)
         self.positions: I64 = np.zeros(max_num_batched_tokens, np.int64)
         self.groups = [
@@ -98,12 +106,12 @@ class StepInputs:
         """Pages of the group of states; None: there is none."""
         self.query_starts: I32 = np.zeros(max_num_seqs + 1, np.int32)
         self.seq_lens: I32 = np.zeros(max_num_seqs, np.int32)
-        self.sampling_tokens: I64 = np.zeros(max_num_seqs, np.int64)
+        self.sampling_tokens: I64 = np.zeros(max_sampling, np.int64)
         self.adapter_slots: I32 = np.full(max_num_batched_tokens, NO_ADAPTER, np.int32)
         """[max_num_batched_tokens] slot of each token's adapter; filled if the worker serves some."""
-        self.sampling_adapters: I32 = np.full(max_num_seqs, NO_ADAPTER, np.int32)
-        """[max_num_seqs] the same of the tokens in `sampling_tokens`."""
-        self.sampling = SamplingArrays(max_num_seqs)
+        self.sampling_adapters: I32 = np.full(max_sampling, NO_ADAPTER, np.int32)
+        """[max_sampling] the same of the tokens in `sampling_tokens`."""
+        self.sampling = SamplingArrays(max_sampling)
 
     @property
     def arrays(self) -> Mapping[str, NDArray[Any]]:
@@ -125,7 +133,7 @@ class StepInputs:
 
         The only reader of token ids.
         """
-        slots, query_lens, starts = step.slots, step.query_lens, step.starts
+        slots, query_lens, starts = step.slots, step.computed_lens, step.starts
         num_rows = slots.size
         seq_lens = starts + query_lens  # [num_rows] = length of keys and values
         query_starts = self.query_starts[: num_rows + 1]
@@ -153,11 +161,16 @@ class StepInputs:
         if self.state is not None:
             self.state.gather(rows.tables[-1], slots, starts, seq_lens)
         self.seq_lens[:num_rows] = seq_lens
-        sampling_slots = step.sampling_slots
+        sampling_slots, offsets = step.sampling_slots, None
+        sampling_tokens = query_starts[1:][step.samples] - 1
+        if step.places is not None:
+            at, offsets = step.places.rows, step.places.offsets
+            sampling_slots = sampling_slots[at]
+            sampling_tokens = (sampling_tokens - step.places.counts)[at] + offsets
         num_sampling = sampling_slots.size
-        self.sampling_tokens[:num_sampling] = query_starts[1:][step.samples] - 1
+        self.sampling_tokens[:num_sampling] = sampling_tokens
         if rows.adapters is not None:
             self.adapter_slots[:num_tokens] = rows.adapter_slots[slot_of_token]
             self.sampling_adapters[:num_sampling] = rows.adapter_slots[sampling_slots]
-        self.sampling.gather(rows.sampling, rows.history, sampling_slots)
+        self.sampling.gather(rows.sampling, rows.history, sampling_slots, offsets)
         return StepSizes(num_tokens, num_rows, num_sampling, query_lens, seq_lens, max_seq_len)

@@ -154,8 +154,14 @@ class SamplingArrays:
         self._positions = others.pop("positions")
         self._others = tuple(others.items())
 
-    def gather(self, columns: SamplingColumns, history: TokenHistory, slots: I64) -> None:
-        """Fill in the parameters of these slots, in the order of the logits. Greedy rows need no others."""
+    def gather(
+        self, columns: SamplingColumns, history: TokenHistory, slots: I64, offsets: I64 | None = None
+    ) -> None:
+        """Fill in the parameters of these slots, in the order of the logits. Greedy rows need no others.
+
+        Args:
+            offsets: Guesses of each slot before the position that samples; None: it samples at one position.
+        """
         count = slots.size
         temperature = columns.first_temperature[slots]
         self._temperature[:count] = temperature
@@ -164,6 +170,8 @@ class SamplingArrays:
         for name, buffer in self._others:
             buffer[:count] = columns.columns[name][slots]
         self._positions[:count] = history.num_known[slots]
+        if offsets is not None:
+            self._positions[:count] += offsets
 
     def pad(self, count: int, padded: int) -> None:
         """Make the rows `count .. padded` greedy ones, for which nothing else matters."""

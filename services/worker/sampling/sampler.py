@@ -31,7 +31,7 @@ from triptych_services.worker.sampling.params import (
     SamplingColumns,
     TokenHistory,
 )
-from triptych_services.worker.sampling.sampled import NOT_FINITE, SampledTokens
+from triptych_services.worker.sampling.sampled import NOT_FINITE, SampledTokens, SamplingPlaces
 
 I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -120,6 +120,41 @@ class Sampler:
                 return SampledTokens(token_ids, None, ())  # the common case
         choice = self.choose(logits, chosen, slots)
         return self.read(choice, [tensor.numpy(force=True).copy() for tensor in choice.tensors])
+
+    def finish_places(
+        self, logits: Tensor, chosen: Tensor, slots: I64, places: SamplingPlaces
+    ) -> SampledTokens:
+        """Choose at the positions of a step in which some rows guess, and read the tokens up to the first wrong guess.
+
+        Rows that ask for more than one choice among the logits as they are choose at one position after the other. So
+        their processors take in only tokens that the row has got, and each of them once.
+
+        Args:
+            logits: [num_places, vocab_size] float32; never written.
+            chosen: [num_places] tokens among the logits as they are, on the host.
+            slots: [num_rows] slot of each row.
+        """
+        token_ids: I64 = chosen.numpy().copy()  # [num_places]; -1: nothing to choose from
+        known_before = self._history.num_known[slots]
+        errors: dict[int, RowError] = {}
+        reported: list[tuple[LogprobColumns, I64]] = []
+        rows = np.flatnonzero(np.isin(slots, list(self._columns.demanding)))
+        offset = 0
+        while rows.size:
+            at = places.first[rows] + offset
+            device_at = torch.from_numpy(at)
+            sampled = self.finish(logits[device_at], chosen[device_at], slots[rows])
+            token_ids[at] = sampled.token_ids
+            if sampled.logprobs is not None:
+                reported.append((sampled.logprobs, at))
+            for row, error in sampled.failures:
+                token_ids[at[row]] = -1
+                errors.setdefault(int(rows[row]), error)
+            rows = rows[token_ids[at] == places.guesses[at]]
+            self._history.num_known[slots[rows]] += 1
+            offset += 1
+        self._history.num_known[slots] = known_before
+        return places.sampled(token_ids, reported, errors)
 
     def choose(self, logits: Tensor, chosen: Tensor, slots: I64) -> ChosenTokens:
         """Return the next token of each slot: the one given, or another where the request changes its logits.

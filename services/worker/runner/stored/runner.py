@@ -26,13 +26,14 @@ from triptych_kernels.cpu.huge_pages import map_zeros
 from triptych_kernels.cpu.stored_program import BoundProgram, StoredProgram
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.runner.base import CompletedStep, PendingStep, Runner, do_nothing
+from triptych_services.worker.runner.drafting.speculation import create_speculation, max_sampling_places
 from triptych_services.worker.runner.publish import publish
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows, create_rows
 from triptych_services.worker.runner.startup.kv_plan import kv_parts
 from triptych_services.worker.runner.step_inputs import StepInputs, StepSizes
 from triptych_services.worker.runner.stored.image import Image
 from triptych_services.worker.sampling.params import PARAM_COLUMNS
-from triptych_services.worker.sampling.sampled import NOT_FINITE, SampledTokens
+from triptych_services.worker.sampling.sampled import NOT_FINITE, SampledTokens, SamplingPlaces
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +82,12 @@ class StoredRunner(Runner):
         self._facts = facts
         self._resume = resume
         self._rows = create_rows(facts)
+        self._speculation = create_speculation(self._rows, facts)
         self._inputs = StepInputs(
             max_num_seqs=facts.max_num_seqs,
             max_num_batched_tokens=facts.max_num_batched_tokens,
             tables=self._rows.tables,
+            max_sampling=max_sampling_places(facts),
         )
         _, last_start, last_bytes = kv_parts(facts.kv)[-1]
         self._kv_memory = map_zeros(last_start + last_bytes)
@@ -129,10 +132,12 @@ class StoredRunner(Runner):
             return CompletedStep(
                 StepResult(plan.step_id, empty_u32(), row_errors=step.row_errors, timings=timings)
             )
+        if self._speculation is not None:
+            step = self._speculation.guess(step)
         sizes = self._inputs.gather(self._rows, step)
         on_prepared()
         prepared = time.perf_counter_ns()
-        sampled = _sampled(self._program.run(sizes))
+        sampled = _sampled(self._program.run(sizes), step.places)
         forwarded = time.perf_counter_ns()
         self._advance(step, sampled)
         timings = StepTimings(
@@ -143,8 +148,10 @@ class StoredRunner(Runner):
         return CompletedStep(publish(plan.step_id, step, self._rows.slot_version, sampled, timings))
 
     def _advance(self, step: StepRows, sampled: SampledTokens) -> None:
-        self._rows.advance(step)
-        self._rows.record(step, sampled.token_ids)
+        self._rows.advance(step, sampled.token_counts)
+        self._rows.record(step, sampled.token_ids, sampled.token_counts)
+        if self._speculation is not None:
+            self._speculation.accept(step, sampled.token_counts)
 
     def reset(self) -> None:
         """Forget every row and expect step 1; see `Runner.reset`."""
@@ -205,8 +212,15 @@ class _LoadedProgram:
         return self._token_ids[: sizes.num_sampling].copy()
 
 
-def _sampled(token_ids: NDArray[np.int64]) -> SampledTokens:
-    """Return the tokens; a row without a choice fails, since its logits are not finite."""
+def _sampled(token_ids: NDArray[np.int64], places: SamplingPlaces | None) -> SampledTokens:
+    """Return the tokens; a row without a choice fails, since its logits are not finite.
+
+    Args:
+        token_ids: [num_sampling]
+        places: None: no row guesses.
+    """
+    if places is not None:
+        return places.sampled(token_ids)
     failed = np.flatnonzero(token_ids < 0)
     token_ids[failed] = 0
     return SampledTokens(token_ids, None, tuple((int(row), NOT_FINITE) for row in failed))

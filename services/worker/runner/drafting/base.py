@@ -1,0 +1,67 @@
+"""The interface between a step and those who guess tokens ahead of it. Needs no torch.
+
+A row that is at the end of what is known computes its last known token and samples the next one. With guesses it
+computes these as well, and samples at each position:
+
+    position     6   7   8   9             known up to 6; three guesses
+    computed     a   b   c   d
+    sampled      b   c   x   y             at 6 and 7 the guess was right, so b, c and x are its next tokens
+
+The token at a position is a function of the logits there, the request's parameters, its seed and the position. So a
+guess is accepted if and only if it is the token that is sampled, and no token depends on what was guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.types.step import NewRow
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guesses:
+    """The tokens that a proposer expects to follow what is known of some rows."""
+
+    token_ids: I64
+    """[sum(counts)] those of each row, one row after the other."""
+    counts: I64
+    """[num_rows]"""
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of rows. Owned by the `Speculation`, and used on the runner's thread.
+
+    It reads the tokens of a slot in the history that it was created with.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its name in metrics and the config."""
+
+    def enter(self, row: NewRow) -> None:
+        """Take in the row of an empty slot; its tokens are in the history."""
+
+    def leave(self, slot: int) -> None:
+        """Forget the row of a slot."""
+
+    def accept(self, slots: I64, counts: I64) -> None:
+        """Take in that rows have got tokens, which are the last ones in the history.
+
+        Args:
+            slots: [num_rows] rows that have entered.
+            counts: [num_rows] tokens that each has got, >= 1.
+        """
+
+    def propose(self, slots: I64, limits: I64) -> Guesses:
+        """Return the tokens that may follow the known ones of each row.
+
+        Args:
+            slots: [num_rows] rows that have entered.
+            limits: [num_rows] the most tokens that are of use for each, >= 1.
+        """

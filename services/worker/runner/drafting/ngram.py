@@ -1,0 +1,125 @@
+"""Guesses from the row itself: what followed the last time that its newest tokens occurred.
+
+    a b c d e f a b c          the newest tokens, a b c, occurred before
+    a b c|d e f a|             so d e f a may follow
+
+An index finds the places where the two newest tokens occurred, and the longest common end decides among the latest of
+these. It costs a step the same however long the row is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.types.step import NewRow
+from triptych_services.worker.runner.drafting.base import I64, Guesses
+from triptych_services.worker.sampling.params import TokenHistory
+
+_KEY_TOKENS = 2  # fewer agree by chance
+_MAX_PLACES = 8
+"""Places that are looked at for one guess, the latest first."""
+_MAX_COMMON = 8
+"""Tokens by which places are told apart; those behind a longer common end are as good."""
+_TOKENS_PER_COMMON = 3
+"""Guesses that a common end of one token is good for: the longer it is, the more of what followed comes again."""
+_NOWHERE = -1
+
+
+class NgramProposer:
+    """A `Proposer`. Its memory is some 100 bytes per token of the rows that it has guessed for."""
+
+    name = "ngram"
+
+    def __init__(self, max_num_seqs: int, *, history: TokenHistory) -> None:
+        self._history = history
+        self._indexes: list[_PairIndex] = [_PairIndex() for _ in range(max_num_seqs)]
+
+    def enter(self, row: NewRow) -> None:
+        self._indexes[row.slot] = _PairIndex()
+
+    def leave(self, slot: int) -> None:
+        self._indexes[slot] = _PairIndex()
+
+    def accept(self, slots: I64, counts: I64) -> None:
+        """Do nothing: an index takes in the new tokens when it is asked."""
+
+    def propose(self, slots: I64, limits: I64) -> Guesses:
+        parts: list[NDArray[np.int32]] = []
+        for slot, limit in zip(slots.tolist(), limits.tolist(), strict=True):
+            tokens = self._history.token_ids[slot, : self._history.num_known[slot]]
+            parts.append(self._indexes[slot].guess(tokens, limit))
+        return Guesses(
+            np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64),
+            np.array([part.size for part in parts], np.int64),
+        )
+
+
+class _PairIndex:
+    """The places of each pair of tokens in one row.
+
+    A place is the index of the token behind the pair.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, int] = {}
+        """Pair -> its latest place."""
+        self._before: list[int] = []
+        """Place - 2 -> the place before it of the same pair, or `_NOWHERE`."""
+
+    def guess(self, tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
+        """Return up to `limit` tokens that may follow.
+
+        Args:
+            tokens: [num_known] all of the row. It has grown since the last call.
+        """
+        self._take_in(tokens)
+        place, num_common = self._best(tokens)
+        if place == _NOWHERE:
+            return tokens[:0]
+        limit = min(limit, num_common * _TOKENS_PER_COMMON)
+        follow = tokens[place : place + limit]
+        if follow.size < limit:  # the row repeats itself, with this period
+            follow = np.resize(follow, limit)
+        return follow
+
+    def _take_in(self, tokens: NDArray[np.int32]) -> None:
+        """Add the pairs that came since the last call, but for the newest one: nothing follows it yet."""
+        first = len(self._before) + _KEY_TOKENS
+        if first >= tokens.size:
+            return
+        newest = tokens[first - _KEY_TOKENS : tokens.size - 1].astype(np.int64)
+        latest, before = self._latest, self._before
+        for place, pair in enumerate((newest[:-1] << 32 | newest[1:]).tolist(), first):
+            before.append(latest.get(pair, _NOWHERE))
+            latest[pair] = place
+
+    def _best(self, tokens: NDArray[np.int32]) -> tuple[int, int]:
+        """Return the place with the longest common end, the latest of such, and the length of that; `_NOWHERE`
+        and 0 if the newest pair is new."""
+        if tokens.size <= _KEY_TOKENS:
+            return _NOWHERE, 0
+        *_, last_but_one, last = tokens[-_KEY_TOKENS:].tolist()
+        place = self._latest.get(last_but_one << 32 | last, _NOWHERE)
+        best, best_common = place, 0 if place == _NOWHERE else _KEY_TOKENS
+        newest = tokens[-_MAX_COMMON:].tolist()
+        for _ in range(_MAX_PLACES):
+            if place == _NOWHERE:
+                break
+            common = _common_end(tokens[max(place - _MAX_COMMON, 0) : place].tolist(), newest)
+            if common > best_common:
+                best, best_common = place, common
+            if common == _MAX_COMMON:
+                break
+            place = self._before[place - _KEY_TOKENS]
+        return best, best_common
+
+
+def _common_end(one: list[int], other: list[int]) -> int:
+    """Return the number of last tokens that two lists have in common."""
+    count = 0
+    for first, second in zip(reversed(one), reversed(other), strict=False):
+        if first != second:
+            break
+        count += 1
+    return count
