@@ -70,7 +70,9 @@ def tiny_config(
     return resolve_config(engine, architecture or tiny_architecture())
 
 
-def tiny_facts(config: ResolvedConfig, max_model_len: int, kv: KvLayout) -> WorkerFacts:
+def tiny_facts(
+    config: ResolvedConfig, max_model_len: int, kv: KvLayout, *, max_samples_per_row: int = 1
+) -> WorkerFacts:
     model = ModelFacts(
         name="tiny",
         identity=ModelIdentity("f"),
@@ -89,6 +91,7 @@ def tiny_facts(config: ResolvedConfig, max_model_len: int, kv: KvLayout) -> Work
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_steps_in_flight=4,
+        max_samples_per_row=max_samples_per_row,
     )
 
 

@@ -49,10 +49,10 @@ class StepRows:
     """[num_rows] whether it reaches the end of what is known, and so samples."""
     sample_limits: I64 | None = None
     """[num_sampling] the most tokens that each may get; None: one each."""
-    places: SamplingPlaces | None = None
-    """The positions that sample, where some rows guess; None: the last token of each sampling row."""
     row_errors: Mapping[RowKey, RowError] = field(default_factory=dict)
     """Rows that entered in this step and cannot be served. They compute like any other until they are removed."""
+    places: SamplingPlaces | None = None
+    """The positions that sample, where some rows guess; None: the last token of each sampling row."""
 
     @property
     def sampling_slots(self) -> I64:
