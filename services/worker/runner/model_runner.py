@@ -112,7 +112,6 @@ class ModelRunner(StepRunner):
             lasting.adapters.attach(model)
         self._rows = create_rows(facts, lasting.adapters)
         self._speculation = create_speculation(self._rows, facts, lasting.proposers)
-        assert self._speculation is None or (stream is None and stage is None), "facts say so"
         self._inputs = _create_inputs(
             self._rows, facts, attention or PagedAttention(), reads_last_tokens=stream is not None
         )
@@ -123,11 +122,10 @@ class ModelRunner(StepRunner):
             history=self._rows.history,
             group=self._group,
         )
-        sampler = self._create_sampler(facts)
         scorer = PromptScorer(self._rows, partial(logits_of, model), self._inputs.adapter_slots)
         self._pooler = RowPooler(self._rows)
         self._generates = GENERATION in facts.model.tasks
-        parts = model, sampler, scorer
+        parts = model, self._create_sampler(facts), scorer
         self._backend, self._steps = (
             self._steps_on_host(*parts, stage=stage, enforce_eager=enforce_eager)
             if stream is None

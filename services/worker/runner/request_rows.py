@@ -186,9 +186,7 @@ class RequestRows:
             self.num_known[step.sampling_slots] += token_counts
             self.num_computed[step.sampling_slots] += token_counts - 1
 
-    def record(
-        self, step: StepRows, token_ids: NDArray[np.integer], token_counts: I64 | None = None
-    ) -> None:
+    def record(self, step: StepRows, token_ids: NDArray[np.integer], token_counts: I64 | None = None) -> None:
         """Write the ids that the step sampled.
 
         Args:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
-import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
 
+from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
 from tests.worker.runner.drafting.guessing import Said, blocks_of, changes, replaying, runner_with, say
 from tests.worker.sampling_kinds import KINDS
-from tests.worker.tiny import EchoModel, new_row, tiny_architecture, tiny_config
+from tests.worker.tiny import EchoModel, new_row, next_token, step_plan, tiny_architecture, tiny_config
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.types.output_limits import ThinkingBudget
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow
+from triptych.types.structured import compiled
 from triptych_kernels.cpu.library import isa
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.sampling.grammars import GrammarCompiler
 
 VOCAB, NUM_NEW = 97, 13
 CHANGES = tuple(changes(Random(0), VOCAB))
@@ -48,9 +55,9 @@ def assert_same(found: list[Said], expected: list[Said]) -> None:
         assert replace(one, num_steps=0) == replace(other, num_steps=0)
 
 
-def config_of(dtype: str, quantization: str, cache: str = "auto") -> ResolvedConfig:
+def config_of(dtype: str, quantization: str, cache: str = "auto", vocab_size: int = VOCAB) -> ResolvedConfig:
     architecture = tiny_architecture(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
         num_heads=4,
@@ -96,3 +103,134 @@ def test_recorded_programs_say_the_same(dtype: str, quantization: str, cache: st
         if name == "wrong":
             assert [each.num_steps for each in found] == [NUM_NEW] * len(rows)
     assert_same(say(runner_with(model, config, 5), rows, NUM_NEW, 5), expected)  # the n-gram proposer
+
+
+def looking_back(grammars: GrammarCompiler | None) -> dict[str, SamplingParams]:
+    """Return requests with processors that read the tokens before."""
+    kinds = {
+        "bad words": SamplingParams(temperature=0.0, bad_words=((5,), (7, 8), (30,)), logprobs=1),  # type: ignore[arg-type]
+        "penalties": SamplingParams(temperature=0.7, frequency_penalty=1.5, presence_penalty=0.4),
+        "repetition": SamplingParams(temperature=0.0, repetition_penalty=1.3),
+        "end": SamplingParams(temperature=0.0, min_tokens=6, logit_bias=((2, 60.0),), stop_token_ids=(9,)),
+        "thinking": SamplingParams(
+            temperature=0.8,
+            thinking_token_budget=ThinkingBudget(4, opening_id=20, closing_id=21, is_open=True),
+        ),
+    }
+    if grammars is not None:
+        pattern = compiled(LLMatcher.grammar_from_regex("(ab|cd|[e-h])+"))
+        kinds["form"] = SamplingParams(temperature=0.0, structured_outputs=pattern, logprobs=2)
+        kinds["sampled form"] = SamplingParams(temperature=1.0, top_k=9, structured_outputs=pattern)
+    return kinds
+
+
+@needs_kernels
+def test_processors_take_in_accepted_tokens_only(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    vocab_size = tokenizer.vocab_size + 5
+    config = config_of("float32", "none", vocab_size=vocab_size)
+    eos_id = tokenizer.token_id(EOS)
+    grammars = GrammarCompiler(
+        write_model_directory(tmp_path), vocab_size=vocab_size, eos_token_ids=(eos_id,)
+    )
+    model = load_model(config, RandomCheckpoint(config.architecture, seed=3))
+    rows = rows_of(looking_back(grammars))
+    expected = say(runner_with(model, config, 1, grammars=grammars), rows, NUM_NEW, 1)
+    assert not any(each.error for each in expected)
+    for name, change in changes(Random(2), vocab_size).items():
+        proposers = replaying(known_of(expected), change)
+        found = say(runner_with(model, config, 6, proposers, grammars=grammars), rows, NUM_NEW, 6)
+        assert_same(found, expected)
+        if name == "right":
+            assert [each.num_steps for each in found] == [3] * len(rows)  # of 6, 6 and 1 tokens
+
+
+def test_row_without_finite_logits_gets_the_tokens_before_and_fails_in_its_next_step() -> None:
+    """The last guess is right, and nothing can follow it."""
+    config = tiny_config(tiny_architecture(vocab_size=VOCAB), num_blocks=60)
+    known = continuation([5, 6, 7], 6)
+    model = EchoModel(VOCAB, poisoned_tokens=[known[3]])
+    assert known[3] not in known[:3]
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logprobs=1)):
+        rows = [new_row(0, [5, 6, 7], blocks_of(0), sampling=params, seed=100)]
+        alone = say(runner_with(model, config, 1), rows, 6, 1)
+        assert "NaN" in alone[0].error
+        assert alone[0].token_ids == known[:4]
+        runner = runner_with(model, config, 7, replaying({100: known}, lambda ids: ids))
+        found = say(runner, rows, 6, 7)
+        assert_same(found, alone)
+        assert found[0].num_steps == 2
+
+
+def continuation(prompt: list[int], length: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(next_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(CHANGES), st.sampled_from([1, 3, 4]))
+def test_random_plans_say_what_single_requests_would(random: Random, change: str, block_size: int) -> None:
+    """Rows end in the middle of what they get, leave, and come back in other slots with their tokens."""
+    num_slots, room, limit = 4, 30, 9
+    config = tiny_config(
+        tiny_architecture(vocab_size=VOCAB),
+        block_size=block_size,
+        num_blocks=1 + num_slots * room,
+        budget=200,
+    )
+    prompts = {seed: [random.randrange(VOCAB) for _ in range(random.randint(1, 6))] for seed in range(6)}
+    known = {seed: continuation(prompt, 70) for seed, prompt in prompts.items()}
+    proposers = replaying(known, changes(random, VOCAB)[change])
+    runner = runner_with(EchoModel(VOCAB), config, limit, proposers)
+    most = min(room * block_size, runner.facts.model.max_model_len) - 1
+    said: dict[int, int] = dict.fromkeys(prompts, 0)
+    running: dict[int, int] = {}  # slot to seed
+    for step_id in range(1, 25):
+        removed = [slot for slot in list(running) if random.random() < 0.15]
+        for slot in removed:
+            seed = running.pop(slot)
+            said[seed] = max(0, said[seed] - random.choice([0, 0, 1, 3]))  # it had ended before them
+        entering = {}
+        for seed in random.sample(sorted(set(prompts) - set(running.values())), 2):
+            free = [slot for slot in range(num_slots) if slot not in running]
+            if free and len(prompts[seed]) + said[seed] < most and random.random() < 0.6:
+                entering[random.choice(free)] = seed
+                running.update(entering)
+        new = [
+            new_row(
+                slot,
+                prompts[seed] + known[seed][: said[seed]],
+                range(1 + slot * room, 1 + (slot + 1) * room)[: -(-most // block_size)],
+                num_prompt=len(prompts[seed]),
+                seed=seed,
+                slot_version=step_id,
+            )
+            for slot, seed in entering.items()
+        ]
+        computing = [
+            slot
+            for slot, seed in sorted(running.items())
+            if len(prompts[seed]) + said[seed] < most and (slot in entering or random.random() < 0.8)
+        ]
+        left = {slot: most - len(prompts[running[slot]]) - said[running[slot]] for slot in computing}
+        limits = {slot: min(random.randint(1, limit), left[slot]) for slot in computing}
+        plan = step_plan(
+            step_id,
+            removed=removed,
+            new=new,
+            chunks={row.slot: row.num_known_tokens for row in new},
+            skipped=sorted(set(running) - set(computing)),
+            limits={slot: count for slot, count in limits.items() if count > 1},
+        )
+        result = runner.execute(plan)
+        token_ids = iter(result.token_ids.tolist())
+        counts = result.token_counts.tolist() or [1] * len(computing)
+        for slot, count in zip(computing, counts, strict=True):
+            seed = running[slot]
+            assert 1 <= count <= limits[slot]
+            assert [next(token_ids) for _ in range(count)] == known[seed][said[seed] : said[seed] + count]
+            said[seed] += count
+            if change == "right":
+                assert count == limits[slot]
