@@ -161,16 +161,17 @@ class StepInputs:
         if self.state is not None:
             self.state.gather(rows.tables[-1], slots, starts, seq_lens)
         self.seq_lens[:num_rows] = seq_lens
-        sampling_slots, offsets = step.sampling_slots, None
+        sampling_slots = step.sampling_slots
+        before: I64 | None = None
         sampling_tokens = query_starts[1:][step.samples] - 1
         if step.places is not None:
-            at, offsets = step.places.rows, step.places.offsets
+            at, before = step.places.rows, step.places.offsets
             sampling_slots = sampling_slots[at]
-            sampling_tokens = (sampling_tokens - step.places.counts)[at] + offsets
+            sampling_tokens = (sampling_tokens - step.places.counts)[at] + before
         num_sampling = sampling_slots.size
         self.sampling_tokens[:num_sampling] = sampling_tokens
         if rows.adapters is not None:
             self.adapter_slots[:num_tokens] = rows.adapter_slots[slot_of_token]
             self.sampling_adapters[:num_sampling] = rows.adapter_slots[sampling_slots]
-        self.sampling.gather(rows.sampling, rows.history, sampling_slots, offsets)
+        self.sampling.gather(rows.sampling, rows.history, sampling_slots, before)
         return StepSizes(num_tokens, num_rows, num_sampling, query_lens, seq_lens, max_seq_len)
