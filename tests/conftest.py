@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -49,7 +50,7 @@ LONGEST_FILES = (
 )
 """Files that take longer than 15 s, the longest first."""
 MANY_CASES = 12
-"""Up to so many cases of one test are all quick."""
+"""Up to so many cases of one test are all kept out of the slow set."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -60,6 +61,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_left_out else None
 
 
+def pytest_collection() -> None:
+    """Look for no garbage while tens of thousands of tests are made: each look at all objects finds none."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leave the tests, and all that they import, out of the looks that follow."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _thin(items)
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -67,10 +79,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _thin(items: list[pytest.Item]) -> None:
-    """Mark as thorough what the quick set need not have of a test with many cases.
+    """Mark as thorough, or as slow, what the quick set need not have of a test with many cases.
 
-    Those are the cases behind the first `n` where the test is marked with `quick_cases(n)`. Otherwise, of more than
-    MANY_CASES, those whose values have all met, two by two, in earlier cases.
+    Of more than MANY_CASES, those are slow whose values have all met, two by two, in earlier cases. Where the test is
+    marked with `quick_cases(n)`, those behind the first `n` are thorough.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -78,15 +90,15 @@ def _thin(items: list[pytest.Item]) -> None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in cases.values():
         marker = same[0].get_closest_marker("quick_cases")
-        if marker is not None:
-            others = same[marker.args[0] :]
-        elif len(same) > MANY_CASES:
-            are_new = bring_new_pairs([_params(item) for item in same])
-            others = [item for item, is_new in zip(same, are_new, strict=True) if not is_new]
-        else:
-            continue
-        for item in others:
+        num_quick = len(same) if marker is None else marker.args[0]
+        for item in same[num_quick:]:
             item.add_marker(pytest.mark.thorough)
+        if len(same) > MANY_CASES:
+            first = 0 if marker is None else num_quick
+            are_new = list(bring_new_pairs([_params(item) for item in same]))
+            for item, is_new in list(zip(same, are_new, strict=True))[first:]:
+                if not is_new:
+                    item.add_marker(pytest.mark.slow)
 
 
 def _params(item: pytest.Item) -> dict[str, object]:

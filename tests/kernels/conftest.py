@@ -15,7 +15,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that launch Triton's kernels as those of a GPU, if there is one.
 
     `make test` proves the kernels of this CPU, so those that plain torch and the widest instruction set compute. Of the
-    narrower ones, and of Triton's interpreter, which takes up to seconds for a launch, each test has one quick case.
+    narrower ones each test has one quick case, and each file one of Triton's interpreter, which takes up to seconds for
+    a launch.
     """
     seen = set[tuple[str, str]]()
     for item in items:
@@ -25,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         other = _other_than_this_cpu(item)
         if other and item.get_closest_marker("slow") is None:
-            case = (item.nodeid.partition("[")[0], other)
+            case = (str(item.path) if other == "triton" else item.nodeid.partition("[")[0], other)
             if case in seen:
                 item.add_marker(pytest.mark.thorough)
             seen.add(case)
