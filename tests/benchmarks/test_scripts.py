@@ -31,7 +31,12 @@ def test_benchmark_imports(module: str) -> None:
 @pytest.mark.parametrize(
     ("measure", "options", "num_figures"),
     [
-        (core_step.measure, {"running": [3], "steps": 5, "steps_in_flight": 2, "windows": 2}, 32),
+        pytest.param(
+            core_step.measure,
+            {"running": [3], "steps": 5, "steps_in_flight": 2, "windows": 2},
+            32,
+            marks=pytest.mark.thorough,
+        ),
         (core_arrivals.measure, {"arrivals": 3, "prompt_len": 40}, 2),
         (
             pipeline_stages.measure,

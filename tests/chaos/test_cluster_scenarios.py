@@ -31,12 +31,13 @@ PROMPTS_ELSEWHERE = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "text",
     [
         pytest.param(KILLS, id="below"),
-        pytest.param(FRONTEND_DIES, id="frontend", marks=pytest.mark.thorough),
-        pytest.param(PROMPTS_ELSEWHERE, id="transfers", marks=pytest.mark.thorough),
+        pytest.param(FRONTEND_DIES, id="frontend"),
+        pytest.param(PROMPTS_ELSEWHERE, id="transfers"),
     ],
 )
 async def test_one_of_each_tier_dies(text: str, tmp_path: Path) -> None:

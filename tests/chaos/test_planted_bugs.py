@@ -9,7 +9,7 @@ from tests.chaos.planted_bugs import PLANTED_BUGS, PlantedBug
 from tests.chaos.scenario import Scenario
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("bug", PLANTED_BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_a_planted_bug_is_found(bug: PlantedBug) -> None:
     found: list[str] = []

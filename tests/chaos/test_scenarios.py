@@ -20,7 +20,7 @@ LAST_FAULT_S = 2.0
 VICTIMS = tuple(os.environ.get("VICTIMS", "worker enginecore frontend").split())
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
 def test_random_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _check(make_scenario(seed, VICTIMS, last_s=LAST_FAULT_S, at_places=True, has_changes=True), monkeypatch)

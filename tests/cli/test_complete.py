@@ -171,6 +171,7 @@ def test_address_and_key_come_from_environment_and_file(frontend, monkeypatch, t
     assert keys == ["Bearer from-environment", "Bearer from-file", "Bearer given"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("words", [("hang",), ("hang", "hang", "--json")])
 def test_a_server_whose_engines_sleep_says_so_once(words, frontend):
     frontend.why_waiting = "requests for fake wait: engine-0 is asleep (`triptych admin wake`)"

@@ -277,6 +277,7 @@ def test_its_service_prints_its_help_with_nothing_else_installed(service, wheel_
     assert f"--{LEAF[service]}.port" in result.stdout
 
 
+@pytest.mark.thorough
 def test_its_health_probe_runs_with_nothing_else_installed(service, wheel_of, unused_tcp_port):
     entry, _, function = PROJECT["scripts"]["triptych"].partition(":")
     arguments = ["triptych", "health", f"127.0.0.1:{unused_tcp_port}"]

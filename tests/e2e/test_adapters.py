@@ -176,6 +176,7 @@ def test_what_cannot_be_loaded_is_refused_and_disturbs_no_other(stack, name, sou
     assert status == 404, answer
 
 
+@pytest.mark.thorough
 def test_a_worker_that_takes_the_place_of_another_has_all_adapters(stack):
     stack.load("law", "law")  # again, if it is loaded already
     os.kill(stack.cluster.pids["worker"], signal.SIGKILL)
@@ -186,6 +187,7 @@ def options_of(models: Models) -> dict[str, object]:
     return {"dtype": "float32", "num_blocks": 256, "max_adapters": 2, "adapter_root": str(models.root)}
 
 
+@pytest.mark.thorough
 def test_a_plain_program_loads_and_names_adapters(models):
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
     base, sql, law = (models.expected[name][0] for name in ("base", "sql", "law"))
@@ -208,6 +210,7 @@ def test_a_plain_program_loads_and_names_adapters(models):
             llm.unload_adapter("law")
 
 
+@pytest.mark.thorough
 async def test_an_asyncio_program_loads_and_names_adapters(models):
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
     async with AsyncLLM(str(models.root / "base"), **options_of(models)) as llm:

@@ -58,6 +58,7 @@ def beams_of(model: Any, prompt: list[int], params: BeamSearchParams) -> list[tu
     return beams
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "options",

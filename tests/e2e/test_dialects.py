@@ -51,6 +51,7 @@ def test_responses_say_what_chat_completions_say(openai_client: openai.OpenAI) -
     assert ANSWER.startswith(cut.output_text)
 
 
+@pytest.mark.thorough
 def test_a_response_has_to_call_a_tool(openai_client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
     response = openai_client.responses.create(
@@ -85,6 +86,7 @@ def test_messages_say_what_chat_completions_say(anthropic_client: anthropic.Anth
     assert stopped.content[0].text == "The capital"  # type: ignore[union-attr]
 
 
+@pytest.mark.thorough
 def test_a_message_has_to_use_a_tool(anthropic_client: anthropic.Anthropic) -> None:
     message = anthropic_client.messages.create(
         model="embedded",

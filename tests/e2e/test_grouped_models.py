@@ -133,6 +133,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("family", "victim"), CASES)
 async def test_a_killed_process_changes_no_token_of_transformers(

@@ -20,7 +20,13 @@ from triptych.launcher.launch import config_from_overrides, launch
 
 HOSTILE, BYSTANDER = "hostile-key", "bystander-key"
 NUM_REQUESTS = 2
-LONGEST = {"schema of 9,000 properties", "grammar that compiles slowly"}
+LONGEST = {
+    "schema of 9,000 properties",
+    "grammar that compiles slowly",
+    "1 MB to /tokenize",
+    "prompt that is cut",
+    "16,384 messages",
+}
 _OWN_CPU_S = 3.0  # for the bystander, and for a process that starts again
 BODIES = (
     {"prompt": "Once upon a time", "seed": 1},

@@ -109,6 +109,7 @@ async def test_a_worker_that_stands_still_goes_on_where_it_was(tmp_path: Path) -
         assert worker.process.returncode is None
 
 
+@pytest.mark.thorough
 async def test_100_cancels_among_200_requests_leave_nothing_behind_and_change_no_other_token(
     tmp_path: Path,
 ) -> None:

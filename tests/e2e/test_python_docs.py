@@ -25,7 +25,7 @@ def programs_of(path: Path) -> list[str]:
     "name",
     [
         pytest.param("docs/python.md", marks=pytest.mark.thorough),
-        "docs/api/structured.md",
+        pytest.param("docs/api/structured.md", marks=pytest.mark.thorough),
         "README.md",
     ],
 )

@@ -46,6 +46,7 @@ def test_a_program_puts_its_stack_to_sleep_and_wakes_it(llm: LLM) -> None:
     assert llm.reset_prefix_cache()
 
 
+@pytest.mark.thorough
 async def test_a_stack_that_sleeps_says_that_requests_wait(async_llm: AsyncLLM) -> None:
     client = await async_llm.start()
     await async_llm.sleep()
@@ -88,6 +89,7 @@ def test_bad_prompts_among_thousands_fail_alone(llm: LLM) -> None:
     assert sum(len(output.outputs) for output in outputs) == 1997
 
 
+@pytest.mark.thorough
 def test_the_models_own_sampling_parameters_are_known(tmp_path: Path) -> None:
     write_model_directory(tmp_path)  # generation_config.json among its files
     LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)

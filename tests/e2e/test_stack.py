@@ -114,6 +114,7 @@ async def test_the_answer_is_paris_token_by_token(client: GenerationClient) -> N
     assert events[-1].timings.prefill_ns > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("num_seen", [1, 6])
 async def test_a_cut_answer_goes_on_with_penalties_and_stop_strings(
@@ -188,6 +189,7 @@ def test_the_official_client_chats_streams_and_completes(cluster: LocalCluster) 
     assert completion.usage.completion_tokens == 5
 
 
+@pytest.mark.thorough
 def test_a_demanded_call_holds_to_its_schema(cluster: LocalCluster) -> None:
     """From the official client, streamed and whole, and from Python."""
     parameters = {
@@ -263,6 +265,7 @@ def test_the_classic_example_runs_against_a_stack_that_stands(cluster: LocalClus
     assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in again]
 
 
+@pytest.mark.thorough
 async def test_choices_have_their_own_seeds_and_repeat(client: GenerationClient) -> None:
     async def choices(seed: int) -> dict[int, list[int]]:
         sampling = {"n": 3, "temperature": 1.0, "seed": seed, "max_tokens": 12, "ignore_eos": True}

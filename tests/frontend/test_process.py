@@ -211,6 +211,7 @@ async def test_a_model_that_cannot_be_had_ends_the_process_in_one_line(tmp_path:
     assert "Traceback" not in stderr
 
 
+@pytest.mark.thorough
 async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
     """Hundreds from several addresses to each port, where 700 files may be open and no more."""
     async with contextlib.AsyncExitStack() as stack:

@@ -96,6 +96,7 @@ def test_the_oracle_was_recorded_from_these_prompts(directory: Path, entries: li
     assert {1, 1500} <= {len(prompt) for prompt in prompts}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "step",
     [

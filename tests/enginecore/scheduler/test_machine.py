@@ -485,4 +485,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

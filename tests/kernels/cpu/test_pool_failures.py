@@ -187,6 +187,7 @@ def run_python(program: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.thorough
 def test_a_kernel_without_memory_raises_and_later_computes() -> None:
     at_once, recorded, done = run_python(MEMORY)
     assert at_once.startswith("quantized_linear: the system has no memory")

@@ -99,6 +99,7 @@ KERNEL_TO_CHECK = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kernel", KERNEL_TO_CHECK)
 def test_a_kernel_that_is_wrong_is_named(
     replace_kernel: Callable[[str, Callable[[Kernel], object], str], None], kernel: str

@@ -89,6 +89,7 @@ def logprobs_by(model: Any) -> np.ndarray:
     return scores.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].numpy()
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])
 @pytest.mark.parametrize(("kind", "quantization"), [("Q4_0", "q4"), ("Q4_1", "q4"), ("Q8_0", "q8")])

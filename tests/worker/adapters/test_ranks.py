@@ -85,7 +85,7 @@ def unmerged(base: Path, adapter: Path | None) -> Any:
     return (model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)).eval()
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_say_what_peft_says(
     name: str, cases: dict[str, Case], answers: dict[str, list[Answer]]

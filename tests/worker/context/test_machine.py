@@ -90,6 +90,7 @@ def test_only_a_quiet_measurement_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert (found, len(asked)) == (["others computed", "", ""], 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(len(usable_isas()) < 2, reason="there is no narrower instruction set")
 def test_the_instruction_set_of_the_config_serves_and_decides_precision() -> None:
     narrowest = usable_isas()[-1]

@@ -22,7 +22,7 @@ def saved(name: str, directory: Path) -> Any:
     return save_checkpoint(CONVERSIONS[name].tiny.create(), directory)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_logits_of_a_converted_file_equal_transformers(name: str, tmp_path: Path) -> None:
     oracle = saved(name, tmp_path / "checkpoint")

@@ -90,7 +90,7 @@ MIXES = {
 """Type of most matrices of a file -> that of values and of the MLP's second product, as llama.cpp mixes them."""
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", MIXES)
 def test_the_codes_of_mixed_files_are_kept(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +117,7 @@ def test_the_codes_of_mixed_files_are_kept(
     assert np.abs(logprobs(directory, "q4", "float32") - exact).mean() < 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("quantization", "bits", "largest_error"), [("q4", 4, 0.09), ("q8", 8, 0.006)])
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
@@ -173,6 +174,7 @@ def logprobs(
     return np.concatenate(teacher_forced_logprobs(runner, sequences, [4, 2, 1, 20][: len(sequences)]))
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_kept_blocks_say_what_the_dequantized_weights_say(write, kind: str) -> None:
@@ -184,6 +186,7 @@ def test_kept_blocks_say_what_the_dequantized_weights_say(write, kind: str) -> N
     assert np.abs(logprobs(directory, "q4", "bfloat16") - exact).mean() < 1.2 * bfloat16_error
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("quantization", ["q4", "q8", "int8"])
 def test_inputs_of_8_bits_are_for_every_weight_but_the_heads(write, quantization: str) -> None:

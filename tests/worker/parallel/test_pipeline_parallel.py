@@ -79,7 +79,7 @@ def answers(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
     return run_ranks(cases, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_stages_say_what_one_says(
     name: str, cases: dict[str, Case], answers: dict[str, list[Answer]]

@@ -65,6 +65,7 @@ STAGE_CASES = {
 """Family -> number of ranks of two stages, and what the layers of each keep: k keys and values, s states."""
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("families", [list(STATE_CASES)[first::4] for first in range(4)])
 def test_ranks_share_layers_with_states(families: list[str], tmp_path: Path) -> None:

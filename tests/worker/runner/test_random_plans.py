@@ -167,7 +167,7 @@ class NaiveEngine:
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 3, 4, 16]))
 def test_random_plans_say_and_write_what_single_requests_would(random, block_size):
     model = EchoModel(VOCAB)
