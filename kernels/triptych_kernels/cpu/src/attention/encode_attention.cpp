@@ -6,6 +6,7 @@
 
 #include "attention/pack.h"
 #include "kernel.h"
+#include "linear/block.h"
 #include "parallel.h"
 
 namespace triptych::attention {
@@ -37,6 +38,25 @@ namespace {
 
 constexpr int64_t kTextQueries = 16 * kMaxTileRows;  // of a tile: packing is then a twentieth of the work
 
+// Whether products are computed in the tiles of AMX, whatever the number of rows. Packed keys and values lie as a panel
+// of weights does; queries and weights are read where they lie.
+#if defined(__AMX_BF16__) || defined(TRIPTYCH_AMX_EMULATED)
+template <typename C>
+constexpr bool kHasTiles = std::is_same_v<C, bf16>;
+constexpr int64_t kMaxStrip = amx::kMaxRows;
+using amx::multiply_panel, amx::Tiles;
+#else
+template <typename C>
+constexpr bool kHasTiles = false;
+constexpr int64_t kMaxStrip = kMaxTileRows;
+struct Tiles {
+  explicit Tiles(int64_t) {}
+};
+inline void multiply_panel(const bf16*, int64_t, const bf16*, int64_t, int64_t, float*, int64_t) {}  // never called
+#endif
+template <typename C>
+constexpr int64_t kStripRows = kHasTiles<C> ? kMaxStrip : kMaxTileRows;
+
 struct TextTile {
   int32_t first_token;  // of the text
   int32_t num_keys;     // of the text
@@ -51,9 +71,9 @@ class TextQueries {
       : args_(args), tile_(tile), head_(head), rows_(tile.num_queries),
         units_((args.head_dim + kPerUnit<C> - 1) / kPerUnit<C>),
         size_((args.head_dim + kPanel - 1) / kPanel * kPanel),
-        num_strips_((rows_ + kMaxTileRows - 1) / kMaxTileRows) {
+        num_strips_((rows_ + kStripRows<C> - 1) / kStripRows<C>) {
     static thread_local Scratch scratch;
-    const int64_t floats = rows_ * (units_ + size_ + 3) + kMaxTileRows * (2 * kSpan + size_) + kSpan * units_ +
+    const int64_t floats = rows_ * (units_ + size_ + 3) + kStripRows<C> * (2 * kSpan + size_) + kSpan * units_ +
                            kSpan / kPerUnit<C> * size_ + size_ + 10 * kLanes;
     float* at = static_cast<float*>(scratch.get(floats * sizeof(float)));
     const auto take = [&](int64_t count) {
@@ -63,9 +83,9 @@ class TextQueries {
     };
     keys_ = take(kSpan * units_);
     values_ = take(kSpan / kPerUnit<C> * size_);
-    scores_ = take(kMaxTileRows * kSpan);
-    weights_ = kPerUnit<C> == 1 ? scores_ : take(kMaxTileRows * kSpan);
-    span_sums_ = take(kMaxTileRows * size_);
+    scores_ = take(kStripRows<C> * kSpan);
+    weights_ = kPerUnit<C> == 1 ? scores_ : take(kStripRows<C> * kSpan);
+    span_sums_ = take(kStripRows<C> * size_);
     queries_ = take(rows_ * units_ + kLanes);
     sums_ = take(rows_ * size_);
     zeros_ = take(size_);
@@ -77,7 +97,9 @@ class TextQueries {
   }
 
   void attend() {
-    for (int64_t strip = 0; strip < num_strips_; ++strip) pack_strip(strip);
+    if constexpr (!kHasTiles<C>) {
+      for (int64_t strip = 0; strip < num_strips_; ++strip) pack_strip(strip);
+    }
     const int64_t first = first_seen(0), end = end_seen(rows_ - 1);
     for (int64_t span = first / kSpan; span * kSpan < end; ++span) attend_span(span * kSpan, first, end);
     finish();
@@ -146,15 +168,10 @@ class TextQueries {
     const int64_t first = seen_by(first_row).first / kPanel;
     const int64_t end = (seen_by(first_row + count - 1).end + kPanel - 1) / kPanel;
     if (first >= end) return;
-    for (int64_t panel = first; panel < end; ++panel) {
-      const float* keys = keys_ + panel * kPanel * units_;
-      const char* nothing = reinterpret_cast<const char*>(keys);
-      score<C, C>(queries_ + first_row * units_, {{keys, keys + kLanes}, kPanel, {nothing, nothing}, 0}, units_, count,
-                  factors_ + first_row, scores_ + panel * kPanel);
-    }
-    Softmax softmax[kMaxTileRows];
+    score_strip(first_row, count, first, end);
+    Softmax softmax[kStripRows<C>];
     std::fill(softmax, softmax + count, Softmax{kUnseen, 0.0f});
-    RowSeen seen[kMaxTileRows];
+    RowSeen seen[kStripRows<C>];
     for (int64_t i = 0; i < count; ++i) {  // apart from the weights: the next row need not wait for a row's maximum
       seen[i] = seen_by(first_row + i);
       seen[i].begin_panels = first * kPanel;
@@ -167,13 +184,56 @@ class TextQueries {
       softmax[i].total =
           weigh<C>(scores_ + i * kSpan, softmax[i].maximum, seen[i], weights_ + i * kSpan / kPerUnit<C>);
     }
-    const int64_t first_unit = first * kPanel / kPerUnit<C>, num_units = (end - first) * kPanel / kPerUnit<C>;
-    for (int64_t element = 0; element < size_; element += kPanel) {
-      const float* values = values_ + element * kSpan / kPerUnit<C> + first_unit * kPanel;
-      mix<C>(weights_ + first_unit, values, num_units, count, span_sums_ + element, size_);
-    }
+    mix_strip(count, first, end);
     for (int64_t i = 0; i < count; ++i) {
       merge(softmax_[first_row + i], sums_ + (first_row + i) * size_, softmax[i], span_sums_ + i * size_, size_);
+    }
+  }
+
+  // Scores of `count` rows and the keys of panels first … end - 1 of the span.
+  void score_strip(int64_t first_row, int64_t count, int64_t first, int64_t end) {
+    if constexpr (kHasTiles<C>) {
+      const Tiles tiles(count);
+      const int64_t token = tile_.first_token + tile_.first_query + first_row;
+      const auto* queries = static_cast<const bf16*>(args_.query) + token * args_.query_stride +
+                            head_ * args_.query_head_stride;
+      for (int64_t panel = first; panel < end; ++panel) {
+        const auto* keys = reinterpret_cast<const bf16*>(keys_ + panel * kPanel * units_);
+        multiply_panel(queries, args_.query_stride, keys, args_.head_dim, count, scores_ + panel * kPanel, kSpan);
+      }
+      const vec factor = splat(factors_[0]);
+      for (int64_t i = 0; i < count; ++i) {
+        float* const scores = scores_ + i * kSpan;
+        for (int64_t key = first * kPanel; key < end * kPanel; key += kLanes) {
+          store(scores + key, load(scores + key) * factor);
+        }
+      }
+      return;
+    }
+    for (int64_t panel = first; panel < end; ++panel) {
+      const float* keys = keys_ + panel * kPanel * units_;
+      const char* nothing = reinterpret_cast<const char*>(keys);
+      score<C, C>(queries_ + first_row * units_, {{keys, keys + kLanes}, kPanel, {nothing, nothing}, 0}, units_, count,
+                  factors_ + first_row, scores_ + panel * kPanel);
+    }
+  }
+
+  // Sums of the values of panels first … end - 1 by the weights of `count` rows.
+  void mix_strip(int64_t count, int64_t first, int64_t end) {
+    const int64_t first_unit = first * kPanel / kPerUnit<C>, num_keys = (end - first) * kPanel;
+    if constexpr (kHasTiles<C>) {
+      const Tiles tiles(count);
+      const auto* weights = reinterpret_cast<const bf16*>(weights_ + first_unit);
+      for (int64_t element = 0; element < size_; element += kPanel) {
+        const float* values = values_ + element * kSpan / kPerUnit<C> + first_unit * kPanel;
+        multiply_panel(weights, kSpan, reinterpret_cast<const bf16*>(values), num_keys, count, span_sums_ + element,
+                       size_);
+      }
+      return;
+    }
+    for (int64_t element = 0; element < size_; element += kPanel) {
+      const float* values = values_ + element * kSpan / kPerUnit<C> + first_unit * kPanel;
+      mix<C>(weights_ + first_unit, values, num_keys / kPerUnit<C>, count, span_sums_ + element, size_);
     }
   }
 

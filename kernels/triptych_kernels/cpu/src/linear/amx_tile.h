@@ -71,7 +71,7 @@ template <bool Both>
 void add_rest(const bf16* x, int64_t x_stride, const bf16* panel, int64_t rows, int64_t count) {
   alignas(64) bf16 inputs[kMaxRows][kStep] = {}, weights[kStep / 2][kPanel * 2] = {};
   for (int64_t row = 0; row < rows; ++row) std::memcpy(inputs[row], x + row * x_stride, count * sizeof(bf16));
-  std::memcpy(weights, panel, count / 2 * kPairsBytes);
+  std::memcpy(weights, panel, (count + 1) / 2 * kPairsBytes);
   add_step<Both>(inputs[0], kStep, weights[0]);
 }
 
@@ -83,35 +83,94 @@ void add_rest(const bf16* x, int64_t x_stride, const bf16* panel, int64_t rows, 
   for (int64_t line = 0; line < kStepBytes; line += kLineBytes) _mm_prefetch(ahead + line, _MM_HINT_T0);
 }
 
-// A tile of `rows` rows, for which there are Tiles; x, weights, row and panel as in multiply_rows of tile.h.
-template <bool Both>
-void multiply_tile(const Linear& args, const bf16* x, int64_t x_stride, const bf16* weights, int64_t row, int64_t rows,
-                   int64_t panel) {
+// The tiles of sums become x . panel, over `in_features`; x and its rows as in `multiply_tile`.
+// Ahead: the weights come from memory, so those that follow are asked for.
+template <bool Both, bool Ahead>
+[[gnu::always_inline]] inline void sum_products(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_features,
+                                                int64_t rows) {
   set_zero<kSums00>();
   set_zero<kSums01>();
   if constexpr (Both) {
     set_zero<kSums10>();
     set_zero<kSums11>();
   }
-  const int64_t whole = args.in_features / kStep * kStep;
+  const int64_t whole = in_features / kStep * kStep;
   for (int64_t k = 0; k < whole; k += kStep) {
-    add_step<Both>(x + k, x_stride, weights + k * kPanel);
-    prefetch_step(weights + k * kPanel);
+    add_step<Both>(x + k, x_stride, panel + k * kPanel);
+    if constexpr (Ahead) prefetch_step(panel + k * kPanel);
   }
-  if (whole < args.in_features) {
-    add_rest<Both>(x + whole, x_stride, weights + whole * kPanel, rows, args.in_features - whole);
+  if (whole < in_features) {
+    add_rest<Both>(x + whole, x_stride, panel + whole * kPanel, rows, in_features - whole);
   }
-  alignas(64) float sums[kMaxRows][kPanel];
-  constexpr int64_t kStride = sizeof sums[0];
-  store<kSums00>(sums[0], kStride);
-  store<kSums01>(sums[0] + kLanes, kStride);
+}
+
+// Rows of the sums lie `stride` bytes apart.
+template <bool Both>
+[[gnu::always_inline]] inline void store_sums(float* to, int64_t stride) {
+  store<kSums00>(to, stride);
+  store<kSums01>(to + kLanes, stride);
   if constexpr (Both) {
-    store<kSums10>(sums[kTileRows], kStride);
-    store<kSums11>(sums[kTileRows] + kLanes, kStride);
+    float* const lower = to + kTileRows * stride / static_cast<int64_t>(sizeof(float));
+    store<kSums10>(lower, stride);
+    store<kSums11>(lower + kLanes, stride);
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    finish_row(args, row + i, panel, triptych::load(sums[i]), triptych::load(sums[i] + kLanes));
+}
+
+// out[row][0 .. kPanel - 1] = x[row] . panel of `rows` rows, for which there are Tiles; rows of out are `out_stride` apart.
+inline void multiply_panel(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_features, int64_t rows,
+                           float* out, int64_t out_stride) {
+  const int64_t stride = out_stride * static_cast<int64_t>(sizeof(float));
+  if (rows > kTileRows) {
+    sum_products<true, false>(x, x_stride, panel, in_features, rows);
+    return store_sums<true>(out, stride);
   }
+  sum_products<false, false>(x, x_stride, panel, in_features, rows);
+  store_sums<false>(out, stride);
+}
+
+// Finishes the rows of a tile as `finish_row` does, and looks at what is the same for all of them once.
+template <typename O>
+void finish_tile(const Linear& args, int64_t row, int64_t rows, int64_t panel, const float (*sums)[kPanel]) {
+  if (args.adapted || (panel + 1) * kPanel > args.out_features) {
+    for (int64_t i = 0; i < rows; ++i) {
+      finish_row<O>(args, row + i, panel, triptych::load(sums[i]), triptych::load(sums[i] + kLanes));
+    }
+    return;
+  }
+  const vec first_bias = args.bias ? triptych::load(args.bias + panel * kPanel) : zero();
+  const vec second_bias = args.bias ? triptych::load(args.bias + panel * kPanel + kLanes) : zero();
+  O* out = static_cast<O*>(args.out) + row * args.out_stride + panel * (args.gated ? kLanes : kPanel);
+  const auto for_each = [&](const auto& finish) {
+    for (int64_t i = 0; i < rows; ++i, out += args.out_stride) {
+      finish(triptych::load(sums[i]) + first_bias, triptych::load(sums[i] + kLanes) + second_bias);
+    }
+  };
+  const auto for_each_output = [&](const auto& activated) {
+    for_each([&](vec first, vec second) {
+      triptych::store(out, activated(first));
+      triptych::store(out + kLanes, activated(second));
+    });
+  };
+  if (args.gated) {
+    for_each([&](vec gate, vec up) { triptych::store(out, activate_gated(args.activation, gate, up)); });
+  } else if (args.activation == kNoActivation) {
+    for_each_output([](vec x) { return x; });
+  } else if (args.activation == kGelu) {  // of most encoders: its calls would take as long as itself
+    for_each_output([](vec x) { return gelu(x); });
+  } else {
+    for_each_output([&](vec x) { return activate(args.activation, x); });
+  }
+}
+
+// A tile of `rows` rows, for which there are Tiles; x, weights, row and panel as in multiply_rows of tile.h.
+template <bool Both>
+void multiply_tile(const Linear& args, const bf16* x, int64_t x_stride, const bf16* weights, int64_t row, int64_t rows,
+                   int64_t panel) {
+  sum_products<Both, true>(x, x_stride, weights, args.in_features, rows);
+  alignas(64) float sums[kMaxRows][kPanel];
+  store_sums<Both>(sums[0], sizeof sums[0]);
+  if (args.out_dtype == kFloat32) return finish_tile<float>(args, row, rows, panel, sums);
+  finish_tile<bf16>(args, row, rows, panel, sums);
 }
 
 // Rows first … end - 1 of a block in tiles of `tile_rows`, which divides them.
