@@ -11,12 +11,21 @@ def bring_new_pairs(cases: Iterable[Mapping[str, object]]) -> Iterator[bool]:
 
     The cases of one parameter, or of one row of a table each, bring something new every time.
     """
+    return _bring_new(cases, 2)
+
+
+def bring_new_values(cases: Iterable[Mapping[str, object]]) -> Iterator[bool]:
+    """Say of each case whether it has a value of a parameter that no case before it has."""
+    return _bring_new(cases, 1)
+
+
+def _bring_new(cases: Iterable[Mapping[str, object]], num_together: int) -> Iterator[bool]:
     seen: set[Hashable] = set()
     for case in cases:
         values = [(name, _key(value)) for name, value in sorted(case.items())]
-        pairs = set(combinations(values, 2)) if len(values) > 1 else set(values)
-        yield not pairs <= seen
-        seen |= pairs
+        groups = set(combinations(values, min(num_together, len(values))))
+        yield not groups <= seen
+        seen |= groups
 
 
 def _key(value: object) -> Hashable:

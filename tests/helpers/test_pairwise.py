@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-from tests.helpers.pairwise import bring_new_pairs
+from tests.helpers.pairwise import bring_new_pairs, bring_new_values
 
 AXES: dict[str, list[object]] = {
     "dtype": ["half", "float"],
@@ -27,3 +27,11 @@ def test_rows_of_a_table_and_cases_of_one_parameter_are_all_kept() -> None:
     assert all(bring_new_pairs([{"text": text, "error": "too long"} for text in "abcd"]))
     assert all(bring_new_pairs([{"text": text} for text in "abcd"]))
     assert list(bring_new_pairs([{"text": "a"}, {"text": "a"}])) == [True, False]
+
+
+def test_each_value_is_in_a_case_that_brings_it() -> None:
+    cases = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
+    kept = [case for case, is_new in zip(cases, bring_new_values(cases), strict=True) if is_new]
+    assert len(kept) == 1 + sum(len(values) - 1 for values in AXES.values())
+    for name, values in AXES.items():
+        assert all(any(case[name] is value for case in kept) for value in values)

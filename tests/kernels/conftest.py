@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.pairwise import bring_new_values
 from tests.kernels.device import ON_DEVICE, TRITON_DTYPES
 from triptych_kernels.cpu.library import usable_isas
 
@@ -16,9 +17,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     `make test` proves the kernels of this CPU, so those that plain torch and the widest instruction set compute. Of the
     narrower ones each test has one quick case, and each file one of Triton's interpreter, which takes up to seconds for
-    a launch.
+    a launch: there, cases that bring no new value of a parameter are slow.
     """
     seen = set[tuple[str, str]]()
+    interpreted: dict[str, list[pytest.Item]] = {}
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
@@ -30,6 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if case in seen:
                 item.add_marker(pytest.mark.thorough)
             seen.add(case)
+            if other == "triton" and hasattr(item, "callspec"):
+                interpreted.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in interpreted.values():
+        are_new = bring_new_values([item.callspec.params for item in same])  # type: ignore[attr-defined]
+        for item, is_new in zip(same, are_new, strict=True):
+            if not is_new:
+                item.add_marker(pytest.mark.slow)
 
 
 def _other_than_this_cpu(item: pytest.Item) -> str:

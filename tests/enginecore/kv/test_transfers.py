@@ -384,7 +384,7 @@ async def test_the_choices_of_one_prompt_pull_it_once() -> None:
     assert transfers.decode.worker.num_tokens_computed == 3 * (200 % BLOCK_SIZE + 12 - 1)
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("seed", range(40))
 async def test_bytes_that_arrive_at_once_overwrite_nothing_in_use(seed: int) -> None:
     """Prompts are pulled beside short requests, whose blocks are given away while their last steps are in flight."""
@@ -406,7 +406,7 @@ async def test_bytes_that_arrive_at_once_overwrite_nothing_in_use(seed: int) -> 
         assert transfers.result_of(number)[0] == tokens, number
 
 
-@pytest.mark.quick_cases(20)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("seed", range(40))
 async def test_random_transfers_and_faults_change_no_token(seed: int, at_once: bool) -> None:

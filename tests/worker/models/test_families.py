@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -76,9 +77,17 @@ def test_the_readme_has_a_row_for_every_architecture() -> None:
             assert ", ".join(own) == tested
 
 
+def cuts_of_families() -> list[Any]:
+    """Return (family, cut): each family has one thorough cut, the next one of those there are, and slow others."""
+    return [
+        pytest.param(name, cut, marks=() if (number - place) % len(CUTS) == 0 else pytest.mark.slow)
+        for number, name in enumerate(FAMILIES)
+        for place, cut in enumerate(CUTS)
+    ]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "cut"), cuts_of_families())
 def test_logits_equal_transformers_for_all_cuts(name: str, cut: str, saved: Any) -> None:
     directory, oracle = saved(name)
     model, architecture = load_checkpoint(directory)
@@ -87,6 +96,7 @@ def test_logits_equal_transformers_for_all_cuts(name: str, cut: str, saved: Any)
         assert_equals_oracle(oracle, sequences, sequences.run(CUTS[cut]))
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recorded_steps_generate_the_tokens_of_transformers(name: str, saved: Any) -> None:
     directory, oracle = saved(name)
@@ -117,8 +127,15 @@ def test_a_layer_is_five_native_calls(name: str, saved: Any, monkeypatch: pytest
     assert len(program) == 5 * read_architecture(directory).num_layers + beside_layers
 
 
+def every_fourth(names: Iterable[str]) -> list[Any]:
+    """Return the names, of which three out of four are slow: for what depends little on the family."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow if place % 4 else ()) for place, name in enumerate(names)
+    ]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every_fourth(FAMILIES))
 def test_preempted_requests_go_on_with_the_tokens_of_transformers(name: str, saved: Any) -> None:
     directory, oracle = saved(name)
     prompts = random_prompts(1, 4, 5, 11, 17)
@@ -131,6 +148,7 @@ def test_preempted_requests_go_on_with_the_tokens_of_transformers(name: str, sav
     assert said == [greedy_tokens(oracle, prompt, 9) for prompt in prompts]
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_random_weights_have_the_names_and_shapes_of_saved_ones(name: str, saved: Any) -> None:
     directory, _ = saved(name)
@@ -175,7 +193,7 @@ WHOLE_GROUPS = [
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
-@pytest.mark.parametrize("name", WHOLE_GROUPS)
+@pytest.mark.parametrize("name", every_fourth(WHOLE_GROUPS))
 def test_8_bits_say_nearly_the_same(name: str, saved: Any) -> None:
     directory, oracle = saved(name)
     model, architecture = load_checkpoint(directory, quantization="q8")
