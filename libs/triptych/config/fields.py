@@ -66,10 +66,10 @@ class ModelConfig:
     )
     quantization: str = value(
         "none",
-        "Quantization of linear layers. none: weights in `model.dtype`, or as the checkpoint's config.json says that "
-        "another tool has quantized them (GPTQ, AWQ, fp8, …), where the device has kernels for that. "
-        "dequantized: these in `model.dtype`, too. q4, q8: of weights only; what a "
-        "GGUF file holds in up to 8 bits is kept, everything else is quantized in groups of 32, the output "
+        "Quantization of linear layers. none: nothing is quantized here; what a GGUF file or another tool has "
+        "quantized (GPTQ, AWQ, fp8, …) is kept where the device has kernels for that, all else is in "
+        "`model.dtype`. The embedded model is dequantized. dequantized: all in `model.dtype`. q4, q8: of weights only; "
+        "what a GGUF file holds in up to 8 bits is kept, everything else is quantized in groups of 32, the output "
         "head to 8 bits. int8, fp8: of weights and their inputs, on CUDA devices with a scale per output and per "
         "token, on CPUs (int8 only) in groups of 32; the output head as with q8; fp8 from compute capability 8.9 "
         "on. auto: q4 where the native kernels for CPUs serve it, else none.",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from triptych.checkpoint.architecture import TRANSFORMERS_ENCODER, TRANSFORMERS_MODEL, ModelArchitecture
 from triptych.checkpoint.quantization.scheme import StoredQuantization
-from triptych.config import EngineConfig, ParallelConfig
+from triptych.config import EngineConfig, ModelConfig, ParallelConfig
 from triptych.config.step_size import size_for_device
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych_services.worker.context.attention_choice import (
@@ -25,6 +25,7 @@ from triptych_services.worker.context.resolved_config import DeviceTraits, RankF
 
 _GROUP_SIZE = 32  # of quantized weights
 _ONE_RANK = ParallelConfig()
+_EMBEDDED = ModelConfig().model
 _WEIGHT_ONLY = ("q4", "q8")
 """Forms with inputs that stay in `model.dtype`. On CUDA devices their products of many rows are several times slower if
 they must not depend on the batch."""
@@ -49,7 +50,7 @@ def resolve_for_device(
         engine.model.dtype, architecture, device=device, prefers_bfloat16=traits.prefers_bfloat16
     )
     quantization = choose_quantization(
-        engine.model.quantization, architecture, dtype, traits, parallel=engine.parallel
+        _requested_quantization(engine, architecture), architecture, dtype, traits, parallel=engine.parallel
     )
     kv_dtype = choose_kv_dtype(
         engine.cache.dtype,
@@ -168,6 +169,16 @@ def find_rank(engine: EngineConfig, device: str) -> RankFacts:
     )
 
 
+def _requested_quantization(engine: EngineConfig, architecture: ModelArchitecture) -> str:
+    """Return `model.quantization`, in place of none dequantized for the embedded model.
+
+    That is small, so that the bytes of its weights matter less than a prefill in bfloat16: docs/adr/0101.
+    """
+    requested = engine.model.quantization
+    is_embedded = architecture.is_gguf and engine.model.model == _EMBEDDED
+    return "dequantized" if requested == "none" and is_embedded else requested
+
+
 def choose_quantization(
     requested: str,
     architecture: ModelArchitecture,
@@ -178,8 +189,9 @@ def choose_quantization(
 ) -> str:
     """Return the form of linear weights that `model.quantization` means: none, q4, q8, int8, fp8 or stored.
 
-    `auto` is q4 if the native kernels for CPUs compute it, else none: which form is the fastest on CUDA devices has not
-    been measured yet.
+    `none` is stored where kernels for CPUs read what a file holds, since nothing is quantized here then. `auto` is q4
+    if the native kernels for CPUs compute it, else none: which form is the fastest on CUDA devices has not been
+    measured yet.
 
     Args:
         dtype: Precision of activations.
@@ -190,9 +202,10 @@ def choose_quantization(
     """
     stored = architecture.quantization
     if stored is not None:
-        return _keep_stored(requested, stored, dtype, traits)
+        _check_not_twice(requested, stored)
+        return "none" if requested == "dequantized" else _keep_stored(traits, dtype)
     if requested in ("none", "dequantized"):
-        return "none"
+        return _keep_stored(traits, dtype) if requested == "none" and architecture.is_gguf else "none"
     wanted = "q4" if requested == "auto" else requested
     obstacle = (
         _obstacle_on_cpu(wanted, dtype, native_kernels=traits.native_kernels)
@@ -206,15 +219,19 @@ def choose_quantization(
     raise FeatureDisabled(f"model.quantization = {requested}", f"{obstacle}; set it to none or auto")
 
 
-def _keep_stored(requested: str, stored: StoredQuantization, dtype: str, traits: DeviceTraits) -> str:
-    """Return the form of linear weights that another tool has quantized: stored where kernels read it, else none."""
+def _check_not_twice(requested: str, stored: StoredQuantization) -> None:
+    """Refuse to quantize what another tool has quantized."""
     if requested not in ("none", "auto", "dequantized"):
         raise FeatureDisabled(
             f"model.quantization = {requested}",
             f"the weights are quantized already: {stored.source} says {stored.method}, and to quantize them again "
             "would add its errors; set it to none, which keeps them, or to dequantized",
         )
-    if requested == "dequantized" or traits.device != "cpu":
+
+
+def _keep_stored(traits: DeviceTraits, dtype: str) -> str:
+    """Return the form of linear weights that a file holds as codes: stored where kernels read it, else none."""
+    if traits.device != "cpu":
         return "none"
     return "none" if _obstacle_on_cpu("stored", dtype, native_kernels=traits.native_kernels) else "stored"
 

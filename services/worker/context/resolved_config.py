@@ -89,7 +89,7 @@ class ResolvedConfig:
     """`engine.cache.dtype` with `auto` resolved: int8, float8_e4m3fn, or one of `dtype`'s."""
     quantization: str = "none"
     """`engine.model.quantization` with `auto` resolved: none, q4, q8, int8 or fp8; or stored: linear weights are as
-    the tool that wrote the checkpoint has quantized them."""
+    the tool that wrote the checkpoint, or the GGUF file, has quantized them."""
     activation_bits: int = 16
     """`engine.model.activation_bits` with `auto` resolved: 8 or 16. It says nothing where weights are not
     quantized, and on CUDA devices."""

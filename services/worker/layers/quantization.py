@@ -227,13 +227,18 @@ def _stored_format(sources: Sequence[str], in_features: int, context: ModelConte
     return None
 
 
-def describe_quantization(weights: Iterable[LinearWeight], config: ResolvedConfig) -> str:
-    """Return the form of linear weights for people: `gptq 4-bit g128`, or `gptq 4-bit g128 as bfloat16`.
+def describe_quantization(
+    weights: Iterable[LinearWeight], config: ResolvedConfig, kept_types: Sequence[str] = ()
+) -> str:
+    """Return the form of linear weights for people: `Q4_K, Q6_K`, `gptq 4-bit g128`, `gptq 4-bit g128 as bfloat16`.
 
     Args:
         weights: All of a model's, which say whether codes were kept.
+        kept_types: Forms of the file of which weights keep the codes, the most frequent first.
     """
     stored = config.architecture.quantization
+    if stored is None and config.quantization == "stored":
+        return ", ".join(kept_types) or "none"
     if stored is None:
         return config.quantization
     is_kept = any(isinstance(weight, BlockWeight) for weight in weights)
@@ -248,10 +253,9 @@ def keeps_codes(quantization: str) -> bool:
 def keeps_blocks(type: str, quantization: str) -> bool:
     """Return whether linear weights keep the blocks of tensors stored in this form.
 
-    Under q8 blocks of 4 bits are kept as well, since 8 bits would hold the same values. The kernels for inputs in 8
-    bits read no blocks.
+    Under q8 blocks of 4 bits are kept as well, since 8 bits would hold the same values.
     """
-    return quantization in _QUANTIZED_TO and type in BLOCK_FORMATS
+    return keeps_codes(quantization) and type in BLOCK_FORMATS
 
 
 def create_quantized_weight(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -88,6 +89,7 @@ def load_model(
     group: RankGroup | None = None,
     progress: Progress | None = None,
     during: DuringLoad = nullcontext,
+    kept_types: list[str] | None = None,
 ) -> CausalLM:
     """Create the model that `config.architecture` names and stream the weights into it, tensor by tensor.
 
@@ -95,6 +97,7 @@ def load_model(
         group: The connected ranks; None: one rank.
         progress: Called after each tensor.
         during: Makes a context manager that is entered before the model has weights, and left when it has all of them.
+        kept_types: Gets the forms of the file of which weights keep the codes, the most frequent first.
 
     Raises:
         FeatureDisabled: No model is registered for the architecture.
@@ -118,6 +121,11 @@ def load_model(
     with during(model), _one_thread():
         model.load_weights(_stream(checkpoint, names, config, progress, dequantized))
     _log_dequantized(checkpoint, dequantized, config)
+    kept = _kept_types(checkpoint, set(names) - dequantized, config)
+    if kept:
+        log.info("weights keep the codes of the file: %s", ", ".join(f"{n} {kind}" for kind, n in kept))
+    if kept_types is not None:
+        kept_types += [kind for kind, _ in kept]
     if not config.batch_invariant:
         _allow_wide_products(model, TORCH_DTYPES[config.dtype])
     return model
@@ -180,6 +188,16 @@ def _read_expert(
     if expert is None:
         return checkpoint.read_part(name, dtype, dim, start, length)
     return checkpoint.read_part(name, dtype, 0, expert, 1)[0].narrow(dim, start, length)
+
+
+def _kept_types(
+    checkpoint: Checkpoint, names: Collection[str], config: ResolvedConfig
+) -> list[tuple[str, int]]:
+    """Return the forms of these tensors that have codes, with their numbers, the most frequent first."""
+    if not keeps_codes(config.quantization):
+        return []
+    tensors = (checkpoint.tensors[name] for name in sorted(names))
+    return Counter(stored.type for stored in tensors if stored.format is not None).most_common()
 
 
 def _log_dequantized(checkpoint: Checkpoint, names: Collection[str], config: ResolvedConfig) -> None:

@@ -248,6 +248,29 @@ def test_quantization_without_a_kernel_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("model", "requested", "device", "dtype", "native_kernels", "chosen"),
+    [
+        ("a.gguf", "none", "cpu", "bfloat16", True, "stored"),
+        ("a.gguf", "none", "cpu", "float32", True, "stored"),
+        ("a.gguf", "none", "cpu", "float32", False, "none"),
+        ("a.gguf", "none", "cpu", "float16", True, "none"),
+        ("a.gguf", "none", "cuda:0", "bfloat16", True, "none"),
+        ("a.gguf", "dequantized", "cpu", "float32", True, "none"),
+        ("a.gguf", "q8", "cpu", "float32", True, "q8"),
+        ("embedded", "none", "cpu", "float32", True, "none"),
+        ("embedded", "q4", "cpu", "float32", True, "q4"),
+    ],
+)
+def test_codes_of_a_gguf_file_are_kept_where_kernels_read_them(
+    model, requested, device, dtype, native_kernels, chosen
+):
+    engine = EngineConfig(model=ModelConfig(model=model, quantization=requested, dtype=dtype))
+    architecture = tiny_architecture(**QUANTIZABLE_SIZES, gguf_names=TensorNames())
+    traits = DeviceTraits(device=device, native_kernels=native_kernels)
+    assert resolve_for_device(engine, architecture, traits).quantization == chosen
+
+
+@pytest.mark.parametrize(
     ("device", "changes", "dtype", "native_kernels"),
     [
         ("cpu", {}, "float32", False),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 
 from tests.checkpoint.gguf_files import random_blocks, write_gguf
 from tests.helpers.in_process import InProcessEngine
@@ -54,7 +55,7 @@ def config_for(
     if quantization in ("q4", "q8"):
         model = {"activation_bits": "16"} | model
     engine = EngineConfig(
-        model=ModelConfig(quantization=quantization, dtype=dtype, **model),
+        model=ModelConfig(model="a.gguf", quantization=quantization, dtype=dtype, **model),
         cache=CacheConfig(block_size=4, num_blocks=200, dtype=cache_dtype),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         worker=WorkerConfig(device="cpu"),
@@ -77,7 +78,7 @@ def test_a_files_own_blocks_are_kept(
     kept = load_model(config, open_checkpoint(directory))
     assert {weight.format for weight in linear_weights(kept)} == {BLOCK_FORMATS[kind]}
     monkeypatch.undo()
-    plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
+    plain = load_model(config_for(directory, "dequantized"), open_checkpoint(directory))
     for (name, layer), other in zip(plain.named_modules(), kept.modules(), strict=True):
         if hasattr(layer, "weight"):
             assert torch.equal(dense(other.weight), dense(layer.weight)), name
@@ -90,21 +91,27 @@ MIXES = {
 """Type of most matrices of a file -> that of values and of the MLP's second product, as llama.cpp mixes them."""
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("kind", MIXES)
-def test_the_codes_of_mixed_files_are_kept(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+def write_mixed(path: Path, kind: str) -> Path:
+    """Write a file with matrices of two types, and return the model directory."""
 
     def pack(name: str, weights: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:
         chosen = GGMLQuantizationType[MIXES[kind] if "attn_v" in name or "ffn_down" in name else kind]
         return random_blocks(chosen, *weights.shape), chosen
 
-    path = write_gguf(tmp_path / "a.gguf", hidden_size=256, intermediate_size=512, num_heads=4, pack=pack)
-    directory = resolve_model(str(path), progress=False)
-    plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
-    kept = load_model(config_for(directory, "q4"), open_checkpoint(directory))
+    write_gguf(path, hidden_size=256, intermediate_size=512, num_heads=4, pack=pack)
+    return resolve_model(str(path), progress=False)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("quantization", ["none", "q4"])
+@pytest.mark.parametrize("kind", MIXES)
+def test_the_codes_of_mixed_files_are_kept(
+    kind: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    directory = write_mixed(tmp_path / "a.gguf", kind)
+    plain = load_model(config_for(directory, "dequantized"), open_checkpoint(directory))
+    kept = load_model(config_for(directory, quantization), open_checkpoint(directory))
     weights = list(linear_weights(kept))
     assert weights
     assert all(
@@ -113,8 +120,52 @@ def test_the_codes_of_mixed_files_are_kept(
     for (name, layer), other in zip(plain.named_modules(), kept.modules(), strict=True):
         if hasattr(layer, "weight"):
             assert torch.equal(dense(other.weight), dense(layer.weight)), name
-    exact = logprobs(directory, "none", "float32")
-    assert np.abs(logprobs(directory, "q4", "float32") - exact).mean() < 1e-3
+    exact = logprobs(directory, "dequantized", "float32")
+    assert np.abs(logprobs(directory, quantization, "float32") - exact).mean() < 1e-3
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("Q4_K", {}, "Q4_K, Q6_K"),
+        ("Q4_K", {"quantization": "dequantized"}, "none"),
+        ("Q4_K", {"quantization": "q8"}, "q8"),
+        ("Q5_1", {}, "Q5_1"),
+        ("IQ4_XS", {"dtype": "float16"}, "none"),
+    ],
+)
+def test_the_facts_say_the_types_that_are_kept(
+    kind: str, options: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    directory = write_mixed(tmp_path / "a.gguf", kind)
+    config = config_for(directory, **{"quantization": "none"} | options)
+    runner = create_runner(config, directory, boot_id="test", on_phase=lambda phase, progress: None)
+    assert runner.facts.model.quantization == said
+
+
+@pytest.mark.parametrize("kind", ["F16", "TQ2_0"])
+def test_files_without_codes_are_as_they_were(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+
+    def pack(name: str, weights: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:
+        chosen = GGMLQuantizationType[kind]
+        return quantize(weights, chosen), chosen
+
+    path = write_gguf(tmp_path / "a.gguf", hidden_size=256, intermediate_size=512, num_heads=4, pack=pack)
+    directory = resolve_model(str(path), progress=False)
+    kept: list[str] = []
+    with caplog.at_level("INFO"):
+        found = load_model(config_for(directory, "none"), open_checkpoint(directory), kept_types=kept)
+    plain = load_model(config_for(directory, "dequantized"), open_checkpoint(directory))
+    assert not kept
+    assert "keep the codes" not in caplog.text
+    for own, other in zip(linear_weights(found), linear_weights(plain), strict=True):
+        assert type(own) is type(other)
+        assert torch.equal(dense(own), dense(other))
 
 
 @pytest.mark.thorough
@@ -125,7 +176,7 @@ def test_other_tensors_are_quantized_and_the_head_to_8_bits(
     write, kind: str, quantization: str, bits: int, largest_error: float
 ) -> None:
     directory = write(kind)
-    plain = load_model(config_for(directory, "none"), open_checkpoint(directory))
+    plain = load_model(config_for(directory, "dequantized"), open_checkpoint(directory))
     rounded = load_model(config_for(directory, quantization), open_checkpoint(directory))
     for (name, layer), other in zip(plain.named_modules(), rounded.modules(), strict=True):
         if not isinstance(getattr(other, "weight", None), QuantizedWeight):

@@ -103,7 +103,9 @@ def create_runner(
     log.info("weights: samples of their bytes have sha256 %s", identity.weights)
     processor = isa() if device.type == "cpu" else device_name(device)
     check_agreement(config, group, identity=identity, processor=processor)
-    model = _load(config, checkpoint, group, on_phase, partial(_checked_and_compiled, config, group))
+    kept_types: list[str] = []
+    during = partial(_checked_and_compiled, config, group)
+    model = _load(config, checkpoint, group, on_phase, during, kept_types)
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
@@ -118,7 +120,7 @@ def create_runner(
         processor=processor or f"torch on {device_name(device)}",
         num_threads=num_threads if device.type == "cpu" and not config.batch_invariant else 0,
         weight_bytes=weight_bytes(model),
-        quantization=describe_quantization(linear_weights(model), config),
+        quantization=describe_quantization(linear_weights(model), config, kept_types),
         load_s=load_s,
         served=served_tasks(config.architecture, directory),
     )
@@ -338,6 +340,7 @@ def _load(
     group: RankGroup,
     on_phase: PhaseChange,
     during: DuringLoad = nullcontext,
+    kept_types: list[str] | None = None,
 ) -> CausalLM:
     return load_model(
         config,
@@ -345,6 +348,7 @@ def _load(
         group=group,
         progress=lambda done, total: on_phase(Phase.LOADING, done / total),
         during=during,
+        kept_types=kept_types,
     )
 
 
