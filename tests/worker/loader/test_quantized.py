@@ -30,6 +30,7 @@ from tests.worker.quantized_files import (
     save_experts,
     save_quantized,
 )
+from tests.worker.quantized_recordings import MODULE, NAMES, write_recorded
 from tests.worker.ranks import Case, compute, run_ranks
 from tests.worker.tiny import dense, tiny_config
 from triptych.checkpoint.config_json import read_architecture
@@ -73,6 +74,16 @@ def test_weights_are_what_the_layout_means(tmp_path: Path, name: str) -> None:
         assert torch.equal(checkpoint.read(tensor, torch.float32), meant), tensor
         if is_quantized(tensor):
             assert checkpoint.tensors[tensor].type == SCHEMES[name].type
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_that_the_tools_make_of_them(tmp_path: Path, name: str) -> None:
+    meant = write_recorded(name, tmp_path)
+    found = open_checkpoint(tmp_path).read(f"{MODULE}.weight", meant.dtype)
+    if name == "bitsandbytes 8-bit":  # which multiplies by the scale and by 1 / 127 one after the other
+        torch.testing.assert_close(found, meant, rtol=2**-22, atol=0)
+    else:
+        assert torch.equal(found, meant)
 
 
 @pytest.mark.quick_cases(1)
