@@ -66,6 +66,7 @@ def expected_states(oracle: Any, texts: Sequence[NDArray[np.int64]]) -> list[Ten
     return [oracle(torch.from_numpy(text)[None]).last_hidden_state[0] for text in texts]
 
 
+@pytest.mark.quick_cases(4)
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ENCODERS)
 def test_states_equal_transformers_recorded_and_eager(name: str, saved: Any) -> None:
@@ -106,6 +107,7 @@ def test_a_long_text_equals_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(own[0], expected_states(oracle, texts)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick_cases(4)
 @torch.inference_mode()
 @pytest.mark.parametrize("name", HEADS)
 def test_scores_equal_transformers(name: str, saved: Any) -> None:

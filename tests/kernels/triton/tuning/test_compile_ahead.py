@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 MODELS = ("plain", "q4", "int8", "experts", "experts, q4")
 ROOT = Path(__file__).parents[4]
 
@@ -21,19 +23,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-m", "tests.kernels.triton.kernels_of_steps"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
-@pytest.mark.thorough
 def test_what_was_compiled_ahead_is_found_at_the_launch(found: dict[str, Any]) -> None:
     assert found["ahead"] == 2, "launches that ask for the same are compiled once"
     assert found["at_launch"] == 0
 
 
-@pytest.mark.thorough
 def test_no_launch_finds_a_kernel_that_is_still_being_loaded(found: dict[str, Any]) -> None:
     """Triton would launch it without a function."""
     assert found["found_early"] == 0
