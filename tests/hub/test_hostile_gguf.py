@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 import struct
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 
 import pytest
+from gguf import GGUFReader
 
 from tests.checkpoint.gguf_files import byte_level_vocabulary, write_gguf
 from triptych.checkpoint.config_json import read_architecture
+from triptych.checkpoint.gguf.header import TensorInfo, read_header
 from triptych.errors import ModelError
 from triptych.hub import resolve_model
 
@@ -68,9 +71,9 @@ def test_key_of_another_type_is_refused(tmp_path: Path, key: str, value: str | f
     assert refusal_of(write_gguf(tmp_path / "model.gguf", extra=extra))
 
 
-def mutations(data: bytes, num_header_bytes: int, seed: int) -> Iterator[bytes]:
+def mutations(data: bytes, num_header_bytes: int, seed: int, number: int = NUM_MUTATIONS) -> Iterator[bytes]:
     random = Random(seed)
-    for _ in range(NUM_MUTATIONS):
+    for _ in range(number):
         mutated = bytearray(data)
         for _ in range(random.choice([1, 1, 1, 2, 4, 8])):
             at, kind = random.randrange(min(num_header_bytes, len(mutated))), random.random()
@@ -104,3 +107,40 @@ def test_mutated_file_is_converted_or_refused(tmp_path: Path, cache: Path, seed:
         shutil.rmtree(cache, ignore_errors=True)
     assert 0 < len(refusals) < NUM_MUTATIONS
     assert [text for text in refusals if "\n" in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_mutated_header_is_that_of_the_gguf_package_or_refused(tmp_path: Path, seed: int) -> None:
+    path, mutated_path = write_gguf(tmp_path / "model.gguf", hidden_size=32), tmp_path / "mutated.gguf"
+    data = path.read_bytes()
+    num_read, num_mutations, refusals = 0, 2500, list[str]()
+    tracemalloc.start()
+    try:
+        num_header_bytes = data.rindex(b"output_norm.weight") + 64
+        for number, mutated in enumerate(mutations(data, num_header_bytes, seed, num_mutations)):
+            mutated_path.write_bytes(mutated)
+            try:
+                header = read_header(mutated_path)
+            except ModelError as error:
+                refusals.append(str(error))
+                continue
+            except Exception as error:
+                raise AssertionError(f"mutation {number} of seed {seed}: {error!r}") from error
+            num_read += 1
+            if num_read % 10 == 0:  # the package takes a hundred times as long
+                compare(header.tensors, GGUFReader(mutated_path))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0 < num_read < num_mutations
+    assert [text for text in refusals if "\n" in text] == []
+    assert peak < 100 * len(data)
+
+
+def compare(tensors: Mapping[str, TensorInfo], reader: GGUFReader) -> None:
+    expected = {
+        tensor.name: (tensor.tensor_type.name, tuple(map(int, tensor.shape[::-1])), tensor.data_offset)
+        for tensor in reader.tensors
+    }
+    assert {name: (info.type.name, info.shape, info.offset) for name, info in tensors.items()} == expected
