@@ -309,13 +309,14 @@ def test_scales_of_keys_and_values_are_said(tmp_path: Path, caplog: pytest.LogCa
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
-def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_two_ranks_say_what_one_says(tmp_path: Path, num_stages: int) -> None:
     cases = {}
     for name in ("gptq", "awq", "fp8 blocks", "nvfp4"):  # of which groups of 128 are cut by the ranks
         save_quantized(tmp_path / name, SCHEMES[name])
-        cases[name] = Case(tmp_path / name, 2, port=free_port())
+        cases[name] = Case(tmp_path / name, 2, num_stages=num_stages, port=free_port())
     for name, (first, second) in run_ranks(cases, tmp_path).items():
-        alone = compute(replace(cases[name], num_ranks=1), rank=0)
+        alone = compute(replace(cases[name], num_ranks=1, num_stages=1), rank=0)
         assert first.token_ids == second.token_ids == alone.token_ids, name
         assert first.weight_bytes < 0.8 * alone.weight_bytes, name
         for ours, expected in zip(first.logprobs, alone.logprobs, strict=True):
@@ -347,16 +348,19 @@ def test_the_facts_say_how_weights_are_held(
     assert runner.facts.model.quantization == said
 
 
-@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "num_mutations",
+    [pytest.param(60, marks=pytest.mark.thorough), pytest.param(1500, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     "name", ["gptq zeros", "gptq order", "awq", "packed zeros", "fp8 blocks", "nvfp4", "nf4 nested"]
 )
-def test_mutated_tensors_are_read_or_refused(tmp_path: Path, name: str) -> None:
+def test_mutated_tensors_are_read_or_refused(tmp_path: Path, name: str, num_mutations: int) -> None:
     save_quantized(tmp_path, SCHEMES[name], wanted=lambda tensor: tensor.startswith(PROJECTION))
     path, drawn = tmp_path / "model.safetensors", random.Random(0)
     whole = load_file(path)
     parts = [tensor for tensor in whole if tensor.startswith(PROJECTION)]
-    for _ in range(60):
+    for _ in range(num_mutations):
         tensors, part = dict(whole), drawn.choice(parts)
         old = tensors.pop(part)
         kind = drawn.randrange(5)
