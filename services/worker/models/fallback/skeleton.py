@@ -119,7 +119,9 @@ def read_config(
     """
     if values.get("quantization_config"):
         raise FeatureDisabled(
-            "quantization_config", "model.backend = transformers reads weights in floating point only"
+            "quantization_config",
+            "model.backend = transformers reads weights in floating point only; set it to native where a native model "
+            "serves the architecture, or give a checkpoint that is not quantized",
         )
     config_class, model_type = wanted, str(values.get("model_type"))
     if model_type in CONFIG_MAPPING:  # a composite's, maybe
