@@ -278,7 +278,7 @@ def new_rows() -> st.SearchStrategy:
 
 @st.composite
 def plans(draw: Any) -> StepPlan:
-    num_chunks, num_blocks, num_samples = (draw(st.integers(0, 4)) for _ in range(3))
+    num_chunks, num_blocks, num_samples, num_pages = (draw(st.integers(0, 4)) for _ in range(4))
     return draw(
         build(
             StepPlan,
@@ -289,6 +289,8 @@ def plans(draw: Any) -> StepPlan:
             block_slots=u32_column(num_blocks),
             block_ids=u32_column(num_blocks),
             block_groups=u32_column(draw(st.sampled_from([0, num_blocks]))),
+            state_slots=u32_column(num_pages),
+            state_pages=u32_column(num_pages),
             sample_slots=u32_column(num_samples),
             sample_limits=u32_column(num_samples),
         )

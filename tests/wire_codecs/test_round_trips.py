@@ -186,6 +186,7 @@ OF_GROUPS = replace(
         KvGroup(KvKind.STATE, 2, 256, 1 << 20),
     ),
     num_state_blocks=9,
+    continues_states=True,
 )
 
 
@@ -429,6 +430,7 @@ def test_a_column_cut_short_is_refused(message_class, decode, name):
             {"block_slots": u32(1, 2), "block_ids": u32(3, 4), "block_groups": u32(1)},
             "block_groups 1, block_slots 2",
         ),
+        ({"state_pages": u32(1)}, "state_slots 0, state_pages 1"),
         ({"sample_slots": u32(1)}, "sample_slots 1, sample_limits 0"),
     ],
 )

@@ -20,6 +20,8 @@ _COLUMN_TO_SLOTS = {
     "block_slots": "block_slots",
     "block_ids": "block_slots",
     "block_groups": "block_slots",
+    "state_slots": "state_slots",
+    "state_pages": "state_slots",
     "sample_slots": "sample_slots",
     "sample_limits": "sample_slots",
 }

@@ -137,7 +137,7 @@ class NewRow:
 class StepPlan:
     """The work of one step, as read-only columns of u32.
 
-    Order of effects: `removed_slots`, `new_rows`, new blocks, then the computation.
+    Order of effects: `removed_slots`, `new_rows`, new blocks, new pages of states, then the computation.
     """
 
     step_id: int
@@ -158,6 +158,11 @@ class StepPlan:
     """[b] the new blocks, parallel to `block_slots`."""
     block_groups: U32 = field(default_factory=empty_u32)
     """[b] the group of each new block, parallel to `block_slots`. Empty: all are of the first."""
+    state_slots: U32 = field(default_factory=empty_u32)
+    """[s] rows that read the state of their page in this step and write it to another one, which takes its place. Their
+    first token is not that of a new page. Only where `KvLayout.continues_states`."""
+    state_pages: U32 = field(default_factory=empty_u32)
+    """[s] the page that each gets, parallel to `state_slots`."""
     sample_slots: U32 = field(default_factory=empty_u32)
     """[m] sampling rows that may get several tokens. Each computes `sample_limits` - 1 positions more than its length
     says, and its blocks hold them all."""

@@ -22,6 +22,7 @@ def _check_tables(plan: StepPlan, message: object) -> StepPlan:
     check_equal_lengths(block_slots=plan.block_slots, block_ids=plan.block_ids)
     if plan.block_groups.size:
         check_equal_lengths(block_groups=plan.block_groups, block_slots=plan.block_slots)
+    check_equal_lengths(state_slots=plan.state_slots, state_pages=plan.state_pages)
     check_equal_lengths(sample_slots=plan.sample_slots, sample_limits=plan.sample_limits)
     return plan
 

@@ -99,6 +99,30 @@ class BlockTable:
         self.ids[slots, columns] = block_ids
         np.add.at(self.num_held, slots, 1)
 
+    def replace_pages(self, slots: U32, starts: I64, pages: U32) -> I32:
+        """Give rows other pages of states in the place of those that they go on from, which are returned.
+
+        Args:
+            slots: [n] rows, each once.
+            starts: [n] position of the first token that each computes in this step.
+            pages: [n] the new pages.
+
+        Raises:
+            ProtocolViolation: A page does not exist, or a row has no page to go on from: its tokens begin one.
+        """
+        name = f"{self._name}state_slots"
+        self._check_ids(pages, f"{self._name}state_pages")
+        begins = starts % self.block_size == 0
+        if begins.any():
+            raise ProtocolViolation(
+                f"{name}: slot {slots[begins.argmax()]} computes from position {starts[begins.argmax()]} on, which "
+                f"begins a page of {self.block_size} tokens; append it as a block"
+            )
+        columns = starts // self.block_size
+        read_pages = self.ids[slots, columns]
+        self.ids[slots, columns] = pages
+        return read_pages
+
     def blocks_read(self, slot: int, start: int, end: int) -> I32:
         """Return the blocks that a row reads or writes to compute positions `start` to `end`."""
         return self.ids[slot, self.group.first_needed(start) : -(-end // self.block_size)]

@@ -49,6 +49,8 @@ class StepRows:
     """[num_rows] whether it reaches the end of what is known, and so samples."""
     sample_limits: I64 | None = None
     """[num_sampling] the most tokens that each may get; None: one each."""
+    state_reads: I32 | None = None
+    """[num_rows] page that each reads its state from if it is not that of its table; 0: it is. None: of all rows."""
     row_errors: Mapping[RowKey, RowError] = field(default_factory=dict)
     """Rows that entered in this step and cannot be served. They compute like any other until they are removed."""
     places: SamplingPlaces | None = None
@@ -76,6 +78,7 @@ class StepRows:
             starts=self.starts[rows],
             samples=self.samples[rows],
             sample_limits=None if self.sample_limits is None else self.sample_limits[rows[self.samples]],
+            state_reads=None if self.state_reads is None else self.state_reads[rows],
         )
 
 
@@ -168,7 +171,10 @@ class RequestRows:
             raise ProtocolViolation(
                 f"the step has {num_tokens} tokens; max_num_batched_tokens is {self.max_num_batched_tokens}"
             )
-        return StepRows(slots, query_lens, starts, samples, sample_limits, errors)
+        state_reads = None
+        if plan.state_slots.size or plan.state_pages.size:
+            state_reads = self._replace_pages(plan, slots)
+        return StepRows(slots, query_lens, starts, samples, sample_limits, state_reads, errors)
 
     def advance(self, step: StepRows, token_counts: I64 | None = None) -> None:
         """Count the step as computed, and its tokens as known: all of a row are computed but the last.
@@ -365,6 +371,20 @@ class RequestRows:
             raise ProtocolViolation(f"block_slots has {slots.size} entries, block_ids {block_ids.size}")
         self._require_live(slots, "block_slots", distinct=False)
         append_new_blocks(self.tables, plan)
+
+    def _replace_pages(self, plan: StepPlan, computing_slots: I64) -> I32:
+        """Give rows the pages of states that they go on with, and return the pages that they read, [num_rows]."""
+        slots, pages = plan.state_slots, plan.state_pages
+        if slots.size != pages.size:
+            raise ProtocolViolation(f"state_slots has {slots.size} entries, state_pages {pages.size}")
+        if self._states is None:
+            raise ProtocolViolation(f"state_slots: {slots.tolist()}, and the model has no states")
+        self._require_live(slots, "state_slots")
+        if not np.isin(slots, computing_slots).all():
+            raise ProtocolViolation(f"state_slots: {slots.tolist()} do not all compute a token")
+        slot_to_page = np.zeros(self.live.size, np.int32)
+        slot_to_page[slots] = self._states.replace_pages(slots, self.num_computed[slots], pages)
+        return slot_to_page[computing_slots]
 
     def _select(self, plan: StepPlan) -> tuple[I64, I64]:
         """Return the computing slots, ascending, and how many known tokens each computes."""

@@ -63,12 +63,14 @@ class StateInputs:
         self.read_pages: I32 = np.zeros(len(table.ids), np.int32)
         self.write_pages: I32 = np.zeros(len(table.ids), np.int32)
 
-    def gather(self, table: BlockTable, slots: I64, starts: I64, ends: I64) -> None:
+    def gather(self, table: BlockTable, step: StepRows, ends: I64) -> None:
         """Fill in the page before each row's first token, and that of its last one."""
-        interval, num_rows = table.block_size, slots.size
-        self.read_pages[:num_rows] = np.where(
-            starts > 0, table.ids[slots, np.maximum(starts - 1, 0) // interval], 0
-        )
+        interval, slots, starts = table.block_size, step.slots, step.starts
+        num_rows = slots.size
+        read_pages = np.where(starts > 0, table.ids[slots, np.maximum(starts - 1, 0) // interval], 0)
+        if step.state_reads is not None:
+            read_pages = np.where(step.state_reads > 0, step.state_reads, read_pages)
+        self.read_pages[:num_rows] = read_pages
         self.write_pages[:num_rows] = table.ids[slots, (ends - 1) // interval]
 
     def pad(self, used: int, num_rows: int) -> None:
@@ -159,7 +161,7 @@ class StepInputs:
             max_blocks = -(-max_seq_len // block_size)
             group.block_tables[:num_rows, :max_blocks] = table.ids[slots, :max_blocks]
         if self.state is not None:
-            self.state.gather(rows.tables[-1], slots, starts, seq_lens)
+            self.state.gather(rows.tables[-1], step, seq_lens)
         self.seq_lens[:num_rows] = seq_lens
         sampling_slots = step.sampling_slots
         before: I64 | None = None

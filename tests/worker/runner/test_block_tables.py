@@ -115,6 +115,55 @@ def test_a_row_resumes_at_a_snapshot():
     assert (state.read_pages.tolist(), state.write_pages.tolist()) == ([6], [7])
 
 
+def with_pages(plan: StepPlan, pages: dict[int, int]) -> StepPlan:
+    """Let rows go on with other pages of states."""
+    return replace(plan, state_slots=u32(*pages), state_pages=u32(*pages.values()))
+
+
+def test_a_row_goes_on_from_a_snapshot_on_another_page():
+    rows = rows_of(FULL, STATE)
+    entering = [row(0, 20, [1, 2, 3, 9], [0, 3], computed=10), row(2, 20, [4, 5, 6, 10], [7, 8], computed=8)]
+    step = rows.apply(with_pages(step_plan(1, new=entering, chunks={0: 2, 2: 3}), {0: 5}))
+    state = gather(rows, step).state
+    assert state is not None
+    assert (state.read_pages.tolist(), state.write_pages.tolist()) == ([3, 7], [5, 8])
+    few = step.select(np.array([False, True]))
+    assert few.state_reads is not None
+    assert few.state_reads.tolist() == [0], "it reads the page of its table"
+    rows.advance(step)
+    step = rows.apply(with_pages(step_plan(2, chunks={0: 1, 2: 1}), {2: 4}))  # page 3 may be another row's now
+    state = gather(rows, step).state
+    assert state is not None
+    assert (state.read_pages.tolist(), state.write_pages.tolist()) == ([5, 8], [5, 4])
+    rows.advance(step)
+    state = gather(rows, rows.apply(step_plan(3, chunks={0: 1, 2: 1}))).state
+    assert state is not None
+    assert (state.read_pages.tolist(), state.write_pages.tolist()) == ([5, 4], [5, 4])
+
+
+@pytest.mark.parametrize(
+    ("groups", "changes", "says"),
+    [
+        ((FULL, STATE), {"state_pages": u32(4)}, "state_slots has 0 entries, state_pages 1"),
+        ((FULL, STATE), {"state_slots": u32(0), "state_pages": u32(9)}, "state_pages: .*within 1..8"),
+        ((FULL, STATE), {"state_slots": u32(0), "state_pages": u32(0)}, "state_pages: .*within 1..8"),
+        ((FULL, STATE), {"state_slots": u32(0, 0), "state_pages": u32(4, 5)}, "names a slot twice"),
+        ((FULL, STATE), {"state_slots": u32(1), "state_pages": u32(4)}, "slot 1 is not live"),
+        ((FULL, STATE), {"state_slots": u32(2), "state_pages": u32(4)}, "do not all compute a token"),
+        ((FULL, STATE), {"state_slots": u32(3), "state_pages": u32(4)}, "slot 3 computes from position 8 on, which"),
+        ((FULL, WINDOW), {"state_slots": u32(0), "state_pages": u32(4)}, "the model has no states"),
+    ],
+)
+def test_pages_that_cannot_be_replaced_are_refused(groups, changes, says):
+    rows = rows_of(*groups)
+    tables = [[0, 3]] if STATE in groups else [[0, 8, 9]]
+    entering = [row(slot, 12, [1, 2, 3], *tables, computed=9) for slot in (0, 2)]
+    entering.append(row(3, 12, [4, 5, 6], *([[6, 7]] if STATE in groups else tables), computed=8))
+    plan = step_plan(1, new=entering, chunks={0: 3, 3: 4}, skipped=[2])
+    with pytest.raises(ProtocolViolation, match=says):
+        rows.apply(replace(plan, **changes))
+
+
 @pytest.mark.parametrize(
     ("groups", "entering", "says"),
     [

@@ -45,7 +45,7 @@ ROW_ERROR_CODE_INVALID_REQUEST: RowErrorCode
 ROW_ERROR_CODE_NOT_READY: RowErrorCode
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents", "sample_slots", "sample_limits", "may_defer_rows", "block_groups", "kv_orders")
+    __slots__ = ("step_id", "last_result_seen", "removed_slots", "new_rows", "chunk_slots", "chunk_lengths", "skipped_slots", "block_slots", "block_ids", "num_tokens", "new_contents", "sample_slots", "sample_limits", "may_defer_rows", "block_groups", "state_slots", "state_pages", "kv_orders")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_RESULT_SEEN_FIELD_NUMBER: _ClassVar[int]
     REMOVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,8 @@ class Step(_message.Message):
     SAMPLE_LIMITS_FIELD_NUMBER: _ClassVar[int]
     MAY_DEFER_ROWS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    STATE_PAGES_FIELD_NUMBER: _ClassVar[int]
     KV_ORDERS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     last_result_seen: int
@@ -77,8 +79,10 @@ class Step(_message.Message):
     sample_limits: bytes
     may_defer_rows: bool
     block_groups: bytes
+    state_slots: bytes
+    state_pages: bytes
     kv_orders: _kv_transfer_pb2.KvOrders
-    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ..., sample_slots: _Optional[bytes] = ..., sample_limits: _Optional[bytes] = ..., may_defer_rows: bool = ..., block_groups: _Optional[bytes] = ..., kv_orders: _Optional[_Union[_kv_transfer_pb2.KvOrders, _Mapping]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., last_result_seen: _Optional[int] = ..., removed_slots: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., chunk_slots: _Optional[bytes] = ..., chunk_lengths: _Optional[bytes] = ..., skipped_slots: _Optional[bytes] = ..., block_slots: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., new_contents: _Optional[_Iterable[_Union[RowContent, _Mapping]]] = ..., sample_slots: _Optional[bytes] = ..., sample_limits: _Optional[bytes] = ..., may_defer_rows: bool = ..., block_groups: _Optional[bytes] = ..., state_slots: _Optional[bytes] = ..., state_pages: _Optional[bytes] = ..., kv_orders: _Optional[_Union[_kv_transfer_pb2.KvOrders, _Mapping]] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
     __slots__ = ("task", "kind", "normalize", "dimensions", "activation")

@@ -186,7 +186,7 @@ class KvGroup(_message.Message):
     def __init__(self, kind: _Optional[_Union[KvKind, str]] = ..., num_layers: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
 
 class KvShape(_message.Message):
-    __slots__ = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype", "soft_num_blocks", "groups", "num_state_blocks")
+    __slots__ = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype", "soft_num_blocks", "groups", "num_state_blocks", "continues_states")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class KvShape(_message.Message):
     SOFT_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_STATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_STATES_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     block_size: int
     num_layers: int
@@ -205,7 +206,8 @@ class KvShape(_message.Message):
     soft_num_blocks: int
     groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
     num_state_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., soft_num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., num_state_blocks: _Optional[int] = ...) -> None: ...
+    continues_states: bool
+    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., soft_num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., num_state_blocks: _Optional[int] = ..., continues_states: bool = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

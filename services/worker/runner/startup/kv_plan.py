@@ -64,7 +64,7 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     states = next((group for group in shape.groups if group.kind is KvKind.STATE), None)
     if states is not None:
         num_pages = _num_pages(config, states, granted, max_model_len, beside_kv=shape.block_bytes > 0)
-        shape = replace(shape, num_state_blocks=num_pages)
+        shape = replace(shape, num_state_blocks=num_pages, continues_states=True)
         granted -= num_pages * states.block_bytes
         free_bytes -= num_pages * states.block_bytes
     if choice.kinds:
