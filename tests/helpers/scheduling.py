@@ -244,6 +244,8 @@ class NaiveWorker:
         self.rows: dict[int, WorkerRow] = {}
         self.cells: dict[tuple[int, int], tuple[int, int]] = {}
         self.pages: dict[int, tuple[int, int]] = {}
+        self._read_pages = defaultdict[int, set[int]](set)
+        """Page to the slots that read it in this step."""
         self.num_tokens_computed = 0
         self.has_failed = False
         self.pools_last = False
@@ -279,7 +281,9 @@ class NaiveWorker:
         spans = {
             slot: range(row.num_computed, row.num_computed + counts[slot]) for slot, row in self.rows.items()
         }
-        beyond = self._read_states(spans)
+        pages = dict(zip(plan.state_slots.tolist(), plan.state_pages.tolist(), strict=True))
+        assert len(pages) == len(plan.state_slots), "a slot is listed twice"
+        beyond = self._read_states(spans, pages)
         for slot, span in spans.items():  # all writes of a step come before any read
             self._write(self.rows[slot], span, is_garbage=slot in garbage_slots or slot in beyond)
         misled = self._spread_garbage(spans, beyond)
@@ -455,9 +459,14 @@ class NaiveWorker:
                     return False
         return True
 
-    def _read_states(self, spans: dict[int, range]) -> set[int]:
-        """Return the slots that begin with the state of another prefix. All reads of a step come before any write."""
+    def _read_states(self, spans: dict[int, range], pages: dict[int, int]) -> set[int]:
+        """Return the slots that begin with the state of another prefix. All reads of a step come before any write.
+
+        Args:
+            pages: Slot to the page that it goes on with.
+        """
         misled = set()
+        self._read_pages.clear()
         for slot, span in spans.items():
             row = self.rows[slot]
             for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
@@ -465,8 +474,14 @@ class NaiveWorker:
                     page = table[(span.start - 1) // group.block_size]
                     own = index, prefix_fingerprints(row.tokens[: span.start])[-1]
                     assert page != 0, "the null block is never used"
+                    self._read_pages[page].add(slot)
                     if self.pages.get(page) != own:
                         misled.add(slot)
+                    if slot in pages:
+                        assert span.start % group.block_size, "a page begins here, and is appended"
+                        assert pages[slot] not in (0, page), "it goes on with another page"
+                        table[span.start // group.block_size] = pages.pop(slot)
+        assert not pages, "rows go on that have no state, or compute nothing"
         return misled
 
     def _write_states(self, spans: dict[int, range], misled: set[int]) -> None:
@@ -479,6 +494,7 @@ class NaiveWorker:
                     assert block == span.start // group.block_size, "a step computes tokens of two pages"
                     assert table[block] != 0, "the null block is never used"
                     written.append(table[block])
+                    assert self._read_pages[table[block]] <= {slot}, "another row reads this page"
                     content = -1 if slot in misled else prefix_fingerprints(row.tokens[: span.stop])[-1]
                     self.pages[table[block]] = index, content
         assert len(set(written)) == len(written), "two rows write one page"

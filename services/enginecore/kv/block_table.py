@@ -26,6 +26,8 @@ class GroupTable:
     num_settled: int = 0
     """Leading pages of states that were given to the prefix cache, or came from there. It is 0 for keys and values, for
     which `BlockTable.num_cached` counts."""
+    read_page: int = 0
+    """Page of states that the step planned last goes on from on another one, which has its place here. 0: none."""
 
 
 @dataclass(slots=True, eq=False)

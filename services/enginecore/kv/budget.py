@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import overload
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from triptych_services.enginecore.kv.block_table import BlockTable
 from triptych_services.enginecore.kv.bundle_pool import BundlePool
 from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints, PoolCounts
 from triptych_services.enginecore.kv.pool import BlockPool
+from triptych_services.enginecore.kv.prefix_hits import GroupHits
 
 
 class BlockBudget:
@@ -93,29 +93,6 @@ class BlockBudget:
         """
         num_shared = len(hits) - self._pool.num_free_among(hits)
         return -(-num_tokens // self._block_size) - num_shared + num_promised - self._pool.num_free
-
-
-class GroupHits(Sequence[int]):
-    """A prefix that every group has in the cache. As a sequence: one entry for each block that hashes name."""
-
-    def __init__(self, num_blocks: int, tables: tuple[list[int], ...]) -> None:
-        """
-        Args:
-            tables: The bundles of each kind of group, the null block in the place of those that are not needed.
-        """
-        self.tables = tables
-        self._num_blocks = num_blocks
-
-    def __len__(self) -> int:
-        return self._num_blocks
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        table = self.tables[0]
-        return [table[at * len(table) // self._num_blocks] for at in range(self._num_blocks)][index]
 
 
 class GroupedBlockBudget(BlockBudget):

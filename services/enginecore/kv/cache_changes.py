@@ -120,7 +120,7 @@ class _Need:
         self._block_size = block_size
         self.bit = 1 << group.index
         """The group's bit in `_Prefix.cached`."""
-        self.ratio = group.block_size // block_size
+        self.ratio = 1 if group.is_state else group.block_size // block_size
         self.first_run = 0 if group.releases else 1
         """Run before the first block."""
         self.is_chunk = group.kind is KvKind.CHUNK
@@ -128,7 +128,9 @@ class _Need:
         self.num_needed_at_most = 1
         self.window_blocks = 0
         """The longest run that is counted. 0: a full group, of which it is 1 where nothing is missing."""
-        if group.releases:
+        if group.is_state:  # the page of this very length, whatever there is before it
+            self.window_blocks = 1
+        elif group.releases:
             end = 2 * group.window * group.block_size  # any that is far enough from the beginning
             self.num_needed_at_most = max(end // group.block_size - group.first_needed(end), 1)
             self.window_blocks = group.window // group.block_size + 2

@@ -5,18 +5,19 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from math import lcm
 
 import numpy as np
 
 from triptych.types.facts import KvLayout
 from triptych.types.step import U32
 from triptych_services.enginecore.kv.block_table import NULL_BLOCK, BlockTable, GroupTable
-from triptych_services.enginecore.kv.budget import GroupedBlockBudget, GroupHits
+from triptych_services.enginecore.kv.budget import GroupedBlockBudget
 from triptych_services.enginecore.kv.bundle_pool import BundlePool, GroupUsage
 from triptych_services.enginecore.kv.cache_changes import CachedPrefixes
 from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints, PoolCounts, rules_of
 from triptych_services.enginecore.kv.manager import BlockManager, Growth
+from triptych_services.enginecore.kv.prefix_hits import GroupHits, PrefixLookup
+from triptych_services.enginecore.kv.state_snapshots import StateSnapshots
 
 
 class GroupedBlockManager(BlockManager):
@@ -48,12 +49,28 @@ class GroupedBlockManager(BlockManager):
         self._wide_groups = [
             group for group in self.groups if not group.is_state and group.block_size != kv.block_size
         ]
-        self._alignment = lcm(*(group.block_size for group in self.groups))
+        self._lookup = PrefixLookup(
+            self.groups, self._pools, kv.block_size, continues_states=kv.continues_states
+        )
         self.budget: GroupedBlockBudget = GroupedBlockBudget(
             self.groups, self._kv_pool, self._state_pool, kv.block_size, longest_step
         )
         states = [group.block_size for group in self.groups if group.is_state]
         self.step_end_every = min(states, default=0)
+        if kv.continues_states:
+            self.snapshots = self._create_snapshots()
+
+    def _create_snapshots(self) -> StateSnapshots:
+        (group,) = self._state_groups
+        return StateSnapshots(
+            group,
+            self._state_pool,
+            self.usages[group.index],
+            self._cached_prefixes,
+            block_size=self.block_size,
+            unit=self._lookup.alignment,
+            note_cached=lambda page: self._newly_cached.append(-page),
+        )
 
     def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> Sequence[int]:
         """Return the blocks of the longest prefix of `token_ids` that every group can serve.
@@ -62,15 +79,11 @@ class GroupedBlockManager(BlockManager):
         """
         if not self.is_cached(table):
             return []
-        num_tokens = (len(token_ids) - 1) // self._alignment * self._alignment
+        num_tokens = (len(token_ids) - 1) // self._lookup.alignment * self._lookup.alignment
         if num_tokens <= 0:
             return []
         table.extend_hashes(token_ids, num_tokens // self.block_size, self.block_size)
-        num_tokens = self._longest_hit(table.hashes, num_tokens)
-        if not num_tokens:
-            return []
-        tables = tuple(self._blocks_behind(group, table.hashes, num_tokens) for group in self.groups)
-        return GroupHits(num_tokens // self.block_size, tables)
+        return self._lookup.find(table.hashes, num_tokens) or []
 
     def allocate(self, table: BlockTable, num_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
         assert not table.groups or not any(own.block_ids for own in table.groups), "it has blocks already"
@@ -78,6 +91,7 @@ class GroupedBlockManager(BlockManager):
         shared = hits.tables if isinstance(hits, GroupHits) else ((),) * len(self.groups)
         for group, pool in zip(self.groups, self._pools, strict=True):
             num_taken = pool.num_free_among(block for block in shared[group.index] if block) * group.num_twins
+            num_taken += group.continues_at(len(hits) * self.block_size)
             lacking += PoolCounts(0, num_taken) if group.is_state else PoolCounts(num_taken, 0)
         if lacking > self.budget.num_free:
             return None
@@ -87,7 +101,7 @@ class GroupedBlockManager(BlockManager):
             blocks = shared[group.index]
             own.num_released = group.first_needed(len(hits) * self.block_size) if blocks else 0
             usage.share(blocks[own.num_released :])
-            own.num_settled = len(blocks)
+            own.num_settled = len(hits) * self.block_size // group.block_size
             own.block_ids += blocks
         table.num_cached = len(hits)
         for group, own in zip(self.groups, table.groups, strict=True):  # once all hits are held
@@ -223,14 +237,14 @@ class GroupedBlockManager(BlockManager):
                 self._state_pool.uncache(-block)
 
     def named_blocks(self, table: BlockTable) -> list[int]:
-        return self._named_behind(table, 0)
+        return self._lookup.named(table.hashes, 0)
 
     def own_blocks(self, table: BlockTable, num_trusted: int) -> list[int]:
         """Return the blocks that the holder of a table has written, and those of the same content.
 
         What it has released is in the cache still, and known by its content only.
         """
-        blocks = self._named_behind(table, num_trusted)
+        blocks = self._lookup.named(table.hashes, num_trusted)
         for group, own in zip(self.groups, table.groups, strict=True):
             first = max(own.num_released, num_trusted * self.block_size // group.block_size)
             held = own.block_ids[first:]
@@ -247,6 +261,9 @@ class GroupedBlockManager(BlockManager):
     def free(self, table: BlockTable) -> None:
         for usage, own in zip(self.usages, table.groups, strict=False):
             usage.release(reversed(own.block_ids[own.num_released :]))
+            if own.read_page:
+                usage.release([own.read_page])
+            own.read_page = 0
             own.block_ids.clear()
         table.groups = ()
         table.num_hits = table.num_cached = 0
@@ -278,7 +295,7 @@ class GroupedBlockManager(BlockManager):
             for group, own in zip(self.groups, table.groups, strict=bool(table.groups)):
                 num_settled = self._num_settled(group, table)
                 assert num_settled <= len(own.block_ids), "more cached than held"
-                held = own.block_ids[own.num_released :]
+                held = own.block_ids[own.num_released :] + [own.read_page] * bool(own.read_page)
                 assert not any(own.block_ids[: own.num_released]), "a block was released and is held"
                 assert NULL_BLOCK not in held, "the null block is held"
                 references[id(self._pools[group.index])].update(held)
@@ -295,54 +312,6 @@ class GroupedBlockManager(BlockManager):
         if group.is_state:
             return table.groups[group.index].num_settled
         return table.num_cached * self.block_size // group.block_size
-
-    def _longest_hit(self, hashes: Sequence[bytes], num_tokens: int) -> int:
-        """Return the most tokens up to `num_tokens`, a multiple of every block size, that all groups can serve."""
-        unit, alignment = self.block_size, self._alignment
-        for group, pool in zip(self.groups, self._pools, strict=True):
-            if not group.releases:
-                run = pool.find_run(group.keys(hashes, 0, num_tokens // group.block_size, unit))
-                num_tokens = len(run) * group.block_size // alignment * alignment
-        is_settled = False
-        while num_tokens and not is_settled:
-            is_settled = True
-            for group, pool in zip(self.groups, self._pools, strict=True):
-                while num_tokens and group.releases:
-                    end = num_tokens // group.block_size
-                    first = group.first_needed(num_tokens)
-                    keys = group.keys(hashes, first, end, unit)
-                    missing = next(
-                        (at for at in range(end - 1, first - 1, -1) if pool.find(keys[at - first]) is None),
-                        None,
-                    )
-                    if missing is None:
-                        break
-                    is_settled = False
-                    num_tokens = min(missing * group.block_size, num_tokens - 1) // alignment * alignment
-            if num_tokens and not self._needs_any(num_tokens):  # only chunks, of which a new one begins here
-                is_settled = False
-                num_tokens -= alignment
-        return num_tokens
-
-    def _needs_any(self, num_tokens: int) -> bool:
-        """Return whether a request that goes on behind so many tokens reads any block."""
-        return any(group.first_needed(num_tokens) * group.block_size < num_tokens for group in self.groups)
-
-    def _blocks_behind(self, group: GroupRules, hashes: Sequence[bytes], num_tokens: int) -> list[int]:
-        """Return a group's blocks of a prefix that it can serve."""
-        first, end = group.first_needed(num_tokens), num_tokens // group.block_size
-        blocks = self._pools[group.index].find_all(group.keys(hashes, first, end, self.block_size))
-        return [NULL_BLOCK] * (end - len(blocks)) + blocks
-
-    def _named_behind(self, table: BlockTable, num_trusted: int) -> list[int]:
-        """Return the cached blocks with the content of a table behind its first `num_trusted` hashes."""
-        blocks: list[int] = []
-        for group, pool in zip(self.groups, self._pools, strict=True):
-            ratio = group.block_size // self.block_size
-            keys = group.keys(table.hashes, num_trusted // ratio, len(table.hashes) // ratio, self.block_size)
-            found = pool.find_all(keys)
-            blocks += [-block for block in found] if group.is_state else found
-        return blocks
 
 
 def create_block_manager(kv: KvLayout, *, enable_prefix_caching: bool, longest_step: int) -> BlockManager:

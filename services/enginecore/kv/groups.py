@@ -114,9 +114,17 @@ class GroupRules:
 
     def peak(self, start: int, end: int, chunk: int) -> int:
         """Return the most blocks, of all twins, that a row holds on its way from one position to another."""
-        num_reached = self.blocks_for(end) - self.first_needed(start)
+        num_reached = self.blocks_for(end) - self.first_needed(start) + self.continues_at(start)
         most = self.most_held(chunk)
         return (num_reached if most is None else min(num_reached, most)) * self.num_twins
+
+    def continues_at(self, position: int) -> bool:
+        """Return whether a row that enters at a position goes on from a page of a state that is not full."""
+        return self.is_state and position % self.block_size > 0
+
+    def key_at(self, hashes: Sequence[bytes], num_hashes: int) -> bytes:
+        """Return the name of the page of a state behind as many blocks as there are hashes."""
+        return hashes[num_hashes - 1] + self.suffix
 
     def keys(self, hashes: Sequence[bytes], first: int, end: int, unit: int) -> list[bytes]:
         """Return the names of the content of bundles `first` to `end` in the prefix cache.
@@ -182,6 +190,11 @@ def check_layout(kv: KvLayout, *, max_model_len: int, chunk: int, max_samples_pe
             raise ConfigError(
                 f"{name} has pages of {group.block_size} tokens, and another group of states has {first.block_size}: "
                 "steps end at the ends of all of them"
+            )
+        if is_state and kv.continues_states and index != kv.groups.index(first):
+            raise ConfigError(
+                f"{name} is the second of states, and the worker says continues_states, which is for one such group: "
+                "it must not say so, or have one group"
             )
         if is_state and max_samples_per_row > 1:
             raise ConfigError(

@@ -17,6 +17,7 @@ from triptych_services.enginecore.kv.budget import BlockBudget
 from triptych_services.enginecore.kv.bundle_pool import GroupUsage
 from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints
 from triptych_services.enginecore.kv.pool import BlockPool
+from triptych_services.enginecore.kv.state_snapshots import StateSnapshots
 
 
 class Growth(NamedTuple):
@@ -68,6 +69,8 @@ class BlockManager:
         """Counts of blocks by kind of group, of names that differ. Empty: there is one that keeps every key."""
         self.step_end_every = 0
         """Tokens of a block of states, at the ends of which steps of a row end; 0: they may end anywhere."""
+        self.snapshots: StateSnapshots | None = None
+        """Snapshots of states where prompts end; None: there are none."""
         self._newly_cached: list[int] = []
         self._num_own_roots = 0
 

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from triptych.config import SchedulerConfig
-from triptych_services.enginecore.kv.groups import Count
+from triptych_services.enginecore.kv.groups import Count, PoolCounts
+from triptych_services.enginecore.kv.state_snapshots import StateSnapshots
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.microbatches import Microbatches
 from triptych_services.enginecore.scheduler.pace import PooledShare
@@ -87,6 +88,8 @@ class StepPlanner:
         self._states.shared_prompts.release_planned(self._states.rows)
         if self._states.blocks.releasing:
             self._release_unseen()
+        if self._states.blocks.snapshots is not None:
+            self._states.blocks.snapshots.release_read()
         if self._states.waiting.num_ready:
             self._release_planned()
         build = self._plan_running()
@@ -123,6 +126,8 @@ class StepPlanner:
             wanted = np.minimum(rows.wanted(slots), self._max_per_request)
             if (every := blocks.step_end_every) > 0:
                 wanted = np.minimum(wanted, every - rows.computed[slots] % every)
+                to_snapshot = rows.snapshot_end[slots] - rows.computed[slots]
+                wanted = np.where(to_snapshot > 0, np.minimum(wanted, to_snapshot), wanted)
             wanted = self._microbatches.limit(
                 slots, wanted, may_run_ahead=not (self._states.waiting.num_ready and rows.num_free)
             )
@@ -162,7 +167,28 @@ class StepPlanner:
                 growing = np.flatnonzero(ends > rows.capacity[slots])
         if len(growing):
             build.add_growths(slots[growing], self._states.grow(slots[growing], ends[growing]))
+        if blocks.snapshots is not None:
+            self._keep_states(build, blocks.snapshots)
         return build
+
+    def _keep_states(self, build: StepBuilder, snapshots: StateSnapshots) -> None:
+        """Keep the states of rows that have come to the end of their prompt, as far as there are pages to go on with.
+
+        No request is preempted for it, and what is promised to prompts is left to them.
+        """
+        rows, slots = self._states.rows, build.slots
+        ends = rows.snapshot_end[slots]
+        places = np.flatnonzero((ends > 0) & (rows.computed[slots] == ends) & (build.counts > 0))
+        if not len(places):
+            return
+        promised = self._num_promised()
+        assert isinstance(promised, PoolCounts), "there are groups"
+        num_pages = snapshots.num_free - promised.state
+        for slot in slots[places].tolist():
+            request, num_tokens = rows.slot_to_request[slot], int(rows.computed[slot])
+            if num_pages > 0 and snapshots.keep(request.blocks, request.token_ids, num_tokens):
+                build.add_page(slot, snapshots.go_on(request.blocks, num_tokens))
+                num_pages -= 1
 
     def _add_guesses(self, build: StepBuilder) -> None:
         """Let sampling rows with guesses get several tokens, within budget, blocks and the rest of their output.
@@ -277,6 +303,7 @@ class StepPlanner:
             count = min(num_known - num_computed, self._max_per_request)
             if (every := blocks.step_end_every) > 0:
                 count = min(count, every - num_computed % every)
+                count = min(count, (self._snapshot_end(request, num_computed) - num_computed) or count)
             if count > build.budget and not self._config.enable_chunked_prefill:
                 break
             # All of it must fit before its first chunk runs, beside the later chunks of those that run, or long prompts
@@ -293,7 +320,25 @@ class StepPlanner:
                 count = min(count, self._pooled_share.num_left)
             states.waiting.note_admitted(request, num_known - num_computed)
             build.add_row(request, states.admit(request, hits, num_computed, count), count)
+            if blocks.snapshots is not None:
+                self._enter_with_state(build, blocks.snapshots, request, num_computed)
             num_promised += blocks.budget.num_outstanding(request.blocks, num_known)
+
+    def _enter_with_state(
+        self, build: StepBuilder, snapshots: StateSnapshots, request: Request, num_computed: int
+    ) -> None:
+        """Note where the state of a new row is kept, and let it go on from that of a snapshot on a page of its own."""
+        end = self._snapshot_end(request, num_computed)
+        self._states.rows.snapshot_end[request.slot] = end if end > num_computed else 0
+        if num_computed % self._states.blocks.step_end_every:
+            build.add_page(request.slot, snapshots.go_on(request.blocks, num_computed))
+
+    def _snapshot_end(self, request: Request, num_computed: int) -> int:
+        """Return the tokens of a prompt behind which its state is kept; `num_computed` if it is not."""
+        snapshots = self._states.blocks.snapshots
+        if snapshots is None or request.is_pooled or not self._states.blocks.is_cached(request.blocks):
+            return num_computed
+        return snapshots.end_for(request.num_prompt_tokens, num_computed)
 
     def _num_promised(self) -> Count:
         """Count the blocks that running rows still need for known tokens: those of prompts computed in chunks."""

@@ -70,6 +70,9 @@ class RunningRows:
         self.released: Ints = np.zeros((num_groups, max_num_seqs), np.int64)
         """[num_groups, max_num_seqs] leading blocks of each group that it has released, or never held; one entry for
         all twins."""
+        self.snapshot_end: Ints = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs] tokens of the prompt behind which the state is kept, and at which a step ends; 0: none is.
+        Written at admission if the block manager has `snapshots`, and 0 if not."""
         self.slot_version: U32 = np.zeros(max_num_seqs, np.uint32)
         """[max_num_seqs] version of the row in the slot, or of the next row if the slot is empty."""
         self.session: Ints = np.zeros(max_num_seqs, np.int64)

@@ -42,6 +42,10 @@ class StepBuilder:
     """[b] the blocks that they grow by."""
     block_groups: list[int] = field(default_factory=list)
     """[b] the group of each; empty where there is one."""
+    state_slots: list[int] = field(default_factory=list)
+    """[s] rows that go on from their page of states on another one."""
+    state_pages: list[int] = field(default_factory=list)
+    """[s] the pages that they go on with."""
     admitted: list[Request] = field(default_factory=list)
     """[n] requests that enter."""
     new_rows: list[NewRow] = field(default_factory=list)
@@ -76,6 +80,11 @@ class StepBuilder:
             self.block_ids += growth.block_ids
             if growth.group is not None:
                 self.block_groups += [growth.group] * len(growth.block_ids)
+
+    def add_page(self, slot: int, page: int) -> None:
+        """Let a row that computes go on with another page of states."""
+        self.state_slots.append(slot)
+        self.state_pages.append(page)
 
     def close(self) -> None:
         """Append the new rows to the columns of the others."""
@@ -118,6 +127,8 @@ class StepBuilder:
             block_slots=_column(self.block_slots),
             block_ids=_column(self.block_ids),
             block_groups=_column(self.block_groups) if self.block_groups else empty_u32(),
+            state_slots=_column(self.state_slots),
+            state_pages=_column(self.state_pages),
             sample_slots=sample_slots,
             sample_limits=sample_limits,
             num_tokens=self.num_tokens,

@@ -70,7 +70,8 @@ def layout_for_one(
     for rules in rules_of(kv):
         peak = rules.peak(0, max_model_len, longest)
         num_states, num_blocks = num_states + peak * rules.is_state, num_blocks + peak * (not rules.is_state)
-    return replace(kv, num_blocks=num_blocks, num_state_blocks=num_states)
+    continues_states = sum(group.kind is KvKind.STATE for group in groups) == 1
+    return replace(kv, num_blocks=num_blocks, num_state_blocks=num_states, continues_states=continues_states)
 
 
 class GroupedMachine(SchedulerMachine):
@@ -291,6 +292,7 @@ def test_status_counts_blocks_by_kind_of_group() -> None:
         ({"groups": (FULL, replace(WINDOW, block_size=6))}, r"group 1 \(window\) has 6 tokens per block"),
         ({"groups": (FULL, replace(WINDOW, window=0))}, "a window of 0 positions"),
         ({"groups": (FULL, STATE, replace(STATE, block_size=8))}, "has pages of 8 tokens"),
+        ({"groups": (FULL, STATE, STATE)}, r"group 2 \(state\) is the second of states"),
         (
             {"num_blocks": 20},
             r"max_model_len 100 does not fit into 19 KV blocks: one request takes up to \d+",

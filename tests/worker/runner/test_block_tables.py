@@ -131,7 +131,9 @@ def test_a_row_goes_on_from_a_snapshot_on_another_page():
     assert few.state_reads is not None
     assert few.state_reads.tolist() == [0], "it reads the page of its table"
     rows.advance(step)
-    step = rows.apply(with_pages(step_plan(2, chunks={0: 1, 2: 1}), {2: 4}))  # page 3 may be another row's now
+    step = rows.apply(
+        with_pages(step_plan(2, chunks={0: 1, 2: 1}), {2: 4})
+    )  # page 3 may be another row's now
     state = gather(rows, step).state
     assert state is not None
     assert (state.read_pages.tolist(), state.write_pages.tolist()) == ([5, 8], [5, 4])
@@ -150,7 +152,11 @@ def test_a_row_goes_on_from_a_snapshot_on_another_page():
         ((FULL, STATE), {"state_slots": u32(0, 0), "state_pages": u32(4, 5)}, "names a slot twice"),
         ((FULL, STATE), {"state_slots": u32(1), "state_pages": u32(4)}, "slot 1 is not live"),
         ((FULL, STATE), {"state_slots": u32(2), "state_pages": u32(4)}, "do not all compute a token"),
-        ((FULL, STATE), {"state_slots": u32(3), "state_pages": u32(4)}, "slot 3 computes from position 8 on, which"),
+        (
+            (FULL, STATE),
+            {"state_slots": u32(3), "state_pages": u32(4)},
+            "slot 3 computes from position 8 on, which",
+        ),
         ((FULL, WINDOW), {"state_slots": u32(0), "state_pages": u32(4)}, "the model has no states"),
     ],
 )
