@@ -27,7 +27,7 @@ async def stack(**faults: Any) -> AsyncIterator[tuple[EngineStack, FakeFrontend]
     """Start a worker of three groups, an engine that dials it through a relay, and a frontend."""
     config = make_config()
     runner = NaiveRunner(config)
-    kv = KvLayout(400, 16, 1, 1, 1, "float32", groups=GROUPS, num_state_blocks=60)
+    kv = KvLayout(400, 16, 1, 1, 1, "float32", groups=GROUPS, num_state_blocks=60, continues_states=True)
     runner.facts = replace(runner.facts, kv=kv)
     runner.reset()
     worker = WorkerStack(config, runner)

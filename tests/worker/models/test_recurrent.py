@@ -133,7 +133,28 @@ def test_steps_of_an_engine_generate_the_tokens_of_transformers(name: str, saved
     expected = [greedy_tokens(oracle, prompt, 13) for prompt in prompts]
     assert engine.generate(prompts, greedy) == expected
     assert engine.generate(prompts, greedy, first_number=len(prompts)) == expected
-    assert engine.scheduler.counters.prefix_hits == 20 + 30  # the snapshots of the prompts of 23 and 40
+    assert engine.scheduler.counters.prefix_hits == 20 + 35  # the states at the ends of the prompts of 23 and 40
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
+def test_a_conversation_goes_on_where_its_prompt_ended(name: str, saved: Any) -> None:
+    """Prompts that end at every place of a block and of a page, then the same with the answer and a new message."""
+    directory, oracle = saved(name)
+    engine = InProcessEngine(make_runner(directory), max_num_batched_tokens=16)
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for length in (*range(14, 22), 26, 27):
+        (prompt,) = random_prompts(length)
+        prompt = [length % 7, *prompt]  # no prompt begins with another one
+        (answer,) = engine.generate([prompt], greedy)
+        assert answer == greedy_tokens(oracle, prompt, 4)
+        follow_up = [*prompt, *answer, *random_prompts(3)[0]]
+        before = engine.scheduler.counters.prefix_hits
+        turns = [prompt, follow_up, prompt]
+        assert engine.generate(turns, greedy) == [answer, greedy_tokens(oracle, follow_up, 4), answer]
+        end = length // 5 * 5  # of the prompt's last full block but for its last token
+        hits = engine.scheduler.counters.prefix_hits - before
+        assert hits >= 3 * end, f"{length + 1} tokens: {hits} of {3 * end} need not be computed again"
 
 
 @pytest.mark.parametrize("name", ["Qwen 3.5"])
