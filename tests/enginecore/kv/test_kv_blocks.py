@@ -77,13 +77,17 @@ class BlocksMachine(RuleBasedStateMachine):
         (rules,) = (rules for rules in self.manager.groups if index in rules.members)
         return rules
 
-    def write(self, holder: Holder, start: int, end: int) -> None:
-        """Compute positions: read what each sees, then write it; of a state, the page of the one before the first."""
+    def write(self, holder: Holder, start: int, end: int, read_page: int = 0) -> None:
+        """Compute positions: read what each sees, then write it; of a state, the page of the one before the first.
+
+        Args:
+            read_page: Page of the state that it goes on from on another one; 0: it does not.
+        """
         for index, group in enumerate(self.groups):
             table = self.table_of(holder, index)
             if group.kind is KvKind.STATE:
                 if start:
-                    self.check(holder, index, table[(start - 1) // group.block_size], 0, start)
+                    self.check(holder, index, read_page or table[(start - 1) // group.block_size], 0, start)
                 page = table[(end - 1) // group.block_size]
                 assert page
                 self.memory.cells[True, page, 0] = index, tuple(holder.tokens[:end])
@@ -110,6 +114,7 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, count=st.integers(1, LONGEST_STEP))
     def admit(self, prompt: list[int], count: int) -> None:
         table, tokens = BlockTable(), array("I", prompt)
+        self.begin_step()
         hits = self.manager.get_computed_blocks(table, tokens)
         computed = len(hits) * self.manager.block_size
         assert computed < len(prompt), "the last token is not computed"
@@ -122,16 +127,45 @@ class BlocksMachine(RuleBasedStateMachine):
         assert further == [self.table_of(holder, index) for index in range(1, len(self.groups))]
         self.note_capacity(holder, end)
         self.manager.cache_full_blocks([(table, tokens, end)], is_planning=True)
-        self.write(holder, computed, end)
+        is_within = self.manager.snapshots is not None and computed % self.manager.step_end_every > 0
+        self.write(holder, computed, end, self.replace_page(holder) if is_within else 0)
         holder.computed = end
         self.holders.append(holder)
 
     def note_capacity(self, holder: Holder, end: int) -> None:
         holder.capacity = max(-(-end // self.manager.block_size) * self.manager.block_size, holder.capacity)
 
+    def begin_step(self) -> None:
+        """Give back what only the step before read."""
+        if self.manager.snapshots is not None:
+            self.manager.snapshots.release_read()
+
+    def replace_page(self, holder: Holder) -> int:
+        """Let a row go on with another page of states, and return the one that it reads."""
+        assert self.manager.snapshots is not None
+        (index,) = (index for index, group in enumerate(self.groups) if group.kind is KvKind.STATE)
+        at = (holder.computed - 1) // self.groups[index].block_size
+        before = self.table_of(holder, index)[at]
+        page = self.manager.snapshots.go_on(holder.table, holder.computed)
+        assert self.table_of(holder, index)[at] == page != before
+        return before
+
+    def may_keep(self, holder: Holder) -> bool:
+        """Return whether the state of a row can be kept in the middle of its page."""
+        snapshots, computed = self.manager.snapshots, holder.computed
+        if snapshots is None or not computed % self.manager.step_end_every or not snapshots.num_free:
+            return False
+        return computed % self.manager._lookup.alignment == 0
+
     @precondition(lambda self: self.holders)
-    @rule(choice=st.integers(0, 99), token=st.integers(0, 1), count=st.integers(1, LONGEST_STEP))
-    def go_on(self, choice: int, token: int, count: int) -> None:
+    @rule(
+        choice=st.integers(0, 99),
+        token=st.integers(0, 1),
+        count=st.integers(1, LONGEST_STEP),
+        keeps=st.booleans(),
+    )
+    def go_on(self, choice: int, token: int, count: int, keeps: bool) -> None:
+        self.begin_step()
         holder = self.holders[choice % len(self.holders)]
         if holder.computed == len(holder.tokens):
             holder.tokens = [*holder.tokens, token]
@@ -153,7 +187,12 @@ class BlocksMachine(RuleBasedStateMachine):
                 assert own[len(own) - len(growth.block_ids) :] == growth.block_ids
             self.note_capacity(holder, end)
         self.manager.cache_full_blocks([(holder.table, array("I", holder.tokens), end)], is_planning=True)
-        self.write(holder, holder.computed, end)
+        read_page = 0
+        if keeps and self.may_keep(holder):
+            assert self.manager.snapshots is not None
+            if self.manager.snapshots.keep(holder.table, array("I", holder.tokens), holder.computed):
+                read_page = self.replace_page(holder)
+        self.write(holder, holder.computed, end, read_page)
         holder.computed = end
 
     def release(self, holder: Holder) -> None:
@@ -204,14 +243,17 @@ class BlocksMachine(RuleBasedStateMachine):
         """Return whether every group has what a query at `num_tokens` sees before itself, by definition."""
         num_blocks = 0
         for index, group in enumerate(self.groups):
-            if num_tokens % group.block_size:
+            may_end_within = group.kind is KvKind.STATE and self.kv.continues_states
+            if num_tokens % group.block_size and not may_end_within:
                 return False
             rules, ratio = self.rules_of(index), group.block_size // self.manager.block_size
             suffix, pool = rules.suffix, self.manager._pools[rules.index]
             if group.kind is KvKind.STATE:
-                seen = [num_tokens - 1]
-            else:
-                seen = list(range(first_seen(group, num_tokens), num_tokens))
+                if pool.find(table.hashes[num_tokens // self.manager.block_size - 1] + suffix) is None:
+                    return False
+                num_blocks += 1
+                continue
+            seen = list(range(first_seen(group, num_tokens), num_tokens))
             blocks = {position // group.block_size for position in seen}
             if any(pool.find(table.hashes[(block + 1) * ratio - 1] + suffix) is None for block in blocks):
                 return False
