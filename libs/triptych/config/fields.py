@@ -167,7 +167,7 @@ class CacheConfig:
     state_interval: int = value(
         256,
         "Models with recurrent states: tokens after which the state of a request is kept as a snapshot, from which "
-        "equal prefixes go on. A multiple of `cache.block_size`.",
+        "equal prefixes go on. It is also kept where a prompt ends. A multiple of `cache.block_size`.",
         WORKER,
         ge=1,
     )

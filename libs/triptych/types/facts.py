@@ -103,8 +103,8 @@ class KvLayout:
     num_state_blocks: int = 0
     """Blocks of states, including their null block; 0: no group has any."""
     continues_states: bool = False
-    """Whether a row may go on from a page of states that is not full on another one, which leaves a snapshot behind. Only
-    with one group of states."""
+    """Whether a row may go on from a page of states that is not full on another one, which leaves a snapshot behind.
+    Only with one group of states."""
 
     def __post_init__(self) -> None:
         if not self.groups:

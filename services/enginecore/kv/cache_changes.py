@@ -128,7 +128,7 @@ class _Need:
         self.num_needed_at_most = 1
         self.window_blocks = 0
         """The longest run that is counted. 0: a full group, of which it is 1 where nothing is missing."""
-        if group.is_state:  # the page of this very length, whatever there is before it
+        if group.is_state:  # the page of this very length
             self.window_blocks = 1
         elif group.releases:
             end = 2 * group.window * group.block_size  # any that is far enough from the beginning

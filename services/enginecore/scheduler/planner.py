@@ -172,9 +172,10 @@ class StepPlanner:
         return build
 
     def _keep_states(self, build: StepBuilder, snapshots: StateSnapshots) -> None:
-        """Keep the states of rows that have come to the end of their prompt, as far as there are pages to go on with.
+        """Keep the states of rows that have come to the end of their prompt, while there are pages to go on with.
 
-        No request is preempted for it, and what is promised to prompts is left to them.
+        No request is preempted for it, and what is promised to prompts is left to them. Without a page the row goes on
+        in its own, and its state is not kept.
         """
         rows, slots = self._states.rows, build.slots
         ends = rows.snapshot_end[slots]

@@ -132,7 +132,7 @@ def test_without_a_free_page_the_row_stays_on_its_own() -> None:
 
 
 def test_states_are_evicted_like_other_pages() -> None:
-    """Of three pages, two are kept beside the row that runs: those of the latest prompts."""
+    """Two of three pages are kept beside the row that runs: those of the latest prompts."""
     engine = make_engine(FULL, STATE, num_pages=3, max_num_seqs=1)
     prompts = [make_prompt(100, seed=seed) for seed in range(4)]
     for number, prompt in enumerate(prompts):

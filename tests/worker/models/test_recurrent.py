@@ -133,7 +133,9 @@ def test_steps_of_an_engine_generate_the_tokens_of_transformers(name: str, saved
     expected = [greedy_tokens(oracle, prompt, 13) for prompt in prompts]
     assert engine.generate(prompts, greedy) == expected
     assert engine.generate(prompts, greedy, first_number=len(prompts)) == expected
-    assert engine.scheduler.counters.prefix_hits == 20 + 35  # the states at the ends of the prompts of 23 and 40
+    assert (
+        engine.scheduler.counters.prefix_hits == 20 + 35
+    )  # the states at the ends of the prompts of 23 and 40
 
 
 @pytest.mark.quick_cases(2)
