@@ -383,13 +383,15 @@ def save_quantized(
     *,
     wanted: Callable[[str], bool] = is_quantized,
     dtype: torch.dtype = torch.float32,
+    keeps_numbers: bool = False,
 ) -> Any:
     """Write a checkpoint and return transformers' model of the weights that it means.
 
     Args:
-        model: A model of transformers, with random weights; None: a small Llama.
+        model: A model of transformers; None: a small Llama.
         wanted: Names of weights that are quantized.
         dtype: Of those that are not.
+        keeps_numbers: Whether the model's own weights are written, and not random ones.
     """
     rng = np.random.default_rng(0)
     model = model or LlamaForCausalLM(LlamaConfig(**SIZES))
@@ -397,7 +399,11 @@ def save_quantized(
     tensors: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            drawn = (rng.standard_normal(parameter.shape) * 0.3).astype(np.float32)
+            drawn = (
+                parameter.numpy().copy()
+                if keeps_numbers
+                else (rng.standard_normal(parameter.shape) * 0.3).astype(np.float32)
+            )
             if wanted(name):
                 parts, meant = scheme.write(drawn, rng)
                 tensors |= {
