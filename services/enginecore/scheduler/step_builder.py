@@ -105,13 +105,14 @@ class StepBuilder:
         kv_orders: KvOrders | None = None,
     ) -> StepPlan:
         """Return the closed step as the worker takes it, which lists only rows that do not compute one token."""
-        chunk_slots = chunk_lengths = skipped_slots = empty_u32()
+        nothing = empty_u32()
+        chunk_slots = chunk_lengths = skipped_slots = nothing
         if (self.counts != 1).any():
             is_chunk, is_skipped = self.counts > 1, self.counts == 0
             chunk_slots = _column(self.slots[is_chunk])
             chunk_lengths = _column(self.counts[is_chunk])
             skipped_slots = _column(self.slots[is_skipped])
-        sample_slots = sample_limits = empty_u32()
+        sample_slots = sample_limits = nothing
         if self.guesses is not None:
             is_guessing = self.guesses > 0
             sample_slots = _column(self.slots[is_guessing])
@@ -126,9 +127,9 @@ class StepBuilder:
             skipped_slots=skipped_slots,
             block_slots=_column(self.block_slots),
             block_ids=_column(self.block_ids),
-            block_groups=_column(self.block_groups) if self.block_groups else empty_u32(),
-            state_slots=_column(self.state_slots),
-            state_pages=_column(self.state_pages),
+            block_groups=_column(self.block_groups) if self.block_groups else nothing,
+            state_slots=_column(self.state_slots) if self.state_slots else nothing,
+            state_pages=_column(self.state_pages) if self.state_pages else nothing,
             sample_slots=sample_slots,
             sample_limits=sample_limits,
             num_tokens=self.num_tokens,
