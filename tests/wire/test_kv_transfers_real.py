@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.kv_stack import KvStack, kv_stack
 from tests.helpers.stack import FakeFrontend
-from tests.worker.models.checkpoints import SIZES
+from tests.worker.models.checkpoints import save_checkpoint
+from tests.worker.models.families import FAMILIES, Tiny
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from triptych.types.kv_transfer import KvSource
@@ -43,27 +43,38 @@ class Answered:
     tokens: list[int]
 
 
+LARGER = {"max_position_embeddings": 512, "vocab_size": VOCAB_SIZE}
+MODELS = {
+    "Llama": replace(  # large enough for steps of some milliseconds
+        FAMILIES["Llama"],
+        arguments={
+            **LARGER,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+    **{
+        name: replace(FAMILIES[name], arguments={**FAMILIES[name].arguments, **LARGER})
+        for name in ("DeepSeek V3", "Gemma 3")  # latent vectors, and windows
+    },
+}
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with random weights, large enough for steps of some milliseconds."""
-    directory = tmp_path_factory.mktemp("llama")
-    sizes = {
-        **SIZES,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "vocab_size": VOCAB_SIZE,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**sizes))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    model.save_pretrained(directory)
-    return directory
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Directory of a model by its name, made once."""
+
+    @cache
+    def save(name: str) -> Path:
+        directory = tmp_path_factory.mktemp("model")
+        tiny: Tiny = MODELS[name]
+        save_checkpoint(tiny.create(), directory)
+        return directory
+
+    return save
 
 
 class Clients:
@@ -115,7 +126,10 @@ class Clients:
 
 
 @pytest.mark.thorough
-async def test_pulls_beside_streams_that_end_change_no_answer(checkpoint: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+async def test_pulls_beside_streams_that_end_change_no_answer(name: str, checkpoint_of: Any) -> None:
+    checkpoint = checkpoint_of(name)
+
     def make_runner(config: EngineConfig, num_blocks: int) -> Any:
         own = replace(
             config,
@@ -140,7 +154,7 @@ async def test_pulls_beside_streams_that_end_change_no_answer(checkpoint: Path) 
             if (alone := await clients.answer_alone(request)) != request.tokens
         ]
     print(
-        f"{len(clients.answered)} requests, {num_pulled} with pulled prompts, {num_blocks} blocks pulled: "
+        f"{name}: {len(clients.answered)} requests, {num_pulled} with pulled prompts, {num_blocks} blocks pulled: "
         f"{len(wrong)} wrong answers"
     )
     assert not wrong, "\n".join(wrong)

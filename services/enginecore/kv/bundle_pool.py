@@ -217,10 +217,14 @@ class GroupUsage:
 
     def share(self, bundles: Sequence[int]) -> None:
         """Hold cached bundles that a request begins with."""
+        self.hold(bundles)
+        self._num_hit += len(bundles) * self._group.num_twins
+
+    def hold(self, bundles: Sequence[int]) -> None:
+        """Hold bundles that are held or cached once more."""
         num_free = self._pool.num_free
         self._pool.share(bundles)
         self.num_held += num_free - self._pool.num_free
-        self._num_hit += len(bundles) * self._group.num_twins
 
     def release(self, bundles: Iterable[int]) -> None:
         """Give bundles up, in this order."""

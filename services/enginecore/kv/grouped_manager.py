@@ -229,6 +229,17 @@ class GroupedBlockManager(BlockManager):
             self._newly_cached += [-page for page in cached]
             self._cached_prefixes.note_stored(stored)
 
+    def cache_arrived(self, table: BlockTable, num_blocks: int) -> None:
+        self._cached_prefixes.add_chain(table.hashes, num_blocks)
+        super().cache_arrived(table, num_blocks)
+
+    def hold(self, table: BlockTable, block_ids: Sequence[int]) -> None:
+        assert len(self.groups) == 1, "workers transfer the blocks of one full group only"
+        if not table.groups:
+            table.groups = (GroupTable(table.block_ids),)
+        self.usages[0].hold(block_ids)
+        table.block_ids += block_ids
+
     def uncache(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             if block > 0:
