@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from hashlib import blake2b
 
 from triptych.errors import InvalidRequest
 from triptych.prefix_hash import root_of_request
@@ -103,7 +104,11 @@ class Request:
         assert prompt.itemsize == submit.prompt_token_ids.itemsize, "unsigned int is not 4 bytes here"
         prompt.frombytes(submit.prompt_token_ids.tobytes())
         content = RowContent(
-            submit.prompt_token_ids, submit.sampling, submit.pooling, adapter=submit.adapter_digest
+            submit.prompt_token_ids,
+            submit.sampling,
+            submit.pooling,
+            adapter=submit.adapter_digest,
+            draft_scope=_scope_of(submit.head),
         )
         root = root_of_request(submit.head.cache_salt, submit.adapter_digest)
         requests = [
@@ -205,3 +210,8 @@ def check_vocabulary(submit: SubmitRequest, vocab_size: int) -> None:
 def largest_token(token_ids: U32) -> int:
     """Return the largest token id; -1 if there are none."""
     return int(token_ids.max()) if len(token_ids) else -1
+
+
+def _scope_of(head: RequestHead) -> str:
+    """Return the digest of the outputs from which a worker may guess those of the request."""
+    return blake2b(f"{len(head.tenant)} {head.tenant}{head.cache_salt}".encode(), digest_size=16).hexdigest()

@@ -7,6 +7,7 @@ from triptych.config.fields import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from triptych.config.process_fields import (
     EngineCoreConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "ParallelConfig",
     "SchedulerConfig",
     "SimulationConfig",
+    "SpeculativeConfig",
     "TlsConfig",
     "WorkerConfig",
 ]

@@ -285,6 +285,29 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Tokens that are guessed ahead, so that a step verifies several of a request."""
+
+    enabled: bool = value(
+        False,
+        "Guess tokens ahead: of requests that repeat their own text, or what their tenant was answered lately. A guess "
+        "is taken only if it is the token that would have been chosen, so outputs stay the same where "
+        "`model.batch_invariant` is true; where it is false, near ties may fall otherwise. Steps have no guesses where "
+        "these would cost more than they bring. On CPUs, with one rank and no recurrent states.",
+        WORKER,
+    )
+    max_tokens: int = value(8, "Guesses of one request in a step, at most.", WORKER, ge=1, le=16)
+    suffix_mib: int = value(
+        32,
+        "MiB for outputs of this worker that later ones are guessed from, each tenant's apart; 0: requests are guessed "
+        "from their own text only.",
+        WORKER,
+        ge=0,
+        le=65536,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All of it, handed down engine -> executor -> worker -> runner -> model. Never written to."""
 
@@ -296,6 +319,7 @@ class EngineConfig:
     frontend: FrontendConfig = field(default_factory=FrontendConfig)
     engine: EngineCoreConfig = field(default_factory=EngineCoreConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)

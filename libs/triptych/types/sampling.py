@@ -299,6 +299,10 @@ class SamplingParams:
             FieldKind.STRUCTURED, None, "Force the output into a form. None: free text.", is_common=False
         ),
     )
+    speculation: bool = _boolean(
+        True,
+        "Let the worker guess tokens ahead and verify several in one step, where it does so. The tokens are the same.",
+    )
     detokenize: bool = _boolean(True, "Turn tokens into text.", is_common=False)
     skip_special_tokens: bool = _boolean(True, "Leave special tokens out of the text.")
     spaces_between_special_tokens: bool = _boolean(True, "Put spaces between special tokens.")

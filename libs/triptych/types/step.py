@@ -48,7 +48,7 @@ _EMPTY_U32: U32 = np.empty(0, dtype=np.uint32)
 _EMPTY_U32.flags.writeable = False
 _EMPTY_F32: F32 = np.empty(0, dtype=np.float32)
 _EMPTY_F32.flags.writeable = False
-_CONTENT_BYTES = 128  # of the adapter and the pooling of a content
+_CONTENT_BYTES = 168  # of the adapter, the scope and the pooling of a content
 _ROW_BYTES = 64  # of a new row's scalar fields, with their tags
 _TABLE_BYTES = 8  # of a further table's tag and length
 
@@ -64,6 +64,9 @@ class RowContent:
     """How its row becomes vectors; None: it generates tokens. A pooled row samples nothing."""
     adapter: str = ""
     """Digest of the adapter that is applied to the weights, as `AdapterFacts` has it. Empty: none is."""
+    draft_scope: str = ""
+    """Digest of the request's tenant and cache salt. Guesses at its tokens may come from outputs of this scope only.
+    Empty: from its own tokens only."""
     num_bytes: int = field(init=False)
     """An upper bound of its size in a message, in bytes."""
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triptych.v1 import common_pb2 as triptych_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atriptych/v1/sampling.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"\x9f\x04\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.triptych.v1.SamplingParams.LogitBiasEntry\x12\x30\n\x11\x61llowed_token_ids\x18\x0b \x01(\x0b\x32\x15.triptych.v1.TokenIds\x12\x11\n\tbad_words\x18\x0c \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"\xe2\x02\n\x06Length\x12\x14\n\nmax_tokens\x18\x01 \x01(\rH\x00\x12\x35\n\x0frest_of_context\x18\x02 \x01(\x0b\x32\x1a.triptych.v1.RestOfContextH\x00\x12\x17\n\nmin_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x07 \x01(\x08\x12>\n\x14repetition_detection\x18\x08 \x01(\x0b\x32 .triptych.v1.RepetitionDetection\x12\"\n\x15thinking_token_budget\x18\t \x01(\x05H\x02\x88\x01\x01\x42\x07\n\x05limitB\r\n\x0b_min_tokensB\x18\n\x16_thinking_token_budget\"\\\n\x13RepetitionDetection\x12\x18\n\x10max_pattern_size\x18\x01 \x01(\r\x12\x11\n\tmin_count\x18\x02 \x01(\r\x12\x18\n\x10min_pattern_size\x18\x03 \x01(\r\"\x0f\n\rRestOfContext\"\xfc\x01\n\x11StructuredOutputs\x12.\n\x0bjson_schema\x18\x01 \x01(\x0b\x32\x17.triptych.v1.JsonSchemaH\x00\x12.\n\x0bjson_object\x18\x02 \x01(\x0b\x32\x17.triptych.v1.JsonObjectH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.triptych.v1.ChoicesH\x00\x12\'\n\x07grammar\x18\x05 \x01(\x0b\x32\x14.triptych.v1.GrammarH\x00\x12\x1d\n\x13structural_tag_json\x18\x06 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x88\x01\n\nJsonSchema\x12\x0e\n\x06schema\x18\x01 \x01(\t\x12\x1b\n\x0e\x61ny_whitespace\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1a\n\x12whitespace_pattern\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x11\n\x0f_any_whitespaceB\t\n\x07_strict\"\x0c\n\nJsonObject\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"C\n\x07Grammar\x12\x0c\n\x04text\x18\x01 \x01(\t\x12*\n\x06syntax\x18\x02 \x01(\x0e\x32\x1a.triptych.v1.GrammarSyntax*a\n\rGrammarSyntax\x12\x1e\n\x1aGRAMMAR_SYNTAX_UNSPECIFIED\x10\x00\x12\x17\n\x13GRAMMAR_SYNTAX_GBNF\x10\x01\x12\x17\n\x13GRAMMAR_SYNTAX_LARK\x10\x02\x42J\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atriptych/v1/sampling.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"\xc9\x04\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.triptych.v1.SamplingParams.LogitBiasEntry\x12\x30\n\x11\x61llowed_token_ids\x18\x0b \x01(\x0b\x32\x15.triptych.v1.TokenIds\x12\x11\n\tbad_words\x18\x0c \x03(\t\x12\x18\n\x0bspeculation\x18\r \x01(\x08H\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0e\n\x0c_speculation\"\xe2\x02\n\x06Length\x12\x14\n\nmax_tokens\x18\x01 \x01(\rH\x00\x12\x35\n\x0frest_of_context\x18\x02 \x01(\x0b\x32\x1a.triptych.v1.RestOfContextH\x00\x12\x17\n\nmin_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x07 \x01(\x08\x12>\n\x14repetition_detection\x18\x08 \x01(\x0b\x32 .triptych.v1.RepetitionDetection\x12\"\n\x15thinking_token_budget\x18\t \x01(\x05H\x02\x88\x01\x01\x42\x07\n\x05limitB\r\n\x0b_min_tokensB\x18\n\x16_thinking_token_budget\"\\\n\x13RepetitionDetection\x12\x18\n\x10max_pattern_size\x18\x01 \x01(\r\x12\x11\n\tmin_count\x18\x02 \x01(\r\x12\x18\n\x10min_pattern_size\x18\x03 \x01(\r\"\x0f\n\rRestOfContext\"\xfc\x01\n\x11StructuredOutputs\x12.\n\x0bjson_schema\x18\x01 \x01(\x0b\x32\x17.triptych.v1.JsonSchemaH\x00\x12.\n\x0bjson_object\x18\x02 \x01(\x0b\x32\x17.triptych.v1.JsonObjectH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.triptych.v1.ChoicesH\x00\x12\'\n\x07grammar\x18\x05 \x01(\x0b\x32\x14.triptych.v1.GrammarH\x00\x12\x1d\n\x13structural_tag_json\x18\x06 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x88\x01\n\nJsonSchema\x12\x0e\n\x06schema\x18\x01 \x01(\t\x12\x1b\n\x0e\x61ny_whitespace\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1a\n\x12whitespace_pattern\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x11\n\x0f_any_whitespaceB\t\n\x07_strict\"\x0c\n\nJsonObject\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"C\n\x07Grammar\x12\x0c\n\x04text\x18\x01 \x01(\t\x12*\n\x06syntax\x18\x02 \x01(\x0e\x32\x1a.triptych.v1.GrammarSyntax*a\n\rGrammarSyntax\x12\x1e\n\x1aGRAMMAR_SYNTAX_UNSPECIFIED\x10\x00\x12\x17\n\x13GRAMMAR_SYNTAX_GBNF\x10\x01\x12\x17\n\x13GRAMMAR_SYNTAX_LARK\x10\x02\x42J\n\x0f\x64\x65v.triptych.v1P\x01Z\'triptych.dev/api/triptych/v1;triptychv1\xaa\x02\x0bTriptych.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,26 +35,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.triptych.v1P\001Z\'triptych.dev/api/triptych/v1;triptychv1\252\002\013Triptych.V1'
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_GRAMMARSYNTAX']._serialized_start=1587
-  _globals['_GRAMMARSYNTAX']._serialized_end=1684
+  _globals['_GRAMMARSYNTAX']._serialized_start=1629
+  _globals['_GRAMMARSYNTAX']._serialized_end=1726
   _globals['_SAMPLINGPARAMS']._serialized_start=70
-  _globals['_SAMPLINGPARAMS']._serialized_end=613
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=438
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=486
-  _globals['_LENGTH']._serialized_start=616
-  _globals['_LENGTH']._serialized_end=970
-  _globals['_REPETITIONDETECTION']._serialized_start=972
-  _globals['_REPETITIONDETECTION']._serialized_end=1064
-  _globals['_RESTOFCONTEXT']._serialized_start=1066
-  _globals['_RESTOFCONTEXT']._serialized_end=1081
-  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1084
-  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1336
-  _globals['_JSONSCHEMA']._serialized_start=1339
-  _globals['_JSONSCHEMA']._serialized_end=1475
-  _globals['_JSONOBJECT']._serialized_start=1477
-  _globals['_JSONOBJECT']._serialized_end=1489
-  _globals['_CHOICES']._serialized_start=1491
-  _globals['_CHOICES']._serialized_end=1516
-  _globals['_GRAMMAR']._serialized_start=1518
-  _globals['_GRAMMAR']._serialized_end=1585
+  _globals['_SAMPLINGPARAMS']._serialized_end=655
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=464
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=512
+  _globals['_LENGTH']._serialized_start=658
+  _globals['_LENGTH']._serialized_end=1012
+  _globals['_REPETITIONDETECTION']._serialized_start=1014
+  _globals['_REPETITIONDETECTION']._serialized_end=1106
+  _globals['_RESTOFCONTEXT']._serialized_start=1108
+  _globals['_RESTOFCONTEXT']._serialized_end=1123
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1126
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1378
+  _globals['_JSONSCHEMA']._serialized_start=1381
+  _globals['_JSONSCHEMA']._serialized_end=1517
+  _globals['_JSONOBJECT']._serialized_start=1519
+  _globals['_JSONOBJECT']._serialized_end=1531
+  _globals['_CHOICES']._serialized_start=1533
+  _globals['_CHOICES']._serialized_end=1558
+  _globals['_GRAMMAR']._serialized_start=1560
+  _globals['_GRAMMAR']._serialized_end=1627
 # @@protoc_insertion_point(module_scope)

@@ -42,10 +42,7 @@ def resolve_for_device(
     """
     device, native_kernels = traits.device, traits.native_kernels
     rank = find_rank(engine, device)
-    _check_stages(engine, rank)
-    _check_encoder(architecture, rank)
-    _check_experts(engine, architecture)
-    _check_length(engine, architecture)
+    _check_support(engine, architecture, rank)
     dtype = choose_dtype(
         engine.model.dtype, architecture, device=device, prefers_bfloat16=traits.prefers_bfloat16
     )
@@ -93,6 +90,14 @@ def resolve_for_device(
     )
 
 
+def _check_support(engine: EngineConfig, architecture: ModelArchitecture, rank: RankFacts) -> None:
+    _check_stages(engine, rank)
+    _check_encoder(architecture, rank)
+    _check_experts(engine, architecture)
+    _check_length(engine, architecture)
+    _check_speculation(engine, architecture, rank)
+
+
 def _check_stages(engine: EngineConfig, rank: RankFacts) -> None:
     if rank.num_stages > 1 and rank.device.startswith("cuda") and not engine.worker.enforce_eager:
         raise FeatureDisabled(
@@ -130,6 +135,22 @@ def _check_latent(architecture: ModelArchitecture, kv_dtype: str) -> None:
             f"{architecture.name} keeps one vector per token, which is key and value, in 16 bits or more; set it to "
             "auto",
         )
+
+
+def _check_speculation(engine: EngineConfig, architecture: ModelArchitecture, rank: RankFacts) -> None:
+    if not engine.speculative.enabled:
+        return
+    obstacle = None
+    if rank.device != "cpu":
+        obstacle = f"several tokens of a request are not verified on {rank.device} yet"
+    elif engine.parallel.num_ranks > 1:
+        obstacle = f"{engine.parallel.num_ranks} ranks do not guess together yet"
+    elif any(layer.state is not None for layer in architecture.layers):
+        obstacle = f"{architecture.name} keeps recurrent states, which cannot go back behind a wrong guess"
+    elif architecture.encoder is not None:
+        obstacle = f"{architecture.name} is an encoder and generates nothing"
+    if obstacle is not None:
+        raise FeatureDisabled("speculative.enabled = true", f"{obstacle}; set it to false")
 
 
 def _check_length(engine: EngineConfig, architecture: ModelArchitecture) -> None:

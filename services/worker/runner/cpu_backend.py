@@ -221,8 +221,9 @@ class ImmediateSteps:
         pooled = self._pooler.finish(output, parts) if parts else None
         self._rows.advance(step, sampled.token_counts)
         self._rows.record(step, sampled.token_ids, sampled.token_counts)
+        guess_counts = None
         if self._speculation is not None:
-            self._speculation.accept(step, sampled.token_counts)
+            guess_counts = self._speculation.finish(step, sampled.token_counts, forwarded - prepared)
         timings = StepTimings(
             prepare_ns=prepared - started_ns,
             forward_ns=forwarded - prepared,
@@ -230,7 +231,7 @@ class ImmediateSteps:
             mask_ns=self._sampler.take_mask_ns(),
         )
         return CompletedStep(
-            publish(step_id, step, self._rows.slot_version, sampled, timings, scored, pooled)
+            publish(step_id, step, self._rows.slot_version, sampled, timings, scored, pooled, guess_counts)
         )
 
     def settle(self) -> None:

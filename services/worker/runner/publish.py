@@ -21,6 +21,7 @@ def publish(
     timings: StepTimings,
     scored: ScoredPrompts | None = None,
     pooled: PooledVectors | None = None,
+    guess_counts: U32 | None = None,
 ) -> StepResult:
     """Return the result of a step.
 
@@ -28,6 +29,7 @@ def publish(
         slot_version: [max_num_seqs] when the step was launched.
         scored: None if no row asked for log-probabilities of its prompt.
         pooled: None if no row is pooled.
+        guess_counts: [num_sampling] guesses that are ready for each sampling row; None: nothing guesses.
     """
     token_ids, token_counts, logprobs = sampled.token_ids.astype(np.uint32), empty_u32(), sampled.logprobs
     if sampled.token_counts is not None:
@@ -65,4 +67,5 @@ def publish(
         row_errors=row_errors,
         vectors={} if pooled is None else pooled.reported,
         timings=timings,
+        guess_counts=empty_u32() if guess_counts is None else guess_counts,
     )

@@ -26,41 +26,41 @@ from triptych.internal.v1 import kv_transfer_pb2 as triptych_dot_internal_dot_v1
 from triptych.internal.v1 import sampling_pb2 as triptych_dot_internal_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/internal/v1/step.proto\x12\x14triptych.internal.v1\x1a&triptych/internal/v1/kv_transfer.proto\x1a#triptych/internal/v1/sampling.proto\"\xe7\x03\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x18\n\x10last_result_seen\x18\x02 \x01(\x04\x12\x15\n\rremoved_slots\x18\x03 \x01(\x0c\x12.\n\x08new_rows\x18\x04 \x03(\x0b\x32\x1c.triptych.internal.v1.NewRow\x12\x13\n\x0b\x63hunk_slots\x18\x05 \x01(\x0c\x12\x15\n\rchunk_lengths\x18\x06 \x01(\x0c\x12\x15\n\rskipped_slots\x18\x07 \x01(\x0c\x12\x13\n\x0b\x62lock_slots\x18\x08 \x01(\x0c\x12\x11\n\tblock_ids\x18\t \x01(\x0c\x12\x12\n\nnum_tokens\x18\n \x01(\r\x12\x36\n\x0cnew_contents\x18\x0b \x03(\x0b\x32 .triptych.internal.v1.RowContent\x12\x14\n\x0csample_slots\x18\x0c \x01(\x0c\x12\x15\n\rsample_limits\x18\r \x01(\x0c\x12\x16\n\x0emay_defer_rows\x18\x0e \x01(\x08\x12\x14\n\x0c\x62lock_groups\x18\x0f \x01(\x0c\x12\x13\n\x0bstate_slots\x18\x10 \x01(\x0c\x12\x13\n\x0bstate_pages\x18\x11 \x01(\x0c\x12\x31\n\tkv_orders\x18- \x01(\x0b\x32\x1e.triptych.internal.v1.KvOrders\"\xda\x01\n\rPoolingParams\x12(\n\x04task\x18\x01 \x01(\x0e\x32\x1a.triptych.internal.v1.Task\x12\x34\n\x04kind\x18\x02 \x01(\x0e\x32!.triptych.internal.v1.PoolingKindH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\ndimensions\x18\x04 \x01(\r\x12\x17\n\nactivation\x18\x05 \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05_kindB\x0c\n\n_normalizeB\r\n\x0b_activation\"\xdb\x01\n\nRowContent\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x01(\x0c\x12\x36\n\x08sampling\x18\x03 \x01(\x0b\x32$.triptych.internal.v1.SamplingParams\x12(\n\x04task\x18\x04 \x01(\x0e\x32\x1a.triptych.internal.v1.Task\x12\x34\n\x07pooling\x18\x05 \x01(\x0b\x32#.triptych.internal.v1.PoolingParams\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\"\xec\x01\n\x06NewRow\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x14\n\x0cslot_version\x18\x02 \x01(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x03 \x01(\x0c\x12\x12\n\ncontent_id\x18\x04 \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x11\n\tblock_ids\x18\x07 \x01(\x0c\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x1d\n\x15prompt_logprobs_start\x18\t \x01(\r\x12\x17\n\x0fgroup_block_ids\x18\n \x03(\x0c\"\xa6\x03\n\x06Result\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x03 \x01(\x0c\x12\x36\n\x08logprobs\x18\x04 \x01(\x0b\x32$.triptych.internal.v1.LogprobColumns\x12\x32\n\nrow_errors\x18\x05 \x03(\x0b\x32\x1e.triptych.internal.v1.RowError\x12\x12\n\nprepare_ns\x18\x06 \x01(\x04\x12\x12\n\nforward_ns\x18\x07 \x01(\x04\x12\x11\n\tsample_ns\x18\x08 \x01(\x04\x12\x0f\n\x07idle_ns\x18\t \x01(\x04\x12\x0e\n\x06gap_ns\x18\n \x01(\x04\x12@\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\'.triptych.internal.v1.RowPromptLogprobs\x12\x0f\n\x07mask_ns\x18\x0c \x01(\x04\x12\x31\n\x07vectors\x18\r \x03(\x0b\x32 .triptych.internal.v1.RowVectors\x12\x14\n\x0cguess_counts\x18\x0e \x01(\x0c\"g\n\nRowVectors\x12)\n\x03row\x18\x01 \x01(\x0b\x32\x1c.triptych.internal.v1.RowKey\x12.\n\x07vectors\x18\x02 \x01(\x0b\x32\x1d.triptych.internal.v1.Vectors\".\n\x07Vectors\x12\x13\n\x0bnum_columns\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\x0c\",\n\x06RowKey\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x14\n\x0cslot_version\x18\x02 \x01(\r\"v\n\x11RowPromptLogprobs\x12)\n\x03row\x18\x01 \x01(\x0b\x32\x1c.triptych.internal.v1.RowKey\x12\x36\n\x08logprobs\x18\x02 \x01(\x0b\x32$.triptych.internal.v1.PromptLogprobs\"t\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x16\n\x0enum_candidates\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\r\n\x05ranks\x18\x05 \x01(\x0c\"c\n\x0eLogprobColumns\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\r\n\x05ranks\x18\x05 \x01(\x0c\"\x8d\x01\n\x08RowError\x12)\n\x03row\x18\x01 \x01(\x0b\x32\x1c.triptych.internal.v1.RowKey\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x30\n\x04\x63ode\x18\x03 \x01(\x0e\x32\".triptych.internal.v1.RowErrorCode\x12\x13\n\x0bkv_is_valid\x18\x04 \x01(\x08*h\n\x04Task\x12\x14\n\x10TASK_UNSPECIFIED\x10\x00\x12\x11\n\rTASK_GENERATE\x10\x01\x12\x0e\n\nTASK_EMBED\x10\x02\x12\x14\n\x10TASK_TOKEN_EMBED\x10\x03\x12\x11\n\rTASK_CLASSIFY\x10\x04*q\n\x0bPoolingKind\x12\x1c\n\x18POOLING_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_KIND_FIRST\x10\x01\x12\x15\n\x11POOLING_KIND_LAST\x10\x02\x12\x15\n\x11POOLING_KIND_MEAN\x10\x03*\x93\x01\n\x0cRowErrorCode\x12\x1e\n\x1aROW_ERROR_CODE_UNSPECIFIED\x10\x00\x12!\n\x1dROW_ERROR_CODE_ENGINE_FAILURE\x10\x01\x12\"\n\x1eROW_ERROR_CODE_INVALID_REQUEST\x10\x02\x12\x1c\n\x18ROW_ERROR_CODE_NOT_READY\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/internal/v1/step.proto\x12\x14triptych.internal.v1\x1a&triptych/internal/v1/kv_transfer.proto\x1a#triptych/internal/v1/sampling.proto\"\xe7\x03\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x18\n\x10last_result_seen\x18\x02 \x01(\x04\x12\x15\n\rremoved_slots\x18\x03 \x01(\x0c\x12.\n\x08new_rows\x18\x04 \x03(\x0b\x32\x1c.triptych.internal.v1.NewRow\x12\x13\n\x0b\x63hunk_slots\x18\x05 \x01(\x0c\x12\x15\n\rchunk_lengths\x18\x06 \x01(\x0c\x12\x15\n\rskipped_slots\x18\x07 \x01(\x0c\x12\x13\n\x0b\x62lock_slots\x18\x08 \x01(\x0c\x12\x11\n\tblock_ids\x18\t \x01(\x0c\x12\x12\n\nnum_tokens\x18\n \x01(\r\x12\x36\n\x0cnew_contents\x18\x0b \x03(\x0b\x32 .triptych.internal.v1.RowContent\x12\x14\n\x0csample_slots\x18\x0c \x01(\x0c\x12\x15\n\rsample_limits\x18\r \x01(\x0c\x12\x16\n\x0emay_defer_rows\x18\x0e \x01(\x08\x12\x14\n\x0c\x62lock_groups\x18\x0f \x01(\x0c\x12\x13\n\x0bstate_slots\x18\x10 \x01(\x0c\x12\x13\n\x0bstate_pages\x18\x11 \x01(\x0c\x12\x31\n\tkv_orders\x18- \x01(\x0b\x32\x1e.triptych.internal.v1.KvOrders\"\xda\x01\n\rPoolingParams\x12(\n\x04task\x18\x01 \x01(\x0e\x32\x1a.triptych.internal.v1.Task\x12\x34\n\x04kind\x18\x02 \x01(\x0e\x32!.triptych.internal.v1.PoolingKindH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\ndimensions\x18\x04 \x01(\r\x12\x17\n\nactivation\x18\x05 \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05_kindB\x0c\n\n_normalizeB\r\n\x0b_activation\"\xf0\x01\n\nRowContent\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x01(\x0c\x12\x36\n\x08sampling\x18\x03 \x01(\x0b\x32$.triptych.internal.v1.SamplingParams\x12(\n\x04task\x18\x04 \x01(\x0e\x32\x1a.triptych.internal.v1.Task\x12\x34\n\x07pooling\x18\x05 \x01(\x0b\x32#.triptych.internal.v1.PoolingParams\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x13\n\x0b\x64raft_scope\x18\x07 \x01(\t\"\xec\x01\n\x06NewRow\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x14\n\x0cslot_version\x18\x02 \x01(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x03 \x01(\x0c\x12\x12\n\ncontent_id\x18\x04 \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x11\n\tblock_ids\x18\x07 \x01(\x0c\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x1d\n\x15prompt_logprobs_start\x18\t \x01(\r\x12\x17\n\x0fgroup_block_ids\x18\n \x03(\x0c\"\xa6\x03\n\x06Result\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x03 \x01(\x0c\x12\x36\n\x08logprobs\x18\x04 \x01(\x0b\x32$.triptych.internal.v1.LogprobColumns\x12\x32\n\nrow_errors\x18\x05 \x03(\x0b\x32\x1e.triptych.internal.v1.RowError\x12\x12\n\nprepare_ns\x18\x06 \x01(\x04\x12\x12\n\nforward_ns\x18\x07 \x01(\x04\x12\x11\n\tsample_ns\x18\x08 \x01(\x04\x12\x0f\n\x07idle_ns\x18\t \x01(\x04\x12\x0e\n\x06gap_ns\x18\n \x01(\x04\x12@\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\'.triptych.internal.v1.RowPromptLogprobs\x12\x0f\n\x07mask_ns\x18\x0c \x01(\x04\x12\x31\n\x07vectors\x18\r \x03(\x0b\x32 .triptych.internal.v1.RowVectors\x12\x14\n\x0cguess_counts\x18\x0e \x01(\x0c\"g\n\nRowVectors\x12)\n\x03row\x18\x01 \x01(\x0b\x32\x1c.triptych.internal.v1.RowKey\x12.\n\x07vectors\x18\x02 \x01(\x0b\x32\x1d.triptych.internal.v1.Vectors\".\n\x07Vectors\x12\x13\n\x0bnum_columns\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\x0c\",\n\x06RowKey\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x14\n\x0cslot_version\x18\x02 \x01(\r\"v\n\x11RowPromptLogprobs\x12)\n\x03row\x18\x01 \x01(\x0b\x32\x1c.triptych.internal.v1.RowKey\x12\x36\n\x08logprobs\x18\x02 \x01(\x0b\x32$.triptych.internal.v1.PromptLogprobs\"t\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x16\n\x0enum_candidates\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\r\n\x05ranks\x18\x05 \x01(\x0c\"c\n\x0eLogprobColumns\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\r\n\x05ranks\x18\x05 \x01(\x0c\"\x8d\x01\n\x08RowError\x12)\n\x03row\x18\x01 \x01(\x0b\x32\x1c.triptych.internal.v1.RowKey\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x30\n\x04\x63ode\x18\x03 \x01(\x0e\x32\".triptych.internal.v1.RowErrorCode\x12\x13\n\x0bkv_is_valid\x18\x04 \x01(\x08*h\n\x04Task\x12\x14\n\x10TASK_UNSPECIFIED\x10\x00\x12\x11\n\rTASK_GENERATE\x10\x01\x12\x0e\n\nTASK_EMBED\x10\x02\x12\x14\n\x10TASK_TOKEN_EMBED\x10\x03\x12\x11\n\rTASK_CLASSIFY\x10\x04*q\n\x0bPoolingKind\x12\x1c\n\x18POOLING_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_KIND_FIRST\x10\x01\x12\x15\n\x11POOLING_KIND_LAST\x10\x02\x12\x15\n\x11POOLING_KIND_MEAN\x10\x03*\x93\x01\n\x0cRowErrorCode\x12\x1e\n\x1aROW_ERROR_CODE_UNSPECIFIED\x10\x00\x12!\n\x1dROW_ERROR_CODE_ENGINE_FAILURE\x10\x01\x12\"\n\x1eROW_ERROR_CODE_INVALID_REQUEST\x10\x02\x12\x1c\n\x18ROW_ERROR_CODE_NOT_READY\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.internal.v1.step_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TASK']._serialized_start=2413
-  _globals['_TASK']._serialized_end=2517
-  _globals['_POOLINGKIND']._serialized_start=2519
-  _globals['_POOLINGKIND']._serialized_end=2632
-  _globals['_ROWERRORCODE']._serialized_start=2635
-  _globals['_ROWERRORCODE']._serialized_end=2782
+  _globals['_TASK']._serialized_start=2434
+  _globals['_TASK']._serialized_end=2538
+  _globals['_POOLINGKIND']._serialized_start=2540
+  _globals['_POOLINGKIND']._serialized_end=2653
+  _globals['_ROWERRORCODE']._serialized_start=2656
+  _globals['_ROWERRORCODE']._serialized_end=2803
   _globals['_STEP']._serialized_start=135
   _globals['_STEP']._serialized_end=622
   _globals['_POOLINGPARAMS']._serialized_start=625
   _globals['_POOLINGPARAMS']._serialized_end=843
   _globals['_ROWCONTENT']._serialized_start=846
-  _globals['_ROWCONTENT']._serialized_end=1065
-  _globals['_NEWROW']._serialized_start=1068
-  _globals['_NEWROW']._serialized_end=1304
-  _globals['_RESULT']._serialized_start=1307
-  _globals['_RESULT']._serialized_end=1729
-  _globals['_ROWVECTORS']._serialized_start=1731
-  _globals['_ROWVECTORS']._serialized_end=1834
-  _globals['_VECTORS']._serialized_start=1836
-  _globals['_VECTORS']._serialized_end=1882
-  _globals['_ROWKEY']._serialized_start=1884
-  _globals['_ROWKEY']._serialized_end=1928
-  _globals['_ROWPROMPTLOGPROBS']._serialized_start=1930
-  _globals['_ROWPROMPTLOGPROBS']._serialized_end=2048
-  _globals['_PROMPTLOGPROBS']._serialized_start=2050
-  _globals['_PROMPTLOGPROBS']._serialized_end=2166
-  _globals['_LOGPROBCOLUMNS']._serialized_start=2168
-  _globals['_LOGPROBCOLUMNS']._serialized_end=2267
-  _globals['_ROWERROR']._serialized_start=2270
-  _globals['_ROWERROR']._serialized_end=2411
+  _globals['_ROWCONTENT']._serialized_end=1086
+  _globals['_NEWROW']._serialized_start=1089
+  _globals['_NEWROW']._serialized_end=1325
+  _globals['_RESULT']._serialized_start=1328
+  _globals['_RESULT']._serialized_end=1750
+  _globals['_ROWVECTORS']._serialized_start=1752
+  _globals['_ROWVECTORS']._serialized_end=1855
+  _globals['_VECTORS']._serialized_start=1857
+  _globals['_VECTORS']._serialized_end=1903
+  _globals['_ROWKEY']._serialized_start=1905
+  _globals['_ROWKEY']._serialized_end=1949
+  _globals['_ROWPROMPTLOGPROBS']._serialized_start=1951
+  _globals['_ROWPROMPTLOGPROBS']._serialized_end=2069
+  _globals['_PROMPTLOGPROBS']._serialized_start=2071
+  _globals['_PROMPTLOGPROBS']._serialized_end=2187
+  _globals['_LOGPROBCOLUMNS']._serialized_start=2189
+  _globals['_LOGPROBCOLUMNS']._serialized_end=2288
+  _globals['_ROWERROR']._serialized_start=2291
+  _globals['_ROWERROR']._serialized_end=2432
 # @@protoc_insertion_point(module_scope)

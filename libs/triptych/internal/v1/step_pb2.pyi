@@ -99,20 +99,22 @@ class PoolingParams(_message.Message):
     def __init__(self, task: _Optional[_Union[Task, str]] = ..., kind: _Optional[_Union[PoolingKind, str]] = ..., normalize: bool = ..., dimensions: _Optional[int] = ..., activation: bool = ...) -> None: ...
 
 class RowContent(_message.Message):
-    __slots__ = ("id", "prompt_token_ids", "sampling", "task", "pooling", "adapter")
+    __slots__ = ("id", "prompt_token_ids", "sampling", "task", "pooling", "adapter", "draft_scope")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SCOPE_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt_token_ids: bytes
     sampling: _sampling_pb2.SamplingParams
     task: Task
     pooling: PoolingParams
     adapter: str
-    def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., task: _Optional[_Union[Task, str]] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., adapter: _Optional[str] = ...) -> None: ...
+    draft_scope: str
+    def __init__(self, id: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., task: _Optional[_Union[Task, str]] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., draft_scope: _Optional[str] = ...) -> None: ...
 
 class NewRow(_message.Message):
     __slots__ = ("slot", "slot_version", "emitted_token_ids", "content_id", "num_computed_tokens", "num_cached_tokens", "block_ids", "seed", "prompt_logprobs_start", "group_block_ids")

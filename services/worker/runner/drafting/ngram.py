@@ -106,7 +106,7 @@ class _PairIndex:
         for _ in range(_MAX_PLACES):
             if place == _NOWHERE:
                 break
-            common = _common_end(tokens[max(place - _MAX_COMMON, 0) : place].tolist(), newest)
+            common = common_end(tokens[max(place - _MAX_COMMON, 0) : place].tolist(), newest)
             if common > best_common:
                 best, best_common = place, common
             if common == _MAX_COMMON:
@@ -115,7 +115,7 @@ class _PairIndex:
         return best, best_common
 
 
-def _common_end(one: list[int], other: list[int]) -> int:
+def common_end(one: list[int], other: list[int]) -> int:
     """Return the number of last tokens that two lists have in common."""
     count = 0
     for first, second in zip(reversed(one), reversed(other), strict=False):

@@ -8,10 +8,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.config import SpeculativeConfig
 from triptych.types.facts import WorkerFacts
-from triptych.types.step import NewRow
+from triptych.types.step import U32, NewRow, empty_u32
 from triptych_services.worker.runner.drafting.base import I64, Proposer
+from triptych_services.worker.runner.drafting.budget import GuessBudget
 from triptych_services.worker.runner.drafting.ngram import NgramProposer
+from triptych_services.worker.runner.drafting.suffix import SuffixProposer
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 from triptych_services.worker.sampling.params import TokenHistory
 from triptych_services.worker.sampling.sampled import SamplingPlaces
@@ -31,29 +34,40 @@ def max_sampling_places(facts: WorkerFacts) -> int:
 class Speculation:
     """A `RowObserver`. Owned by the runner; used on its thread.
 
-    The guesses of a step are written into the rows behind what is known, so that each verified position has the tokens
-    before it in their place. What was not accepted is overwritten by later tokens.
+    Guesses are made when a row has got its tokens, and verified by the next step that may give it several. They are
+    written into the row behind what is known, so that each verified position has the tokens before it in their place.
+    What was not accepted is overwritten by later tokens.
     """
 
-    def __init__(self, rows: RequestRows, proposers: Sequence[Proposer]) -> None:
+    def __init__(self, rows: RequestRows, proposers: Sequence[Proposer], max_guesses: int) -> None:
         """
         Args:
             proposers: In the order in which they are asked: the first one with a guess for a row decides.
+            max_guesses: The most guesses of one row in a step.
         """
         self._rows = rows
         self._proposers = tuple(proposers)
+        self._budget = GuessBudget(rows.live.size, len(proposers), max_guesses)
         self._takes_part: Flags = np.zeros(rows.live.size, np.bool_)
         """[max_num_seqs] whether the row has entered here."""
+        self._is_asked: Flags = np.zeros(rows.live.size, np.bool_)
+        """[max_num_seqs] whether proposers have been asked since the row entered."""
+        self._ready: dict[int, tuple[int, I64]] = {}
+        """Slot -> index of a proposer, and what it expects behind the row's known tokens."""
         rows.observer = self
 
     def enter(self, row: NewRow) -> None:
-        self._takes_part[row.slot] = True
+        if not row.sampling.speculation:
+            return
+        self._takes_part[row.slot], self._is_asked[row.slot] = True, False
+        self._budget.enter(row.slot)
         for proposer in self._proposers:
             proposer.enter(row)
 
     def leave(self, slot: int) -> None:
         if self._takes_part[slot]:
             self._takes_part[slot] = False
+            self._ready.pop(slot, None)
             for proposer in self._proposers:
                 proposer.leave(slot)
 
@@ -61,21 +75,15 @@ class Speculation:
         """Return the step with guesses for those rows that may get several tokens; the same step if there are none."""
         if step.sample_limits is None:
             return step
-        slots = step.sampling_slots
-        room = np.where(self._takes_part[slots], step.sample_limits - 1, 0)
-        before = np.cumsum(room) - room
-        room = np.minimum(room, np.maximum(MAX_GUESSES_PER_STEP - before, 0))  # [num_sampling]
-        found: list[I64] = [_NO_IDS] * slots.size
-        for proposer in self._proposers:
-            asked = np.flatnonzero(room)
-            if not asked.size:
-                break
-            guesses = proposer.propose(slots[asked], room[asked])
-            ends = np.cumsum(guesses.counts).tolist()
-            for row, start, end in zip(asked.tolist(), [0, *ends], ends, strict=False):
-                token_ids = self._usable(guesses.token_ids[start : min(end, start + int(room[row]))])
-                if token_ids.size:
-                    found[row], room[row] = token_ids, 0
+        slots, num_left = step.sampling_slots, MAX_GUESSES_PER_STEP
+        entered = np.flatnonzero(self._takes_part[slots] & ~self._is_asked[slots])
+        if entered.size:  # an engine that knows no reports gives rows that enter several tokens
+            self._propose(slots[entered], step.sample_limits[entered] - 1)
+        found: list[I64] = []
+        for slot, limit in zip(slots.tolist(), step.sample_limits.tolist(), strict=True):
+            _, token_ids = self._ready.get(slot, _NOTHING)
+            found.append(token_ids[: min(limit - 1, num_left)])
+            num_left -= found[-1].size
         counts = np.array([token_ids.size for token_ids in found], np.int64)
         if not counts.any():
             return step
@@ -85,19 +93,58 @@ class Speculation:
         self._rows.token_ids[slots[rows], known[rows] + places.offsets[is_guess]] = places.guesses[is_guess]
         return replace(step, places=places)
 
-    def accept(self, step: StepRows, token_counts: I64 | None) -> None:
-        """Let the proposers see what the rows of a step have got, once it is recorded.
+    def finish(self, step: StepRows, token_counts: I64 | None, forward_ns: int) -> U32:
+        """Take in what the rows of a step have got, once it is recorded, and guess what follows.
 
         Args:
             token_counts: [num_sampling] tokens of each sampling row; None: one each.
+            forward_ns: The time of the model.
+
+        Returns:
+            Guesses that are ready for each sampling row, [num_sampling]; empty: there are none.
         """
+        self._budget.costs.note(int(step.computed_lens.sum()), forward_ns * 1e-9)
         slots = step.sampling_slots
+        if step.places is not None:
+            assert token_counts is not None, "a step that verifies guesses counts its tokens"
+            self._note_verified(slots, step.places.counts, token_counts - 1)
         takes_part = self._takes_part[slots]
         if not takes_part.any():
-            return
+            return empty_u32()
         counts = np.ones(slots.size, np.int64) if token_counts is None else token_counts
+        own = slots[takes_part]
         for proposer in self._proposers:
-            proposer.accept(slots[takes_part], counts[takes_part])
+            proposer.accept(own, counts[takes_part])
+        for slot in own.tolist():
+            self._ready.pop(slot, None)
+        self._is_asked[own] = True
+        self._budget.fade(own)
+        self._propose(own, self._budget.allot(own, slots.size, most=MAX_GUESSES_PER_STEP))
+        if not self._ready:
+            return empty_u32()
+        return np.array([self._ready.get(slot, _NOTHING)[1].size for slot in slots.tolist()], np.uint32)
+
+    def _note_verified(self, slots: I64, drafted: I64, accepted: I64) -> None:
+        rows = np.flatnonzero(drafted)
+        proposers = np.array([self._ready[slot][0] for slot in slots[rows].tolist()], np.int64)
+        self._budget.note_verified(slots[rows], proposers, drafted[rows], accepted[rows])
+
+    def _propose(self, slots: I64, limits: I64) -> None:
+        """Ask the proposers, one after the other, for those rows that have no guess yet.
+
+        Args:
+            limits: [num_rows] the most guesses of each; 0: none.
+        """
+        for index, proposer in enumerate(self._proposers):
+            asked = np.flatnonzero(limits)
+            if not asked.size:
+                return
+            guesses = proposer.propose(slots[asked], limits[asked])
+            ends = np.cumsum(guesses.counts).tolist()
+            for row, start, end in zip(asked.tolist(), [0, *ends], ends, strict=False):
+                token_ids = self._usable(guesses.token_ids[start : min(end, start + int(limits[row]))])
+                if token_ids.size:
+                    self._ready[int(slots[row])], limits[row] = (index, token_ids), 0
 
     def _usable(self, token_ids: I64) -> I64:
         """Return the guesses before the first one that is no token."""
@@ -105,7 +152,7 @@ class Speculation:
         return token_ids if is_token.all() else token_ids[: int(is_token.argmin())]
 
 
-_NO_IDS: I64 = np.zeros(0, np.int64)
+_NOTHING: tuple[int, I64] = 0, np.zeros(0, np.int64)
 
 
 CreateProposers = Callable[[WorkerFacts, TokenHistory], Sequence[Proposer]]
@@ -115,6 +162,16 @@ CreateProposers = Callable[[WorkerFacts, TokenHistory], Sequence[Proposer]]
 def ngram_only(facts: WorkerFacts, history: TokenHistory) -> Sequence[Proposer]:
     """Create a proposer that needs nothing but the rows."""
     return [NgramProposer(facts.max_num_seqs, history=history)]
+
+
+def proposers_of(config: SpeculativeConfig) -> CreateProposers:
+    """Return what creates the proposers that an operator wants."""
+
+    def create(facts: WorkerFacts, history: TokenHistory) -> Sequence[Proposer]:
+        suffix = SuffixProposer(facts.max_num_seqs, config.suffix_mib << 20, history=history)
+        return [*ngram_only(facts, history), *([suffix] if config.suffix_mib else [])]
+
+    return create
 
 
 def create_speculation(
@@ -127,4 +184,4 @@ def create_speculation(
     """
     if facts.max_samples_per_row == 1:
         return None
-    return Speculation(rows, (create or ngram_only)(facts, rows.history))
+    return Speculation(rows, (create or ngram_only)(facts, rows.history), facts.max_samples_per_row - 1)

@@ -42,6 +42,7 @@ from triptych_services.worker.models.base import CausalLM, EncoderModel
 from triptych_services.worker.parallel.create import check_agreement, create_rank_group
 from triptych_services.worker.runner.base import PhaseChange
 from triptych_services.worker.runner.cuda.streams import CudaStream
+from triptych_services.worker.runner.drafting.speculation import proposers_of
 from triptych_services.worker.runner.encoder_runner import EncoderRunner
 from triptych_services.worker.runner.graph_sizes import graph_token_limit
 from triptych_services.worker.runner.model_runner import LastingParts, ModelRunner
@@ -246,7 +247,7 @@ class RunnerFactory:
             group=self._group,
             stage=stage,
             max_graph_tokens=graph_token_limit(config.architecture),
-            lasting=LastingParts(self._grammars, self._adapters),
+            lasting=LastingParts(self._grammars, self._adapters, proposers_of(config.engine.speculative)),
         )
         pooler = create_pooler(config.architecture, self._directory, model)
         if pooler is not None:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from triptych.checkpoint.architecture import TRANSFORMERS_ENCODER, TRANSFORMERS_MODEL, ModelArchitecture
 from triptych.checkpoint.config_json import CONFIG_FILE
 from triptych.checkpoint.pooling import PoolingSpec, read_pooling
+from triptych.config import EngineConfig
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.facts import ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
@@ -101,7 +102,7 @@ def worker_facts(
     load_s: float,
     kernels: str = "",
     quantization: str = "",
-    max_samples_per_row: int = 1,
+    max_samples_per_row: int = 0,
     num_stages: int = 0,
     processor: str = "",
     num_threads: int = 0,
@@ -113,6 +114,7 @@ def worker_facts(
     Args:
         quantization: Form of linear weights, for people; empty: as the config has it.
         served: Its tasks; None: generation only.
+        max_samples_per_row: 0: as the config has it.
         num_stages: 0: as many as the ranks are divided into.
         processor, num_threads: As `numerics_of`.
         is_batch_invariant: None: as the config has it.
@@ -140,7 +142,7 @@ def worker_facts(
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
         max_steps_in_flight=max_steps_in_flight(num_stages or config.rank.num_stages),
         num_stages=num_stages or config.rank.num_stages,
-        max_samples_per_row=max_samples_per_row,
+        max_samples_per_row=max_samples_per_row or _samples_per_row(engine),
         device_name=device_name,
         kernels=kernels,
         weight_bytes=weight_bytes,
@@ -148,6 +150,10 @@ def worker_facts(
         max_adapters=engine.worker.max_adapters,
         max_adapter_rank=engine.worker.max_adapter_rank if engine.worker.max_adapters else 0,
     )
+
+
+def _samples_per_row(engine: EngineConfig) -> int:
+    return 1 + engine.speculative.max_tokens if engine.speculative.enabled else 1
 
 
 def _model_facts(

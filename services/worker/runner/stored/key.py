@@ -33,7 +33,9 @@ def program_key(config: ResolvedConfig, directory: Path, num_threads: int) -> di
         OSError, ModelError: The checkpoint cannot be read.
     """
     engine = config.engine
-    sections = {name: asdict(getattr(engine, name)) for name in ("model", "cache", "scheduler", "load")}
+    sections = {
+        name: asdict(getattr(engine, name)) for name in ("model", "cache", "scheduler", "speculative", "load")
+    }
     resolved = {
         name: getattr(config, name)
         for name in (

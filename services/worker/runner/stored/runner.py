@@ -21,12 +21,16 @@ from numpy.typing import NDArray
 from triptych.errors import ProtocolViolation
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
-from triptych.types.step import StepPlan, StepResult, StepTimings, empty_u32
+from triptych.types.step import U32, StepPlan, StepResult, StepTimings, empty_u32
 from triptych_kernels.cpu.huge_pages import map_zeros
 from triptych_kernels.cpu.stored_program import BoundProgram, StoredProgram
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.runner.base import CompletedStep, PendingStep, Runner, do_nothing
-from triptych_services.worker.runner.drafting.speculation import create_speculation, max_sampling_places
+from triptych_services.worker.runner.drafting.speculation import (
+    CreateProposers,
+    create_speculation,
+    max_sampling_places,
+)
 from triptych_services.worker.runner.publish import publish
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows, create_rows
 from triptych_services.worker.runner.startup.kv_plan import kv_parts
@@ -46,7 +50,7 @@ _OF_OTHERS = frozenset(
     (
         *PARAM_COLUMNS, "n", "max_tokens", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
         "repetition_detection", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-        "output_kind",
+        "output_kind", "speculation",
     )
 )  # fmt: skip
 """Fields that a program takes as columns, or that other tiers act on."""
@@ -71,10 +75,18 @@ class HeldState:
 class StoredRunner(Runner):
     """Owned by the worker's runner thread."""
 
-    def __init__(self, image: Image, facts: WorkerFacts, *, resume: Callable[[HeldState], Runner]) -> None:
+    def __init__(
+        self,
+        image: Image,
+        facts: WorkerFacts,
+        *,
+        resume: Callable[[HeldState], Runner],
+        proposers: CreateProposers | None = None,
+    ) -> None:
         """
         Args:
             resume: Creates the runner that serves everything, and goes on with this one's state.
+            proposers: As of `create_speculation`.
 
         Raises:
             AttributeError, KeyError, ValueError: The program does not fit to this process.
@@ -82,7 +94,7 @@ class StoredRunner(Runner):
         self._facts = facts
         self._resume = resume
         self._rows = create_rows(facts)
-        self._speculation = create_speculation(self._rows, facts)
+        self._speculation = create_speculation(self._rows, facts, proposers)
         self._inputs = StepInputs(
             max_num_seqs=facts.max_num_seqs,
             max_num_batched_tokens=facts.max_num_batched_tokens,
@@ -139,19 +151,23 @@ class StoredRunner(Runner):
         prepared = time.perf_counter_ns()
         sampled = _sampled(self._program.run(sizes), step.places)
         forwarded = time.perf_counter_ns()
-        self._advance(step, sampled)
+        guess_counts = self._advance(step, sampled, forwarded - prepared)
         timings = StepTimings(
             prepare_ns=prepared - started,
             forward_ns=forwarded - prepared,
             sample_ns=time.perf_counter_ns() - forwarded,
         )
-        return CompletedStep(publish(plan.step_id, step, self._rows.slot_version, sampled, timings))
+        return CompletedStep(
+            publish(plan.step_id, step, self._rows.slot_version, sampled, timings, guess_counts=guess_counts)
+        )
 
-    def _advance(self, step: StepRows, sampled: SampledTokens) -> None:
+    def _advance(self, step: StepRows, sampled: SampledTokens, forward_ns: int) -> U32 | None:
+        """Record the tokens of a step, and return the guesses that its rows have ready; None: nothing guesses."""
         self._rows.advance(step, sampled.token_counts)
         self._rows.record(step, sampled.token_ids, sampled.token_counts)
-        if self._speculation is not None:
-            self._speculation.accept(step, sampled.token_counts)
+        if self._speculation is None:
+            return None
+        return self._speculation.finish(step, sampled.token_counts, forward_ns)
 
     def reset(self) -> None:
         """Forget every row and expect step 1; see `Runner.reset`."""

@@ -18,6 +18,7 @@ from triptych_services.worker.context.machine import cpu_traits, examine_machine
 from triptych_services.worker.context.resolve import resolve_for_device
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.runner.base import PhaseChange, Runner
+from triptych_services.worker.runner.drafting.speculation import proposers_of
 from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.runner.startup.warm_up import warm_up_plainly
@@ -110,7 +111,7 @@ def _start(
         return resume_runner(config, directory, facts, held, on_phase)
 
     try:
-        runner = StoredRunner(image, facts, resume=resume)
+        runner = StoredRunner(image, facts, resume=resume, proposers=proposers_of(config.engine.speculative))
     except (AttributeError, KeyError, ValueError, IndexError) as error:
         log.warning("the stored program does not fit, and is recorded anew: %s", error)
         return None

@@ -127,7 +127,10 @@ def runner_with(
         (layer.blocks if layer.scales is None else layer.scales)[1:] = float("nan")
     facts = tiny_facts(config, kv.max_model_len, kv.shape, max_samples_per_row=limit)
     lasting = LastingParts(grammars, proposers=proposers)
-    return ModelRunner(model=model, kv_caches=caches, facts=facts, lasting=lasting, **arguments)
+    runner = ModelRunner(model=model, kv_caches=caches, facts=facts, lasting=lasting, **arguments)
+    if runner._speculation is not None:  # as many guesses as there are, whatever they cost
+        runner._speculation._budget.allot = lambda slots, *sizes, most: np.full(slots.size, limit - 1)  # type: ignore[method-assign]
+    return runner
 
 
 def blocks_of(slot: int) -> range:

@@ -1,0 +1,116 @@
+"""How many guesses a step has, by made-up costs of steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from triptych_services.worker.runner.drafting.budget import GuessBudget, StepCosts
+
+Q4 = {1: 3.0, 2: 3.4, 4: 4.4, 8: 6.2, 16: 10.5, 32: 19.0, 64: 37.0, 128: 73.0}
+"""Positions of a step -> its milliseconds, of a model with 4 bits per weight on a CPU."""
+BF16 = {1: 7.6, 8: 9.8, 32: 21.0, 64: 40.0, 128: 80.0}
+
+
+def budget_of(costs: dict[int, float], num_rows: int, rate: float) -> GuessBudget:
+    """Return a budget that has seen such steps, and guesses of each row that were right at this rate."""
+    budget = GuessBudget(max_num_seqs=64, num_proposers=2, max_guesses=8)
+    for size, milliseconds in costs.items():
+        for _ in range(3):
+            budget.costs.note(size, milliseconds * 1e-3)
+    slots = np.arange(num_rows)
+    for slot in range(num_rows):
+        budget.enter(slot)
+    for _ in range(40):
+        # Guesses of a row are looked at up to the first wrong one.
+        accepted = np.full(num_rows, round(10 * rate))
+        drafted = np.full(num_rows, 10)
+        budget.note_verified(slots, np.zeros(num_rows, np.int64), drafted, accepted)
+    return budget
+
+
+def allotted(costs: dict[int, float], num_rows: int, rate: float) -> list[int]:
+    budget = budget_of(costs, num_rows, rate)
+    return budget.allot(np.arange(num_rows), num_rows, most=64).tolist()
+
+
+def speed(costs: dict[int, float], rate: float, counts: list[int]) -> float:
+    """Return the expected tokens per second of a step in which rows have so many guesses."""
+    tokens = sum(rate**place for count in counts for place in range(count + 1))
+    return float(tokens / np.interp(len(counts) + sum(counts), list(costs), list(costs.values())))
+
+
+@pytest.mark.parametrize("costs", [Q4, BF16])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.8, 0.9])
+def test_no_equal_number_of_guesses_is_faster(costs: dict[int, float], num_rows: int, share: float) -> None:
+    budget = budget_of(costs, num_rows, share)
+    counts = budget.allot(np.arange(num_rows), num_rows, most=64).tolist()
+    rate = float(budget.rates(np.arange(num_rows))[0])
+    best = max(speed(costs, rate, [count] * num_rows) for count in range(9) if count * num_rows <= 64)
+    assert speed(costs, rate, counts) > best / 1.021
+
+
+def test_full_batches_and_wrong_guesses_have_none() -> None:
+    assert allotted(Q4, 64, 0.5) == [0] * 64
+    assert allotted(Q4, 1, 0.0) == [0]
+    assert allotted(BF16, 8, 0.0) == [0] * 8
+
+
+def test_one_stream_of_right_guesses_has_all() -> None:
+    assert allotted(BF16, 1, 1.0) == [8]
+    assert allotted(Q4, 1, 1.0)[0] >= 5
+
+
+def test_the_better_rows_have_more() -> None:
+    budget = budget_of(Q4, 4, 0.9)
+    zeros = np.zeros(30, np.int64)
+    for _ in range(30):
+        budget.note_verified(np.array([2]), zeros[:1], np.array([5]), np.array([0]))
+    counts = budget.allot(np.arange(4), 4, most=64).tolist()
+    assert counts[2] == 0
+    assert min(counts[0], counts[1], counts[3]) >= 2
+
+
+def test_the_sum_is_bounded() -> None:
+    budget = budget_of(BF16, 8, 1.0)
+    assert sum(budget.allot(np.arange(8), 8, most=5).tolist()) <= 5
+    assert budget.allot(np.arange(8), 8, most=0).tolist() == [0] * 8
+
+
+def test_nothing_is_guessed_before_anything_is_measured() -> None:
+    budget = GuessBudget(4, 1, 8)
+    assert budget.allot(np.arange(2), 2, most=64).tolist() == [0, 0]
+
+
+def test_bad_guesses_are_tried_again_later() -> None:
+    budget = budget_of(Q4, 1, 0.0)
+    slots = np.arange(1)
+    num_tries = 0
+    for _ in range(2000):
+        budget.fade(slots)
+        if (count := int(budget.allot(slots, 1, most=64)[0])) > 0:
+            num_tries += 1
+            budget.note_verified(slots, np.zeros(1, np.int64), np.array([count]), np.zeros(1, np.int64))
+    assert 5 <= num_tries <= 100, "often enough to notice that a text has changed, and nearly for nothing"
+
+
+def test_costs_grow_with_size_and_follow_the_latest_steps() -> None:
+    costs = StepCosts()
+    assert costs.estimate(np.array([1])) is None
+    for size, seconds in ((1, 3.0), (4, 2.0), (8, 6.0)):
+        costs.note(size, seconds)
+    assert costs.estimate(np.array([1, 4, 6, 8, 99])).tolist() == [2.0, 2.0, 4.0, 6.0, 6.0]  # type: ignore[union-attr]
+    for _ in range(100):
+        costs.note(8, 10.0)
+    assert costs.estimate(np.array([8]))[0] == pytest.approx(10.0, rel=0.01)  # type: ignore[index]
+
+
+def test_a_measurement_is_doubted_after_a_while() -> None:
+    costs = StepCosts()
+    costs.note(8, 100.0)  # one bad moment
+    for _ in range(2001):
+        costs.note(1, 3.0)
+    assert costs.estimate(np.array([8])).tolist() == [3.0]  # type: ignore[union-attr]
+    costs.note(8, 6.0)
+    assert costs.estimate(np.array([8])).tolist() == [6.0]  # type: ignore[union-attr]
