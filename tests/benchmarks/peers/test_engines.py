@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness.figures import Figure
 from benchmarks.peers import __main__ as command
-from benchmarks.peers.engines import AVX2, ENGINES, Engine
+from benchmarks.peers.engines import AVX2, ENGINES, Engine, engines_of_file
 from benchmarks.peers.report import text
 
 
@@ -54,10 +54,10 @@ def test_peers_that_nothing_holds_are_left_out_by_name(monkeypatch: pytest.Monke
         return []
 
     monkeypatch.setattr(command, "measure_rounds", measure_rounds)
-    monkeypatch.setattr(command.models, "vocab_size", lambda: 10)
+    monkeypatch.setattr(command.models, "vocab_size", lambda model: 10)
     monkeypatch.setattr(Engine, "prepare", lambda engine: "")
     arguments = argparse.Namespace(
-        engines=[ENGINES], rows=[], rounds=1, seed=0, install_only=False, instruction_set=AVX2
+        engines=[ENGINES], rows=[], rounds=1, seed=0, install_only=False, instruction_set=AVX2, model=None
     )
     figures = {figure.name: figure for figure in command.measure(arguments)}
     assert set(figures) == {"vllm-bf16: avx2", "onnxruntime-int4: avx2"}
@@ -65,3 +65,12 @@ def test_peers_that_nothing_holds_are_left_out_by_name(monkeypatch: pytest.Monke
     assert "vllm-bf16: avx2: left out: nothing holds it to avx2" in text(ENGINES, [], figures)
     arguments.instruction_set = "auto"
     assert list(command.measure(arguments)) == []
+
+
+def test_a_file_is_read_by_all_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    engines = engines_of_file(file)
+    assert [engine.name for engine in engines] == ["llama.cpp-file", "triptych-none", "triptych-q4"]
+    for engine in engines:
+        assert engine.hold is not None
+        assert {one.model() for one in (engine, engine.hold(engine))} == {file}
