@@ -119,8 +119,11 @@ def _unpack_q8_0(blocks: Tensor, out: Tensor) -> None:
 
 def _split_bits(packed: Tensor, bits: int) -> Tensor:
     """Split [n, k] bytes into [n, 8 / bits, k]: first all lowest parts, then those above."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    return (packed[:, None] >> shifts) & ((1 << bits) - 1)
+    packed = packed.contiguous()
+    parts = torch.empty(len(packed), 8 // bits, packed.shape[1], dtype=torch.uint8)
+    for i in range(8 // bits):  # by a number, which takes vectors: thrice as fast as all at once
+        parts[:, i] = (packed >> (i * bits)).bitwise_and_((1 << bits) - 1)
+    return parts
 
 
 def _halves_by_32(packed: Tensor) -> Tensor:
