@@ -65,6 +65,11 @@ class QuantizedFormat:
         return self.offset == "minimum"
 
     @property
+    def has_integers(self) -> bool:
+        """Whether values are integers of 8 bits, in units of their own."""
+        return self.table in _INTEGER_TABLES
+
+    @property
     def group_bytes(self) -> int:
         """Bytes of a group of one output, in a format of `PANEL_FORMATS`."""
         return GROUP_SIZE * self.bits // 8 + (4 if self.is_affine else 2)
@@ -113,7 +118,7 @@ def _common(one: QuantizedFormat, other: QuantizedFormat) -> QuantizedFormat:
         return QuantizedFormat(max(one.bits, other.bits), "minimum" if is_affine else "none")
     bits, table, scale = max(one.bits, other.bits), one.table, one.scale
     if one.table != other.table:
-        if one.table not in _INTEGER_TABLES or other.table not in _INTEGER_TABLES:
+        if not one.has_integers or not other.has_integers:
             raise ValueError(f"no format holds both {one} and {other} without loss")
         bits, table = 8, ""
     if one.scale != other.scale or one.table != other.table:

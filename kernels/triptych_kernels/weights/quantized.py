@@ -219,8 +219,10 @@ def allow_wide_products(weights: Sequence[QuantizedWeight], dtype: torch.dtype) 
     """
     chosen: dict[Kind, Wide] = {}
     for weight in weights:
-        # weights that are no panels of 4 bits are not turned: they count as if they had 8
-        bits = weight.format.bits if weight.format in PANEL_FORMATS else 8
+        # weights that are no panels of 4 bits are not turned: they count as if they had 8; floats are float32
+        bits = (
+            weight.format.bits if weight.format in PANEL_FORMATS else 8 if weight.format.has_integers else 32
+        )
         wide = choose_wide(isa(), bits, weight.input_bits, dtype)
         if wide is not None:
             weight.wide_rows, weight.wide_bits = wide.num_rows, wide.bits
@@ -237,7 +239,8 @@ def choose_wide(isa: str, weight_bits: int, input_bits: int, dtype: torch.dtype)
         return Wide(num_rows=128, bits=8)
     # of inputs in float32 bfloat16 would lose what the config asks for
     if dtype == torch.bfloat16 and (isa in _WITH_TILES or (isa in _WITH_WIDE_BFLOAT16 and input_bits == 16)):
-        return Wide(num_rows=64, bits=16)
+        # tiles are so much faster than sums in float32 that unpacking pays early
+        return Wide(num_rows=12 if weight_bits == 32 and isa in _WITH_TILES else 64, bits=16)
     return None
 
 

@@ -309,21 +309,22 @@ def test_wide_products_need_batch_invariance_off(write, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("isa_name", "weight_bits", "input_bits", "dtype", "bits"),
+    ("isa_name", "weight_bits", "input_bits", "dtype", "wide"),
     [
-        ("avx512_vnni", 4, 8, torch.float32, 8),
-        ("avx512_bf16", 4, 8, torch.bfloat16, 8),
+        ("avx512_vnni", 4, 8, torch.float32, Wide(128, 8)),
+        ("avx512_bf16", 4, 8, torch.bfloat16, Wide(128, 8)),
         ("avx512_bf16", 8, 8, torch.bfloat16, None),
-        ("avx512_bf16", 4, 16, torch.bfloat16, 16),
+        ("avx512_bf16", 4, 16, torch.bfloat16, Wide(64, 16)),
         ("avx512_bf16", 4, 16, torch.float32, None),
         ("avx512_vnni", 4, 16, torch.float32, None),
-        ("amx", 4, 8, torch.bfloat16, 16),
-        ("amx", 8, 8, torch.bfloat16, 16),
+        ("amx", 4, 8, torch.bfloat16, Wide(64, 16)),
+        ("amx", 8, 8, torch.bfloat16, Wide(64, 16)),
+        ("amx", 32, 8, torch.bfloat16, Wide(12, 16)),
+        ("amx", 32, 8, torch.float32, None),
         ("avx2", 4, 8, torch.float32, None),
     ],
 )
 def test_wide_arithmetic_is_chosen_by_instruction_set(
-    isa_name: str, weight_bits: int, input_bits: int, dtype: torch.dtype, bits: int | None
+    isa_name: str, weight_bits: int, input_bits: int, dtype: torch.dtype, wide: Wide | None
 ) -> None:
-    wide = choose_wide(isa_name, weight_bits, input_bits, dtype)
-    assert (wide and wide.bits) == bits
+    assert choose_wide(isa_name, weight_bits, input_bits, dtype) == wide

@@ -16,12 +16,13 @@
 //   weight = scale * (value(code) - center) + offset
 //
 // Codes of 8 bits have 8 words. What a format's name does not say, `CodedForm` is told when a kernel is called, so there
-// is one unpacker: of a group it makes bytes and floats for products of integers (`unpack_bytes`), or float32
-// weights, which are exactly those of the file (`unpack_floats`).
+// is one unpacker: of a group it makes bytes and floats for products of integers (`unpack_bytes`), values and scales in
+// float32 (`unpack_values`), or weights, in float32 exactly those of the file (`unpack_floats`, `unpack_pairs`).
 #pragma once
 
 #include "linear/byte_inputs.h"
 #include "linear/byte_panels.h"
+#include "simd/float8.h"
 
 namespace triptych::coded {
 
@@ -141,6 +142,13 @@ class Reader {
   int64_t group_ = 0;
 };
 
+// Byte `Index` of each lane, below others.
+template <int Index>
+ivec byte(ivec words) {
+  if constexpr (Index == 0) return words;
+  return shift_right<8 * Index>(words);
+}
+
 // Codes of 4 inputs of each output, as bytes without signs.
 template <int Step>
 ivec nibbles(const char* words, int half) {
@@ -200,7 +208,10 @@ int center_of(const CodedForm& form) {
   // codes with a minimum count from 0, in 6 bits from the center
   return form.offset == kMinimum && form.bits != 6 ? 0 : Codes::kCenter;
 }
-inline float unit_of(const CodedForm& form) { return form.table == kFloat4 ? 0.5f : 1.0f; }
+// What the values that codes become are multiplied with.
+inline float unit_of(const CodedForm& form) {
+  return form.table == kFloat4 ? 0.5f : form.table == kFloat8 ? kFloat8Unit : 1.0f;
+}
 
 // A group as products with bytes read it, in vectors: bytes of 8 steps, scales of each unit, the sum of scale * byte, and
 // minima of each unit.
@@ -242,20 +253,45 @@ void unpack_bytes(Reader& from, int64_t groups, float* to) {
   }
 }
 
-// The value of a code of 4 bits that is a float.
+// widen(codes, out): the values of four codes of each output, which are bytes of a lane, without their scale.
 struct FloatTable {
   const float* values;
-  vec value(ivec code) const { return look_up(values, code); }
+  void widen(ivec codes, vec (&out)[4]) const {
+    unroll<4>([&](auto i) { out[i] = look_up(values, byte<i>(codes)); });
+  }
 };
 struct Float8 {
-  vec value(ivec code) const { return from_float8(code); }
+  void widen(ivec codes, vec (&out)[4]) const { widen_float8s(codes, out); }
 };
 struct Integer {
   int center;
-  vec value(ivec code) const { return to_floats(code + splat_int(-center)); }
+  void widen(ivec codes, vec (&out)[4]) const {
+    unroll<4>([&](auto i) {
+      ivec code = byte<i>(codes);
+      if constexpr (i < 3) code = code & splat_int(0xff);
+      out[i] = to_floats(code + splat_int(-center));
+    });
+  }
 };
 
-// f(input in group, half, weights): of a group, in some order of the inputs.
+// f(Codes, Value) of forms of which values are no bytes.
+template <typename F>
+void with_floats(const CodedForm& form, const F& f) {
+  switch (form.table) {
+    case kNormal4: return f(Nibbles(), FloatTable{kNormal4Values});
+    case kTree4: return f(Nibbles(), FloatTable{kTree4Values});
+    default: return f(Bytes(), Float8());
+  }
+}
+
+// f(Codes, Value) of any form.
+template <typename F>
+void with_values(const CodedForm& form, const F& f) {
+  if (!form.has_bytes()) return with_floats(form, f);
+  with_codes(form, [&](auto codes) { f(codes, Integer{center_of<decltype(codes)>(form)}); });
+}
+
+// f(first of two inputs in the group, half, weights of both): of a group, in order.
 template <typename Codes, typename Value, typename F>
 [[gnu::always_inline]] inline void for_weights(const Reader& from, const Value& value, vec unit_value, const F& f) {
   const CodedForm& form = from.form();
@@ -270,37 +306,65 @@ template <typename Codes, typename Value, typename F>
       offsets[1] = offsets[0];
     }
     unroll<bytes::kSteps>([&](auto step) {
-      const ivec codes = Codes::template codes<step>(from.words(), half);
-      unroll<4>([&](auto i) {
-        ivec code = codes;
-        if constexpr (i > 0) code = shift_right<8 * i>(codes);
-        if constexpr (i < 3) code = code & splat_int(0xff);
-        constexpr int kUnit = step / (bytes::kSteps / 2);
-        f(4 * step + i, half, fma(value.value(code), scales[kUnit], offsets[kUnit]));
-      });
+      constexpr int kUnit = step / (bytes::kSteps / 2);
+      vec values[4];
+      value.widen(Codes::template codes<step>(from.words(), half), values);
+      for (vec& each : values) each = fma(each, scales[kUnit], offsets[kUnit]);
+      f(4 * step, half, values[0], values[1]);
+      f(4 * step + 2, half, values[2], values[3]);
     });
   });
 }
 
-// f(Codes, Value) of any form.
-template <typename F>
-void with_values(const CodedForm& form, const F& f) {
-  switch (form.table) {
-    case kNormal4: return f(Nibbles(), FloatTable{kNormal4Values});
-    case kTree4: return f(Nibbles(), FloatTable{kTree4Values});
-    case kFloat8: return f(Bytes(), Float8());
-    default:
-      with_codes(form, [&](auto codes) { f(codes, Integer{center_of<decltype(codes)>(form)}); });
-  }
+// f(first of two inputs in the group, half, weights of both, `to` of the group): of all groups.
+template <int64_t GroupSize, typename T, typename F>
+void for_groups(Reader& from, int64_t groups, T* to, const F& f) {
+  const vec unit_value = splat(unit_of(from.form()));
+  with_values(from.form(), [&](auto codes, auto value) {
+    for (int64_t group = 0; group < groups; ++group, from.next(), to += GroupSize) {
+      for_weights<decltype(codes)>(from, value, unit_value, [&](int input, int half, vec first, vec second) {
+        f(input, half, first, second, to);
+      });
+    }
+  });
 }
 
 // [groups * kGroup][kPanel] float32
 inline void unpack_floats(Reader& from, int64_t groups, float* to) {
+  for_groups<kGroup * kPanel>(from, groups, to, [](int input, int half, vec first, vec second, float* group) {
+    store(group + input * kPanel + half * kLanes, first);
+    store(group + (input + 1) * kPanel + half * kLanes, second);
+  });
+}
+
+// [groups * kGroup / 2][kPanel] pairs of bfloat16
+inline void unpack_pairs(Reader& from, int64_t groups, bf16* to) {
+  for_groups<kGroup * kPanel>(from, groups, to, [](int input, int half, vec first, vec second, bf16* group) {
+    store_pairs(group + input * kPanel + 2 * half * kLanes, first, second);
+  });
+}
+
+// A group of values that are no bytes as their products read it: values without scales, [kGroup][kPanel], and the scales
+// of both halves of the group, [2][kPanel].
+struct FloatGroup {
+  static constexpr int64_t kScales = kGroup * kPanel, kFloats = kScales + 2 * kPanel;
+};
+
+inline void unpack_values(Reader& from, int64_t groups, float* to) {
   const vec unit_value = splat(unit_of(from.form()));
-  with_values(from.form(), [&](auto codes, auto value) {
-    for (int64_t group = 0; group < groups; ++group, from.next(), to += kGroup * kPanel) {
-      for_weights<decltype(codes)>(from, value, unit_value, [&](int input, int half, vec weights) {
-        store(to + input * kPanel + half * kLanes, weights);
+  const int last_unit = from.form().num_scales - 1;
+  with_floats(from.form(), [&](auto codes, auto value) {
+    for (int64_t group = 0; group < groups; ++group, from.next(), to += FloatGroup::kFloats) {
+      unroll<2>([&](auto half) {
+        unroll<bytes::kSteps>([&](auto step) {
+          vec values[4];
+          value.widen(decltype(codes)::template codes<step>(from.words(), half), values);
+          unroll<4>([&](auto i) { store(to + (4 * step + i) * kPanel + half * kLanes, values[i]); });
+        });
+        for (const int unit : {0, 1}) {
+          const vec scales = from.scales(std::min(unit, last_unit), half) * unit_value;
+          store(to + FloatGroup::kScales + unit * kPanel + half * kLanes, scales);
+        }
       });
     }
   });

@@ -4,7 +4,7 @@
 //
 //   inputs of 8 bits    the chunk as bytes and scales, inputs as byte_inputs.h has them: exact sums of integers
 //   inputs of 16 bits   the same chunk, inputs as integers with a scale per row and group: exact sums as well
-//   in floats           the chunk as float32, which are the file's weights, and inputs in float32, which are not rounded
+//   in floats           the chunk as values in float32 and scales, and inputs in float32, which are not rounded
 //
 // Floats are for values that are no bytes: nf4, floats of 8 bits. Inputs of 8 bits become 16 where no instruction makes
 // products of bytes, except with integers of 4 bits: others would saturate sums of 16 bits. Each output is one chain of
@@ -23,6 +23,7 @@ namespace {
 
 using coded::ByteGroup;
 using coded::CodedForm;
+using coded::FloatGroup;
 using coded::Reader;
 
 struct CodedLinear {
@@ -171,20 +172,35 @@ void quantize_group(const X* x, Shorts& out) {
   out.sum = out.scale * static_cast<float>(first + second);
 }
 
-// The same with float32 weights [inputs][kPanel] and inputs x [inputs][Rows].
+// The same with values in float32 and inputs x [inputs][Rows]. Each half of a group has a sum of its own, so that these
+// chains of one row need not wait for each other.
 template <int Rows>
-void multiply_floats(const float* x, int64_t inputs, const float* weights, float* to) {
-  vec sums[Rows][2];
-  unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { sums[row][half] = load(to + row * kPanel + half * kLanes); }); });
-  for (const float* const end = x + inputs * Rows; x < end; x += Rows, weights += kPanel) {
-    const vec halves[2] = {load(weights), load(weights + kLanes)};
-    unroll<Rows>([&](auto row) {
-      const vec value = splat(x[row]);
-      sums[row][0] = fma(value, halves[0], sums[row][0]);
-      sums[row][1] = fma(value, halves[1], sums[row][1]);
-    });
+void multiply_float_groups(const float* x, int64_t groups, const float* weights, float* to) {
+  constexpr int kUnitInputs = kGroup / 2;
+  for (const float* const end = x + groups * kGroup * Rows; x < end; weights += FloatGroup::kFloats) {
+    for (int unit = 0; unit < 2; ++unit) {
+      const float* values = weights + unit * kUnitInputs * kPanel;
+      vec dots[Rows][2];
+      unroll<Rows>([&](auto row) { dots[row][0] = dots[row][1] = zero(); });
+#pragma GCC unroll 2
+      for (int input = 0; input < kUnitInputs; ++input, x += Rows, values += kPanel) {
+        const vec halves[2] = {load(values), load(values + kLanes)};
+        unroll<Rows>([&](auto row) {
+          const vec value = splat(x[row]);
+          dots[row][0] = fma(value, halves[0], dots[row][0]);
+          dots[row][1] = fma(value, halves[1], dots[row][1]);
+        });
+      }
+      const float* const scales = weights + FloatGroup::kScales + unit * kPanel;
+      unroll<2>([&](auto half) {
+        const vec scale = load(scales + half * kLanes);
+        unroll<Rows>([&](auto row) {
+          float* const sum = to + row * kPanel + half * kLanes;
+          store(sum, fma(dots[row][half], scale, load(sum)));
+        });
+      });
+    }
   }
-  unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { store(to + row * kPanel + half * kLanes, sums[row][half]); }); });
 }
 
 // f(std::integral_constant) of the number of rows of a tile.
@@ -317,10 +333,10 @@ void multiply_panel(Tiles, const Linear& args, const CodedForm& form, int64_t ro
 
 void multiply_panel(FloatTiles, const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
                     const float* x, int64_t panel) {
-  walk_panel<FloatTiles>(args, form, rows, first, end, x, panel, kGroup * kPanel, coded::unpack_floats,
+  walk_panel<FloatTiles>(args, form, rows, first, end, x, panel, FloatGroup::kFloats, coded::unpack_values,
                          [](int64_t height, const float* inputs, int64_t groups, const float* weights, float* sums) {
                            with_rows<kMaxTileRows>(height, [&](auto count) {
-                             multiply_floats<count>(inputs, groups * kGroup, weights, sums);
+                             multiply_float_groups<count>(inputs, groups, weights, sums);
                            });
                          });
 }
@@ -341,21 +357,6 @@ void multiply_all(const Linear& args, const CodedForm& form, int64_t rows) {
     multiply_panel(Tiles(), args, form, rows, tiles * block / blocks, tiles * (block + 1) / blocks, x, index % panels);
   };
   rows <= kFewRows ? parallel_for_parts(panels, multiply) : parallel_for(blocks * panels, multiply);
-}
-
-// A panel of weights as pairs of bfloat16.
-void unpack_pairs(const Linear& args, const CodedForm& form, int64_t panel, bf16* to) {
-  float group[kGroup * kPanel];
-  Reader reader(form, static_cast<const char*>(args.weight) + panel * form.panel_bytes(args.in_features));
-  for (int64_t at = 0; at < args.in_features; at += kGroup) {
-    coded::unpack_floats(reader, 1, group);
-    for (int input = 0; input < kGroup; input += 2, to += 2 * kPanel) {
-      const float* const pair = group + input * kPanel;
-      unroll<2>([&](auto half) {
-        store_pairs(to + 2 * half * kLanes, load(pair + half * kLanes), load(pair + kPanel + half * kLanes));
-      });
-    }
-  }
 }
 
 void multiply_wide(const Linear& args, const CodedForm& form, int64_t rows) {
@@ -379,7 +380,8 @@ void multiply_wide(const Linear& args, const CodedForm& form, int64_t rows) {
   parallel_for(args.num_panels(), [&](int64_t panel) {
     static thread_local Scratch unpacked;
     auto* weights = static_cast<bf16*>(unpacked.get(args.in_features * kPanel * sizeof(bf16)));
-    unpack_pairs(args, form, panel, weights);
+    Reader reader(form, static_cast<const char*>(args.weight) + panel * form.panel_bytes(args.in_features));
+    coded::unpack_pairs(reader, args.in_features / kGroup, weights);
     multiply_block<bf16>(args, x, stride, weights, {0, rows, panel, panel + 1});
   });
 }

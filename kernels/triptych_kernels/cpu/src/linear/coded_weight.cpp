@@ -42,23 +42,24 @@ void put_codes(int64_t bits, const uint8_t* codes, char* words, int64_t lane) {
   const auto put_word = [&](int word, uint32_t value) {
     std::memcpy(words + (word * kPanel + lane) * sizeof value, &value, sizeof value);
   };
+  // those of a step, one in each byte
+  const auto step_of = [&](int step) {
+    uint32_t value;
+    std::memcpy(&value, codes + 4 * step, sizeof value);
+    return value;
+  };
   if (bits == 8) {
-    for (int word = 0; word < bytes::kSteps; ++word) {
-      uint32_t value;
-      std::memcpy(&value, codes + 4 * word, sizeof value);
-      put_word(word, value);
-    }
+    for (int step = 0; step < bytes::kSteps; ++step) put_word(step, step_of(step));
     return;
   }
-  uint32_t low[4] = {}, planes[2] = {};
-  for (int input = 0; input < kGroup; ++input) {
-    const uint32_t code = codes[input];
-    const int step = input / 4, byte = 8 * (input % 4);
-    low[step % 4] |= (code & 15) << (byte + step / 4 * 4);
-    planes[step / 4] |= (code >> 4) << (byte + step % 4 * 2);
+  constexpr uint32_t kLow = 0x0f0f0f0f;
+  for (int word = 0; word < 4; ++word) put_word(word, (step_of(word) & kLow) | (step_of(4 + word) & kLow) << 4);
+  if (bits == 4) return;
+  for (int plane = 0; plane < 2; ++plane) {
+    uint32_t value = 0;
+    for (int i = 0; i < 4; ++i) value |= (step_of(4 * plane + i) >> 4 & 0x03030303) << 2 * i;
+    put_word(4 + plane, value);
   }
-  for (int word = 0; word < 4; ++word) put_word(word, low[word]);
-  for (int plane = 0; plane < 2 && bits == 6; ++plane) put_word(4 + plane, planes[plane]);
 }
 
 void pack_row(const PackCodes& args, const CodedForm& form, int64_t row, int64_t lane, char* panel) {

@@ -238,7 +238,7 @@ inline vec look_up(const float* table, ivec indices) {
   vst1q_s32(at, indices.low);
   vst1q_s32(at + 4, indices.high);
   float values[kLanes];
-  for (int i = 0; i < kLanes; ++i) values[i] = table[at[i]];
+  for (int i = 0; i < kLanes; ++i) values[i] = table[at[i] & 15];
   return load(values);
 }
 // sum[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1] of 16-bit integers
