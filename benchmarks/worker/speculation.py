@@ -1,0 +1,124 @@
+"""Measures what guesses bring: tokens per second of scheduler and runner in one process, with guesses and without.
+
+    python -m benchmarks.worker.speculation [--streams 1] [--model.quantization q4] [any other option of the config]
+
+Greedy answers to prompts of three kinds. Both runners answer each prompt in turn; prompts are cached, so the time is
+that of decoding. An answer that differs is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from tokenizers import Tokenizer
+
+from benchmarks.harness.command import create_parser, run
+from benchmarks.harness.figures import Figure
+from tests.helpers.in_process import InProcessEngine
+from triptych.config import EngineConfig
+from triptych.config.loader import add_config_flags, config_from_arguments
+from triptych.hub import resolve_model
+from triptych.types.sampling import SamplingParams
+from triptych_services.worker.runner.base import Runner
+from triptych_services.worker.service.startup import load_runner
+
+_TEXT = (
+    "The town council met on Tuesday to discuss the new bridge over the river Alder. The old bridge, "
+    "built in 1932, was closed in March after engineers found cracks in two of its pillars. The new "
+    "bridge will cost about 4.2 million euros and will carry both cars and trams. Construction is to "
+    "begin in spring and to last eighteen months. Until then, a ferry will cross the river every twenty "
+    "minutes. Several shop owners complained that the ferry stops too far from the market square."
+)
+_CODE = (
+    "def mean(values):\n    total = 0\n    for value in values:\n        total = total + value\n"
+    "    return total / len(values)\n\n"
+    "def variance(values):\n    m = mean(values)\n    total = 0\n    for value in values:\n"
+    "        total = total + (value - m) ** 2\n    return total / len(values)\n"
+)
+_KIND_TO_QUESTIONS = {
+    "editing": (
+        f"Repeat the following text exactly, word for word:\n\n{_TEXT}",
+        f"Copy this text and replace the word bridge by tunnel:\n\n{_TEXT}",
+        f"Correct the spelling of this text and write it out in full:\n\n{_TEXT.replace('the', 'teh', 3)}",
+        f"Add a docstring to each function of this code and write out the whole code:\n\n```python\n{_CODE}```",
+        f"Rename the variable total to result in this code:\n\n```python\n{_CODE}```",
+    ),
+    "summarising": (
+        f"Summarise this text in three sentences:\n\n{_TEXT}",
+        f"List the facts of this text as bullet points:\n\n{_TEXT}",
+        f"Answer with a quote from the text. What will the new bridge cost and carry?\n\n{_TEXT}",
+        f"Explain what this code does, line by line:\n\n{_CODE}",
+        f"Write the key facts of this text as a JSON object:\n\n{_TEXT}",
+    ),
+    "chat": (
+        "What is the capital of France, and what is it known for?",
+        "Write a short story about a lighthouse keeper.",
+        "How do I boil an egg?",
+        "Give me five tips for learning to play the guitar.",
+        "Why is the sky blue?",
+    ),
+}
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
+    config = config_from_arguments(arguments)
+    directory = resolve_model(config.model.model)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    engines = {
+        is_on: InProcessEngine(runner_of(config, is_on), max_num_seqs=config.scheduler.max_num_seqs)
+        for is_on in (False, True)
+    }
+    sampling = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.output_len, seed=7)
+    numbers = iter(range(0, 1 << 30, 1024))
+    for kind, questions in _KIND_TO_QUESTIONS.items():
+        prompts = [tokenizer.encode(_chat(question), add_special_tokens=False).ids for question in questions]
+        rates: defaultdict[bool, list[float]] = defaultdict(list)
+        for round_number in range(-1, arguments.rounds):  # the first one fills the cache of prefixes
+            seconds, num_tokens = defaultdict[bool, float](float), 0
+            for prompt in prompts:
+                answers: dict[bool, Sequence[Sequence[int]]] = {}
+                for is_on, engine in engines.items():
+                    started = time.perf_counter()
+                    answers[is_on] = engine.generate(
+                        [prompt] * arguments.streams, sampling, first_number=next(numbers)
+                    )
+                    seconds[is_on] += time.perf_counter() - started
+                assert answers[True] == answers[False], "a guess has changed a token"
+                num_tokens += sum(map(len, answers[True]))
+            if round_number >= 0:
+                for is_on in engines:
+                    rates[is_on].append(num_tokens / seconds[is_on])
+        title = f"{arguments.streams} streams, {kind}"
+        for is_on in engines:
+            yield Figure(f"{title}, guesses {'on' if is_on else 'off'}", "tokens/s", tuple(rates[is_on]))
+        gains = [on / off for on, off in zip(rates[True], rates[False], strict=True)]
+        yield Figure(f"{title}, on against off", "x", tuple(gains))
+
+
+def runner_of(config: EngineConfig, is_on: bool) -> Runner:
+    """Load the model into a runner that guesses, or into one that does not.
+
+    It remembers no outputs, since each prompt comes again.
+    """
+    speculative = replace(config.speculative, enabled=is_on, suffix_mib=0)
+    return load_runner(replace(config, speculative=speculative), lambda phase, progress: None)
+
+
+def _chat(question: str) -> str:
+    """Return a prompt of the embedded model."""
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+if __name__ == "__main__":
+    parser = create_parser(__doc__, rounds=3)
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    add_config_flags(parser)
+    sys.exit(run(parser, measure))
