@@ -660,7 +660,7 @@ def row_counts(scheduler: Scheduler, request: Request) -> RowCounts:
 
 def find_cached_blocks(scheduler: Scheduler, request: Request) -> list[int]:
     """Return the blocks in the cache that hold the beginning of a waiting request, or of one not added yet."""
-    return scheduler._states.cached_blocks(request)
+    return list(scheduler._states.cached_blocks(request))
 
 
 def predict_wait_s(scheduler: Scheduler, request: Request) -> float | None:

@@ -206,3 +206,15 @@ def test_what_no_message_can_hold_is_refused_alone() -> None:
     with pytest.raises(InvalidRequest, match="above the limit 33554432"):
         scheduler.requests.add(*make_choices([0], [1], sampling=sampling))
     scheduler.requests.add(make_request(1, [1]))
+
+
+def test_tenants_and_salts_have_scopes_of_their_own_for_guesses() -> None:
+    """Names that run into each other included."""
+    kinds = [("", ""), ("a", ""), ("", "a"), ("ab", "c"), ("a", "bc"), ("1 a", ""), ("1", " a")]
+    scopes = [
+        make_request(1, make_prompt(20), tenant=tenant, cache_salt=salt).content.draft_scope
+        for tenant, salt in kinds
+    ]
+    assert len(set(scopes)) == len(kinds)
+    again = make_request(2, make_prompt(30), tenant="ab", cache_salt="c")
+    assert again.content.draft_scope == scopes[3]

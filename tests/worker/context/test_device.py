@@ -10,9 +10,16 @@ import pytest
 import torch
 
 from tests.worker.tiny import tiny_architecture
-from triptych.checkpoint.architecture import ExpertsSpec
+from triptych.checkpoint.architecture import ExpertsSpec, StateSpec
 from triptych.checkpoint.tensor_names import TensorNames
-from triptych.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
+from triptych.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych_kernels.cpu.library import forced_isa
 from triptych_services.worker.context.attention_choice import AttentionSite
@@ -500,3 +507,23 @@ def test_products_on_a_cuda_device_are_added_up_in_float32(monkeypatch, cuda, pr
 def test_a_cpu_needs_no_choosing(monkeypatch):
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)
     use_device(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "state", "why"),
+    [
+        ("cuda:0", 1, None, "several tokens of a request are not verified on cuda"),
+        ("cpu", 2, None, "2 ranks do not guess together"),
+        ("cpu", 1, StateSpec("mamba", taps=3, num_heads=1, value_dim=8, key_dim=2), "recurrent states"),
+    ],
+)
+def test_what_cannot_guess_refuses_to(device, num_ranks, state, why):
+    engine = EngineConfig(
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+        speculative=SpeculativeConfig(enabled=True),
+    )
+    traits = DeviceTraits(device=device, prefers_bfloat16=True, native_kernels=True)
+    with pytest.raises(FeatureDisabled, match=rf"speculative\.enabled = true: .*{why}.*; set it to false"):
+        resolve_for_device(engine, tiny_architecture(state=state), traits)
+    without = replace(engine, speculative=SpeculativeConfig(enabled=False))
+    assert not resolve_for_device(without, tiny_architecture(state=state), traits).engine.speculative.enabled

@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
-from tests.worker.runner.drafting.guessing import Said, blocks_of, changes, replaying, runner_with, say
+from tests.worker.runner.drafting.guessing import (
+    Replaying,
+    Said,
+    blocks_of,
+    changes,
+    replaying,
+    runner_with,
+    say,
+)
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import EchoModel, new_row, next_token, step_plan, tiny_architecture, tiny_config
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from triptych.types.facts import WorkerFacts
 from triptych.types.output_limits import ThinkingBudget
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow
@@ -26,6 +35,7 @@ from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.sampling.grammars import GrammarCompiler
+from triptych_services.worker.sampling.params import TokenHistory
 
 VOCAB, NUM_NEW = 97, 13
 CHANGES = tuple(changes(Random(0), VOCAB))
@@ -143,6 +153,33 @@ def test_processors_take_in_accepted_tokens_only(tmp_path: Path) -> None:
         assert_same(found, expected)
         if name == "right":
             assert [each.num_steps for each in found] == [3] * len(rows)  # of 6, 6 and 1 tokens
+
+
+def test_a_request_may_be_kept_out_of_guessing() -> None:
+    """Nothing is guessed for it, and proposers never see it."""
+    config = tiny_config(tiny_architecture(vocab_size=VOCAB), num_blocks=60)
+    prompts = [5, 6, 7], [9, 8, 7]
+    known = {100 + slot: continuation(prompt, 6) for slot, prompt in enumerate(prompts)}
+    rows = [
+        new_row(
+            slot,
+            prompt,
+            blocks_of(slot),
+            sampling=SamplingParams(temperature=0.0, speculation=slot == 0),
+            seed=100 + slot,
+        )
+        for slot, prompt in enumerate(prompts)
+    ]
+    made: list[Replaying] = []
+
+    def create(facts: WorkerFacts, history: TokenHistory) -> list[Replaying]:
+        made.append(Replaying(history, known, lambda ids: ids))
+        return made
+
+    found = say(runner_with(EchoModel(VOCAB), config, 6, create), rows, 6, 6)
+    assert [each.token_ids for each in found] == [known[100], known[101]]
+    assert [each.num_steps for each in found] == [1, 6]
+    assert made[0].num_accepted == {100: 6}
 
 
 def test_row_without_finite_logits_gets_the_tokens_before_and_fails_in_its_next_step() -> None:
