@@ -28,7 +28,7 @@ Json = dict[str, object]
 
 _VERSION = 1
 """Version of the files and of how their content is found out; files of other versions are replaced."""
-_CHECKS_VERSION = 2
+_CHECKS_VERSION = 3
 """Version of the checks of `self_check`; results of other versions are not used."""
 _IDENTITY = (
     "model name", "cpu family", "model", "stepping", "flags",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,3 +124,36 @@ def test_an_instruction_set_with_wrong_kernels_is_refused_by_name(monkeypatch: p
         ConfigError, match=f"{usable_isas()[-1]} is not usable here, since linear, Q4_0 differs"
     ):
         examine_machine(usable_isas()[-1])
+
+
+CHECK_BESIDE_GRPC = """
+import triptych_services.worker  # first, as in a worker's process
+import asyncio, grpc.aio
+from triptych_kernels.cpu.library import usable_isas
+from triptych_kernels.cpu.self_check import find_problem
+
+async def main():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    checks = asyncio.create_task(asyncio.to_thread(lambda: [find_problem(usable_isas()[0]) for _ in range(6)]))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        while not checks.done():
+            try:
+                await channel.unary_unary("/nothing/there")(b"")
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.001)
+    print(set(checks.result()))
+
+asyncio.run(main())
+"""
+
+
+@needs_kernels
+@pytest.mark.thorough
+@pytest.mark.skipif(usable_isas()[:1] != ("amx",), reason="only kernels for AMX are tried in a child process")
+def test_a_child_that_tries_kernels_does_not_die_of_calls_that_are_made_meanwhile() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK_BESIDE_GRPC], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout == "{''}\n", done.stdout
