@@ -103,7 +103,8 @@ class Speculation:
         Returns:
             Guesses that are ready for each sampling row, [num_sampling]; empty: there are none.
         """
-        self._budget.costs.note(int(step.computed_lens.sum()), forward_ns * 1e-9)
+        if (step.query_lens == 1).all():  # a prompt's positions cost something else than guesses
+            self._budget.costs.note(int(step.computed_lens.sum()), forward_ns * 1e-9)
         slots = step.sampling_slots
         if step.places is not None:
             assert token_counts is not None, "a step that verifies guesses counts its tokens"

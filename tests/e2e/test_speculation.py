@@ -1,0 +1,97 @@
+"""Guessed tokens through all processes: the same answers in fewer steps, also when a worker is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import pytest
+
+from tests.e2e.test_worker_groups import DEADLINE_S, group_of_ranks, wait_until
+from triptych.client.grpc_client import GenerationClient
+from triptych.launcher.local_cluster import LocalCluster
+from triptych.types.events import DeltaEvent
+from triptych.types.sampling import SamplingParams
+
+pytestmark = pytest.mark.model
+
+FLAGS = {
+    "model.quantization": "q4",
+    "model.max_model_len": "1024",
+    "scheduler.max_num_seqs": "8",
+    "speculative.enabled": "true",
+    "worker.device": "cpu",
+    "worker.num_threads": "1",
+}
+LIST = "red, green, blue, yellow, "
+GREEDY = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+KINDS = (
+    GREEDY,
+    replace(GREEDY, logprobs=2),
+    replace(GREEDY, temperature=0.8, seed=3),
+    replace(GREEDY, temperature=0.5, seed=4, frequency_penalty=0.2),
+)
+
+
+@dataclass
+class Answer:
+    """The tokens of a stream so far, and the log-probabilities of the chosen ones."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    async def read(self, client: GenerationClient, sampling: SamplingParams) -> None:
+        async for event in client.generate(LIST * 8, sampling):
+            if isinstance(event, DeltaEvent):
+                self.token_ids += event.token_ids
+                self.logprobs += [entry.chosen.logprob for entry in event.logprobs]
+
+
+async def stream_all(
+    stack: LocalCluster,
+    kinds: Sequence[SamplingParams] = KINDS,
+    *,
+    speculation: bool,
+    disturb: Callable[[], None] = lambda: None,
+) -> list[Answer]:
+    answers = [Answer() for _ in kinds]
+    async with GenerationClient(stack.address) as client, asyncio.timeout(DEADLINE_S):
+        streams = [
+            asyncio.create_task(answer.read(client, replace(sampling, speculation=speculation)))
+            for answer, sampling in zip(answers, kinds, strict=True)
+        ]
+        await wait_until(lambda: all(answer.token_ids for answer in answers))
+        disturb()
+        await asyncio.gather(*streams)
+    return answers
+
+
+def num_steps(stack: LocalCluster) -> float:
+    """Return how many steps the worker has computed."""
+    url = f"http://127.0.0.1:{stack.config.worker.metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+        found = re.search(rb"^triptych_worker_steps_total (\S+)$", answer.read(), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+@pytest.mark.thorough
+async def test_guesses_take_fewer_steps_and_change_no_token_when_a_worker_is_killed() -> None:
+    with group_of_ranks(**FLAGS) as (stack, _):
+        before = num_steps(stack)
+        alone = await stream_all(stack, [GREEDY], speculation=False)
+        between = num_steps(stack)
+        assert await stream_all(stack, [GREEDY], speculation=True) == alone
+        assert num_steps(stack) - between < 0.8 * (between - before)
+        expected = await stream_all(stack, speculation=False)
+        assert await stream_all(stack, speculation=True) == expected
+        pid = stack.pids["worker"]
+        kill = partial(os.kill, pid, signal.SIGKILL)
+        assert await stream_all(stack, speculation=True, disturb=kill) == expected
+        assert stack.pids["worker"] != pid
