@@ -25,8 +25,8 @@ from triptych_services.enginecore.workers import grpc_executor
 from triptych_services.enginecore.workers.base import WorkerLost
 from triptych_services.enginecore.workers.grpc_executor import GrpcExecutor
 
-NUM_TOKENS = 1 << 20
-"""Length of the prompt in the first step: its 4 MB are more than a stream of HTTP/2 takes in."""
+NUM_TOKENS = 1 << 22
+"""Length of the prompt in the first step: its 16 MB are more than a stream of HTTP/2 takes in."""
 NUM_BLOCKS = 2 * NUM_TOKENS // BLOCK_SIZE + 1
 NUM_STEPS = 12
 
