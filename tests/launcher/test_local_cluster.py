@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -88,6 +89,19 @@ def test_a_killed_service_comes_back_on_its_ports(victim, caplog):
         assert cluster.pids[victim] != pid
         cluster.check()
     assert f"{victim} (process {pid}) was killed by SIGKILL; starting it again at once (1 of 5" in caplog.text
+
+
+def test_a_death_is_noticed_where_the_kernel_has_no_descriptors_of_processes(monkeypatch):
+    def refuse(pid):
+        raise OSError(errno.ENOSYS, "not there")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    with Cluster() as cluster:
+        cluster.wait_bound(TIMEOUT_S)
+        pid = cluster.pids["worker"]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: sum("worker calls" in line for line in cluster.lines) == 2)
+        assert cluster.pids["worker"] != pid
 
 
 @pytest.mark.thorough

@@ -63,8 +63,12 @@ class ServiceProcess:
             env=env, start_new_session=True,
         )  # fmt: skip
         self.pid = self._popen.pid
-        self.sentinel: int | None = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
-        """A descriptor that becomes readable when it ends, until `poll` has told its end; None on macOS."""
+        self.sentinel: int | None = None
+        """A descriptor that becomes readable when it ends, until `poll` has told its end; None on macOS, and where a
+        sandbox or an old kernel has none."""
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self.sentinel = os.pidfd_open(self.pid)
         self._reader = threading.Thread(target=self._read_lines, name=f"log-{module}", daemon=True)
         self._reader.start()
 
