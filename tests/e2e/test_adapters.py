@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 import urllib.error
@@ -27,6 +28,7 @@ from triptych.config.loader import load_config
 from triptych.errors import InvalidRequest, ModelNotFound
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.launcher.ports import with_free_ports
+from triptych_services.worker.context.machine import machine_directory
 
 READY_S = 120.0
 NUM_NEW = 24
@@ -64,8 +66,16 @@ def post(address: str, path: str, body: object) -> tuple[int, dict]:
 class Stack:
     """A stack of one engine with the tokens that its models give."""
 
-    def __init__(self, cluster: LocalCluster, expected: dict[str, list[list[int]]], root: Path) -> None:
-        self.cluster, self.expected, self.root = cluster, expected, root
+    def __init__(self, cluster: LocalCluster, models: Models, log_lines: list[str]) -> None:
+        self.cluster, self.log_lines = cluster, log_lines
+        self.expected, self.root = models.expected, models.root
+
+    def await_log(self, words: str, since: int = 0) -> None:
+        """Wait for a line of the log behind the first ones."""
+        deadline = time.monotonic() + READY_S
+        while not any(words in line for line in self.log_lines[since:]):
+            assert time.monotonic() < deadline, f"{words!r} was not logged"
+            time.sleep(0.05)
 
     def tokens_of(self, model: str, prompt: list[int]) -> list[int]:
         body = {
@@ -131,7 +141,7 @@ def serving(models: Models, **more: str) -> Iterator[Stack]:
     with LocalCluster(config, on_log_line=lines.append) as cluster:
         try:
             cluster.wait_ready(READY_S)
-            yield Stack(cluster, models.expected, models.root)
+            yield Stack(cluster, models, lines)
         finally:
             print("\n".join(lines[-40:]))
 
@@ -181,6 +191,33 @@ def test_a_worker_that_takes_the_place_of_another_has_all_adapters(stack):
     stack.load("law", "law")  # again, if it is loaded already
     os.kill(stack.cluster.pids["worker"], signal.SIGKILL)
     stack.check("sql", "law", "base")
+
+
+@pytest.mark.thorough
+def test_a_worker_that_starts_from_a_stored_program_has_all_adapters(models, tmp_path, monkeypatch):
+    machine = tmp_path / "machine"
+    machine.mkdir()
+    for file in machine_directory().glob("*.json"):  # else the worker measures the machine
+        shutil.copy(file, machine)
+    monkeypatch.setenv("TRIPTYCH_MACHINE_DIR", str(machine))
+    with serving(models, **{"log.level": "info"}) as stack:
+        stack.load("law", "law")
+        stack.await_log("stored the recorded program")
+        seen = len(stack.log_lines)
+        os.kill(stack.cluster.pids["worker"], signal.SIGKILL)
+        stack.check("sql", "law", "base")
+        stack.await_log("started from a stored program", since=seen)
+        body = {"model": "law", "prompt": PROMPTS[0], "max_tokens": 2, "logprobs": 1, "temperature": 0}
+        with ThreadPoolExecutor(1) as threads:  # torch takes over while rows run
+            running = threads.submit(stack.check, "law", "sql")
+            assert post(stack.cluster.http_address, "/v1/completions", body)[0] == 200
+            running.result()
+        stack.await_log("torch serves from now on", since=seen)
+        stack.check("law", "base")
+        adapters = f"sql={models.root / 'sql'},law={models.root / 'law'}"
+    with serving(models, **{"log.level": "info", "model.adapters": adapters}) as stack:
+        stack.await_log("started from a stored program")  # other adapters are no other program
+        stack.check("law", "sql", "base")
 
 
 def options_of(models: Models) -> dict[str, object]:

@@ -194,10 +194,20 @@ class PanelTable(AdapterTable):
     """Adapters for native products: a slot is an address, so one is loaded or exchanged by writing it."""
 
     def __init__(
-        self, pieces: Sequence[AdaptedRows], in_features: int, *, num_slots: int, is_lookup: bool = False
+        self,
+        pieces: Sequence[AdaptedRows],
+        in_features: int,
+        *,
+        num_slots: int,
+        is_lookup: bool = False,
+        addresses: Tensor | None = None,
     ) -> None:
+        """
+        Args:
+            addresses: [num_slots] int64 on the host, which a stored program reads; None: memory of its own.
+        """
         super().__init__(pieces, in_features, num_slots=num_slots, is_lookup=is_lookup)
-        self.addresses = torch.zeros(num_slots, dtype=torch.int64)
+        self.addresses = torch.zeros(num_slots, dtype=torch.int64) if addresses is None else addresses
         """[num_slots], 0 for none."""
         self._kept: list[PanelAdapter | None] = [None] * num_slots
         self._gated = any(piece.half is not None for piece in pieces)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from triptych.checkpoint.adapter import AdapterFiles, AdapterModule
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import FeatureDisabled, ModelError
 from triptych_kernels.weights.adapters import (
+    AdaptedRows,
     AdapterTable,
     Factors,
     PackedAdapter,
+    PanelTable,
     create_adapter_table,
     in_one_memory,
 )
@@ -51,9 +56,38 @@ class ModelSites:
     """The tables of a model's layers, and which module of the checkpoint goes where."""
 
     def __init__(
-        self, model: nn.Module, architecture: ModelArchitecture, *, num_slots: int, max_rank: int
+        self,
+        pieces: Sequence[tuple[AdaptedPiece, ...]],
+        tables: Sequence[AdapterTable],
+        architecture: ModelArchitecture,
+        *,
+        dtype: torch.dtype,
+        is_elsewhere: Callable[[str], bool],
     ) -> None:
-        """Give every layer of the model a table of adapters.
+        """
+        Args:
+            pieces, tables: Projections and adapters of each layer.
+            dtype: Precision of factors.
+            is_elsewhere: Returns whether another stage computes a module of the checkpoint.
+        """
+        self.tables = tuple(tables)
+        self.dtype = dtype
+        self._pieces = tuple(pieces)
+        self._is_elsewhere = is_elsewhere
+        targets: dict[str, list[Target]] = {}
+        lookups: set[str] = set()
+        for site, (own, table) in enumerate(zip(pieces, tables, strict=True)):
+            for number, piece in enumerate(own):
+                targets.setdefault(piece.name, []).append(Target(site, number, piece))
+            if table.is_lookup:
+                lookups.add(own[0].name)
+        self.modules = _modules(targets, lookups, architecture)
+
+    @classmethod
+    def of_model(
+        cls, model: nn.Module, architecture: ModelArchitecture, *, num_slots: int, max_rank: int
+    ) -> ModelSites:
+        """Give every layer of a model a table of adapters.
 
         Raises:
             FeatureDisabled: The model's layers, or the kernels of a weight, do not compute adapters.
@@ -63,14 +97,11 @@ class ModelSites:
                 "worker.max_adapters", f"{type(model).__name__} applies no adapters; set it to 0"
             )
         layers = [module for module in model.modules() if isinstance(module, AdaptedLayer)]
-        self.tables: list[AdapterTable] = []
-        targets: dict[str, list[Target]] = {}
-        lookups: set[str] = set()
-        for site, layer in enumerate(layers):
-            pieces = layer.adapted_pieces()
+        pieces, tables = [layer.adapted_pieces() for layer in layers], []
+        for layer, own in zip(layers, pieces, strict=True):
             table = create_adapter_table(
                 layer.weight,
-                [piece.rows for piece in pieces],
+                [piece.rows for piece in own],
                 num_slots=num_slots,
                 max_rank=max_rank,
                 is_lookup=layer.is_lookup,
@@ -78,19 +109,66 @@ class ModelSites:
             if table is None:
                 raise FeatureDisabled(
                     "worker.max_adapters",
-                    f"the quantized products of {pieces[0].name} compute no adapters on this device; set "
+                    f"the quantized products of {own[0].name} compute no adapters on this device; set "
                     "model.quantization to none",
                 )
-            self.tables.append(table)
-            for number, piece in enumerate(pieces):
-                targets.setdefault(piece.name, []).append(Target(site, number, piece))
-            if layer.is_lookup:
-                lookups.add(pieces[0].name)
-        for layer, table in zip(layers, self.tables, strict=True):
+            tables.append(table)
+        for layer, table in zip(layers, tables, strict=True):
             layer.adapters = table
-        self.modules = _modules(targets, lookups, architecture)
-        self._is_elsewhere = model.adapts_elsewhere
-        self.dtype = _factor_dtype(layers)
+        dtype, is_elsewhere = _factor_dtype(layers), model.adapts_elsewhere
+        return cls(pieces, tables, architecture, dtype=dtype, is_elsewhere=is_elsewhere)
+
+    @classmethod
+    def of_record(
+        cls,
+        record: Mapping[str, Any],
+        addresses: Sequence[NDArray[np.int64]],
+        architecture: ModelArchitecture,
+    ) -> ModelSites:
+        """Return the layers of a stored program, which computes all stages.
+
+        Args:
+            record: What `record` has returned in the process that stored it.
+            addresses: [num_slots] of each layer, which the program reads.
+        """
+        pieces = [
+            tuple(
+                AdaptedPiece(
+                    **{**piece, "shape": tuple(piece["shape"]), "rows": AdaptedRows(**piece["rows"])}
+                )
+                for piece in site["pieces"]
+            )
+            for site in record["sites"]
+        ]
+        tables = [
+            PanelTable(
+                [piece.rows for piece in own],
+                site["in_features"],
+                num_slots=len(array),
+                is_lookup=site["is_lookup"],
+                addresses=torch.from_numpy(array),
+            )
+            for own, site, array in zip(pieces, record["sites"], addresses, strict=True)
+        ]
+        dtype = getattr(torch, record["dtype"])
+        return cls(pieces, tables, architecture, dtype=dtype, is_elsewhere=lambda module: False)
+
+    def record(self) -> dict[str, Any]:
+        """Return what `of_record` needs, as JSON takes it."""
+        sites = [
+            {
+                "pieces": [asdict(piece) for piece in own],
+                "in_features": table.in_features,
+                "is_lookup": table.is_lookup,
+            }
+            for own, table in zip(self._pieces, self.tables, strict=True)
+        ]
+        return {"sites": sites, "dtype": str(self.dtype).removeprefix("torch.")}
+
+    @property
+    def addresses(self) -> list[Tensor]:
+        """[num_slots] int64 of each layer, which a recorded program reads."""
+        return [table.addresses for table in self.tables if isinstance(table, PanelTable)]
 
     def own_modules(self, files: AdapterFiles) -> list[AdapterModule]:
         """Return the modules of an adapter that this rank's stage computes, which `check` has found."""

@@ -7,8 +7,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -61,23 +64,39 @@ class AdapterStore:
         """By digest."""
         self._sites: ModelSites | None = None
         self._slots = SlotTable(limits.max_adapters)
+        self._in_slots: list[Mapping[int, PackedAdapter]] = [{}] * limits.max_adapters
 
     def attach(self, model: nn.Module) -> None:
-        """Let a model's layers read the slots, which are empty; called before steps are recorded.
+        """Let a model's layers read the slots; called before steps are recorded.
 
-        A model with the same weights may take the place of another, with the adapters that are loaded.
+        A model with the same weights may take the place of another, with the adapters that are loaded and those of
+        rows that go on.
 
         Raises:
             FeatureDisabled: The model, or the kernels of a weight, compute no adapters.
         """
-        sites = ModelSites(
-            model,
-            self._architecture,
-            num_slots=self.limits.max_adapters,
-            max_rank=self.limits.max_rank,
+        limits = self.limits
+        self._attach(
+            ModelSites.of_model(
+                model, self._architecture, num_slots=limits.max_adapters, max_rank=limits.max_rank
+            )
         )
+
+    def attach_stored(self, record: Mapping[str, Any], addresses: Sequence[NDArray[np.int64]]) -> None:
+        """Let a stored program read the slots; arguments as of `ModelSites.of_record`."""
+        self._attach(ModelSites.of_record(record, addresses, self._architecture))
+
+    def _attach(self, sites: ModelSites) -> None:
         with self._lock:
-            self._sites, self._slots = sites, SlotTable(self.limits.max_adapters)
+            self._sites = sites
+            for slot, packed in enumerate(self._in_slots):
+                sites.put(slot, packed)
+
+    @property
+    def sites(self) -> ModelSites:
+        """The layers that read the slots."""
+        assert self._sites is not None, "attached before steps are recorded"
+        return self._sites
 
     def load(self, name: str, source: str, directory: Path) -> AdapterFacts:
         """Read, check and pack an adapter, and keep it. One that is loaded is not packed again.
@@ -117,9 +136,13 @@ class AdapterStore:
         return facts
 
     def unload(self, digest: str) -> None:
-        """Forget an adapter; rows that have it keep it until they leave. No effect if it is not loaded."""
+        """Forget an adapter; rows that have it keep it until they leave. No effect if it is not loaded.
+
+        One that a slot may have is unloaded on the runner's thread.
+        """
         with self._lock:
             self._loaded.pop(digest, None)
+            self._clear_unloaded()
 
     def list(self) -> tuple[AdapterFacts, ...]:
         """Return the loaded adapters."""
@@ -132,18 +155,25 @@ class AdapterStore:
             loaded = self._loaded.get(digest)
             if loaded is None or self._sites is None:
                 raise AdapterUnavailable(f"no adapter with digest {digest[:12]} is loaded")
-            sites = self._sites
-            return self._slots.take(digest, lambda slot: sites.put(slot, loaded.packed))
+            return self._slots.take(digest, lambda slot: self._put(slot, loaded.packed))
 
     def release(self, slot: int) -> None:
         """See `AdapterSlots`."""
         with self._lock:
             self._slots.release(slot)
-            if self._sites is not None:
-                for idle, digest in self._slots.idle():
-                    if digest not in self._loaded:  # unloaded while rows used it
-                        self._slots.clear(idle)
-                        self._sites.put(idle, {})
+            self._clear_unloaded()
+
+    def _clear_unloaded(self) -> None:
+        """Empty the slots of adapters that are neither loaded nor used by a row."""
+        for slot, digest in self._slots.idle():
+            if digest not in self._loaded:
+                self._slots.clear(slot)
+                self._put(slot, {})
+
+    def _put(self, slot: int, packed: Mapping[int, PackedAdapter]) -> None:
+        assert self._sites is not None, "a slot is filled for a row, which a model computes"
+        self._in_slots[slot] = packed
+        self._sites.put(slot, packed)
 
     def _check_memory(self, name: str, num_bytes: int) -> None:
         """Check that so many bytes more are within the bound.

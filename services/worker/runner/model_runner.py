@@ -48,7 +48,7 @@ from triptych_services.worker.runner.pooling import Pooler
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
 from triptych_services.worker.runner.request_rows import RequestRows, create_rows
 from triptych_services.worker.runner.startup.kv_cache import parts_of_caches
-from triptych_services.worker.runner.stored.runner import INPUT, KV_CACHE, HeldState
+from triptych_services.worker.runner.stored.runner import ADAPTERS, INPUT, KV_CACHE, HeldState
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 from triptych_services.worker.sampling.logits_processors.create import create_logits_processors
 from triptych_services.worker.sampling.logits_processors.structured_outputs import StructuredForms
@@ -106,7 +106,7 @@ class ModelRunner(StepRunner):
         """
         self._group = group or OneRank()
         self._kv_caches = kv_caches
-        lasting = lasting or LastingParts()
+        self._lasting = lasting = lasting or LastingParts()
         if lasting.adapters is not None:
             assert isinstance(model, nn.Module), "the contract of CausalLM"
             lasting.adapters.attach(model)
@@ -231,7 +231,8 @@ class ModelRunner(StepRunner):
         return self._backend.computes_with_torch
 
     def recorded(self) -> tuple[Program, Mapping[str, Tensor]] | None:
-        """Return the recorded program of whole steps, and its inputs and caches by the names of their regions.
+        """Return the recorded program of whole steps, and its inputs, caches and slots of adapters by the names of
+        their regions.
 
         None where no program is recorded, or where it is a stage's, or that of a model that only pools.
         """
@@ -241,7 +242,10 @@ class ModelRunner(StepRunner):
             return None
         caches = {f"{KV_CACHE}{name}": part for name, part in parts_of_caches(self._kv_caches).items()}
         inputs = {f"{INPUT}{name}": tensor for name, tensor in self._inputs.tensors().items()}
-        return self._backend.program, {**inputs, **caches}
+        adapters = self._lasting.adapters
+        tables = [] if adapters is None else adapters.sites.addresses
+        slots = {f"{ADAPTERS}{number}": addresses for number, addresses in enumerate(tables)}
+        return self._backend.program, {**inputs, **caches, **slots}
 
     def block_store(self) -> BlockStore:
         """Return the KV blocks as bytes; see `Runner.block_store`."""

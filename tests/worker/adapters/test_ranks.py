@@ -130,7 +130,7 @@ def test_a_module_that_no_stage_has_is_refused_by_one(
         place = replace(config, rank=RankFacts(stage=stage, num_stages=2))
         model: Any = create_model(context=ModelContext(place))
         try:
-            ModelSites(model, config.architecture, num_slots=1, max_rank=8).check(files)
+            ModelSites.of_model(model, config.architecture, num_slots=1, max_rank=8).check(files)
         except ModelError as error:
             refused.append((stage, str(error).partition(": ")[2]))
     why = f"{module}: is no projection of this model that adapters are applied to"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from triptych.errors import FeatureDisabled, ModelError
@@ -194,7 +197,7 @@ class RunnerFactory:
         self._group = group
         self._on_phase = on_phase
         self._held = held
-        self._adapters = _create_adapters(config)
+        self._adapters = _create_adapters(config) if held is None else held.adapters
         self._device = torch.device(config.rank.device)
         self._grammars = GrammarCompiler(
             directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
@@ -311,6 +314,21 @@ def _create_adapters(config: ResolvedConfig) -> AdapterStore | None:
         )
     limits = AdapterLimits(worker.max_adapters, worker.max_adapter_rank, int(worker.adapter_gib * 2**30))
     return AdapterStore(config.architecture, limits)
+
+
+def create_stored_adapters(
+    config: ResolvedConfig, record: Mapping[str, Any], addresses: Sequence[NDArray[np.int64]]
+) -> AdapterStore:
+    """Create the store of the adapters of a stored program, on the thread that loads them.
+
+    Args:
+        record, addresses: As of `ModelSites.of_record`.
+    """
+    adapters = _create_adapters(config)
+    assert adapters is not None, "worker.max_adapters is part of a program's key"
+    adapters.attach_stored(record, addresses)
+    leave_cores_to_kernels()
+    return adapters
 
 
 def _open(config: ResolvedConfig, directory: Path) -> tuple[Checkpoint, ModelIdentity]:

@@ -46,6 +46,8 @@ class ModelRecord:
     """Description of what computes, as in `WorkerFacts`."""
     quantization: str
     """Form of linear weights, as in `ModelFacts`."""
+    adapted: Json | None = None
+    """The layers that adapters add to, as `ModelSites.record` gives them; None: none do."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ def program_key(config: ResolvedConfig, directory: Path, num_threads: int) -> di
     """Return what must be equal for a stored program to be that of a start.
 
     Files of the checkpoint count by name, size, time of change and samples of their bytes; the modules that record a
-    program by size and time of change.
+    program by size and time of change. Adapters do not count, since they are loaded into a program that runs.
 
     Raises:
         OSError, ModelError: The checkpoint cannot be read.
@@ -36,6 +36,8 @@ def program_key(config: ResolvedConfig, directory: Path, num_threads: int) -> di
     sections = {
         name: asdict(getattr(engine, name)) for name in ("model", "cache", "scheduler", "speculative", "load")
     }
+    for name in ("adapters", "adapter_root"):
+        del sections["model"][name]
     resolved = {
         name: getattr(config, name)
         for name in (
@@ -50,6 +52,7 @@ def program_key(config: ResolvedConfig, directory: Path, num_threads: int) -> di
         "architecture": _digest(repr(config.architecture)),
         "machine": machine_key(isa()),
         "num_threads": num_threads,
+        "max_adapters": engine.worker.max_adapters,
         "checkpoint": [list(_describe(path)) for path in _checkpoint_files(directory)],
         "modules": _digest("".join(_stamps())),
         "torch": _torch_version(),

@@ -11,19 +11,25 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
+from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
 from triptych.types.step import U32, StepPlan, StepResult, StepTimings, empty_u32
 from triptych_kernels.cpu.huge_pages import map_zeros
 from triptych_kernels.cpu.stored_program import BoundProgram, StoredProgram
+from triptych_services.worker.adapters.slots import AdapterUnavailable
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.runner.base import CompletedStep, PendingStep, Runner, do_nothing
 from triptych_services.worker.runner.drafting.speculation import (
@@ -39,9 +45,12 @@ from triptych_services.worker.runner.stored.image import Image
 from triptych_services.worker.sampling.params import PARAM_COLUMNS
 from triptych_services.worker.sampling.sampled import NOT_FINITE, SampledTokens, SamplingPlaces
 
+if TYPE_CHECKING:
+    from triptych_services.worker.adapters.store import AdapterStore
+
 log = logging.getLogger(__name__)
 
-INPUT, KV_CACHE, BUFFERS, CONSTANTS = "input.", "kv.", "buffers", "constants"
+INPUT, KV_CACHE, ADAPTERS, BUFFERS, CONSTANTS = "input.", "kv.", "adapters.", "buffers", "constants"
 """Names of regions, or how they begin."""
 TOKEN_IDS = 1
 """Number of the output with the chosen tokens; the others are logits and hidden states."""
@@ -70,6 +79,52 @@ class HeldState:
     kv_memory: mmap.mmap
     """Memory of the KV cache, as `kv_parts` divides it."""
     last_step_id: int
+    adapters: AdapterStore | None = None
+    """Adapters of the rows and of those to come; None: none are served."""
+
+
+class LateAdapters:
+    """The adapters of a stored program; torch is imported when the first is loaded, on the thread that loads it.
+
+    An `AdapterHolder`, and the `AdapterSlots` of the rows.
+    """
+
+    def __init__(self, create: Callable[[], AdapterStore]) -> None:
+        self._create = create
+        self._lock = threading.Lock()
+        """Held while the store is created."""
+        self._store: AdapterStore | None = None
+
+    def store(self) -> AdapterStore:
+        """Return what holds the adapters, created at the first call."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._create()
+            return self._store
+
+    def load(self, name: str, source: str, directory: Path) -> AdapterFacts:
+        """See `AdapterHolder`."""
+        return self.store().load(name, source, directory)
+
+    def unload(self, digest: str) -> None:
+        """See `AdapterHolder`."""
+        if self._store is not None:
+            self._store.unload(digest)
+
+    def list(self) -> tuple[AdapterFacts, ...]:
+        """See `AdapterHolder`."""
+        return () if self._store is None else self._store.list()
+
+    def slot_of(self, digest: str) -> int:
+        """See `AdapterSlots`."""
+        if self._store is None:
+            raise AdapterUnavailable("none is loaded yet")
+        return self._store.slot_of(digest)
+
+    def release(self, slot: int) -> None:
+        """See `AdapterSlots`."""
+        assert self._store is not None, "it has given the slot"
+        self._store.release(slot)
 
 
 class StoredRunner(Runner):
@@ -82,18 +137,25 @@ class StoredRunner(Runner):
         *,
         resume: Callable[[HeldState], Runner],
         proposers: CreateProposers | None = None,
+        create_adapters: Callable[[Sequence[NDArray[np.int64]]], AdapterStore] | None = None,
     ) -> None:
         """
         Args:
             resume: Creates the runner that serves everything, and goes on with this one's state.
             proposers: As of `create_speculation`.
+            create_adapters: Creates the store of adapters from the slots of the program's layers, [num_slots] each;
+                None: none are served.
 
         Raises:
             AttributeError, KeyError, ValueError: The program does not fit to this process.
         """
         self._facts = facts
         self._resume = resume
-        self._rows = create_rows(facts)
+        slots = _adapter_slots(image.program, facts.max_adapters)
+        self._adapters: LateAdapters | None = None
+        if create_adapters is not None and slots:
+            self._adapters = LateAdapters(partial(create_adapters, tuple(slots.values())))
+        self._rows = create_rows(facts, self._adapters)
         self._speculation = create_speculation(self._rows, facts, proposers)
         self._inputs = StepInputs(
             max_num_seqs=facts.max_num_seqs,
@@ -103,7 +165,9 @@ class StoredRunner(Runner):
         )
         _, last_start, last_bytes = kv_parts(facts.kv)[-1]
         self._kv_memory = map_zeros(last_start + last_bytes)
-        self._program: _LoadedProgram | None = _LoadedProgram(image, facts, self._inputs, self._kv_memory)
+        self._program: _LoadedProgram | None = _LoadedProgram(
+            image, facts, self._inputs, self._kv_memory, slots
+        )
         self._last_step_id = 0
         self._full: Runner | None = None
         """The runner that serves everything; None until something needs it."""
@@ -111,6 +175,12 @@ class StoredRunner(Runner):
     @property
     def facts(self) -> WorkerFacts:
         return self._facts if self._full is None else self._full.facts
+
+    @property
+    def adapters(self) -> LateAdapters:
+        """The adapters that rows may name, also when torch computes them."""
+        assert self._adapters is not None, "worker.max_adapters is 0"
+        return self._adapters
 
     @property
     def has_resumed(self) -> bool:
@@ -190,7 +260,9 @@ class StoredRunner(Runner):
         """Return the runner that serves everything, created at the first call."""
         if self._full is None:
             started = time.perf_counter()
-            self._full = self._resume(HeldState(self._rows, self._kv_memory, self._last_step_id))
+            adapters = None if self._adapters is None else self._adapters.store()
+            held = HeldState(self._rows, self._kv_memory, self._last_step_id, adapters)
+            self._full = self._resume(held)
             self._program = None  # its memory is freed
             log.info("torch serves from now on, after %.1f s: %s", time.perf_counter() - started, why)
         return self._full
@@ -199,10 +271,22 @@ class StoredRunner(Runner):
 class _LoadedProgram:
     """A program with its memory."""
 
-    def __init__(self, image: Image, facts: WorkerFacts, inputs: StepInputs, kv_memory: mmap.mmap) -> None:
+    def __init__(
+        self,
+        image: Image,
+        facts: WorkerFacts,
+        inputs: StepInputs,
+        kv_memory: mmap.mmap,
+        adapter_slots: Mapping[str, NDArray[np.int64]],
+    ) -> None:
+        """
+        Args:
+            adapter_slots: As of `_adapter_slots`.
+        """
         sizes = {region.name: region.num_bytes for region in image.program.regions}
         buffers = map_zeros(max(sizes[BUFFERS], 1))
         arrays = {f"{INPUT}{name}": array for name, array in inputs.arrays.items()}
+        arrays.update(adapter_slots)
         for name, array in arrays.items():
             if sizes.get(name, array.nbytes) != array.nbytes:
                 raise ValueError(f"{name} has {array.nbytes} bytes, and {sizes[name]} in the program")
@@ -226,6 +310,15 @@ class _LoadedProgram:
         """Compute the step in the inputs, and return a copy of the chosen tokens, [num_sampling]."""
         self._program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
         return self._token_ids[: sizes.num_sampling].copy()
+
+
+def _adapter_slots(program: StoredProgram, max_adapters: int) -> dict[str, NDArray[np.int64]]:
+    """Return the addresses of adapters that a program reads, by name of the region: [max_adapters] for each layer."""
+    return {
+        region.name: np.zeros(max_adapters, np.int64)
+        for region in program.regions
+        if region.name.startswith(ADAPTERS)
+    }
 
 
 def _sampled(token_ids: NDArray[np.int64], places: SamplingPlaces | None) -> SampledTokens:

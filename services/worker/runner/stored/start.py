@@ -5,7 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
@@ -25,6 +30,9 @@ from triptych_services.worker.runner.startup.warm_up import warm_up_plainly
 from triptych_services.worker.runner.stored.image import Image, image_path, read_image
 from triptych_services.worker.runner.stored.key import program_key
 from triptych_services.worker.runner.stored.runner import HeldState, StoredRunner
+
+if TYPE_CHECKING:
+    from triptych_services.worker.adapters.store import AdapterStore
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +60,6 @@ def may_store(config: EngineConfig) -> bool:
         and worker.attention_backend == "auto"
         and not worker.enforce_eager
         and not worker.kv_transfer
-        and not worker.max_adapters
     )
 
 
@@ -110,8 +117,20 @@ def _start(
 
         return resume_runner(config, directory, facts, held, on_phase)
 
+    def create_adapters(addresses: Sequence[NDArray[np.int64]]) -> AdapterStore:
+        from triptych_services.worker.runner.startup.create import create_stored_adapters  # imports torch
+
+        assert image.model.adapted is not None, "stored by a worker that serves adapters"
+        return create_stored_adapters(config, image.model.adapted, addresses)
+
     try:
-        runner = StoredRunner(image, facts, resume=resume, proposers=proposers_of(config.engine.speculative))
+        runner = StoredRunner(
+            image,
+            facts,
+            resume=resume,
+            proposers=proposers_of(config.engine.speculative),
+            create_adapters=create_adapters,
+        )
     except (AttributeError, KeyError, ValueError, IndexError) as error:
         log.warning("the stored program does not fit, and is recorded anew: %s", error)
         return None

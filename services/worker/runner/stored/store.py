@@ -82,6 +82,7 @@ def store(runner: SleepableRunner, config: ResolvedConfig, directory: Path) -> P
             facts.weight_bytes,
             facts.kernels,
             facts.model.quantization,
+            runner.adapters.sites.record() if facts.max_adapters else None,
         ),
         [(offset, values.numpy().data) for offset, values in extracted.constants],
         extracted.constant_bytes,
