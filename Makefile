@@ -90,7 +90,7 @@ test: $(DEV) native model ## Run the quick tests, which prove every part; ARGS="
 	$(PYTEST) -m "not gpu and not slow and not thorough" $(ARGS)
 
 .PHONY: test-thorough
-test-thorough: $(DEV) verify-native model ## Run the tests that `make test` leaves out, but the slow ones; ARGS as there
+test-thorough: $(DEV) native model ## Run the tests that `make test` leaves out, but the slow ones; ARGS as there
 	$(PYTEST) -m "thorough and not gpu and not slow" $(ARGS)
 
 BUSY_LOOPS ?= 4
@@ -124,7 +124,8 @@ test-chaos: $(DEV) native model ## Break things under load: SCENARIOS=2000 in fa
 	SCENARIOS=$(SCENARIOS) CLUSTER_SCENARIOS=$(CLUSTER_SCENARIOS) $(BIN)/python -m pytest -n 2 tests/chaos $(ARGS)
 
 .PHONY: test-all
-test-all: $(DEV) native model ## Run all tests that need no GPU, and those of the native kernels under sanitizers
+test-all: $(DEV) native model ## Run all tests that need no GPU, of every instruction set of this CPU, and some under sanitizers
+	$(BIN)/python -m triptych_kernels.cpu.build --all
 	$(PYTEST) -m "not gpu" $(ARGS)
 	$(MAKE) --no-print-directory sanitize-cpu ARGS=
 
@@ -153,7 +154,10 @@ sanitize-gpu: ## Launch every Triton kernel at a small size under compute-saniti
 	PYTHON=$(GPU_PYTHON) tools/sanitize_gpu.sh $(ARGS)
 
 .PHONY: ci
-ci: verify test test-thorough ## Everything that must hold before a merge
+ci: ## Everything that must hold before a merge
+	@$(MAKE) --no-print-directory -j2 --output-sync=target verify
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-thorough
 
 .PHONY: verify
 verify: verify-lint verify-commits verify-docstrings verify-sizes verify-modules verify-callers verify-imports verify-config verify-types verify-protos verify-native verify-calls verify-docs ## All checks but the tests
@@ -201,7 +205,7 @@ verify-config: $(DEV) ## config/example.yaml says what the code says
 
 .PHONY: verify-native
 verify-native: $(DEV) ## The native kernels compile for every instruction set of this architecture
-	$(BIN)/python -m triptych_kernels.cpu.build --all
+	$(BIN)/python -m triptych_kernels.cpu.build --check
 
 .PHONY: verify-calls
 verify-calls: $(DEV) ## Python calls per engine step, streamed token and request stay below the marks in tests/calls/marks.toml

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import platform
+import subprocess
+import sys
 from collections.abc import Sequence
 
 from triptych_kernels.cpu import compile, library
@@ -22,17 +24,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--all", action="store_true", help="for every instruction set, to run on other machines"
     )
-    if parser.parse_args(arguments).all:
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="then see that the sources compile for every other instruction set",
+    )
+    options = parser.parse_args(arguments)
+    if options.all:
         compile.build_all()
     elif platform.machine() not in compile.FLAGS_OF_MACHINE:
         print(compile.NOT_WRITTEN.format(platform.machine()))
     else:
         build_for_this_processor()
+        if options.check:
+            _check_others()
 
 
 def build_for_this_processor() -> None:
     """Build the libraries that this processor can use, and print what this machine gets."""
     print(f"native kernels: {_build()}")
+
+
+def _check_others() -> None:
+    """See that the sources compile where this processor has a wider set or none, or end the process."""
+    compiler = compile.find_compiler()
+    if compiler is None:
+        sys.exit(f"native kernels: not checked, since {compile.NO_COMPILER}")
+    built = library.isas_to_build()
+    others = [isa for isa in compile.FLAGS_OF_MACHINE[platform.machine()] if isa not in built]
+    try:
+        compile.check(compiler, others)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"native kernels: {' '.join(error.cmd)} failed:\n{error.stderr}")
+    print(f"native kernels: {', '.join(others)} compile")
 
 
 def _build() -> str:

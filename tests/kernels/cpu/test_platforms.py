@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -125,6 +126,27 @@ def test_the_build_makes_what_this_processor_has_and_all_on_request(
     monkeypatch.setattr(library, "processor_flags", lambda: {"sse2"})
     build.main([])
     assert "none, since this processor has no avx2, f16c, fma" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the source below is for x86-64")
+def test_a_source_that_one_other_instruction_set_lacks_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "dot.cpp"
+    monkeypatch.setattr(compile, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "build_for_this_processor", lambda: None)
+    monkeypatch.setattr(library, "isas_to_build", lambda: ["amx", "avx2"])
+    dot = (
+        "#include <immintrin.h>\n__m512i dot(__m512i a, __m512i b) { return _mm512_dpbusd_epi32(a, a, b); }\n"
+    )
+    source.write_text(f"#ifdef __AVX512VNNI__\n{dot}#endif\n")
+    build.main(["--check"])
+    assert capsys.readouterr().out.endswith("avx512_bf16, avx512_vnni, avx512, avx2_vnni compile\n")
+    source.write_text(f"#ifdef __AVX512F__\n{dot}#endif\n")
+    with pytest.raises(
+        SystemExit, match=r"(?s)-mavx512vl .*dot\.cpp.* failed:.*target specific option mismatch"
+    ):
+        build.main(["--check"])
 
 
 @pytest.mark.parametrize(
