@@ -290,10 +290,10 @@ class SpeculativeConfig:
 
     enabled: bool = value(
         False,
-        "Guess tokens ahead: of requests that repeat their own text, or what their tenant was answered lately. A guess "
-        "is taken only if it is the token that would have been chosen, so outputs stay the same where "
-        "`model.batch_invariant` is true; where it is false, near ties may fall otherwise. Steps have no guesses where "
-        "these would cost more than they bring. On CPUs, with one rank and no recurrent states.",
+        "Guess tokens ahead: of requests that repeat their own text, answer in a form, or say what their tenant was "
+        "answered lately. A guess is taken only if it is the token that would have been chosen, so outputs stay the "
+        "same where `model.batch_invariant` is true; where it is false, near ties may fall otherwise. Steps have no "
+        "guesses where these would cost more than they bring. On CPUs, with one rank and no recurrent states.",
         WORKER,
     )
     max_tokens: int = value(8, "Guesses of one request in a step, at most.", WORKER, ge=1, le=16)

@@ -111,7 +111,6 @@ class ModelRunner(StepRunner):
             assert isinstance(model, nn.Module), "the contract of CausalLM"
             lasting.adapters.attach(model)
         self._rows = create_rows(facts, lasting.adapters)
-        self._speculation = create_speculation(self._rows, facts, lasting.proposers)
         self._inputs = _create_inputs(
             self._rows, facts, attention or PagedAttention(), reads_last_tokens=stream is not None
         )
@@ -122,6 +121,7 @@ class ModelRunner(StepRunner):
             history=self._rows.history,
             group=self._group,
         )
+        self._speculation = create_speculation(self._rows, facts, lasting.proposers, self._forms)
         scorer = PromptScorer(self._rows, partial(logits_of, model), self._inputs.adapter_slots)
         self._pooler = RowPooler(self._rows)
         self._generates = GENERATION in facts.model.tasks

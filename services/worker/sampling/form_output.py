@@ -110,6 +110,12 @@ class FormOutput:
             return self.matcher.is_accepting()
         return self.matcher.validate_tokens([token_id]) == 1
 
+    def look_ahead(self) -> LLMatcher | None:
+        """Return a copy of the matcher; None if it takes no token any more."""
+        if self.matcher is None or self._has_ended or self.matcher.is_error():
+            return None
+        return self.matcher.deep_copy()
+
     def finish_mask(self, bits: NDArray[np.uint32]) -> None:
         """Set what the matcher does not know of, [words], bit t % 32 of word t // 32 for token t."""
         if self.matcher is not None and self.matcher.is_error():  # its mask would end the output

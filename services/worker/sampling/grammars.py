@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from triptych.types.structured import MAX_MASK_ITEMS
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_COMPILED = 64
@@ -61,6 +61,8 @@ class GrammarCompiler:
         self._eos_token_ids = list(eos_token_ids)
         self._text_to_compilation: OrderedDict[str, Compilation] = OrderedDict()
         """Grammars that are compiled or wait for it; the latest used is last."""
+        self.tokenizer: LLTokenizer | None = None
+        """The model's; None until it is read, and where it cannot be."""
         self._compile: Callable[[str], LLMatcher] | None = None
         """Compiles one grammar; None until the tokenizer is read."""
         self._preparing = threading.Lock()
@@ -122,6 +124,7 @@ class GrammarCompiler:
 
             return refuse
 
+        self.tokenizer = tokenizer
         limits = LLParserLimits(step_max_items=MAX_MASK_ITEMS)
 
         def compile_one(grammar: str) -> LLMatcher:

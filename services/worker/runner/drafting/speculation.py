@@ -13,6 +13,7 @@ from triptych.types.facts import WorkerFacts
 from triptych.types.step import U32, NewRow, empty_u32
 from triptych_services.worker.runner.drafting.base import I64, Proposer
 from triptych_services.worker.runner.drafting.budget import GuessBudget
+from triptych_services.worker.runner.drafting.grammar import FormMatchers, GrammarProposer
 from triptych_services.worker.runner.drafting.ngram import NgramProposer
 from triptych_services.worker.runner.drafting.suffix import SuffixProposer
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
@@ -156,11 +157,13 @@ class Speculation:
 _NOTHING: tuple[int, I64] = 0, np.zeros(0, np.int64)
 
 
-CreateProposers = Callable[[WorkerFacts, TokenHistory], Sequence[Proposer]]
-"""Creates the proposers of a runner, which read this history of its rows."""
+CreateProposers = Callable[[WorkerFacts, TokenHistory, FormMatchers | None], Sequence[Proposer]]
+"""Creates the proposers of a runner, which read this history of its rows. Without matchers it computes no forms."""
 
 
-def ngram_only(facts: WorkerFacts, history: TokenHistory) -> Sequence[Proposer]:
+def ngram_only(
+    facts: WorkerFacts, history: TokenHistory, forms: FormMatchers | None = None
+) -> Sequence[Proposer]:
     """Create a proposer that needs nothing but the rows."""
     return [NgramProposer(facts.max_num_seqs, history=history)]
 
@@ -168,21 +171,31 @@ def ngram_only(facts: WorkerFacts, history: TokenHistory) -> Sequence[Proposer]:
 def proposers_of(config: SpeculativeConfig) -> CreateProposers:
     """Return what creates the proposers that an operator wants."""
 
-    def create(facts: WorkerFacts, history: TokenHistory) -> Sequence[Proposer]:
-        suffix = SuffixProposer(facts.max_num_seqs, config.suffix_mib << 20, history=history)
-        return [*ngram_only(facts, history), *([suffix] if config.suffix_mib else [])]
+    def create(facts: WorkerFacts, history: TokenHistory, forms: FormMatchers | None) -> Sequence[Proposer]:
+        proposers: list[Proposer] = []
+        if forms is not None:
+            proposers.append(GrammarProposer(facts.model.eos_token_ids, history=history, forms=forms))
+        proposers += ngram_only(facts, history)
+        if config.suffix_mib:
+            proposers.append(SuffixProposer(facts.max_num_seqs, config.suffix_mib << 20, history=history))
+        return proposers
 
     return create
 
 
 def create_speculation(
-    rows: RequestRows, facts: WorkerFacts, create: CreateProposers | None = None
+    rows: RequestRows,
+    facts: WorkerFacts,
+    create: CreateProposers | None = None,
+    forms: FormMatchers | None = None,
 ) -> Speculation | None:
     """Return what guesses for a worker with these facts; None if a row gets one token in a step.
 
     Args:
         create: None: `ngram_only`.
+        forms: The matchers of the rows with a form; None: there are none.
     """
     if facts.max_samples_per_row == 1:
         return None
-    return Speculation(rows, (create or ngram_only)(facts, rows.history), facts.max_samples_per_row - 1)
+    proposers = (create or ngram_only)(facts, rows.history, forms)
+    return Speculation(rows, proposers, facts.max_samples_per_row - 1)

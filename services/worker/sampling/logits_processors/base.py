@@ -151,6 +151,9 @@ class SlotValues(Generic[T]):
     def __len__(self) -> int:
         return len(self._slot_to_value)
 
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._slot_to_value
+
     def __getitem__(self, slot: int) -> T:
         return self._slot_to_value[slot]
 

@@ -33,7 +33,7 @@ from triptych_services.worker.sampling.logits_processors.base import (
 from triptych_services.worker.sampling.params import LogitChange, TokenHistory
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _SLOW_MASKS_S = 0.005  # for the masks that threads compute together; beyond it the next step measures each
 
@@ -113,6 +113,18 @@ class StructuredForms:
             is_missing = self._group.all_reduce(counts)[0].numpy(force=True) > 0
         for output, misses in zip(outputs, is_missing.tolist(), strict=True):
             output.start(is_missing=misses, may_defer=self.may_defer)
+
+    @property
+    def tokenizer(self) -> LLTokenizer | None:
+        """Cuts texts as the model's tokenizer does; None before the first grammar is compiled."""
+        return None if self._compiler is None else self._compiler.tokenizer
+
+    def look_ahead(self, slot: int) -> LLMatcher | None:
+        """Return a copy of the matcher of a slot that has taken in all known tokens; None: nothing can be matched.
+
+        The request's own matcher takes in the tokens as well, which the next step would let it do otherwise.
+        """
+        return self._advanced(slot).look_ahead() if slot in self._outputs else None
 
     def take_mask_ns(self) -> int:
         mask_ns, self._mask_ns = self._mask_ns, 0

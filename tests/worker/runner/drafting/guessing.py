@@ -105,7 +105,7 @@ def replaying(
 ) -> CreateProposers:
     """Return what creates one proposer that replays."""
 
-    def create(facts: WorkerFacts, history: TokenHistory) -> Sequence[Proposer]:
+    def create(facts: WorkerFacts, history: TokenHistory, forms: object) -> Sequence[Proposer]:
         return [Replaying(history, known, change)]
 
     return create

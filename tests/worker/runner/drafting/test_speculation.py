@@ -172,7 +172,7 @@ def test_a_request_may_be_kept_out_of_guessing() -> None:
     ]
     made: list[Replaying] = []
 
-    def create(facts: WorkerFacts, history: TokenHistory) -> list[Replaying]:
+    def create(facts: WorkerFacts, history: TokenHistory, forms: object) -> list[Replaying]:
         made.append(Replaying(history, known, lambda ids: ids))
         return made
 
