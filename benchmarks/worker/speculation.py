@@ -2,19 +2,21 @@
 
     python -m benchmarks.worker.speculation [--streams 1] [--model.quantization q4] [any other option of the config]
 
-Greedy answers to prompts of three kinds. Both runners answer each prompt in turn; prompts are cached, so the time is
-that of decoding. An answer that differs is an error.
+Greedy answers to prompts of four kinds, those of the last one in the form of a JSON schema. Both runners answer each
+prompt in turn; prompts are cached, so the time is that of decoding. An answer that differs is an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from benchmarks.harness.command import create_parser, run
@@ -24,6 +26,7 @@ from triptych.config import EngineConfig
 from triptych.config.loader import add_config_flags, config_from_arguments
 from triptych.hub import resolve_model
 from triptych.types.sampling import SamplingParams
+from triptych.types.structured import StructuredOutputs, compiled
 from triptych_services.worker.runner.base import Runner
 from triptych_services.worker.service.startup import load_runner
 
@@ -40,6 +43,22 @@ _CODE = (
     "def variance(values):\n    m = mean(values)\n    total = 0\n    for value in values:\n"
     "        total = total + (value - m) ** 2\n    return total / len(values)\n"
 )
+_TYPE_TO_FIELDS = {
+    "string": ("title", "author", "language", "publisher", "summary", "category"),
+    "integer": ("year", "pages", "rating"),
+    "boolean": ("is_free",),
+}
+_BOOKS = (
+    "The Silent Forest is a novel by Peter Olsen, published in 1987 by Northwind Press in English, 312 pages, about a "
+    "ranger who loses his way. Readers gave it 4 of 5 stars. It is not free.",
+    "Cooking for Two, a guide of 96 pages by Maria Rossi in Italian, was published by Table Books in 2015. It is about "
+    "small meals, rated 5, and costs nothing.",
+    "Report 2020: energy in cities. Author: Li Wei. Publisher: Green Institute. 48 pages in German. The report "
+    "compares heating systems. Category: science. Rating: 3. Free.",
+    "The Daily Herald, 12 March 2024, by Jane Miller, 3 pages, English. A new bridge for the town. Local news, rated "
+    "2, free to read.",
+)
+_SCHEMA_KIND = "schema of 10 fields"
 _KIND_TO_QUESTIONS = {
     "editing": (
         f"Repeat the following text exactly, word for word:\n\n{_TEXT}",
@@ -62,6 +81,9 @@ _KIND_TO_QUESTIONS = {
         "Give me five tips for learning to play the guitar.",
         "Why is the sky blue?",
     ),
+    _SCHEMA_KIND: tuple(
+        f"Describe this publication as a JSON object, in few words:\n\n{text}" for text in _BOOKS
+    ),
 }
 
 
@@ -75,7 +97,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     }
     sampling = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.output_len, seed=7)
     numbers = iter(range(0, 1 << 30, 1024))
-    for kind, questions in _KIND_TO_QUESTIONS.items():
+    for kind in arguments.kinds:
+        questions = _KIND_TO_QUESTIONS[kind]
+        sampling = replace(sampling, structured_outputs=_form() if kind == _SCHEMA_KIND else None)
         prompts = [tokenizer.encode(_chat(question), add_special_tokens=False).ids for question in questions]
         rates: defaultdict[bool, list[float]] = defaultdict(list)
         for round_number in range(-1, arguments.rounds):  # the first one fills the cache of prefixes
@@ -109,6 +133,14 @@ def runner_of(config: EngineConfig, is_on: bool) -> Runner:
     return load_runner(replace(config, speculative=speculative), lambda phase, progress: None)
 
 
+def _form() -> StructuredOutputs:
+    """Return an object of ten fields, all of them required, as a frontend compiles it."""
+    field_to_type = {name: {"type": kind} for kind, names in _TYPE_TO_FIELDS.items() for name in names}
+    schema = {"type": "object", "properties": field_to_type, "required": list(field_to_type)}
+    whole = json.dumps({**schema, "additionalProperties": False})
+    return compiled(LLMatcher.grammar_from_json_schema(whole, overrides={"whitespace_flexible": False}))
+
+
 def _chat(question: str) -> str:
     """Return a prompt of the embedded model."""
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -118,6 +150,8 @@ def _chat(question: str) -> str:
 if __name__ == "__main__":
     parser = create_parser(__doc__, rounds=3)
     parser.add_argument("--streams", type=int, default=1)
+    kinds = tuple(_KIND_TO_QUESTIONS)
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     add_config_flags(parser)
