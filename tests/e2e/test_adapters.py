@@ -194,6 +194,14 @@ def test_a_worker_that_takes_the_place_of_another_has_all_adapters(stack):
 
 
 @pytest.mark.thorough
+def test_more_adapters_than_slots_take_turns(models):
+    with serving(models, **{"worker.max_adapters": "1"}) as stack:
+        stack.load("law", "law")
+        for _ in range(3):
+            stack.check("sql", "law", "base")
+
+
+@pytest.mark.thorough
 def test_a_worker_that_starts_from_a_stored_program_has_all_adapters(models, tmp_path, monkeypatch):
     machine = tmp_path / "machine"
     machine.mkdir()

@@ -6,6 +6,8 @@ is a class here, made in `create_limits`.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
@@ -19,6 +21,8 @@ from triptych_services.enginecore.scheduler.pace import PooledShare
 from triptych_services.enginecore.scheduler.running_rows import RunningRows, Slots
 from triptych_services.enginecore.tasks import MAX_VECTOR_BYTES, vector_bytes
 
+TURN_S = 1.0
+"""Seconds that an adapter waits for those that run, and that it may run while others wait."""
 _MAX_STEP_VECTOR_BYTES = 3 * MAX_VECTOR_BYTES
 """With the tokens of the other rows it stays below the 64 MiB of a message."""
 
@@ -143,26 +147,68 @@ class LongPromptLimit:
 class AdapterLimit:
     """Bounds how many different adapters the running rows have, since the worker applies no more in a step.
 
-    Requests of an adapter that runs, and those without one, pass the others.
+    Requests of an adapter that runs, and those without one, pass the others. But when an adapter has waited for its
+    turn, the one that has run for longest gets no more rows, and makes way when those that it has end.
     """
 
-    def __init__(self, max_adapters: int) -> None:
+    def __init__(self, max_adapters: int, clock: Callable[[], float], turn_s: float = TURN_S) -> None:
+        """
+        Args:
+            turn_s: As of `TURN_S`; infinity: none makes way for another.
+        """
         self._max_adapters = max_adapters
-        self._running: set[str] = set()
-        """Adapters of the rows that run, and of those that the step admits."""
+        self._clock = clock
+        self._turn_s = turn_s
+        self._now_s = 0.0
+        self._running: dict[Hashable, float] = {}
+        """Adapters of the rows that run, and of those that the step admits -> since when."""
+        self._waiting: dict[Hashable, float] = {}
+        """Adapters that have found no room -> since when, ascending."""
+        self._asked: set[Hashable] = set()
+        """Adapters of waiting requests, which the steps since have asked for."""
+        self._next: tuple[Hashable, ...] = ()
+        """Adapters that have waited for their turn, the first first."""
+        self._leaving: frozenset[Hashable] = frozenset()
+        """Running adapters that get no more rows."""
 
     def group_of(self, request: Request) -> Hashable | None:
         return request.content.adapter or None
 
     def begin_step(self, rows: RunningRows, slots: Slots) -> None:
-        self._running = {request.content.adapter for request in rows.slot_to_request.values()} - {""}
+        self._now_s = now_s = self._clock()
+        adapters = (request.content.adapter for request in rows.slot_to_request.values())
+        self._running = {adapter: self._running.get(adapter, now_s) for adapter in adapters if adapter}
+        if self._asked:
+            self._waiting = {each: since for each, since in self._waiting.items() if each in self._asked}
+            self._asked.clear()
+        turn_s, running = self._turn_s, self._running
+        self._next = tuple(
+            each for each, since in self._waiting.items() if each not in running and now_s - since >= turn_s
+        )
+        oldest = sorted(
+            (each for each in running if now_s - running[each] >= turn_s), key=running.__getitem__
+        )
+        num_free = max(self._max_adapters - len(running), 0)
+        self._leaving = frozenset(oldest[: max(len(self._next) - num_free, 0)])
 
     def has_room(self, group: Hashable) -> bool:
-        return group in self._running or len(self._running) < self._max_adapters
+        self._asked.add(group)
+        if group in self._running:
+            has_room = group not in self._leaving
+        else:
+            num_free = self._max_adapters - len(self._running)
+            first = self._next[: max(num_free, 0)]
+            has_room = group in first or len(first) < num_free
+        if not has_room:
+            self._waiting.setdefault(group, self._now_s)
+        return has_room
 
     def note_admitted(self, request: Request, num_to_compute: int) -> None:
-        if request.content.adapter:
-            self._running.add(request.content.adapter)
+        adapter = request.content.adapter
+        if adapter:
+            self._running.setdefault(adapter, self._now_s)
+            self._waiting.pop(adapter, None)
+            self._next = tuple(each for each in self._next if each != adapter)
 
 
 class TokenVectorLimit:
@@ -196,6 +242,7 @@ def create_limits(
     max_adapters: int = 0,
     embedding_size: int = 0,
     pooled_share: PooledShare | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[AdmissionLimit, ...]:
     """Return the limits that a config and a worker set.
 
@@ -203,12 +250,15 @@ def create_limits(
         max_adapters: As of `WorkerFacts`. With 0, no request has an adapter.
         embedding_size: As of `ModelFacts`. With 0, no request has vectors.
         pooled_share: The limit of texts beside rows that generate. None: the worker does not do both.
+        clock: Monotonic time in seconds.
     """
     limits: list[AdmissionLimit] = [] if pooled_share is None else [pooled_share]
     if config.max_long_partial_prefills:
         limits.append(LongPromptLimit(config.max_long_partial_prefills, config.long_prefill_token_threshold))
     if max_adapters:
-        limits.append(AdapterLimit(max_adapters))
+        # where requests have priorities, an adapter makes way for none that may be less urgent
+        turn_s = math.inf if create_policy(config).has_priorities else TURN_S
+        limits.append(AdapterLimit(max_adapters, clock, turn_s))
     if embedding_size:
         limits.append(TokenVectorLimit(embedding_size))
     return tuple(limits)

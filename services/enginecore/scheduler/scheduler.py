@@ -304,7 +304,7 @@ class Scheduler:
             share = PooledShare(
                 lambda: self._admission.forecast.steps, config.max_num_batched_tokens, self._clock
             )
-        return share, create_limits(config, max_adapters, self._model.embedding_size, share)
+        return share, create_limits(config, max_adapters, self._model.embedding_size, share, self._clock)
 
     def _commit(self, build: StepBuilder) -> StepPlan:
         """Count a step as computed from here on."""

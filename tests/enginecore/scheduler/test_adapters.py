@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tests.helpers.scheduling import Engine, make_prompt, make_request, make_scheduler
+from itertools import count
+
+import pytest
+
+from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, make_scheduler
 from triptych.types.pooling import PoolingParams
 from triptych_services.enginecore.scheduler.scheduler import Scheduler
 
@@ -40,6 +44,57 @@ def test_as_many_adapters_run_as_the_worker_applies() -> None:
         engine.finish_step()
     assert most == 3
     assert len(engine.outcomes) == 40
+
+
+@pytest.mark.parametrize(("policy", "is_served"), [("fcfs", True), ("priority", False)])
+def test_an_adapter_that_waits_gets_its_turn_beside_a_stream_of_others(policy: str, is_served: bool) -> None:
+    clock, numbers = Clock(), count()
+    engine = Engine(make_scheduler(max_adapters=2, max_num_seqs=8, clock=clock, policy=policy))
+    done: dict[str, int] = {}
+    owners: dict[tuple[int, int], str] = {}
+
+    def ask(adapter: str) -> None:
+        number = next(numbers)
+        request = make_request(number, make_prompt(5, number), adapter_digest=adapter, max_tokens=4)
+        owners[request.session, number] = adapter
+        engine.add(request)
+
+    for adapter in ("a", "b", "c", "d", ""):
+        ask(adapter)
+    for step in range(400):
+        clock.now += 0.05
+        if step % 2 == 0:  # there is always a row of each that began
+            for adapter in ("a", "b", ""):
+                ask(adapter)
+        assert engine.plan() is not None
+        adapters = {request.content.adapter for request in engine.scheduler.snapshot().running}
+        assert len(adapters - {""}) <= 2
+        engine.finish_step()
+        for key in engine.outcomes.keys() & owners.keys():
+            done.setdefault(owners.pop(key), step)
+    assert {"c", "d"} <= done.keys() if is_served else not {"c", "d"} & done.keys()
+    assert not is_served or max(done.values()) < 100  # of 20 steps a second
+    engine.run()
+    assert not {"c", "d"} & set(owners.values()) or not is_served
+    assert len(engine.outcomes) == next(numbers)
+
+
+def test_adapters_that_left_the_queue_wait_for_no_turn() -> None:
+    clock = Clock()
+    engine = Engine(make_scheduler(max_adapters=1, max_num_seqs=8, clock=clock))
+    for number, adapter in enumerate(["a", "b"]):
+        request = make_request(number, make_prompt(5, number), adapter_digest=adapter, max_tokens=60)
+        engine.add(request)
+    for _ in range(30):
+        clock.now += 0.1
+        assert engine.plan() is not None
+        engine.finish_step()
+    assert engine.scheduler.requests.abort(request.session, request.number)
+    engine.plan()
+    engine.finish_step()
+    engine.add(make_request(2, make_prompt(5, 2), adapter_digest="a", max_tokens=5))
+    engine.plan()
+    assert running_of(engine.scheduler) == [0, 2]
 
 
 def test_a_prefix_of_one_adapter_is_no_hit_for_another() -> None:
