@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.helpers.scheduling import BLOCK_SIZE, Engine, NaiveWorker
+from tests.helpers.scheduling import Engine, NaiveWorker
 from triptych.types.kv_transfer import KvEndpoint, KvProgress, KvSource
 from triptych.types.step import StepPlan, StepResult
 from triptych_services.enginecore.request import Request
@@ -35,25 +35,35 @@ def give_source(request: Request, number: int, ready_in_s: float = 0.0) -> Reque
 
 
 class NaiveBlocks:
-    """A `BlockStore`: the cells of a naive worker, which are one number per position."""
-
-    block_bytes = BLOCK_SIZE * 8
+    """A `BlockStore`: the cells of a naive worker, two numbers per position, and its pages, of two numbers."""
 
     def __init__(self, worker: Callable[[], NaiveWorker]) -> None:
         """`worker`: returns the one that computes now."""
         self._worker = worker
 
+    def num_bytes(self, block: int) -> int:
+        return self._num_cells(block) * 16
+
     def read(self, block: int, offset: int, buffer: memoryview) -> None:
-        cells = self._worker().cells
-        content = np.array(
-            [cells.get((block, at), (0, _NEVER_WRITTEN))[1] for at in range(BLOCK_SIZE)], np.int64
-        )
-        buffer[:] = content.tobytes()[offset : offset + len(buffer)]
+        worker, never = self._worker(), (0, _NEVER_WRITTEN)
+        if block > 0:
+            cells = [worker.cells.get((block, at), never) for at in range(self._num_cells(block))]
+        else:
+            cells = [worker.pages.get(-block, never)]
+        buffer[:] = np.array(cells, np.int64).tobytes()[offset : offset + len(buffer)]
 
     def write(self, block: int, offset: int, content: memoryview) -> None:
-        assert (offset, len(content)) == (0, self.block_bytes), "blocks are carried whole here"
-        for at, cell in enumerate(np.frombuffer(content, np.int64).tolist()):
-            self._worker().cells[block, at] = 0, cell
+        assert (offset, len(content)) == (0, self.num_bytes(block)), "blocks are carried whole here"
+        worker = self._worker()
+        for at, (group, cell) in enumerate(np.frombuffer(content, np.int64).reshape(-1, 2).tolist()):
+            if block > 0:
+                worker.cells[block, at] = group, cell
+            else:
+                worker.pages[-block] = group, cell
+
+    def _num_cells(self, block: int) -> int:
+        """Return the positions of the longest block, or 1: a page is one number."""
+        return max(group.block_size for group in self._worker().groups) if block > 0 else 1
 
 
 @dataclass
@@ -79,7 +89,7 @@ class CarriedPulls:
         self._at_once = at_once
         self.pulls: dict[int, Carried] = {}
 
-    def begin(self, sink: PullSink, block_bytes: int) -> Callable[[], None]:
+    def begin(self, sink: PullSink) -> Callable[[], None]:
         pull_id = sink.pull.pull_id
         assert pull_id not in self.pulls, "a pull begins twice"
         self.pulls[pull_id] = Carried(sink)
@@ -97,19 +107,20 @@ class CarriedPulls:
         """Bring the next block of a pull, if it is offered."""
         pull = self.pulls[pull_id]
         order, place = pull.sink.pull, pull.num_blocks
-        if pull.has_failed or place == len(order.block_ids):
+        if pull.has_failed or place == len(order.hashes):
             return False
         exports = self._exports_of(order.address)
         if exports is None:
             self.fail(pull_id, "the worker is gone")
             return False
-        index, buffer = order.first_index + place, bytearray(exports.block_bytes)
+        index = order.first_index + place
         try:
             block_hash = exports.wait_for(order.lease, index, 0.0, was_known=pull.was_known)
             pull.was_known = pull.was_known or exports.is_known(order.lease)
             if block_hash is None:
                 return False
             assert block_hash == order.hashes[place], "both engines name a block alike"
+            buffer = bytearray(exports.num_bytes(order.lease, index))
             exports.copy(order.lease, index, 0, memoryview(buffer))
         except LeaseGone as gone:
             self.fail(pull_id, str(gone), is_spoiled=gone.is_spoiled)
@@ -123,7 +134,7 @@ class CarriedPulls:
     def fail(self, pull_id: int, why: str, *, is_spoiled: bool = False) -> None:
         """Let a pull break, unless it is complete."""
         pull = self.pulls[pull_id]
-        if not pull.has_failed and pull.num_blocks < len(pull.sink.pull.block_ids):
+        if not pull.has_failed and pull.num_blocks < len(pull.sink.pull.hashes):
             pull.has_failed = True
             pull.sink.fail(why, is_spoiled=is_spoiled)
 

@@ -338,10 +338,12 @@ def results(draw: Any) -> StepResult:
 
 @st.composite
 def blocks_of(draw: Any, cls: type, message: Any) -> KvExport | KvPull:
-    """KV blocks with a hash each."""
+    """KV blocks and pages with a hash each."""
     part = draw(build(cls, message))
-    num_blocks = min(len(part.block_ids), len(part.hashes))
-    return dataclasses.replace(part, block_ids=part.block_ids[:num_blocks], hashes=part.hashes[:num_blocks])
+    hashes = draw(
+        st.lists(st.binary(min_size=16, max_size=16), min_size=len(part.places), max_size=len(part.places))
+    )
+    return dataclasses.replace(part, hashes=tuple(hashes))
 
 
 def worker_facts() -> st.SearchStrategy:

@@ -116,6 +116,11 @@ class KvLayout:
         return self.groups == (self._one_group(),)
 
     @property
+    def is_one_full_group(self) -> bool:
+        """Whether there is one group only, which keeps every position, whatever its layers are."""
+        return [group.kind for group in self.groups] == [KvKind.FULL]
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that all blocks hold in one full group; the null block holds none."""
         return (self.num_blocks - 1) * self.block_size

@@ -73,9 +73,17 @@ class KvExport:
     row: RowKey
     """The row that has them. If it fails so that its KV is not valid, the lease fails."""
     first_index: int
-    """Index of the first of them in its prompt. The blocks of a lease are exported in order."""
+    """Index of the first of them in its prompt. The blocks of a lease are exported in order, pages of states last."""
     block_ids: tuple[int, ...]
     hashes: tuple[BlockHash, ...]
+    """Hashes of the blocks, and then of the pages."""
+    state_pages: tuple[int, ...] = ()
+    """Pages of states, which come behind the blocks."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The blocks and then the pages, of which the numbers are negative."""
+        return (*self.block_ids, *(-page for page in self.state_pages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,14 @@ class KvPull:
     block_ids: tuple[int, ...]
     """The blocks to be written, in order. Nothing else writes to them or reads them until the pull is stopped."""
     hashes: tuple[BlockHash, ...]
+    """Hashes of the blocks, and then of the pages."""
+    state_pages: tuple[int, ...] = ()
+    """Pages of states to be written, which come behind the blocks."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """As of `KvExport`."""
+        return (*self.block_ids, *(-page for page in self.state_pages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +132,7 @@ class PullProgress:
 
     pull_id: int
     num_blocks: int
-    """Leading blocks that have arrived whole, and have been verified."""
+    """Leading blocks, and pages behind them, that have arrived whole and have been verified."""
     failure: str = ""
     """Why no more will come. Empty: the pull goes on, or is complete."""
     is_spoiled: bool = False

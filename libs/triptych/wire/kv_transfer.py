@@ -13,8 +13,9 @@ _T = TypeVar("_T", KvExport, KvPull)
 
 
 def _check_blocks(part: _T, message: object) -> _T:
-    if len(part.block_ids) != len(part.hashes):
-        raise ProtocolViolation(f"kv_orders: {len(part.block_ids)} blocks have {len(part.hashes)} hashes")
+    num_blocks = len(part.block_ids) + len(part.state_pages)
+    if num_blocks != len(part.hashes):
+        raise ProtocolViolation(f"kv_orders: {num_blocks} blocks have {len(part.hashes)} hashes")
     return part
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from triptych_services.enginecore.kv.block_table import BlockTable
+from triptych_services.enginecore.kv.block_table import BlockTable, GroupTable
 from triptych_services.enginecore.kv.bundle_pool import BundlePool
 from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints, PoolCounts
 from triptych_services.enginecore.kv.pool import BlockPool
@@ -79,7 +79,7 @@ class BlockBudget:
 
     def num_outstanding(self, table: BlockTable, num_tokens: int) -> Count:
         """Return how many more blocks a table needs until it holds so many tokens."""
-        return -(-num_tokens // self._block_size) - len(table.block_ids)
+        return max(-(-num_tokens // self._block_size) - len(table.block_ids), 0)
 
     def num_lacking(self, num_tokens: int, hits: Sequence[int] = (), num_promised: Count = 0) -> Count:
         """Return how many more blocks must become free before a request without blocks fits; 0 or less: it fits.
@@ -156,7 +156,8 @@ class GroupedBlockBudget(BlockBudget):
 
     def num_outstanding(self, table: BlockTable, num_tokens: int) -> Count:
         nums = [0, 0]
-        for group, own in zip(self._groups, table.groups, strict=True):
+        tables = table.groups or [GroupTable([]) for _ in self._groups]
+        for group, own in zip(self._groups, tables, strict=True):
             lacking = max(group.blocks_for(num_tokens) - len(own.block_ids), 0)
             if (most := group.most_held(self._longest_step)) is not None:
                 lacking = min(lacking, max(most - (len(own.block_ids) - own.num_released), 0))

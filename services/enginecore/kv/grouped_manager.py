@@ -16,6 +16,7 @@ from triptych_services.enginecore.kv.bundle_pool import BundlePool, GroupUsage
 from triptych_services.enginecore.kv.cache_changes import CachedPrefixes
 from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints, PoolCounts, rules_of
 from triptych_services.enginecore.kv.manager import BlockManager, Growth
+from triptych_services.enginecore.kv.moved_prompts import MovedGroups
 from triptych_services.enginecore.kv.prefix_hits import GroupHits, PrefixLookup
 from triptych_services.enginecore.kv.state_snapshots import StateSnapshots
 
@@ -59,6 +60,15 @@ class GroupedBlockManager(BlockManager):
         self.step_end_every = min(states, default=0)
         if kv.continues_states:
             self.snapshots = self._create_snapshots()
+        self.moved_prompts = MovedGroups(
+            self.groups,
+            self._pools,
+            self.usages,
+            self._lookup,
+            self._cached_prefixes,
+            self.snapshots,
+            block_size=kv.block_size,
+        )
 
     def _create_snapshots(self) -> StateSnapshots:
         (group,) = self._state_groups
@@ -228,17 +238,6 @@ class GroupedBlockManager(BlockManager):
             cached, stored = self._state_pool.cache_bundles(of_pool[True], named_in[True])
             self._newly_cached += [-page for page in cached]
             self._cached_prefixes.note_stored(stored)
-
-    def cache_arrived(self, table: BlockTable, num_blocks: int) -> None:
-        self._cached_prefixes.add_chain(table.hashes, num_blocks)
-        super().cache_arrived(table, num_blocks)
-
-    def hold(self, table: BlockTable, block_ids: Sequence[int]) -> None:
-        assert len(self.groups) == 1, "workers transfer the blocks of one full group only"
-        if not table.groups:
-            table.groups = (GroupTable(table.block_ids),)
-        self.usages[0].hold(block_ids)
-        table.block_ids += block_ids
 
     def uncache(self, blocks: Iterable[int]) -> None:
         for block in blocks:

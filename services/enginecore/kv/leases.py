@@ -13,6 +13,7 @@ from triptych.types.row_key import RowKey
 from triptych_services.enginecore.kv.block_table import BlockTable
 from triptych_services.enginecore.kv.holds import BlockHolds
 from triptych_services.enginecore.kv.manager import BlockManager
+from triptych_services.enginecore.kv.moved_prompts import Parts
 from triptych_services.enginecore.request import Request, RequestState
 
 
@@ -23,7 +24,10 @@ class _Lease:
     name: bytes
     request: Request
     table: BlockTable = field(default_factory=BlockTable)
-    """The blocks that are exported."""
+    """Holds the parts of the prompt that are computed."""
+    parts: Parts = field(default_factory=lambda: Parts([], [], []))
+    """The same, in their order."""
+    num_exported: int = 0
     num_pulled: int = 0
     expires_at: float | None = None
     """Seconds on the scheduler's clock; None while the request is alive."""
@@ -62,22 +66,21 @@ class KvLeases:
         Args:
             computed: [max_num_seqs] computed count of each slot.
         """
-        exports = []
+        exports, moved = [], self._blocks.moved_prompts
         for lease in self._leases.values():
             request = lease.request
             if request.state is not RequestState.RUNNING:
                 continue
             num_prompt, num_computed = request.num_prompt_tokens, int(computed[request.slot])
-            end = min(num_prompt, num_computed) // self._blocks.block_size
-            if num_computed < num_prompt and end == num_prompt // self._blocks.block_size:
+            lease.parts.append(moved.hold_computed(lease.table, request.blocks, num_prompt, num_computed))
+            first, end = lease.num_exported, len(lease.parts.hashes)
+            if num_computed < num_prompt and moved.holds_all(lease.table, num_prompt):
                 end -= 1
-            first = len(lease.table.block_ids)
             if first < end:
-                ids = request.blocks.block_ids[first:end]
-                self._blocks.hold(lease.table, ids)
-                hashes = tuple(request.blocks.hashes[first:end])
-                row = RowKey(request.slot, request.slot_version)
-                exports.append(KvExport(lease.name, row, first, tuple(ids), hashes))
+                row, new = RowKey(request.slot, request.slot_version), lease.parts.between(first, end)
+                parts = tuple(new.block_ids), tuple(new.hashes), tuple(new.pages)
+                exports.append(KvExport(lease.name, row, first, *parts))
+                lease.num_exported = end
         return exports
 
     def end(self, request: Request, now: float, *, is_trusted: bool) -> None:
@@ -85,8 +88,8 @@ class KvLeases:
         lease = self._leases.get(request.kv_lease)
         if lease is None or lease.request is not request:
             return
-        num_full = request.num_prompt_tokens // self._blocks.block_size
-        if not is_trusted or len(lease.table.block_ids) < num_full:
+        is_whole = self._blocks.moved_prompts.holds_all(lease.table, request.num_prompt_tokens)
+        if not is_trusted or not is_whole or lease.num_exported < len(lease.parts.hashes):
             self._release(lease)
         else:
             lease.expires_at = now + self._lease_s
@@ -128,7 +131,7 @@ class KvLeases:
         self._leases.clear()
 
     def _release_if_pulled(self, lease: _Lease) -> None:
-        if lease.num_pulled >= len(lease.table.block_ids):
+        if lease.num_pulled >= lease.num_exported:
             self._counts.num_out_complete += 1
             self._release(lease)
 

@@ -16,6 +16,7 @@ from triptych_services.enginecore.kv.block_table import BlockTable
 from triptych_services.enginecore.kv.budget import BlockBudget
 from triptych_services.enginecore.kv.bundle_pool import GroupUsage
 from triptych_services.enginecore.kv.groups import Count, GroupRules, Ints
+from triptych_services.enginecore.kv.moved_prompts import MovedPrompts
 from triptych_services.enginecore.kv.pool import BlockPool
 from triptych_services.enginecore.kv.state_snapshots import StateSnapshots
 
@@ -60,6 +61,8 @@ class BlockManager:
         self.block_size = block_size
         self.budget: BlockBudget = BlockBudget(self.pool, block_size)
         """Counts what requests need of the free blocks."""
+        self.moved_prompts = MovedPrompts(self.pool, block_size)
+        """Blocks that go to other workers, or come from them."""
         self.enable_prefix_caching = enable_prefix_caching
         self.groups: tuple[GroupRules, ...] = ()
         """Rules of the groups of layers. Empty: there is one that keeps every key."""
@@ -196,17 +199,6 @@ class BlockManager:
             table.num_cached = num_full
         if blocks:
             self._newly_cached += self.pool.cache(blocks, hashes)
-
-    def cache_arrived(self, table: BlockTable, num_blocks: int) -> None:
-        """Let others find the first `num_blocks` blocks of a table, which another worker has computed."""
-        new = slice(table.num_cached, num_blocks)
-        self.pool.cache(table.block_ids[new], table.hashes[new])
-        table.num_cached = max(table.num_cached, num_blocks)
-
-    def hold(self, table: BlockTable, block_ids: Sequence[int]) -> None:
-        """Hold blocks that others hold already in one more table."""
-        self.pool.share(block_ids)
-        table.block_ids += block_ids
 
     def take_newly_cached(self) -> list[int]:
         """Return the blocks cached since the last call. The step being planned is the last that writes to them."""

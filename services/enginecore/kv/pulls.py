@@ -40,7 +40,14 @@ class _Pull:
     table: BlockTable = field(default_factory=BlockTable)
     """The hits, then the blocks that are written. Once it has ended: the blocks that the request will find in the
     cache, or none if it has given way."""
+    num_tokens: int = 0
+    """Leading tokens of the prompt that are there once all parts have come."""
+    num_parts: int = 0
+    """Parts that are pulled."""
     num_arrived: int = 0
+    """Parts that have come."""
+    num_held_tokens: int = 0
+    """Leading tokens of the prompt of which the blocks are held in the end."""
     has_ended: bool = False
     """Nothing more is pulled, and the request may be admitted."""
 
@@ -75,6 +82,7 @@ class KvPulls:
             lease_s: Seconds that are waited where nothing is known of the time to compute a prompt here.
         """
         self._blocks = blocks
+        self._moved = blocks.moved_prompts
         self._release = release
         self._lease_s = lease_s
         self._counts = counts
@@ -96,17 +104,14 @@ class KvPulls:
     def num_tokens(self) -> int:
         """Tokens of waiting prompts that are not computed here."""
         return sum(
-            len(pull.table.block_ids) * self._blocks.block_size
-            if pull.has_ended
-            else pull.request.num_prompt_tokens
+            pull.num_held_tokens if pull.has_ended else pull.request.num_prompt_tokens
             for pull in self._pulls.values()
         )
 
     def add(self, request: Request, source: KvSource, now: float) -> bool:
         """Pull the blocks of a new request's prompt. Return False if the cache has all of them already."""
-        num_full = request.num_prompt_tokens // self._blocks.block_size
-        hits = self._blocks.get_computed_blocks(request.blocks, request.token_ids)
-        if len(hits) >= num_full:
+        num_tokens = self._moved.num_tokens(request.num_prompt_tokens)
+        if len(self._beginning(request, num_tokens)) * self._blocks.block_size >= num_tokens:
             return False
         self._pulls[request] = _Pull(request, source, now)
         return True
@@ -129,15 +134,15 @@ class KvPulls:
             if pull.pull_id or pull.has_ended:
                 continue
             request = pull.request
-            num_full = request.num_prompt_tokens // blocks.block_size
-            hits = blocks.get_computed_blocks(request.blocks, request.token_ids)[:num_full]
-            if len(hits) == num_full:
+            num_tokens = self._moved.num_tokens(request.num_prompt_tokens)
+            hits = self._beginning(request, num_tokens)
+            if len(hits) * blocks.block_size >= num_tokens:
                 self._end(pull)
                 continue
             num_needed = request.num_prompt_tokens + 1
             if num_active >= MAX_PULLS or blocks.budget.num_lacking(num_needed, hits, num_promised) > 0:
                 return
-            self._begin(pull, hits, num_full)
+            self._begin(pull, hits, num_tokens)
             num_active += 1
             num_promised += self._num_lacking(pull)
 
@@ -146,11 +151,10 @@ class KvPulls:
         pull = next((pull for pull in self._pulls.values() if pull.pull_id == progress.pull_id), None)
         if pull is None or pull.has_ended:
             return
-        num_wanted = len(pull.table.block_ids) - pull.table.num_hits
-        pull.num_arrived = 0 if progress.is_spoiled else min(progress.num_blocks, num_wanted)
+        pull.num_arrived = 0 if progress.is_spoiled else min(progress.num_blocks, pull.num_parts)
         if progress.failure:
             self._give_up(pull, progress.failure)
-        elif pull.num_arrived == num_wanted:
+        elif pull.num_arrived == pull.num_parts:
             self._counts.num_in_complete += 1
             self._end(pull)
 
@@ -187,6 +191,7 @@ class KvPulls:
                 continue
             if pull.has_ended:
                 self._blocks.free(pull.table)
+                pull.num_held_tokens = 0
             else:
                 self._give_up(pull, "running requests need its blocks", holds_arrived=False)
             return True
@@ -219,30 +224,35 @@ class KvPulls:
 
     def _given_up_at(self, pull: _Pull, recompute_s: Callable[[int], float | None]) -> float:
         """Return when a pull has been late for as long as computing the rest takes."""
-        num_here = (pull.table.num_hits + pull.num_arrived) * self._blocks.block_size
+        num_here = self._moved.num_usable(pull.table, pull.num_arrived)
         rest_s = recompute_s(pull.request.num_prompt_tokens - num_here)
         return pull.ready_at + (self._lease_s if rest_s is None else min(rest_s, self._lease_s))
 
-    def _num_lacking(self, pull: _Pull) -> int:
-        """Return how many more blocks a request needs for its prompt and its first token."""
-        num_needed = self._blocks.blocks_for(pull.request.num_prompt_tokens + 1)
-        return max(num_needed - len(pull.table.block_ids), 0)
+    def _beginning(self, request: Request, num_tokens: int) -> Sequence[int]:
+        """Return those cached blocks of a prompt that need not be pulled of its first `num_tokens` tokens."""
+        hits = self._blocks.get_computed_blocks(request.blocks, request.token_ids)
+        return self._moved.beginning(hits, num_tokens)
 
-    def _begin(self, pull: _Pull, hits: Sequence[int], num_full: int) -> None:
-        """Hold blocks for a prompt and have them pulled."""
+    def _num_lacking(self, pull: _Pull) -> Count:
+        """Return how many more blocks a request needs for its prompt and its first token."""
+        return self._blocks.budget.num_outstanding(pull.table, pull.request.num_prompt_tokens + 1)
+
+    def _begin(self, pull: _Pull, hits: Sequence[int], num_tokens: int) -> None:
+        """Hold blocks for the first tokens of a prompt, and have them pulled."""
         own = pull.request.blocks
         pull.table = BlockTable(own.root_hash, own.extras, hashes=own.hashes, shares_hashes=True)
-        added = self._blocks.allocate(pull.table, num_full * self._blocks.block_size, hits)
-        assert added is not None, "reserved without enough blocks"
+        first, parts = self._moved.take(pull.table, num_tokens, hits)
+        pull.num_tokens, pull.num_parts = num_tokens, len(parts.hashes)
         self._last_id += 1
         pull.pull_id = self._last_id
         order = KvPull(
             pull.pull_id,
             pull.source.endpoint.address,
             pull.source.lease,
-            len(hits),
-            tuple(added[len(hits) :]),
-            tuple(own.hashes[len(hits) : num_full]),
+            first,
+            tuple(parts.block_ids),
+            tuple(parts.hashes),
+            tuple(parts.pages),
         )
         self.holds.begin(pull.pull_id, pull.table, order)
 
@@ -267,13 +277,16 @@ class KvPulls:
         request, arrived = pull.request, BlockTable()
         if pull.pull_id:
             table = pull.table
-            self._blocks.cache_arrived(table, table.num_hits + pull.num_arrived)
+            is_whole = pull.num_arrived == pull.num_parts
+            num_tokens = pull.num_tokens if is_whole else self._moved.num_usable(table, pull.num_arrived)
+            self._moved.cache(table, num_tokens)
             self._counts.num_in_blocks += pull.num_arrived
             if pull.num_arrived:
                 request.first_pulled_block = table.num_hits
         if holds_arrived:
             hits = self._blocks.get_computed_blocks(request.blocks, request.token_ids)
-            self._blocks.hold(arrived, hits)
+            self._moved.hold(arrived, hits)
+            pull.num_held_tokens = len(hits) * self._blocks.block_size
         if pull.pull_id:
             self.holds.end(pull.pull_id)
         pull.table = arrived

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from math import lcm
 
 from triptych_services.enginecore.kv.block_table import BlockTable, GroupTable
 from triptych_services.enginecore.kv.bundle_pool import BundlePool, GroupUsage
@@ -79,6 +80,12 @@ class StateSnapshots:
         end = (num_prompt_tokens - 1) // self._unit * self._unit
         num_saved = end - max(num_computed_tokens, end // page * page)
         return end if num_saved >= max(page // _LEAST_SHARE, 1) else num_computed_tokens
+
+    def last_kept(self, num_prompt_tokens: int) -> int:
+        """Return the length of the longest beginning of a prompt of which the state is kept: of its last full page,
+        where no step more is worth it."""
+        page = lcm(self._group.block_size, self._unit)
+        return self.end_for(num_prompt_tokens, 0) or (num_prompt_tokens - 1) // page * page
 
     def keep(self, table: BlockTable, token_ids: array[int], num_tokens: int) -> bool:
         """Cache the page of a running row, which holds the state behind its first tokens.

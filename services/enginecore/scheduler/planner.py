@@ -339,7 +339,10 @@ class StepPlanner:
         snapshots = self._states.blocks.snapshots
         if snapshots is None or request.is_pooled or not self._states.blocks.is_cached(request.blocks):
             return num_computed
-        return snapshots.end_for(request.num_prompt_tokens, num_computed)
+        num_saved_from = (
+            0 if request.kv_lease else num_computed
+        )  # another engine goes on behind it in any case
+        return max(snapshots.end_for(request.num_prompt_tokens, num_saved_from), num_computed)
 
     def _num_promised(self) -> Count:
         """Count the blocks that running rows still need for known tokens: those of prompts computed in chunks."""

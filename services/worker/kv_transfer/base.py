@@ -9,11 +9,14 @@ from triptych.types.kv_transfer import KvPull
 
 
 class BlockStore(Protocol):
-    """The bytes of a runner's KV blocks. Any thread may call it; callers see to it that no step uses the block."""
+    """The bytes of a runner's KV blocks and pages of states. Any thread may call it; callers see to it that no step
+    uses the block.
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
+    A block is named by its number, and a page by its negative one.
+    """
+
+    def num_bytes(self, block: int) -> int:
+        """Return the bytes of a block, or of a page."""
         ...
 
     def read(self, block: int, offset: int, buffer: memoryview) -> None:
@@ -29,6 +32,10 @@ class PullSink(Protocol):
     """The receiver of one pull's bytes, called on the thread of the transport. Owned by the worker's session."""
 
     pull: KvPull
+
+    def num_bytes(self, place: int) -> int:
+        """Return the bytes of the pull's `place`-th block."""
+        ...
 
     def write(self, place: int, offset: int, content: memoryview) -> None:
         """Write a verified part of the pull's `place`-th block.
@@ -54,6 +61,6 @@ class PullStopped(Exception):
 class PullTransport(Protocol):
     """Brings blocks from other workers: plain sockets, or what the machine has."""
 
-    def begin(self, sink: PullSink, block_bytes: int) -> Callable[[], None]:
+    def begin(self, sink: PullSink) -> Callable[[], None]:
         """Begin a pull, which reports to `sink` from another thread, and return a function that interrupts it."""
         ...

@@ -15,7 +15,8 @@ from triptych_services.worker.kv_transfer.base import BlockStore
 class _Export:
     """The blocks of one lease."""
 
-    block_ids: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    """As of `KvExport`."""
     hashes: list[bytes] = field(default_factory=list)
     num_sent: int = 0
     failure: str = ""
@@ -45,16 +46,12 @@ class ExportTable:
         self._changed = threading.Condition()
         self._is_closed = False
 
-    @property
-    def block_bytes(self) -> int:
-        return self._store.block_bytes
-
     def publish(self, export: KvExport) -> None:
         """Offer further blocks, which a step has computed."""
         with self._changed:
             table = self._exports.setdefault(export.lease, _Export())
-            if export.first_index == len(table.block_ids) and not table.failure:
-                table.block_ids += export.block_ids
+            if export.first_index == len(table.places) and not table.failure:
+                table.places += export.places
                 table.hashes += export.hashes
                 self._changed.notify_all()
 
@@ -94,7 +91,7 @@ class ExportTable:
                 export = self._find(lease, was_known=was_known)
                 if export is not None:
                     was_known = True
-                    if index < len(export.block_ids):
+                    if index < len(export.places):
                         return export.hashes[index]
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -106,6 +103,11 @@ class ExportTable:
         with self._changed:
             return lease in self._exports
 
+    def num_bytes(self, lease: bytes, index: int) -> int:
+        """Return the bytes of an offered block. Raises as `copy`."""
+        with self._changed:
+            return self._store.num_bytes(self._offered(lease).places[index])
+
     def copy(self, lease: bytes, index: int, offset: int, buffer: memoryview) -> None:
         """Copy a part of an offered block.
 
@@ -113,9 +115,7 @@ class ExportTable:
             LeaseGone: It is not offered any more.
         """
         with self._changed:
-            export = self._find(lease, was_known=True)
-            assert export is not None, "a known lease is here, or gone"
-            self._store.read(export.block_ids[index], offset, buffer)
+            self._store.read(self._offered(lease).places[index], offset, buffer)
 
     def note_sent(self, lease: bytes, num_blocks: int) -> None:
         """Note that so many leading blocks have been sent."""
@@ -123,6 +123,11 @@ class ExportTable:
             if (export := self._exports.get(lease)) is not None:
                 export.num_sent = max(export.num_sent, num_blocks)
         self._on_sent()
+
+    def _offered(self, lease: bytes) -> _Export:
+        export = self._find(lease, was_known=True)
+        assert export is not None, "a known lease is here, or gone"
+        return export
 
     def _find(self, lease: bytes, *, was_known: bool) -> _Export | None:
         export = self._exports.get(lease)

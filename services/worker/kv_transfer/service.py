@@ -36,14 +36,8 @@ class KvTransferService:
 
         Raises:
             ConfigError: The port is taken.
-            FeatureDisabled: The runner's blocks cannot be transferred, or are of several groups.
+            FeatureDisabled: The runner's blocks cannot be transferred.
         """
-        if [group.kind for group in facts.kv.groups] != [KvKind.FULL]:
-            raise FeatureDisabled(
-                "worker.kv_transfer",
-                f"the model's cache has {len(facts.kv.groups)} groups of layers, and blocks of other layouts than one "
-                "full group are not transferred yet; turn it off",
-            )
         store()
         self._store = store
         self._layout = layout_of(facts)
@@ -58,7 +52,9 @@ class KvTransferService:
             ) from None
         host = socket.gethostname() if worker.host in _ANY_HOSTS else worker.host
         self.endpoint = KvEndpoint(
-            worker.kv_transfer_address or f"{host}:{port}", self._layout.hex(), facts.kv.block_bytes
+            worker.kv_transfer_address or f"{host}:{port}",
+            self._layout.hex(),
+            sum(group.block_bytes for group in facts.kv.groups if group.kind is not KvKind.STATE),
         )
 
     def open_session(
@@ -80,17 +76,14 @@ class KvTransferService:
 def layout_of(facts: WorkerFacts) -> bytes:
     """Return a hash of all that the bytes of a block depend on beside its tokens."""
     kv, model = asdict(facts.kv), asdict(facts.model)
-    for name in (
-        "num_blocks",
-        "soft_num_blocks",
-        "groups",
-        "num_state_blocks",
-    ):  # one full group: it says no more
+    for name in ("num_blocks", "soft_num_blocks", "num_state_blocks"):
         del kv[name]
+    if facts.kv.is_one_full_group:
+        del kv["groups"]  # they say no more
     for name in ("name", "max_model_len", "eos_token_ids"):
         del model[name]
     parts = {"protocol": PROTOCOL.decode(), "kv": kv, "model": model, "kernels": facts.kernels}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
 
 
 def check_kv_transfer(config: EngineConfig) -> None:

@@ -93,7 +93,7 @@ class KvTransferSession:
         self._pulls.clear()
 
     def _begin_pull(self, pull: _Pull) -> None:
-        pull.interrupt = self._transport.begin(pull, self._store.block_bytes)
+        pull.interrupt = self._transport.begin(pull)
 
     def _end_transfers(self, orders: KvOrders) -> None:
         for pull_id in orders.stopped:
@@ -134,20 +134,24 @@ class _Pull:
         self.progress = PullProgress(pull.pull_id, 0)
         """Replaced as a whole, so that any thread may read it."""
         self.interrupt: Callable[[], None] = lambda: None
+        self._places = pull.places
         self._store = store
         self._on_change = on_change
         self._lock = threading.Lock()
         self._is_stopped = False
 
+    def num_bytes(self, place: int) -> int:
+        return self._store.num_bytes(self._places[place])
+
     def write(self, place: int, offset: int, content: memoryview) -> None:
         with self._lock:
             if self._is_stopped:
                 raise PullStopped
-            self._store.write(self.pull.block_ids[place], offset, content)
+            self._store.write(self._places[place], offset, content)
 
     def note_blocks(self, num_blocks: int) -> None:
         self.progress = PullProgress(self.pull.pull_id, num_blocks)
-        self._on_change(is_end=num_blocks == len(self.pull.block_ids))
+        self._on_change(is_end=num_blocks == len(self._places))
 
     def fail(self, why: str, *, is_spoiled: bool = False) -> None:
         self.progress = PullProgress(self.pull.pull_id, self.progress.num_blocks, why, is_spoiled)

@@ -38,8 +38,8 @@ class SocketPulls:
         """`layout`: 32 bytes, of this worker's blocks."""
         self._layout = layout
 
-    def begin(self, sink: PullSink, block_bytes: int) -> Callable[[], None]:
-        pull = _SocketPull(sink, self._layout, block_bytes)
+    def begin(self, sink: PullSink) -> Callable[[], None]:
+        pull = _SocketPull(sink, self._layout)
         threading.Thread(target=pull.run, name=f"kv-pull-{sink.pull.pull_id}", daemon=True).start()
         return pull.interrupt
 
@@ -47,10 +47,9 @@ class SocketPulls:
 class _SocketPull:
     """One pull. Its thread runs `run`."""
 
-    def __init__(self, sink: PullSink, layout: bytes, block_bytes: int) -> None:
+    def __init__(self, sink: PullSink, layout: bytes) -> None:
         self._sink = sink
         self._layout = layout
-        self._block_bytes = block_bytes
         self._connection: socket.socket | None = None
         self._interrupted = threading.Event()
 
@@ -97,7 +96,7 @@ class _SocketPull:
             if self._interrupted.is_set():
                 return None
             connection.settimeout(SILENCE_S)
-            request = PullRequest(self._layout, pull.lease, pull.first_index, len(pull.block_ids))
+            request = PullRequest(self._layout, pull.lease, pull.first_index, len(pull.hashes))
             try:
                 connection.sendall(request.to_bytes())
                 head = _receive_head(connection)
@@ -131,10 +130,10 @@ class _SocketPull:
                     is_spoiled=head.kind is FrameKind.SPOILED,
                 )
                 return
-            if offset == self._block_bytes:
+            if offset == sink.num_bytes(place):
                 place, offset = place + 1, 0
                 sink.note_blocks(place)
-                if place == len(pull.block_ids):
+                if place == len(pull.hashes):
                     return
             head = _receive_head(connection)
 
@@ -142,10 +141,8 @@ class _SocketPull:
         """Raise BrokenFrame unless this is the chunk that is due."""
         pull = self._sink.pull
         index = pull.first_index + place
-        if (head.index, head.offset) != (
-            index,
-            offset,
-        ) or not 0 < head.num_bytes <= self._block_bytes - offset:
+        num_left = self._sink.num_bytes(place) - offset
+        if (head.index, head.offset) != (index, offset) or not 0 < head.num_bytes <= num_left:
             raise BrokenFrame(
                 f"bytes {head.offset} to {head.offset + head.num_bytes} of block {head.index}, but block {index} is "
                 f"due from {offset} on"

@@ -275,8 +275,9 @@ def _send_blocks(
             connection.sendall(FrameHead(FrameKind.WAITING).to_bytes())
         was_known = True
         on_known()
-        for offset in range(0, exports.block_bytes, CHUNK_BYTES):
-            content = buffer[: min(CHUNK_BYTES, exports.block_bytes - offset)]
+        num_bytes = exports.num_bytes(request.lease, index)
+        for offset in range(0, num_bytes, CHUNK_BYTES):
+            content = buffer[: min(CHUNK_BYTES, num_bytes - offset)]
             exports.copy(request.lease, index, offset, content)
             head = FrameHead(FrameKind.CHUNK, index, offset, len(content), block_hash, checksum_of(content))
             connection.sendall(head.to_bytes())

@@ -178,7 +178,12 @@ def _check_hello(hello: EngineHello, state: WorkerState, shared_config: Mapping[
         {"engine": hello.shared_config, "worker": shared_config},
         advice="give both processes the same file, environment and flags",
     )
-    check_kv_groups(state.facts.kv, hello.agreement, other=WORKER_PROTOCOL.client)
+    check_kv_groups(
+        state.facts.kv,
+        hello.agreement,
+        other=WORKER_PROTOCOL.client,
+        transfers=state.facts.kv_endpoint is not None,
+    )
     if not hello.fingerprint:
         return
     # Other weights are the engine's affair, which knows what it has begun with the ones before.

@@ -28,7 +28,6 @@ class SimulatedBlocks:
         self._table = table = rows.tables[0]
         self._block_size = block_size = table.block_size
         self._content: U64 = np.zeros((num_blocks, block_size), np.uint64)
-        self.block_bytes = block_size * self._content.itemsize
         self._powers: U64 = np.cumprod(np.full(max_model_len, BASE, np.uint64), dtype=np.uint64)
         """[max_model_len] factor of the token at each position."""
         self._sums: U64 = np.zeros(max_num_seqs, np.uint64)
@@ -37,6 +36,9 @@ class SimulatedBlocks:
         """[max_num_seqs] number of each row's adapter, from which its sums begin."""
         self._block_names: U64 = np.zeros(table.ids.shape, np.uint64)
         """[max_num_seqs, max_blocks] name of the last token of each full block of a row."""
+
+    def num_bytes(self, block: int) -> int:
+        return self._content[block].nbytes
 
     def read(self, block: int, offset: int, buffer: memoryview) -> None:
         buffer[:] = self._bytes_of(block)[offset : offset + len(buffer)]

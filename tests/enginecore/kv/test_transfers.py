@@ -11,12 +11,14 @@ from tests.helpers.scheduling import (
     BLOCK_SIZE,
     Clock,
     Engine,
+    NaiveWorker,
     find_cached_blocks,
     make_prompt,
     make_request,
     make_scheduler,
     naive_generation,
 )
+from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych.types.kv_transfer import TransferCounts
 from triptych.types.sampling import SamplingParams
 from triptych_services.enginecore.kv.remote import LEASE_S
@@ -25,13 +27,55 @@ from triptych_services.enginecore.request import Request
 PREFILL_SESSION = 9
 
 
+FULL = KvGroup(KvKind.FULL, 1, 16, 1024)
+WINDOW = KvGroup(KvKind.WINDOW, 1, 16, 1024, 40)
+LAYOUTS = {
+    "plain": (),
+    "latent": (FULL,),
+    "windows": (FULL, WINDOW, WINDOW),
+    "wide": (KvGroup(KvKind.WINDOW, 1, 32, 1024, 64), FULL, FULL),
+    "chunks": (FULL, KvGroup(KvKind.CHUNK, 1, 16, 1024, 64)),
+    "hybrid": (FULL, WINDOW, KvGroup(KvKind.STATE, 1, 128, 4096)),
+    "states": (KvGroup(KvKind.STATE, 1, 128, 4096),),
+}
+"""Groups of layers. None: one full group, plain; `latent` is one that is not."""
+
+
 def make_transfers(
-    num_blocks: int = 200, clock: Clock | None = None, *, at_once: bool = False, **config: int
+    num_blocks: int = 200,
+    clock: Clock | None = None,
+    *,
+    at_once: bool = False,
+    layout: str = "plain",
+    num_pages: int = 60,
+    **config: int,
 ) -> Transfers:
+    """Return two engines and their workers.
+
+    Args:
+        num_blocks: Blocks, the null block included; of several groups as many for each.
+    """
     fields = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
-    prefill = Engine(make_scheduler(num_blocks=num_blocks, max_model_len=512, clock=clock, **fields))
-    decode = Engine(make_scheduler(num_blocks=num_blocks, max_model_len=512, clock=clock, **fields))
-    return Transfers(prefill, decode, at_once=at_once)
+    groups = LAYOUTS[layout]
+    has_states = any(group.kind is KvKind.STATE for group in groups)
+    kv = KvLayout(
+        num_blocks * max(len(groups), 1),
+        BLOCK_SIZE,
+        1,
+        1,
+        1,
+        "float32",
+        groups=groups,
+        num_state_blocks=num_pages * has_states,
+        continues_states=has_states,
+    )
+    assert kv.is_plain == (layout == "plain")
+
+    def make_engine() -> Engine:
+        scheduler = make_scheduler(kv=kv, max_model_len=512, clock=clock, **fields)
+        return Engine(scheduler, NaiveWorker(groups=kv.groups))
+
+    return Transfers(make_engine(), make_engine(), at_once=at_once)
 
 
 def submit(
@@ -83,6 +127,50 @@ async def test_a_pulled_prompt_is_not_computed_again() -> None:
     assert transfers.prefill.scheduler.transfers.counts == TransferCounts(
         num_out_complete=1, num_out_blocks=num_blocks
     )
+    check_all_given_back(transfers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_of_a_pulled_prompt_only_the_rest_is_computed(layout: str) -> None:
+    transfers = make_transfers(layout=layout)
+    for number, length in enumerate((200, 129, 110, 96, 33, 17, 16, 5)):
+        request = submit(transfers, number, length)
+        run(transfers)
+        assert transfers.result_of(number)[0] == expected(number, length)
+        unit = 32 if layout == "wide" else BLOCK_SIZE
+        brought = (length - 1) // unit * unit
+        if layout in ("hybrid", "states") and brought % 128 < BLOCK_SIZE:
+            brought = brought // 128 * 128  # no step more for so little
+        if layout == "plain":
+            brought = min(length // BLOCK_SIZE * BLOCK_SIZE, length - 1)
+        assert request.num_cached_tokens == brought
+    counts = transfers.decode.scheduler.transfers.counts
+    assert counts.num_in_failed == 0
+    assert transfers.prefill.scheduler.transfers.counts.num_out_complete == 8
+    check_all_given_back(transfers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_of_a_longer_prompt_only_what_is_not_here_is_pulled(layout: str) -> None:
+    """States come as one page, and windows as what the last position sees."""
+    transfers = make_transfers(layout=layout)
+    prompt = make_prompt(200, seed=1)
+    transfers.decode.add(make_request(5, prompt[:120], max_tokens=1))
+    run(transfers)
+    submit(transfers, 1, 200)
+    run(transfers)
+    assert transfers.result_of(1)[0] == expected(1, 200)
+    num_rest = (192 - 112) // BLOCK_SIZE
+    num_parts = {
+        "plain": num_rest,
+        "latent": num_rest,
+        "windows": num_rest + 2 * 3,
+        "wide": 2 * (192 - 96) // BLOCK_SIZE + 2,
+        "chunks": num_rest,
+        "hybrid": num_rest + 3 + 1,
+        "states": 1,
+    }
+    assert transfers.decode.scheduler.transfers.counts.num_in_blocks == num_parts[layout]
     check_all_given_back(transfers)
 
 
@@ -385,11 +473,12 @@ async def test_the_choices_of_one_prompt_pull_it_once() -> None:
 
 
 @pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(40))
-async def test_bytes_that_arrive_at_once_overwrite_nothing_in_use(seed: int) -> None:
+async def test_bytes_that_arrive_at_once_overwrite_nothing_in_use(seed: int, layout: str) -> None:
     """Prompts are pulled beside short requests, whose blocks are given away while their last steps are in flight."""
     random = Random(seed)
-    transfers = make_transfers(at_once=True, max_num_seqs=4)
+    transfers = make_transfers(at_once=True, max_num_seqs=4, layout=layout)
     outputs = dict[int, list[int]]()
     while len(outputs) < 40 or transfers.decode.scheduler.has_work:
         if len(outputs) < 40 and random.random() < 0.4:
@@ -408,12 +497,20 @@ async def test_bytes_that_arrive_at_once_overwrite_nothing_in_use(seed: int) -> 
 
 @pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(40))
-async def test_random_transfers_and_faults_change_no_token(seed: int, at_once: bool) -> None:
+async def test_random_transfers_and_faults_change_no_token(seed: int, layout: str, at_once: bool) -> None:
     """Few blocks, many prompts, and transfers that fail, stop, are late or lose either worker."""
     random, clock = Random(seed), Clock()
     num_blocks, num_rows = random.choice((40, 60, 120)), random.choice((2, 8))
-    transfers = make_transfers(num_blocks, clock, at_once=at_once, max_num_seqs=num_rows)
+    transfers = make_transfers(
+        num_blocks,
+        clock,
+        at_once=at_once,
+        max_num_seqs=num_rows,
+        layout=layout,
+        num_pages=random.choice((6, 12, 60)),
+    )
     lengths: dict[int, int] = {}
     aborted = set[int]()
     for number in range(1, 25):

@@ -14,6 +14,7 @@ from triptych.errors import EngineUnavailable, HandshakeMismatch, ProtocolViolat
 from triptych.rpc.session import handshake
 from triptych.rpc.session.handshake import (
     ENGINE_PROTOCOL,
+    KV_GROUP_TRANSFERS,
     KV_GROUPS,
     WORKER_PROTOCOL,
     Agreement,
@@ -140,6 +141,12 @@ def test_groups_of_kv_blocks_need_both_ends(other: str) -> None:
         check_kv_groups(layout, agreement, other=other)
     with pytest.raises(HandshakeMismatch, match=rf"\(window\).*upgrade the {other} first"):
         check_kv_groups(window, before, other=other)
+    check_kv_groups(full, before, other=other, transfers=True)
+    check_kv_groups(window, Agreement(4, KV_GROUPS | KV_GROUP_TRANSFERS), other=other, transfers=True)
+    with pytest.raises(
+        HandshakeMismatch, match=rf"worker.kv_transfer.*\(window\).*upgrade the {other} first"
+    ):
+        check_kv_groups(window, now, other=other, transfers=True)
 
 
 @pytest.mark.parametrize("messages", [(), (Message(step=1),)], ids=["nothing", "a step"])

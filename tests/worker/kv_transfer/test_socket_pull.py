@@ -30,12 +30,15 @@ NUM_BLOCKS, BLOCK_BYTES, DEADLINE_S = 20, 3000, 20.0
 
 
 class Memory:
-    """A `BlockStore` of plain bytes."""
+    """A `BlockStore` of plain bytes. The last two are pages, of twice as many bytes and 7."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES, seed: int | None = None) -> None:
-        self.block_bytes = block_bytes
         content = random.Random(seed).randbytes if seed is not None else bytes
-        self.blocks = [bytearray(content(block_bytes)) for _ in range(NUM_BLOCKS)]
+        sizes = [block_bytes] * NUM_BLOCKS + [2 * block_bytes + 7] * 2
+        self.blocks = [bytearray(content(size)) for size in sizes]
+
+    def num_bytes(self, block: int) -> int:
+        return len(self.blocks[block])
 
     def read(self, block: int, offset: int, buffer: memoryview) -> None:
         buffer[:] = memoryview(self.blocks[block])[offset : offset + len(buffer)]
@@ -234,13 +237,25 @@ async def test_a_stopped_pull_writes_nothing_more() -> None:
         assert not any(map(any, target.store.blocks))
 
 
+async def test_pages_come_behind_blocks() -> None:
+    async with two_workers() as (source, target, _):
+        names = tuple(map(name_of, range(4)))
+        source.compute(source.step(exports=(KvExport(LEASE, ROW, 0, (5, 6), names[:3], (1,)),)))
+        target.step(pulls=(KvPull(1, f"127.0.0.1:{source.port}", LEASE, 0, (3, 4), names, (2, 1)),))
+        await target.until(lambda pull: pull.num_blocks == 3)
+        source.compute(source.step(exports=(KvExport(LEASE, ROW, 3, (), names[3:], (2,)),)))
+        await target.ended(4)
+    copied = [target.store.blocks[at] for at in (3, 4, -2, -1)]
+    assert copied == [source.store.blocks[at] for at in (5, 6, -1, -2)]
+
+
 class Held:
     """A transport that brings nothing by itself."""
 
     def __init__(self) -> None:
         self.sinks: list[PullSink] = []
 
-    def begin(self, sink: PullSink, block_bytes: int) -> Callable[[], None]:
+    def begin(self, sink: PullSink) -> Callable[[], None]:
         self.sinks.append(sink)
         return lambda: None
 

@@ -101,7 +101,7 @@ def test_a_block_that_is_overwritten_fails_the_row_that_reads_it(block, is_notic
     assert not runner.execute(step_plan(1, new=[row], chunks={0: 6})).row_errors
     for step_id in range(2, 10):
         assert not runner.execute(step_plan(step_id)).row_errors
-    runner.block_store().write(block, 0, memoryview(bytes(runner.block_store().block_bytes)))
+    runner.block_store().write(block, 0, memoryview(bytes(runner.block_store().num_bytes(block))))
     assert bool(runner.execute(step_plan(10)).row_errors) == is_noticed
 
 

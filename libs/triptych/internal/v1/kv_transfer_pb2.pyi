@@ -39,36 +39,40 @@ class KvOrders(_message.Message):
     def __init__(self, exports: _Optional[_Iterable[_Union[KvExport, _Mapping]]] = ..., released_leases: _Optional[bytes] = ..., pulls: _Optional[_Iterable[_Union[KvPull, _Mapping]]] = ..., stopped_pulls: _Optional[bytes] = ...) -> None: ...
 
 class KvExport(_message.Message):
-    __slots__ = ("lease", "slot", "slot_version", "first_index", "block_ids", "hashes")
+    __slots__ = ("lease", "slot", "slot_version", "first_index", "block_ids", "hashes", "state_pages")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SLOT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    STATE_PAGES_FIELD_NUMBER: _ClassVar[int]
     lease: bytes
     slot: int
     slot_version: int
     first_index: int
     block_ids: bytes
     hashes: bytes
-    def __init__(self, lease: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    state_pages: bytes
+    def __init__(self, lease: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., state_pages: _Optional[bytes] = ...) -> None: ...
 
 class KvPull(_message.Message):
-    __slots__ = ("pull_id", "address", "lease", "first_index", "block_ids", "hashes")
+    __slots__ = ("pull_id", "address", "lease", "first_index", "block_ids", "hashes", "state_pages")
     PULL_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    STATE_PAGES_FIELD_NUMBER: _ClassVar[int]
     pull_id: int
     address: str
     lease: bytes
     first_index: int
     block_ids: bytes
     hashes: bytes
-    def __init__(self, pull_id: _Optional[int] = ..., address: _Optional[str] = ..., lease: _Optional[bytes] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    state_pages: bytes
+    def __init__(self, pull_id: _Optional[int] = ..., address: _Optional[str] = ..., lease: _Optional[bytes] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., state_pages: _Optional[bytes] = ...) -> None: ...
 
 class KvProgress(_message.Message):
     __slots__ = ("pulls", "leases")

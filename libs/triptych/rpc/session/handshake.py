@@ -100,21 +100,29 @@ HANDOVER = 1 << 1
 ENGINE_PROTOCOL = Protocol("frontend", "engine core", version=4, features=BEATS | HANDOVER)
 KV_GROUPS = 1 << 0
 """Feature of a worker: its cache may have other groups than one full one, and its rows a block table for each."""
-WORKER_PROTOCOL = Protocol("engine core", "worker", version=4, features=KV_GROUPS)
+KV_GROUP_TRANSFERS = 1 << 1
+"""Feature of a worker: it may transfer blocks of several groups, and pages of states."""
+WORKER_PROTOCOL = Protocol("engine core", "worker", version=4, features=KV_GROUPS | KV_GROUP_TRANSFERS)
 
 
-def check_kv_groups(kv: KvLayout, agreement: Agreement, *, other: str) -> None:
+def check_kv_groups(kv: KvLayout, agreement: Agreement, *, other: str, transfers: bool = False) -> None:
     """Check that both ends of a step stream know groups of KV blocks, if the worker's cache has any but one full one.
 
     Args:
         other: The end that this one talks to: it may be too old.
+        transfers: Whether the worker serves its blocks to others.
 
     Raises:
         HandshakeMismatch: The other end does not know them; says what to upgrade.
     """
+    kinds = ", ".join(group.kind.name.lower() for group in kv.groups)
+    if transfers and not kv.is_one_full_group and not agreement.has(KV_GROUP_TRANSFERS):
+        raise HandshakeMismatch(
+            f"worker.kv_transfer: the worker transfers blocks of other groups than one full one ({kinds}), and the "
+            f"{other} does not know how; upgrade the {other} first ({UPGRADE_ORDER}), or turn worker.kv_transfer off"
+        )
     if kv.is_plain or agreement.has(KV_GROUPS):
         return
-    kinds = ", ".join(group.kind.name.lower() for group in kv.groups)
     raise HandshakeMismatch(
         f"kv.groups: the worker's cache has other groups than one full one ({kinds}), and the {other} does not know "
         f"groups; upgrade the {other} first ({UPGRADE_ORDER})"

@@ -136,8 +136,6 @@ def _obstacle(config: ResolvedConfig) -> str:
     """Return why there can be one group only, whatever the layers are; empty if there can be others."""
     if config.engine.cache.groups == "one":
         return "cache.groups is one"
-    if config.engine.worker.kv_transfer:
-        return "worker.kv_transfer transfers blocks of one group only"
     if config.architecture.config:
         return f"the windows of {config.architecture.name} are its own code's"
     return ""

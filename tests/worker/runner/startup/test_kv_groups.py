@@ -83,7 +83,6 @@ def test_chunks_and_windows_are_groups_of_their_own() -> None:
     ("config", "says"),
     [
         (config_of(WINDOW, FULL, groups="one"), "cache.groups is one"),
-        (config_of(WINDOW, FULL, kv_transfer=True), "worker.kv_transfer transfers"),
         (config_of(WINDOW, FULL, context=1100), "they would save less than 10% of 1100 tokens"),
         (config_of(*(WINDOW,) * 13, FULL, FULL, FULL, *(CHUNK,) * 2), "padding, and 10% is the limit"),
     ],
