@@ -75,6 +75,18 @@ class CodedRows:
         sign = 1 if self.super_minimums is None else -1
         return self._of_groups(self.offsets, self.super_minimums) * (sign * self.factor)
 
+    def is_finite(self) -> bool:
+        """Return whether all weights are numbers in float32; scales that are numbers can be too large for that."""
+        format = self.format
+        values = TABLES.get(format.table) or (448.0,)  # the largest e4m3
+        largest = max(map(abs, values)) if format.table else 2.0**format.bits
+        bound = self.group_scales().abs() * largest
+        if self.offsets is not None:
+            bound = bound + self.group_minimums().abs()
+        if bool(torch.isfinite(bound).all()):
+            return True
+        return bool(torch.isfinite(self.dequantize(torch.float32)).all())
+
     def narrow(self, dim: int, start: int, length: int) -> CodedRows:
         """Return a part, as `Tensor.narrow` does.
 

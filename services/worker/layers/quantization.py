@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from triptych.errors import ModelError
 from triptych_kernels.weights.base import BlockWeight, LinearWeight
 from triptych_kernels.weights.coded import CodedRows
 from triptych_kernels.weights.coded_weight import CodedWeight
@@ -121,6 +122,9 @@ class CodedTensor:
 
         Args:
             group: As of `CodedPart`.
+
+        Raises:
+            ModelError: A weight is no number; names the tensor.
         """
         (row, rows), (column, columns) = ((start, length), (0, self.shape[1]))
         if dim == 1:
@@ -128,7 +132,13 @@ class CodedTensor:
         step = max(1, _CHUNK_WEIGHTS // max(columns, 1))
         for first in range(0, rows, step):
             piece = CodedPart(row + first, min(step, rows - first), column, columns, group)
-            yield first, self.read_codes(piece)
+            codes = self.read_codes(piece)
+            if not codes.is_finite():
+                raise ModelError(
+                    f"{self.name}: rows {piece.row} to {piece.row + piece.rows - 1}: a scale times a code is no number "
+                    "in float32; the file is damaged, fetch it again"
+                )
+            yield first, codes
 
     def select(self, rows: Tensor | slice, num_rows: int) -> CodedTensor:
         """Return the matrix of some rows: a range, or [num_rows] int64."""

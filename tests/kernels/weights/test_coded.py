@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,6 +43,18 @@ def test_the_last_group_may_be_smaller() -> None:
 def test_parts_that_cut_a_group_are_refused(format: QuantizedFormat, whole: int) -> None:
     with pytest.raises(ValueError, match=f"inputs 32 to 256 of 512 cut a group of {whole}"):
         random_rows(format, 2, 512).narrow(1, 32, 224)
+
+
+def test_products_of_finite_scales_and_codes_may_be_no_numbers() -> None:
+    rows = random_rows(FORMATS["NVFP4"], 3, 64)
+    assert rows.is_finite()
+    rows = replace(rows, scales=torch.full_like(rows.scales, 448.0), codes=torch.full_like(rows.codes, 2))
+    assert replace(rows, factor=7e35).is_finite()  # 3.1e38, since the codes are 1.0
+    assert not replace(rows, factor=8e35).is_finite()
+    minimums = random_rows(Q4_K, 3, 256)
+    assert minimums.is_finite()
+    infinite = replace(minimums, super_minimums=torch.full((3, 1), torch.inf))
+    assert not infinite.is_finite()
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,7 @@ def set_first(value: float) -> Callable[[Tensor], Tensor]:
         ("fp8 blocks", change("weight_scale_inv", lambda t: t[:, :0]), r"weight_scale_inv: is F32 \[2, 0\]"),
         ("fp8", change("weight", lambda t: t.view(torch.uint8).fill_(127).view(torch.float8_e4m3fn)), "no number"),
         ("nvfp4", change("weight_global_scale", set_first(0)), "weight_global_scale: is 0.0"),
+        ("nvfp4", change("weight_global_scale", set_first(1e-38)), "weight: rows 0 to .* is no number in float32"),
         ("nvfp4", change("weight_packed", lambda t: t[:, :-1]), "has 126 inputs; .* needs a multiple of 16"),
         ("mxfp4", change("weight_scale", set_first(255)), "weight_scale: holds a scale that is no number"),
         ("nf4", change("weight.quant_map", set_first(3)), "quant_map: is .* needs the values of nf4"),
