@@ -239,8 +239,10 @@ def choose_wide(isa: str, weight_bits: int, input_bits: int, dtype: torch.dtype)
         return Wide(num_rows=128, bits=8)
     # of inputs in float32 bfloat16 would lose what the config asks for
     if dtype == torch.bfloat16 and (isa in _WITH_TILES or (isa in _WITH_WIDE_BFLOAT16 and input_bits == 16)):
-        # tiles are so much faster than sums in float32 that unpacking pays early
-        return Wide(num_rows=12 if weight_bits == 32 and isa in _WITH_TILES else 64, bits=16)
+        if isa not in _WITH_TILES:
+            return Wide(num_rows=64, bits=16)
+        # tiles wait for unpacking, which few rows of sums of bytes do as fast
+        return Wide(num_rows=32 if weight_bits < 32 and input_bits == 8 else 12, bits=16)
     return None
 
 

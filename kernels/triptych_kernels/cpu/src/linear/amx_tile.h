@@ -83,17 +83,22 @@ void add_rest(const bf16* x, int64_t x_stride, const bf16* panel, int64_t rows, 
   for (int64_t line = 0; line < kStepBytes; line += kLineBytes) _mm_prefetch(ahead + line, _MM_HINT_T0);
 }
 
-// The tiles of sums become x . panel, over `in_features`; x and its rows as in `multiply_tile`.
-// Ahead: the weights come from memory, so those that follow are asked for.
-template <bool Both, bool Ahead>
-[[gnu::always_inline]] inline void sum_products(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_features,
-                                                int64_t rows) {
+template <bool Both>
+[[gnu::always_inline]] inline void set_sums_to_zero() {
   set_zero<kSums00>();
   set_zero<kSums01>();
   if constexpr (Both) {
     set_zero<kSums10>();
     set_zero<kSums11>();
   }
+}
+
+// The tiles of sums become x . panel, over `in_features`; x and its rows as in `multiply_tile`.
+// Ahead: the weights come from memory, so those that follow are asked for.
+template <bool Both, bool Ahead>
+[[gnu::always_inline]] inline void sum_products(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_features,
+                                                int64_t rows) {
+  set_sums_to_zero<Both>();
   const int64_t whole = in_features / kStep * kStep;
   for (int64_t k = 0; k < whole; k += kStep) {
     add_step<Both>(x + k, x_stride, panel + k * kPanel);
@@ -162,15 +167,21 @@ void finish_tile(const Linear& args, int64_t row, int64_t rows, int64_t panel, c
   }
 }
 
+// Finishes what is in the tiles of sums: of `rows` rows from `row` on.
+template <bool Both>
+void finish_sums(const Linear& args, int64_t row, int64_t rows, int64_t panel) {
+  alignas(64) float sums[kMaxRows][kPanel];
+  store_sums<Both>(sums[0], sizeof sums[0]);
+  if (args.out_dtype == kFloat32) return finish_tile<float>(args, row, rows, panel, sums);
+  finish_tile<bf16>(args, row, rows, panel, sums);
+}
+
 // A tile of `rows` rows, for which there are Tiles; x, weights, row and panel as in multiply_rows of tile.h.
 template <bool Both>
 void multiply_tile(const Linear& args, const bf16* x, int64_t x_stride, const bf16* weights, int64_t row, int64_t rows,
                    int64_t panel) {
   sum_products<Both, true>(x, x_stride, weights, args.in_features, rows);
-  alignas(64) float sums[kMaxRows][kPanel];
-  store_sums<Both>(sums[0], sizeof sums[0]);
-  if (args.out_dtype == kFloat32) return finish_tile<float>(args, row, rows, panel, sums);
-  finish_tile<bf16>(args, row, rows, panel, sums);
+  finish_sums<Both>(args, row, rows, panel);
 }
 
 // Rows first … end - 1 of a block in tiles of `tile_rows`, which divides them.
@@ -192,6 +203,47 @@ inline void multiply_block(const Linear& args, const bf16* x, int64_t x_stride, 
   const int64_t rest = (block.end_row - block.first_row) % kMaxRows, first_left = block.end_row - rest;
   multiply_rows(args, x, x_stride, weights, block, block.first_row, first_left, kMaxRows);
   multiply_rows(args, x, x_stride, weights, block, first_left, block.end_row, rest);
+}
+
+// Steps of a panel that are unpacked together.
+constexpr int64_t kPieceSteps = 4;
+
+// The first tile of rows with a panel that is unpacked meanwhile: vectors make a piece of weights while tiles multiply the
+// piece before it, which is in the first-level cache.
+// weights: for the whole panel if it is kept, else for two pieces; unpack as in `multiply_unpacked`
+template <bool Both, typename Unpack>
+void multiply_and_unpack(const Linear& args, const bf16* x, int64_t x_stride, int64_t rows, int64_t panel, bf16* weights,
+                         bool is_kept, const Unpack& unpack) {
+  const Tiles tiles(rows);
+  const int64_t steps = args.in_features / kStep;
+  const auto place = [&](int64_t step) {
+    return weights + (is_kept ? step : step % (2 * kPieceSteps)) * kStep * kPanel;
+  };
+  const auto unpack_piece = [&](int64_t first) {
+    if (first < steps) unpack(std::min(kPieceSteps, steps - first), place(first));
+  };
+  set_sums_to_zero<Both>();
+  unpack_piece(0);
+  for (int64_t first = 0; first < steps; first += kPieceSteps) {
+    unpack_piece(first + kPieceSteps);
+    for (int64_t step = first; step < std::min(first + kPieceSteps, steps); ++step) {
+      add_step<Both>(x + step * kStep, x_stride, place(step));
+    }
+  }
+  finish_sums<Both>(args, 0, rows, panel);
+}
+
+template <typename Unpack>
+void multiply_unpacked(const Linear& args, const bf16* x, int64_t x_stride, int64_t rows, int64_t panel,
+                       const Unpack& unpack) {
+  static thread_local Scratch memory;
+  const bool is_kept = rows > kMaxRows;  // further tiles read it again
+  const int64_t inputs = is_kept ? args.in_features : 2 * kPieceSteps * kStep;
+  auto* const weights = static_cast<bf16*>(memory.get(inputs * kPanel * sizeof(bf16)));
+  const int64_t first = std::min(rows, kMaxRows);
+  const auto multiply = first > kTileRows ? multiply_and_unpack<true, Unpack> : multiply_and_unpack<false, Unpack>;
+  multiply(args, x, x_stride, first, panel, weights, is_kept, unpack);
+  if (is_kept) multiply_block(args, x, x_stride, weights, {first, rows, panel, panel + 1});
 }
 
 }  // namespace triptych::amx

@@ -19,6 +19,20 @@ void multiply_block(const Linear& args, const T* x, int64_t x_stride, const T* w
   }
 }
 
+// The same of all rows with one panel of which unpack(groups, to) makes the next so many groups of 32 inputs.
+template <typename Unpack>
+void multiply_unpacked(const Linear& args, const bf16* x, int64_t x_stride, int64_t rows, int64_t panel,
+                       const Unpack& unpack) {
+#if defined(__AMX_BF16__) || defined(TRIPTYCH_AMX_EMULATED)
+  amx::multiply_unpacked(args, x, x_stride, rows, panel, unpack);
+#else
+  static thread_local Scratch memory;
+  auto* const weights = static_cast<bf16*>(memory.get(args.in_features * kPanel * sizeof(bf16)));
+  unpack(args.in_features / 32, weights);
+  multiply_block<bf16>(args, x, x_stride, weights, {0, rows, panel, panel + 1});
+#endif
+}
+
 // How many rows a block of them has.
 template <typename T>
 constexpr BlockRows kBlockRows = {.tile = 12, .min = 48, .multiple = 1};

@@ -38,10 +38,13 @@ constexpr int kSignedZero = 128;      // of zero points and multiples, which are
 template <int... Values>
 struct ByteTable {
   static constexpr uint8_t kBytes[] = {static_cast<uint8_t>(Values + 128)...};
+  static constexpr float kFloats[] = {static_cast<float>(Values)...};
 };
 using Float4Table = ByteTable<0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12>;
 using Iq4NlTable = ByteTable<-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113>;
 
+// Values of integers of 4 bits that count from their center.
+inline constexpr float kSignedCounts[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 // Source: bitsandbytes, `get_4bit_type`.
 inline constexpr float kNormal4Values[16] = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
@@ -142,11 +145,12 @@ class Reader {
   int64_t group_ = 0;
 };
 
-// Byte `Index` of each lane, below others.
-template <int Index>
-ivec byte(ivec words) {
-  if constexpr (Index == 0) return words;
-  return shift_right<8 * Index>(words);
+// The bytes of each lane, without signs.
+inline void split_bytes(ivec words, ivec (&out)[4]) {
+  out[0] = words & splat_int(0xff);
+  out[1] = shift_right<8>(words) & splat_int(0xff);
+  out[2] = shift_right<16>(words) & splat_int(0xff);
+  out[3] = shift_right<24>(words);
 }
 
 // Codes of 4 inputs of each output, as bytes without signs.
@@ -186,6 +190,7 @@ struct Bytes {
 template <typename T>
 struct Looked {
   static constexpr int kCenter = 128;
+  static constexpr const float* kFloats = T::kFloats;
   template <int Step>
   static ivec codes(const char* words, int half) {
     return look_up_bytes(T::kBytes, nibbles<Step>(words, half));
@@ -253,25 +258,50 @@ void unpack_bytes(Reader& from, int64_t groups, float* to) {
   }
 }
 
-// widen(codes, out): the values of four codes of each output, which are bytes of a lane, without their scale.
+// widen<Codes, Step>(words, half, out): the values of four codes of each output of a half, without their scale.
+// start(scales): what is added to values times scales where there is no offset.
 struct FloatTable {
   const float* values;
-  void widen(ivec codes, vec (&out)[4]) const {
-    unroll<4>([&](auto i) { out[i] = look_up(values, byte<i>(codes)); });
-  }
-};
-struct Float8 {
-  void widen(ivec codes, vec (&out)[4]) const { widen_float8s(codes, out); }
-};
-struct Integer {
-  int center;
-  void widen(ivec codes, vec (&out)[4]) const {
+  template <typename, int Step>
+  void widen(const char* words, int half, vec (&out)[4]) const {
+    // an index is the lowest 4 bits of a lane, whatever is above
+    const ivec word = load_ints(words + (Step % 4 * kPanel + half * kLanes) * sizeof(uint32_t));
     unroll<4>([&](auto i) {
-      ivec code = byte<i>(codes);
-      if constexpr (i < 3) code = code & splat_int(0xff);
-      out[i] = to_floats(code + splat_int(-center));
+      constexpr int kShift = 8 * i + Step / 4 * 4;
+      if constexpr (kShift == 0) out[i] = look_up(values, word);
+      if constexpr (kShift > 0) out[i] = look_up(values, shift_right<kShift>(word));
     });
   }
+  vec start(vec) const { return zero(); }
+};
+struct Float8 {
+  template <typename Codes, int Step>
+  void widen(const char* words, int half, vec (&out)[4]) const {
+    widen_float8s(Codes::template codes<Step>(words, half), out);
+  }
+  vec start(vec) const { return zero(); }
+};
+// Codes beside an offset.
+struct Integer {
+  int center;
+  template <typename Codes, int Step>
+  void widen(const char* words, int half, vec (&out)[4]) const {
+    ivec codes[4];
+    split_bytes(Codes::template codes<Step>(words, half), codes);
+    unroll<4>([&](auto i) { out[i] = to_floats(codes[i] + splat_int(-center)); });
+  }
+  vec start(vec) const { return zero(); }
+};
+// Codes without one: `scale * center` is exact, so that it can be taken off at the end.
+struct Unsigned {
+  float center;
+  template <typename Codes, int Step>
+  void widen(const char* words, int half, vec (&out)[4]) const {
+    ivec codes[4];
+    split_bytes(Codes::template codes<Step>(words, half), codes);
+    unroll<4>([&](auto i) { out[i] = to_floats(codes[i]); });
+  }
+  vec start(vec scales) const { return scales * splat(-center); }
 };
 
 // f(Codes, Value) of forms of which values are no bytes.
@@ -288,7 +318,17 @@ void with_floats(const CodedForm& form, const F& f) {
 template <typename F>
 void with_values(const CodedForm& form, const F& f) {
   if (!form.has_bytes()) return with_floats(form, f);
-  with_codes(form, [&](auto codes) { f(codes, Integer{center_of<decltype(codes)>(form)}); });
+  with_codes(form, [&](auto codes) {
+    using Codes = decltype(codes);
+    const int center = center_of<Codes>(form);
+    if constexpr (std::is_same_v<Codes, Bytes> || std::is_same_v<Codes, SixBits>) {
+      return form.is_affine() ? f(codes, Integer{center}) : f(codes, Unsigned{static_cast<float>(center)});
+    } else if constexpr (std::is_same_v<Codes, Nibbles>) {
+      return f(codes, FloatTable{center == 0 ? kCounts : kSignedCounts});
+    } else {
+      return f(codes, FloatTable{Codes::kFloats});
+    }
+  });
 }
 
 // f(first of two inputs in the group, half, weights of both): of a group, in order.
@@ -299,7 +339,7 @@ template <typename Codes, typename Value, typename F>
     vec scales[2], offsets[2];
     for (int unit = 0; unit < form.num_scales; ++unit) {
       scales[unit] = from.scales(unit, half) * unit_value;
-      offsets[unit] = form.is_affine() ? from.offsets(unit, half, scales[unit]) : zero();
+      offsets[unit] = form.is_affine() ? from.offsets(unit, half, scales[unit]) : value.start(scales[unit]);
     }
     if (form.num_scales == 1) {
       scales[1] = scales[0];
@@ -308,7 +348,7 @@ template <typename Codes, typename Value, typename F>
     unroll<bytes::kSteps>([&](auto step) {
       constexpr int kUnit = step / (bytes::kSteps / 2);
       vec values[4];
-      value.widen(Codes::template codes<step>(from.words(), half), values);
+      value.template widen<Codes, step>(from.words(), half, values);
       for (vec& each : values) each = fma(each, scales[kUnit], offsets[kUnit]);
       f(4 * step, half, values[0], values[1]);
       f(4 * step + 2, half, values[2], values[3]);
@@ -358,7 +398,7 @@ inline void unpack_values(Reader& from, int64_t groups, float* to) {
       unroll<2>([&](auto half) {
         unroll<bytes::kSteps>([&](auto step) {
           vec values[4];
-          value.widen(decltype(codes)::template codes<step>(from.words(), half), values);
+          value.template widen<decltype(codes), step>(from.words(), half, values);
           unroll<4>([&](auto i) { store(to + (4 * step + i) * kPanel + half * kLanes, values[i]); });
         });
         for (const int unit : {0, 1}) {

@@ -378,11 +378,9 @@ void multiply_wide(const Linear& args, const CodedForm& form, int64_t rows) {
     make_all_rows(args.stages);
   }
   parallel_for(args.num_panels(), [&](int64_t panel) {
-    static thread_local Scratch unpacked;
-    auto* weights = static_cast<bf16*>(unpacked.get(args.in_features * kPanel * sizeof(bf16)));
     Reader reader(form, static_cast<const char*>(args.weight) + panel * form.panel_bytes(args.in_features));
-    coded::unpack_pairs(reader, args.in_features / kGroup, weights);
-    multiply_block<bf16>(args, x, stride, weights, {0, rows, panel, panel + 1});
+    multiply_unpacked(args, x, stride, rows, panel,
+                      [&](int64_t groups, bf16* to) { coded::unpack_pairs(reader, groups, to); });
   });
 }
 

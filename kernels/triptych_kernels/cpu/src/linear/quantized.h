@@ -71,6 +71,9 @@ constexpr auto pair_order() {
 template <int Bits>
 inline constexpr auto kPairOrder = pair_order<Bits>();
 
+// Integers of 4 bits without signs, as a table for `look_up`.
+inline constexpr float kCounts[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 // Pair `pair` of each word.
 template <int Bits, int Pair>
 inline ivec pair_of(ivec words) {

@@ -228,22 +228,30 @@ void multiply_bytes(const Linear& args, int64_t rows) {
   }
 }
 
-// A panel of weights as bfloat16, its inputs in kPairOrder.
+// The next groups of a panel of weights as bfloat16, its inputs in kPairOrder.
 template <typename F>
-void unpack_panel(const char* panel, int64_t groups, bf16* out) {
+void unpack_groups(const char*& panel, int64_t groups, bf16* out) {
   for (int64_t group = 0; group < groups; ++group, panel += F::kGroupBytes) {
+    for (int64_t at = 0; at < F::kGroupBytes; at += kLineBytes) prefetch_once(panel + kAheadBytes + at);
     unroll<2>([&](auto half) {
       const int64_t at = half * kLanes;
       const vec scales = load_halves(panel + at * sizeof(uint16_t));
       vec starts = scales * splat(-F::kZero);
       if constexpr (F::kAffine) starts = starts + load_halves(panel + F::kScaleBytes + at * sizeof(uint16_t));
+      const auto put = [&](int pair, vec first, vec second) {
+        store_pairs(out + ((group * kGroup / 2 + pair) * kPanel + at) * 2, fma(first, scales, starts),
+                    fma(second, scales, starts));
+      };
       for (int word = 0; word < F::kWords; ++word) {
         const ivec words = load_ints(panel + F::kWordsAt + (word * kPanel + at) * sizeof(uint32_t));
         unroll<F::kPairs>([&](auto pair) {
-          const ivec integers = pair_of<F::kBits, pair>(words);
-          store_pairs(out + ((group * kGroup / 2 + word * F::kPairs + pair) * kPanel + at) * 2,
-                      fma(to_floats(integers & splat_int(0xffff)), scales, starts),
-                      fma(to_floats(shift_right<16>(integers)), scales, starts));
+          if constexpr (F::kBits == 4) {  // without masks: an index is the lowest 4 bits of a lane
+            put(word * F::kPairs + pair, look_up(kCounts, shift_right<4 * pair>(words)),
+                look_up(kCounts, shift_right<16 + 4 * pair>(words)));
+          } else {
+            const ivec integers = pair_of<F::kBits, pair>(words);
+            put(word * F::kPairs + pair, to_floats(integers & splat_int(0xffff)), to_floats(shift_right<16>(integers)));
+          }
         });
       }
     });
@@ -261,10 +269,9 @@ void multiply_wide(const Linear& args, int64_t rows) {
   });
   const int64_t groups = args.in_features / kGroup;
   parallel_for(args.num_panels(), [&](int64_t panel) {
-    static thread_local Scratch unpacked;
-    auto* weights = static_cast<bf16*>(unpacked.get(args.in_features * kPanel * sizeof(bf16)));
-    unpack_panel<F>(static_cast<const char*>(args.weight) + panel * groups * F::kGroupBytes, groups, weights);
-    multiply_block<bf16>(args, x, args.in_features, weights, {0, rows, panel, panel + 1});
+    const char* from = static_cast<const char*>(args.weight) + panel * groups * F::kGroupBytes;
+    multiply_unpacked(args, x, args.in_features, rows, panel,
+                      [&](int64_t count, bf16* to) { unpack_groups<F>(from, count, to); });
   });
 }
 
