@@ -4,7 +4,7 @@
     a b c|d e f a|             so d e f a may follow
 
 An index finds the places where the two newest tokens occurred, and the longest common end decides among the latest of
-these. It costs a step the same however long the row is.
+these. It costs a step the same however long the row is: a long prompt is taken in over several steps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _MAX_COMMON = 8
 """Tokens by which places are told apart; those behind a longer common end are as good."""
 _TOKENS_PER_COMMON = 3
 """Guesses that a common end of one token is good for: the longer it is, the more of what followed comes again."""
+_PAIRS_PER_STEP = 4096
+"""Pairs that all rows take in for one step, at most: about 1 ms. The others follow in later steps."""
 _NOWHERE = -1
 
 
@@ -46,8 +48,10 @@ class NgramProposer:
 
     def propose(self, slots: I64, limits: I64) -> Guesses:
         parts: list[NDArray[np.int32]] = []
+        num_left = _PAIRS_PER_STEP
         for slot, limit in zip(slots.tolist(), limits.tolist(), strict=True):
             tokens = self._history.token_ids[slot, : self._history.num_known[slot]]
+            num_left -= self._indexes[slot].take_in(tokens, num_left)
             parts.append(self._indexes[slot].guess(tokens, limit))
         return Guesses(
             np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64),
@@ -67,13 +71,29 @@ class _PairIndex:
         self._before: list[int] = []
         """Place - 2 -> the place before it of the same pair, or `_NOWHERE`."""
 
+    def take_in(self, tokens: NDArray[np.int32], limit: int) -> int:
+        """Add up to so many pairs that came since the last call, but for the newest one: nothing follows it yet.
+
+        Returns:
+            The number of pairs that were added.
+        """
+        first = len(self._before) + _KEY_TOKENS
+        end = min(tokens.size, first + limit)
+        if first >= end:
+            return 0
+        newest = tokens[first - _KEY_TOKENS : end - 1].astype(np.int64)
+        latest, before = self._latest, self._before
+        for place, pair in enumerate((newest[:-1] << 32 | newest[1:]).tolist(), first):
+            before.append(latest.get(pair, _NOWHERE))
+            latest[pair] = place
+        return end - first
+
     def guess(self, tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
         """Return up to `limit` tokens that may follow.
 
         Args:
-            tokens: [num_known] all of the row. It has grown since the last call.
+            tokens: [num_known] all of the row.
         """
-        self._take_in(tokens)
         place, num_common = self._best(tokens)
         if place == _NOWHERE:
             return tokens[:0]
@@ -82,17 +102,6 @@ class _PairIndex:
         if follow.size < limit:  # the row repeats itself, with this period
             follow = np.resize(follow, limit)
         return follow
-
-    def _take_in(self, tokens: NDArray[np.int32]) -> None:
-        """Add the pairs that came since the last call, but for the newest one: nothing follows it yet."""
-        first = len(self._before) + _KEY_TOKENS
-        if first >= tokens.size:
-            return
-        newest = tokens[first - _KEY_TOKENS : tokens.size - 1].astype(np.int64)
-        latest, before = self._latest, self._before
-        for place, pair in enumerate((newest[:-1] << 32 | newest[1:]).tolist(), first):
-            before.append(latest.get(pair, _NOWHERE))
-            latest[pair] = place
 
     def _best(self, tokens: NDArray[np.int32]) -> tuple[int, int]:
         """Return the place with the longest common end, the latest of such, and the length of that; `_NOWHERE`

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 
 from tests.worker.tiny import new_row
 from triptych.types.step import NewRow, RowContent
 from triptych_services.worker.runner.drafting.suffix import SuffixProposer
 from triptych_services.worker.sampling.params import TokenHistory
 
-NUM_SLOTS, LENGTH = 3, 6000
+NUM_SLOTS, LENGTH, TOKENS_PER_STEP = 3, 6000, 256
+NO_ROWS = np.zeros(0, np.int64)
 MIB = 1 << 20
 
 
@@ -34,6 +37,12 @@ class Rows:
         """Let a row of another slot say this after a prompt of one token."""
         self.enter(2, [0, *output], scope)
         self.proposer.leave(2)
+        for _ in range(-(-len(output) // TOKENS_PER_STEP)):
+            self.step()
+
+    def step(self) -> None:
+        """Let the proposer do what it does in each step."""
+        self.proposer.accept(NO_ROWS, NO_ROWS)
 
     def guess(self, tokens: Sequence[int], scope: str, limit: int = 8) -> list[int]:
         self.enter(0, tokens, scope)
@@ -73,6 +82,7 @@ def test_prompts_are_not_remembered() -> None:
     rows = Rows()
     rows.enter(2, [5, 6, 7, 8, 9, 1, 2, 3, 4], "a", num_prompt=5)
     rows.proposer.leave(2)
+    rows.step()
     assert rows.guess([5, 6, 7], "a") == []
     assert rows.guess([1, 2, 3], "a") == [4]
 
@@ -95,17 +105,69 @@ def test_guesses_end_with_the_output_that_they_are_from() -> None:
 
 
 def test_bytes_are_bounded_and_the_oldest_makes_room() -> None:
-    rows = Rows(max_bytes=200 * 100)  # a hundred tokens
+    rows = Rows(max_bytes=36 * 100)  # a hundred tokens
     rows.say(range(1000, 1040), "a")
     rows.say(range(2000, 2040), "b")
-    rows.say(range(3000, 3040), "b")
-    assert rows.guess([1005, 1006, 1007], "a") == [], "the scope that was used least recently"
+    assert rows.guess([1005, 1006, 1007], "a", limit=1) == [1008]
+    rows.say(range(3000, 3040), "b")  # does not fit behind them
+    assert rows.guess([1005, 1006, 1007], "a") == []
     assert rows.guess([2005, 2006, 2007], "b", limit=1) == [2008]
-    rows.say(range(4000, 4040), "b")
-    assert rows.guess([2005, 2006, 2007], "b") == [], "the older half"
-    assert rows.guess([4005, 4006, 4007], "b", limit=1) == [4008]
-    rows.say(range(5000, 5200), "b")
-    assert rows.guess([5005, 5006, 5007], "b") == [], "longer than all that is kept"
+    assert rows.guess([3005, 3006, 3007], "b", limit=1) == [3008]
+    rows.say(range(4000, 4040), "a")
+    assert rows.guess([2005, 2006, 2007], "b") == []
+    rows.say(range(5000, 5100), "b")
+    assert rows.guess([5005, 5006, 5007], "b") == [], "as long as all that is kept"
+    assert rows.guess([4005, 4006, 4007], "a", limit=1) == [4008]
+
+
+def test_a_step_takes_in_few_tokens_however_many_rows_have_ended() -> None:
+    rows = Rows(max_bytes=36 << 16)
+    outputs = [range(5000 * number, 5000 * number + 4500) for number in range(1, 9)]
+    for output in outputs:
+        rows.enter(2, [0, *output], "a")
+        rows.proposer.leave(2)
+    num_known = [0]
+    for _ in range(8 * 4096 // TOKENS_PER_STEP):
+        rows.step()
+        found = [rows.guess(list(output)[-4:-1], "a") == [output[-1]] for output in outputs]
+        num_known.append(sum(found))
+    ends = [step for step, (before, after) in enumerate(pairwise(num_known), 1) if after > before]
+    assert ends == [16 * number for number in range(1, 9)], "one output of 4,096 tokens in 16 steps"
+
+
+def test_the_newest_outputs_wait() -> None:
+    """Those of 64 rows of 4,096 tokens; the oldest are left out."""
+    rows = Rows(max_bytes=36 << 20)
+    outputs = [range(5000 * number, 5000 * number + 4096) for number in range(1, 71)]
+    for output in outputs:
+        rows.enter(2, [0, *output], "a")
+        rows.proposer.leave(2)
+    for _ in range(80 * 16):
+        rows.step()
+    found = [rows.guess(list(output)[:3], "a", 1) == [output[3]] for output in outputs]
+    assert found == [False] * 6 + [True] * 64
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 60), max_size=20), st.randoms(use_true_random=False))
+def test_what_is_found_was_among_the_latest_tokens(lengths: list[int], random: Random) -> None:
+    """Outputs of any length, also while they are taken in; none is overwritten in part and found."""
+    rows = Rows(max_bytes=36 * 64)
+    texts = list[list[int]]()
+    for number, length in enumerate(lengths):
+        texts.append([1000 * number + place for place in range(length)])
+        rows.enter(2, [0, *texts[-1]], "a")
+        rows.proposer.leave(2)
+        if random.random() < 0.7:
+            rows.step()
+        for text in texts:
+            for end in (3, len(text) // 2, len(text) - 1):
+                guess = rows.guess(text[:end], "a", 4)
+                assert guess == text[max(end, 0) :][: len(guess)]
+    rows.step()
+    taken = [text for text in texts if 3 < len(text) < 64]
+    if taken:
+        assert rows.guess(taken[-1][:3], "a", 1) == taken[-1][3:4]
 
 
 @given(
