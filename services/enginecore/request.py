@@ -91,7 +91,7 @@ class Request:
 
     @classmethod
     def choices_of(
-        cls, submit: SubmitRequest, *, session: int, deadline: float | None = None
+        cls, submit: SubmitRequest, *, session: int, deadline: float | None = None, guesses: bool = False
     ) -> list[Request]:
         """Return one request for each choice of what a frontend submitted.
 
@@ -99,6 +99,7 @@ class Request:
             submit: The client's request.
             session: The frontend's session.
             deadline: Seconds on the scheduler's clock; None if there is none.
+            guesses: Whether the worker guesses tokens, and so needs to know from which outputs it may.
         """
         prompt = array("I")
         assert prompt.itemsize == submit.prompt_token_ids.itemsize, "unsigned int is not 4 bytes here"
@@ -108,7 +109,7 @@ class Request:
             submit.sampling,
             submit.pooling,
             adapter=submit.adapter_digest,
-            draft_scope=_scope_of(submit.head),
+            draft_scope=_scope_of(submit.head) if guesses and submit.sampling.speculation else "",
         )
         root = root_of_request(submit.head.cache_salt, submit.adapter_digest)
         requests = [

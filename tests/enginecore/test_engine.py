@@ -18,9 +18,11 @@ from triptych_services.enginecore.engine import EngineCore
 SESSION = 1
 
 
-def make_engine(num_blocks: int = 200, max_model_len: int = 512) -> tuple[EngineCore, NaiveRunner]:
+def make_engine(
+    num_blocks: int = 200, max_model_len: int = 512, max_samples_per_row: int = 1
+) -> tuple[EngineCore, NaiveRunner]:
     config = make_config()
-    engine, runner = EngineCore(config), NaiveRunner(config, num_blocks, max_model_len)
+    engine, runner = EngineCore(config), NaiveRunner(config, num_blocks, max_model_len, max_samples_per_row)
     engine.frontends.open_session(SESSION)
     engine.worker_ready(runner.facts, after_crash=False)
     return engine, runner
@@ -111,6 +113,16 @@ def test_a_submit_on_an_ended_session_is_dropped() -> None:
     submit(engine, 1)
     assert engine.num_requests == 0
     assert not engine.take_outputs()
+
+
+@pytest.mark.parametrize("max_samples_per_row", [1, 5])
+def test_rows_name_their_scope_to_a_worker_that_guesses(max_samples_per_row: int) -> None:
+    engine, _ = make_engine(max_samples_per_row=max_samples_per_row)
+    submit(engine, 1)
+    plan = engine.plan()
+    assert plan is not None
+    (row,) = plan.new_rows
+    assert bool(row.content.draft_scope) == (max_samples_per_row > 1)
 
 
 def test_a_pause_settles_while_a_group_is_under_test() -> None:

@@ -107,7 +107,8 @@ class FrontendRequests:
             submit = without_useless_transfers(submit, self._facts.kv_endpoint)
             remaining_ms = submit.deadline_remaining_ms
             deadline = None if remaining_ms is None else self._calls.now_s + remaining_ms / 1000
-            choices = Request.choices_of(submit, session=session, deadline=deadline)
+            guesses = self._facts.max_samples_per_row > 1
+            choices = Request.choices_of(submit, session=session, deadline=deadline, guesses=guesses)
             displaced = self._scheduler.requests.add(*choices)
         except TriptychError as error:
             self.refuse(session, submit.numbers.tolist(), error)

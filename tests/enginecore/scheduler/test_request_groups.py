@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, make_scheduler
 from triptych.errors import DuplicateRequest, InvalidRequest, QueueFull
 from triptych.types.sampling import SamplingParams
-from triptych.types.submit import RequestHead, SubmitRequest
+from triptych.types.submit import RequestHead, SubmitRequest, single_choice
 from triptych.wire.step import StepEncoder
 from triptych_services.enginecore.request import Request
 
@@ -211,10 +212,27 @@ def test_what_no_message_can_hold_is_refused_alone() -> None:
 def test_tenants_and_salts_have_scopes_of_their_own_for_guesses() -> None:
     """Names that run into each other included."""
     kinds = [("", ""), ("a", ""), ("", "a"), ("ab", "c"), ("a", "bc"), ("1 a", ""), ("1", " a")]
-    scopes = [
-        make_request(1, make_prompt(20), tenant=tenant, cache_salt=salt).content.draft_scope
-        for tenant, salt in kinds
-    ]
+    scopes = [scope_of(tenant, salt) for tenant, salt in kinds]
     assert len(set(scopes)) == len(kinds)
-    again = make_request(2, make_prompt(30), tenant="ab", cache_salt="c")
-    assert again.content.draft_scope == scopes[3]
+    assert scope_of("ab", "c", prompt=make_prompt(30)) == scopes[3]
+    assert "" not in scopes
+
+
+def test_scopes_are_for_workers_that_guess() -> None:
+    assert scope_of("a", guesses=False) == ""
+    assert scope_of("a", speculation=False) == ""
+
+
+def scope_of(
+    tenant: str,
+    salt: str = "",
+    *,
+    prompt: Sequence[int] = (1, 2),
+    guesses: bool = True,
+    speculation: bool = True,
+) -> str:
+    head = RequestHead("r", tenant=tenant, cache_salt=salt)
+    sampling = SamplingParams(speculation=speculation)
+    submit = replace(single_choice(1, "r", prompt, sampling, seed=1), head=head)
+    (request,) = Request.choices_of(submit, session=0, guesses=guesses)
+    return request.content.draft_scope
