@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from triptych.config import SpeculativeConfig
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import U32, NewRow, empty_u32
 from triptych_services.worker.runner.drafting.base import I64, Proposer
-from triptych_services.worker.runner.drafting.budget import GuessBudget
+from triptych_services.worker.runner.drafting.budget import F64, GuessBudget
 from triptych_services.worker.runner.drafting.grammar import FormMatchers, GrammarProposer
 from triptych_services.worker.runner.drafting.ngram import NgramProposer
 from triptych_services.worker.runner.drafting.suffix import SuffixProposer
@@ -43,7 +44,8 @@ class Speculation:
     def __init__(self, rows: RequestRows, proposers: Sequence[Proposer], max_guesses: int) -> None:
         """
         Args:
-            proposers: In the order in which they are asked: the first one with a guess for a row decides.
+            proposers: The first one with a guess for a row decides. The one that was right most often for the row
+                lately is asked first, of equals the first of these.
             max_guesses: The most guesses of one row in a step.
         """
         self._rows = rows
@@ -79,7 +81,8 @@ class Speculation:
         slots, num_left = step.sampling_slots, MAX_GUESSES_PER_STEP
         entered = np.flatnonzero(self._takes_part[slots] & ~self._is_asked[slots])
         if entered.size:  # an engine that knows no reports gives rows that enter several tokens
-            self._propose(slots[entered], step.sample_limits[entered] - 1)
+            new = slots[entered]
+            self._propose(new, step.sample_limits[entered] - 1, self._budget.hopes(new))
         found: list[I64] = []
         for slot, limit in zip(slots.tolist(), step.sample_limits.tolist(), strict=True):
             _, token_ids = self._ready.get(slot, _NOTHING)
@@ -102,7 +105,8 @@ class Speculation:
             forward_ns: The time of the model.
 
         Returns:
-            Guesses that are ready for each sampling row, [num_sampling]; empty: there are none.
+            Guesses that each sampling row may have when it computes next, [num_sampling]; empty: no row has any. The
+            engine may have planned its next step, so these are as many as were looked for, not those that were found.
         """
         if (step.query_lens == 1).all():  # a prompt's positions cost something else than guesses
             self._budget.costs.note(int(step.computed_lens.sum()), forward_ns * 1e-9)
@@ -117,36 +121,75 @@ class Speculation:
         own = slots[takes_part]
         for proposer in self._proposers:
             proposer.accept(own, counts[takes_part])
-        for slot in own.tolist():
+        for slot in own.tolist() if self._ready else ():
             self._ready.pop(slot, None)
         self._is_asked[own] = True
         self._budget.fade(own)
-        self._propose(own, self._budget.allot(own, slots.size, most=MAX_GUESSES_PER_STEP))
-        if not self._ready:
+        limits = self._guess_next(own, slots.size)
+        if not limits.any():
             return empty_u32()
-        return np.array([self._ready.get(slot, _NOTHING)[1].size for slot in slots.tolist()], np.uint32)
+        reported = np.zeros(slots.size, np.uint32)
+        reported[takes_part] = limits
+        return reported
 
     def _note_verified(self, slots: I64, drafted: I64, accepted: I64) -> None:
         rows = np.flatnonzero(drafted)
         proposers = np.array([self._ready[slot][0] for slot in slots[rows].tolist()], np.int64)
         self._budget.note_verified(slots[rows], proposers, drafted[rows], accepted[rows])
 
-    def _propose(self, slots: I64, limits: I64) -> None:
-        """Ask the proposers, one after the other, for those rows that have no guess yet.
+    def _guess_next(self, slots: I64, num_positions: int) -> I64:
+        """Find guesses for these rows, and keep as many as the next step should verify.
+
+        Args:
+            num_positions: Positions of that step without guesses.
+
+        Returns:
+            Guesses that were looked for, [num_rows].
+        """
+        budget, sizes = self._budget, (num_positions, MAX_GUESSES_PER_STEP)
+        if not budget.may_gain(slots.size, *sizes):
+            return np.zeros(slots.size, np.int64)
+        hopes = budget.hopes(slots)
+        limits = budget.allot(hopes.max(axis=1), None, *sizes)
+        self._propose(slots, limits, hopes)
+        if not self._ready:
+            return limits
+        ready = [self._ready.get(slot, _NOTHING) for slot in slots.tolist()]
+        found = np.array([token_ids.size for _, token_ids in ready])
+        rates = budget.rates(slots)[np.arange(slots.size), [proposer for proposer, _ in ready]]
+        kept = budget.allot(rates, found, *sizes)
+        for row in np.flatnonzero(kept < found).tolist():
+            proposer, token_ids = ready[row]
+            self._ready[int(slots[row])] = proposer, token_ids[: kept[row]]
+        return limits
+
+    def _propose(self, slots: I64, limits: I64, hopes: F64) -> None:
+        """Ask proposers for guesses of these rows, until each row has some: the one that was right most often first.
 
         Args:
             limits: [num_rows] the most guesses of each; 0: none.
+            hopes: [num_rows, num_proposers] as of `GuessBudget.hopes`; a proposer with 0 is not asked.
         """
-        for index, proposer in enumerate(self._proposers):
-            asked = np.flatnonzero(limits)
-            if not asked.size:
-                return
-            guesses = proposer.propose(slots[asked], limits[asked])
-            ends = np.cumsum(guesses.counts).tolist()
-            for row, start, end in zip(asked.tolist(), [0, *ends], ends, strict=False):
-                token_ids = self._usable(guesses.token_ids[start : min(end, start + int(limits[row]))])
-                if token_ids.size:
-                    self._ready[int(slots[row])], limits[row] = (index, token_ids), 0
+        waiting = np.flatnonzero(limits).tolist()
+        row_to_ranked = {row: _ranked(hopes[row].tolist()) for row in waiting}
+        for _ in self._proposers:
+            proposer_to_rows: defaultdict[int, list[int]] = defaultdict(list)
+            for row in waiting:
+                if ranked := row_to_ranked[row]:
+                    proposer_to_rows[ranked.pop()].append(row)
+            for index, rows in proposer_to_rows.items():
+                self._ask(index, slots[rows], limits[rows])
+            waiting = [row for row in waiting if int(slots[row]) not in self._ready]
+
+    def _ask(self, index: int, slots: I64, limits: I64) -> None:
+        """Ask one proposer for guesses of these rows."""
+        guesses = self._proposers[index].propose(slots, limits)
+        ends = np.cumsum(guesses.counts).tolist()
+        for row, start, end in zip(range(slots.size), [0, *ends], ends, strict=False):
+            token_ids = self._usable(guesses.token_ids[start : min(end, start + int(limits[row]))])
+            if token_ids.size:
+                self._ready[int(slots[row])] = index, token_ids
+        self._budget.note_searched(slots, index, guesses.counts > 0)
 
     def _usable(self, token_ids: I64) -> I64:
         """Return the guesses before the first one that is no token."""
@@ -155,6 +198,11 @@ class Speculation:
 
 
 _NOTHING: tuple[int, I64] = 0, np.zeros(0, np.int64)
+
+
+def _ranked(hopes: list[float]) -> list[int]:
+    """Return the proposers of a row that are worth asking, the best one last; of equals the first one."""
+    return sorted((i for i, hope in enumerate(hopes) if hope), key=lambda i: (hopes[i], -i))
 
 
 CreateProposers = Callable[[WorkerFacts, TokenHistory, FormMatchers | None], Sequence[Proposer]]

@@ -129,7 +129,9 @@ def runner_with(
     lasting = LastingParts(grammars, proposers=proposers)
     runner = ModelRunner(model=model, kv_caches=caches, facts=facts, lasting=lasting, **arguments)
     if runner._speculation is not None:  # as many guesses as there are, whatever they cost
-        runner._speculation._budget.allot = lambda slots, *sizes, most: np.full(slots.size, limit - 1)  # type: ignore[method-assign]
+        budget = runner._speculation._budget
+        budget.may_gain = lambda *sizes: True  # type: ignore[method-assign]
+        budget.allot = lambda rates, found, *sizes: np.full(rates.size, limit - 1)  # type: ignore[method-assign]
     return runner
 
 

@@ -30,8 +30,15 @@ def budget_of(costs: dict[int, float], num_rows: int, rate: float) -> GuessBudge
 
 
 def allotted(costs: dict[int, float], num_rows: int, rate: float) -> list[int]:
-    budget = budget_of(costs, num_rows, rate)
-    return budget.allot(np.arange(num_rows), num_rows, most=64).tolist()
+    return allot(budget_of(costs, num_rows, rate), num_rows)
+
+
+def allot(budget: GuessBudget, num_rows: int, most: int = 64) -> list[int]:
+    """Return the guesses of rows that the first proposer finds as many for as are wanted."""
+    if not budget.may_gain(num_rows, num_rows, most):
+        return [0] * num_rows
+    rates = budget.rates(np.arange(num_rows))[:, 0]
+    return budget.allot(rates, None, num_rows, most).tolist()
 
 
 def speed(costs: dict[int, float], rate: float, counts: list[int]) -> float:
@@ -45,8 +52,8 @@ def speed(costs: dict[int, float], rate: float, counts: list[int]) -> float:
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.8, 0.9])
 def test_no_equal_number_of_guesses_is_faster(costs: dict[int, float], num_rows: int, share: float) -> None:
     budget = budget_of(costs, num_rows, share)
-    counts = budget.allot(np.arange(num_rows), num_rows, most=64).tolist()
-    rate = float(budget.rates(np.arange(num_rows))[0])
+    counts = allot(budget, num_rows)
+    rate = float(budget.rates(np.arange(num_rows))[0, 0])
     best = max(speed(costs, rate, [count] * num_rows) for count in range(9) if count * num_rows <= 64)
     assert speed(costs, rate, counts) > best / 1.021
 
@@ -67,20 +74,44 @@ def test_the_better_rows_have_more() -> None:
     zeros = np.zeros(30, np.int64)
     for _ in range(30):
         budget.note_verified(np.array([2]), zeros[:1], np.array([5]), np.array([0]))
-    counts = budget.allot(np.arange(4), 4, most=64).tolist()
+    counts = allot(budget, 4)
     assert counts[2] == 0
     assert min(counts[0], counts[1], counts[3]) >= 2
 
 
 def test_the_sum_is_bounded() -> None:
     budget = budget_of(BF16, 8, 1.0)
-    assert sum(budget.allot(np.arange(8), 8, most=5).tolist()) <= 5
-    assert budget.allot(np.arange(8), 8, most=0).tolist() == [0] * 8
+    assert sum(allot(budget, 8, most=5)) <= 5
+    assert allot(budget, 8, most=0) == [0] * 8
 
 
 def test_nothing_is_guessed_before_anything_is_measured() -> None:
     budget = GuessBudget(4, 1, 8)
-    assert budget.allot(np.arange(2), 2, most=64).tolist() == [0, 0]
+    assert not budget.may_gain(2, 2, 64)
+    assert budget.allot(np.full(2, 0.9), None, 2, 64).tolist() == [0, 0]
+
+
+def test_rows_with_fewer_guesses_leave_them_to_others() -> None:
+    budget = budget_of(BF16, 3, 1.0)
+    counts = budget.allot(np.array([0.9, 0.9, 0.0]), np.array([2, 8, 8]), 3, 64).tolist()
+    assert counts[0] == 2
+    assert counts[1] > 2
+    assert counts[2] == 0
+
+
+def test_proposers_that_find_nothing_are_hoped_for_rarely() -> None:
+    budget = budget_of(Q4, 1, 0.5)
+    slots, num_asked = np.arange(1), 0
+    for _ in range(2000):
+        budget.fade(slots)
+        if budget.hopes(slots)[0, 1]:
+            num_asked += 1
+            budget.note_searched(slots, 1, np.array([False]))
+    assert 30 <= num_asked <= 200
+    budget.note_searched(slots, 1, np.array([True]))
+    assert budget.hopes(slots)[0, 1] == budget.rates(slots)[0, 1] > 0
+    budget.enter(0)
+    assert (budget.hopes(slots) > 0).all()
 
 
 def test_bad_guesses_are_tried_again_later() -> None:
@@ -89,28 +120,52 @@ def test_bad_guesses_are_tried_again_later() -> None:
     num_tries = 0
     for _ in range(2000):
         budget.fade(slots)
-        if (count := int(budget.allot(slots, 1, most=64)[0])) > 0:
+        if (count := allot(budget, 1)[0]) > 0:
             num_tries += 1
             budget.note_verified(slots, np.zeros(1, np.int64), np.array([count]), np.zeros(1, np.int64))
     assert 5 <= num_tries <= 100, "often enough to notice that a text has changed, and nearly for nothing"
 
 
+def note(costs: StepCosts, size: int, *seconds: float) -> None:
+    for each in seconds:
+        costs.note(size, each)
+
+
+def estimates(costs: StepCosts, *sizes: int) -> list[float]:
+    found = [costs.estimate(size, 1) for size in sizes]
+    return [float(seconds[0]) for seconds in found if seconds is not None]
+
+
 def test_costs_grow_with_size_and_follow_the_latest_steps() -> None:
     costs = StepCosts()
-    assert costs.estimate(np.array([1])) is None
+    assert costs.estimate(1, 9) is None
     for size, seconds in ((1, 3.0), (4, 2.0), (8, 6.0)):
-        costs.note(size, seconds)
-    assert costs.estimate(np.array([1, 4, 6, 8, 99])).tolist() == [2.0, 2.0, 4.0, 6.0, 6.0]  # type: ignore[union-attr]
-    for _ in range(100):
-        costs.note(8, 10.0)
-    assert costs.estimate(np.array([8]))[0] == pytest.approx(10.0, rel=0.01)  # type: ignore[index]
+        note(costs, size, *[seconds] * 3)
+    assert estimates(costs, 1, 4, 6, 8, 99) == [2.0, 2.0, 4.0, 6.0, 6.0]
+    assert costs.estimate(4, 5).tolist() == [2.0, 3.0, 4.0, 5.0, 6.0]  # type: ignore[union-attr]
+    note(costs, 8, *[10.0] * 13)
+    assert estimates(costs, 8) == [10.0]
+
+
+def test_single_slow_steps_say_nothing() -> None:
+    """The first steps of a size included: it is tried until it was measured several times."""
+    costs = StepCosts()
+    note(costs, 1, *[3.0] * 3)
+    note(costs, 8, 100.0, 90.0)
+    assert estimates(costs, 8) == [3.0]
+    note(costs, 8, 6.0, 80.0)
+    assert estimates(costs, 8) == [6.0]
+    note(costs, 1, *[50.0] * 4)
+    assert estimates(costs, 1) == [3.0]
 
 
 def test_a_measurement_is_doubted_after_a_while() -> None:
     costs = StepCosts()
-    costs.note(8, 100.0)  # one bad moment
-    for _ in range(2001):
-        costs.note(1, 3.0)
-    assert costs.estimate(np.array([8])).tolist() == [3.0]  # type: ignore[union-attr]
-    costs.note(8, 6.0)
-    assert costs.estimate(np.array([8])).tolist() == [6.0]  # type: ignore[union-attr]
+    note(costs, 8, *[100.0] * 3)  # a bad moment
+    note(costs, 1, *[3.0] * 900)
+    assert estimates(costs, 8) == [100.0]
+    note(costs, 1, *[3.0] * 120)
+    assert estimates(costs, 8) == [3.0]
+    note(costs, 8, 6.0)
+    note(costs, 1, *[3.0] * 10)
+    assert estimates(costs, 8) == [6.0]

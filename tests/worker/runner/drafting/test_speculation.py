@@ -7,11 +7,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
+from tests.helpers.in_process import InProcessEngine
 from tests.worker.runner.drafting.guessing import (
     Replaying,
     Said,
@@ -22,7 +24,15 @@ from tests.worker.runner.drafting.guessing import (
     say,
 )
 from tests.worker.sampling_kinds import KINDS
-from tests.worker.tiny import EchoModel, new_row, next_token, step_plan, tiny_architecture, tiny_config
+from tests.worker.tiny import (
+    EchoModel,
+    new_row,
+    next_token,
+    step_plan,
+    tiny_architecture,
+    tiny_config,
+    tiny_facts,
+)
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.facts import WorkerFacts
 from triptych.types.output_limits import ThinkingBudget
@@ -34,6 +44,9 @@ from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 from triptych_services.worker.sampling.params import TokenHistory
 
@@ -113,6 +126,25 @@ def test_recorded_programs_say_the_same(dtype: str, quantization: str, cache: st
         if name == "wrong":
             assert [each.num_steps for each in found] == [NUM_NEW] * len(rows)
     assert_same(say(runner_with(model, config, 5), rows, NUM_NEW, 5), expected)  # the n-gram proposer
+
+
+@needs_kernels
+def test_an_engine_and_a_runner_take_fewer_steps() -> None:
+    """With the costs of steps as they are measured: those of a tiny model hardly grow with its positions."""
+    config = config_of("float32", "none")
+    model = load_model(config, RandomCheckpoint(config.architecture, seed=3))
+    greedy = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    prompts = [[5, 6, 7, 8], [9, 8, 7]]
+    answers, nums_steps = [], []
+    for limit in (1, 5):
+        kv = plan_kv_cache(config, free_bytes=1 << 30)
+        facts = tiny_facts(config, kv.max_model_len, kv.shape, max_samples_per_row=limit)
+        caches = allocate_kv_cache(kv.shape, torch.device("cpu"), kv.places)
+        runner = ModelRunner(model=model, kv_caches=caches, facts=facts)
+        answers.append(InProcessEngine(runner, max_num_seqs=7).generate(prompts, greedy))
+        nums_steps.append(runner._last_step_id)
+    assert answers[0] == answers[1]
+    assert nums_steps[1] < 0.8 * nums_steps[0]
 
 
 def looking_back(grammars: GrammarCompiler | None) -> dict[str, SamplingParams]:
@@ -206,6 +238,7 @@ def continuation(prompt: list[int], length: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(CHANGES), st.sampled_from([1, 3, 4]))
 def test_random_plans_say_what_single_requests_would(random: Random, change: str, block_size: int) -> None:
