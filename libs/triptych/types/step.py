@@ -301,5 +301,5 @@ class StepResult:
     vectors: Mapping[RowKey, F32] = field(default_factory=dict)
     """[num_vectors, num_columns] of each pooled row that computed the last token of its prompt, and did not fail."""
     guess_counts: U32 = field(default_factory=empty_u32)
-    """[num_sampling] guesses at the tokens behind these that each sampling row has ready; empty means none. A later
+    """[num_sampling] guesses at the tokens behind these that each sampling row may have; empty means none. A later
     step verifies no more, until the row samples again."""

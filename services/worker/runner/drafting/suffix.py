@@ -63,7 +63,7 @@ class SuffixProposer:
         self._history = history
         self._outputs = _Outputs(max_bytes // _BYTES_PER_TOKEN)
         self._secret = os.urandom(16)
-        """Nobody outside can choose a scope with the keys of another one."""
+        """Makes keys of a scope unknown outside, so that no client can choose a scope with those of another one."""
         self._scopes: list[int | None] = [None] * max_num_seqs
         """[max_num_seqs] 64 bits of the scope of the slot's row; None: it shares nothing."""
 
