@@ -11,7 +11,7 @@ exceptions, and decode inputs are never sent.
                                         sample_slots   [1], sample_limits [3]
 
 A *sampling row* is one that reaches the end of what is known of it. Its result is zero, one or several tokens: at most
-`sample_limits` of them, one where nothing is said. With its tokens the worker says how many guesses it has ready for
+`sample_limits` of them, one where nothing is said. With its tokens the worker says how many guesses it may have for
 the row, and the engine gives it no higher limit than one more than these.
 
     sampling slots 0  1  4              token_counts   [1, 3, 1]

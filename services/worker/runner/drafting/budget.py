@@ -45,7 +45,7 @@ _MAX_RATE = 0.98
 _PATIENCE_LOSS = 0.05
 """The part of the patience with a proposer that is lost if it finds no guess for a row. 1 after one that finds some."""
 _PATIENCE_GAIN = 0.0001
-"""What is added to it in a step: a proposer that never finds any is asked in one step of 25."""
+"""Added to it in a step, so that a proposer which never finds any is asked in one step of 25."""
 _LEAST_PATIENCE = 0.05
 """Below, nothing is hoped for: after 58 searches in vain, as many as the tokens of a long text between two keys of a
 form."""
