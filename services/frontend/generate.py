@@ -23,7 +23,13 @@ from triptych_services.frontend.access.caller import Caller, current_caller, set
 from triptych_services.frontend.access.rate_limits import RateLimits
 from triptych_services.frontend.pooled_calls import PooledCalls
 from triptych_services.frontend.requests.parse import is_request_id
-from triptych_services.frontend.requests.prepare import PreparedRequest, check_task, prepare, prepare_pooled
+from triptych_services.frontend.requests.prepare import (
+    PreparedRequest,
+    check_task,
+    longest_text,
+    prepare,
+    prepare_pooled,
+)
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.routing.router import Router
@@ -314,17 +320,19 @@ class Generator:
         return loop.call_later(raw.deadline_s - record.elapsed_s, outputs.fail, error)
 
     def _served(self, facts: ModelFacts) -> ServedModel:
+        text = self._text_model
+        only_pools = GENERATION not in facts.tasks
         return ServedModel(
             facts.name,
-            facts.max_model_len,
+            longest_text(facts, text) if text is not None and only_pools else facts.max_model_len,
             facts.vocab_size,
             self._started_unix_s,
             facts.eos_token_ids,
             facts.identity.fingerprint,
-            self._text_model is not None and self._text_model.tokenizer.chat_template is not None,
-            self._text_model is not None and "tool_calls" in self._text_model.formats,
+            text is not None and text.tokenizer.chat_template is not None,
+            text is not None and "tool_calls" in text.formats,
             self._router.aliases_of(facts.name),
-            MappingProxyType({} if self._text_model is None else self._text_model.defaults),
+            MappingProxyType({} if text is None else text.defaults),
             self._router.max_running(facts.name),
             facts.tasks,
             facts.num_labels,

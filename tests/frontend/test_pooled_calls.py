@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,21 @@ async def test_a_text_may_fill_the_context_and_not_more() -> None:
             )
             assert got.num_tokens == (64 if cut == -1 else 10)
             assert got.vectors[0, 1] == TOKENIZER.encode("a")[0]
+
+
+async def test_the_context_that_is_told_is_the_one_that_texts_are_held_to(tmp_path: Path) -> None:
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 32}')
+    async with FakeEngine(model=EMBEDDER, pool=spread) as engine:
+        async with frontend_core(engine, directory=tmp_path) as core:
+            assert core.generator.find_model("tiny").max_model_len == 32
+            with pytest.raises(ContextLengthExceeded, match="32 tokens"):
+                await compute(core, raw([7] * 33))
+    both = replace(EMBEDDER, tasks=("generate", "embed"))
+    async with (
+        FakeEngine(model=both, pool=spread) as engine,
+        frontend_core(engine, directory=tmp_path) as core,
+    ):
+        assert core.generator.find_model("tiny").max_model_len == both.max_model_len > 32
 
 
 @pytest.mark.parametrize(
