@@ -1,4 +1,4 @@
-"""The example of a plugin, installed and served: a family, a pooler and an adapter, held to their oracles."""
+"""The example of a plugin, installed and served: its family, pooler, adapter and proposer, held to their oracles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ import json, sys
 from triptych import LLM, SamplingParams
 prompt = json.loads(sys.argv[2])
 adapters = {"max_adapters": 1, "adapters": {"npz": sys.argv[3]}}
-with LLM(sys.argv[1], dtype="float32", num_blocks=64, **adapters) as llm:
+guesses = {"speculative.enabled": True, "speculative.proposers": "ngram,repeating"}
+with LLM(sys.argv[1], dtype="float32", num_blocks=64, **adapters, **guesses) as llm:
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
     (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling)
     (vector,) = llm.embed([{"prompt_token_ids": prompt}])
@@ -70,7 +71,7 @@ def merge_adapter(directory: Path, model: LlamaForCausalLM) -> None:
             module.weight.data += torch.from_numpy(arrays[f"{name}.up"] @ arrays[f"{name}.down"] * 2)
 
 
-def test_the_family_the_pooler_and_the_adapter_of_a_plugin_are_served(
+def test_the_family_the_pooler_the_adapter_and_the_proposer_of_a_plugin_are_served(
     installed: Path, tmp_path: Path
 ) -> None:
     directory = write_fine_tune(tmp_path / "model", seed=5)
@@ -96,15 +97,16 @@ def test_the_family_the_pooler_and_the_adapter_of_a_plugin_are_served(
     )
     write_adapter(tmp_path / "adapter", oracle)
     paths = [str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
-    printed = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-c", PROGRAM, directory, json.dumps(PROMPT), tmp_path / "adapter"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=True,
         capture_output=True,
         text=True,
         timeout=180,
-    ).stdout
-    served = json.loads(printed.splitlines()[-1])
+    )
+    served = json.loads(run.stdout.splitlines()[-1])
+    assert "switched off" not in run.stdout + run.stderr
 
     with torch.inference_mode():
         whole = oracle(torch.tensor([PROMPT]), output_hidden_states=True)

@@ -18,6 +18,7 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent
 from triptych.types.sampling import SamplingParams
+from triptych.types.structured import StructuredOutputs
 
 pytestmark = pytest.mark.model
 
@@ -31,11 +32,20 @@ FLAGS = {
 }
 LIST = "red, green, blue, yellow, "
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+NAMES = tuple(f"color_of_the_{name}" for name in ("house", "garden", "river", "car", "tree", "street"))
+SCHEMA = {
+    "type": "object",
+    "properties": {name: {"enum": LIST[:-2].split(", ")} for name in NAMES},
+    "required": list(NAMES),
+    "additionalProperties": False,
+}
+FORM = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=StructuredOutputs(json=SCHEMA))
 KINDS = (
     GREEDY,
     replace(GREEDY, logprobs=2),
     replace(GREEDY, temperature=0.8, seed=3),
     replace(GREEDY, temperature=0.5, seed=4, frequency_penalty=0.2),
+    replace(FORM, temperature=0.9, top_p=0.8, seed=5),
 )
 
 
@@ -88,6 +98,11 @@ async def test_guesses_take_fewer_steps_and_change_no_token_when_a_worker_is_kil
         alone = await stream_all(stack, [GREEDY], speculation=False)
         between = num_steps(stack)
         assert await stream_all(stack, [GREEDY], speculation=True) == alone
+        assert num_steps(stack) - between < 0.8 * (between - before)
+        before = num_steps(stack)
+        in_form = await stream_all(stack, [FORM], speculation=False)
+        between = num_steps(stack)
+        assert await stream_all(stack, [FORM], speculation=True) == in_form
         assert num_steps(stack) - between < 0.8 * (between - before)
         expected = await stream_all(stack, speculation=False)
         assert await stream_all(stack, speculation=True) == expected

@@ -297,6 +297,13 @@ class SpeculativeConfig:
         WORKER,
     )
     max_tokens: int = value(8, "Guesses of one request in a step, at most.", WORKER, ge=1, le=16)
+    proposers: str = value(
+        "grammar,ngram,suffix",
+        "What guesses, comma-separated; the first of equals is asked first. `grammar` guesses what the form of an "
+        "answer leaves open, `ngram` from the request's own text, `suffix` from what its tenant was answered lately; "
+        "others are entry points `triptych.proposers` of installed packages.",
+        WORKER,
+    )
     suffix_mib: int = value(
         32,
         "MiB for outputs of this worker that later ones are guessed from, each tenant's apart; 0: requests are guessed "

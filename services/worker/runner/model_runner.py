@@ -35,11 +35,8 @@ from triptych_services.worker.runner.cuda.create import create_cuda_backend, cre
 from triptych_services.worker.runner.cuda.forward import LastTokens
 from triptych_services.worker.runner.cuda.steps_in_flight import DeviceSteps
 from triptych_services.worker.runner.cuda.streams import DeviceStream
-from triptych_services.worker.runner.drafting.speculation import (
-    CreateProposers,
-    create_speculation,
-    max_sampling_places,
-)
+from triptych_services.worker.runner.drafting.create import CreateProposers, create_speculation
+from triptych_services.worker.runner.drafting.speculation import max_sampling_places
 from triptych_services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
 from triptych_services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from triptych_services.worker.runner.pipeline_stage import PipelineStage, create_stage_steps

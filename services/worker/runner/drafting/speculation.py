@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.config import SpeculativeConfig
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import U32, NewRow, empty_u32
 from triptych_services.worker.runner.drafting.base import I64, Proposer
 from triptych_services.worker.runner.drafting.budget import F64, GuessBudget
-from triptych_services.worker.runner.drafting.grammar import FormMatchers, GrammarProposer
-from triptych_services.worker.runner.drafting.ngram import NgramProposer
-from triptych_services.worker.runner.drafting.suffix import SuffixProposer
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
-from triptych_services.worker.sampling.params import TokenHistory
 from triptych_services.worker.sampling.sampled import SamplingPlaces
 
 Flags = NDArray[np.bool_]
@@ -203,47 +198,3 @@ _NOTHING: tuple[int, I64] = 0, np.zeros(0, np.int64)
 def _ranked(hopes: list[float]) -> list[int]:
     """Return the proposers of a row that are worth asking, the best one last; of equals the first one."""
     return sorted((i for i, hope in enumerate(hopes) if hope), key=lambda i: (hopes[i], -i))
-
-
-CreateProposers = Callable[[WorkerFacts, TokenHistory, FormMatchers | None], Sequence[Proposer]]
-"""Creates the proposers of a runner, which read this history of its rows. Without matchers it computes no forms."""
-
-
-def ngram_only(
-    facts: WorkerFacts, history: TokenHistory, forms: FormMatchers | None = None
-) -> Sequence[Proposer]:
-    """Create a proposer that needs nothing but the rows."""
-    return [NgramProposer(facts.max_num_seqs, history=history)]
-
-
-def proposers_of(config: SpeculativeConfig) -> CreateProposers:
-    """Return what creates the proposers that an operator wants."""
-
-    def create(facts: WorkerFacts, history: TokenHistory, forms: FormMatchers | None) -> Sequence[Proposer]:
-        proposers: list[Proposer] = []
-        if forms is not None:
-            proposers.append(GrammarProposer(facts.model.eos_token_ids, history=history, forms=forms))
-        proposers += ngram_only(facts, history)
-        if config.suffix_mib:
-            proposers.append(SuffixProposer(facts.max_num_seqs, config.suffix_mib << 20, history=history))
-        return proposers
-
-    return create
-
-
-def create_speculation(
-    rows: RequestRows,
-    facts: WorkerFacts,
-    create: CreateProposers | None = None,
-    forms: FormMatchers | None = None,
-) -> Speculation | None:
-    """Return what guesses for a worker with these facts; None if a row gets one token in a step.
-
-    Args:
-        create: None: `ngram_only`.
-        forms: The matchers of the rows with a form; None: there are none.
-    """
-    if facts.max_samples_per_row == 1:
-        return None
-    proposers = (create or ngram_only)(facts, rows.history, forms)
-    return Speculation(rows, proposers, facts.max_samples_per_row - 1)

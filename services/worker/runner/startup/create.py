@@ -45,7 +45,7 @@ from triptych_services.worker.models.base import CausalLM, EncoderModel
 from triptych_services.worker.parallel.create import check_agreement, create_rank_group
 from triptych_services.worker.runner.base import PhaseChange
 from triptych_services.worker.runner.cuda.streams import CudaStream
-from triptych_services.worker.runner.drafting.speculation import proposers_of
+from triptych_services.worker.runner.drafting.create import proposers_of
 from triptych_services.worker.runner.encoder_runner import EncoderRunner
 from triptych_services.worker.runner.graph_sizes import graph_token_limit
 from triptych_services.worker.runner.model_runner import LastingParts, ModelRunner
@@ -92,10 +92,11 @@ def create_runner(
     Raises:
         ModelError: A file is missing, cut short or not understood.
         ConfigError: The KV cache does not fit into the free memory.
-        FeatureDisabled: No model is registered for the architecture, or the attention backend does not compute it.
+        FeatureDisabled: The architecture, the attention backend or a proposer of tokens is not built or installed.
         RankUnavailable, HandshakeMismatch: Another rank is missing, or has another model or config.
     """
     engine, device = config.engine, torch.device(config.rank.device)
+    proposers_of(engine.speculative)  # a wrong name is refused before the model is loaded
     use_device(device)
     group = create_rank_group(config, place)
     num_threads = use_threads(engine.worker.num_threads, num_sharing=config.rank.ranks_on_host)
@@ -198,6 +199,7 @@ class RunnerFactory:
         self._on_phase = on_phase
         self._held = held
         self._adapters = _create_adapters(config) if held is None else held.adapters
+        self._proposers = proposers_of(config.engine.speculative)
         self._device = torch.device(config.rank.device)
         self._grammars = GrammarCompiler(
             directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
@@ -250,7 +252,7 @@ class RunnerFactory:
             group=self._group,
             stage=stage,
             max_graph_tokens=graph_token_limit(config.architecture),
-            lasting=LastingParts(self._grammars, self._adapters, proposers_of(config.engine.speculative)),
+            lasting=LastingParts(self._grammars, self._adapters, self._proposers),
         )
         pooler = create_pooler(config.architecture, self._directory, model)
         if pooler is not None:

@@ -32,11 +32,8 @@ from triptych_kernels.cpu.stored_program import BoundProgram, StoredProgram
 from triptych_services.worker.adapters.slots import AdapterUnavailable
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.runner.base import CompletedStep, PendingStep, Runner, do_nothing
-from triptych_services.worker.runner.drafting.speculation import (
-    CreateProposers,
-    create_speculation,
-    max_sampling_places,
-)
+from triptych_services.worker.runner.drafting.create import CreateProposers, create_speculation
+from triptych_services.worker.runner.drafting.speculation import max_sampling_places
 from triptych_services.worker.runner.publish import publish
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows, create_rows
 from triptych_services.worker.runner.startup.kv_plan import kv_parts

@@ -23,7 +23,7 @@ from triptych_services.worker.context.machine import cpu_traits, examine_machine
 from triptych_services.worker.context.resolve import resolve_for_device
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.runner.base import PhaseChange, Runner
-from triptych_services.worker.runner.drafting.speculation import proposers_of
+from triptych_services.worker.runner.drafting.create import CreateProposers, proposers_of
 from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.runner.startup.warm_up import warm_up_plainly
@@ -82,6 +82,7 @@ def start_stored(
     try:
         resolved = resolve_for_device(config, read_architecture(directory), cpu_traits())
         key = program_key(resolved, directory, num_threads_of(config))
+        proposers = proposers_of(config.speculative)
     except (OSError, TriptychError) as error:
         log.debug("no stored program: %s", error)
         return None
@@ -106,11 +107,16 @@ def start_stored(
         quantization=image.model.quantization,
         served=served_tasks(resolved.architecture, directory),
     )
-    return _start(resolved, directory, facts, image, on_phase)
+    return _start(resolved, directory, facts, image, on_phase, proposers)
 
 
 def _start(
-    config: ResolvedConfig, directory: Path, facts: WorkerFacts, image: Image, on_phase: PhaseChange
+    config: ResolvedConfig,
+    directory: Path,
+    facts: WorkerFacts,
+    image: Image,
+    on_phase: PhaseChange,
+    proposers: CreateProposers,
 ) -> Runner | None:
     def resume(held: HeldState) -> Runner:
         from triptych_services.worker.runner.startup.create import resume_runner  # imports torch
@@ -128,7 +134,7 @@ def _start(
             image,
             facts,
             resume=resume,
-            proposers=proposers_of(config.engine.speculative),
+            proposers=proposers,
             create_adapters=create_adapters,
         )
     except (AttributeError, KeyError, ValueError, IndexError) as error:

@@ -17,7 +17,7 @@ from triptych.types.step import NewRow, StepResult
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.runner.base import StepRunner
 from triptych_services.worker.runner.drafting.base import I64, Guesses, Proposer
-from triptych_services.worker.runner.drafting.speculation import CreateProposers
+from triptych_services.worker.runner.drafting.create import CreateProposers
 from triptych_services.worker.runner.model_runner import LastingParts, ModelRunner
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache

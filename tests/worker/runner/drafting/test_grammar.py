@@ -23,8 +23,8 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.structured import compiled
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.drafting.create import ngram_only, proposers_of
 from triptych_services.worker.runner.drafting.grammar import GrammarProposer
-from triptych_services.worker.runner.drafting.speculation import ngram_only, proposers_of
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 from triptych_services.worker.sampling.params import TokenHistory
 
