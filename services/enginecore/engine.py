@@ -216,8 +216,9 @@ class EngineCore:
         """Return, for each session with something due, what happened to its requests since its last batch."""
         if self._scheduler is None:
             return self.frontends.outputs.take(0)
-        update = self._updates.take(self._scheduler, len(self.frontends.outputs))
-        return self.frontends.outputs.take(self._scheduler.num_free_places, update)
+        outputs = self.frontends.outputs
+        update = self._updates.take(self._scheduler, len(outputs), outputs.are_due)
+        return outputs.take(self._scheduler.num_free_places, update)
 
     @property
     def next_due_at(self) -> float:

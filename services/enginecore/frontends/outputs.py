@@ -38,6 +38,8 @@ class _Gathered:
     streaming: set[int] = field(default_factory=set)
     """Numbers of the requests with tokens that a client reads as they come. Kept over batches."""
     admitted: list[int] = field(default_factory=list)
+    is_awaited: bool = False
+    """A client reads an answer of the admitted as it comes. Otherwise they wait for other outputs."""
     numbers: list[U32] = field(default_factory=list)
     """For each step, the requests with new tokens."""
     token_counts: list[U32] = field(default_factory=list)
@@ -60,7 +62,7 @@ class _Gathered:
 
     @property
     def is_due(self) -> bool:
-        if self.admitted or self.finished or self.failures or self.prompt_logprobs:
+        if self.is_awaited or self.finished or self.failures or self.prompt_logprobs:
             return True
         if self.released or self.attached:
             return True
@@ -107,14 +109,25 @@ class SessionOutputs:
     def is_open(self, session: int) -> bool:
         return session in self._gathered
 
+    def are_due(self) -> bool:
+        """Return whether `take` has something to return now, without an update."""
+        return any(gathered.is_due for gathered in self._gathered.values())
+
     def close(self, session: int) -> None:
         self._gathered.pop(session, None)
 
     def admit(self, session: int, numbers: Sequence[int], *, whole_output: bool = False) -> None:
-        """Note that the choices of one request are queued. `whole_output`: as in `SubmitRequest`."""
+        """Note that the choices of one request are queued.
+
+        Args:
+            whole_output: As in `SubmitRequest`. Nothing of the answer is read before its end, so the frontend hears of
+                it with the next outputs or the next update: while a worker on the host computes, a message would take
+                its cores.
+        """
         if (gathered := self._gathered.get(session)) is not None:
             gathered.admitted += numbers
             if not whole_output:
+                gathered.is_awaited = True
                 gathered.streaming.update(numbers)
 
     def refuse(self, session: int, number: int, error: TriptychError) -> None:

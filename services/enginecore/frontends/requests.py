@@ -115,6 +115,7 @@ class FrontendRequests:
         else:
             if submit.pooling is None:  # it is computed anew as fast as a reader comes back
                 self.kept.add(session, submit, deadline)
+            self._updates.note_admitted()
             self.outputs.admit(session, submit.numbers.tolist(), whole_output=submit.whole_output)
             self.note_failed(displaced)
             log.debug(

@@ -25,6 +25,9 @@ class RoutingUpdate:
 class RoutingUpdates:
     """Decides when an update is due. The engine core owns it.
 
+    While a step is computed, an update waits for the outputs of its result, for at most another interval: where worker
+    and frontends share cores, a message would take them from the step.
+
     Updates are broadcast. A new frontend first receives the cache as of the last broadcast.
     """
 
@@ -37,29 +40,55 @@ class RoutingUpdates:
         self._clock = clock
         self._caches_prefixes = caches_prefixes
         self._updated_at = clock() - INTERVAL_S
+        self._noticed_at = -math.inf
+        """When it was seen that there is an update to send. -inf: not since the last one."""
+        self._has_admitted = False
+        """Frontends have sent requests since the last update, which they count beside the load until the next."""
         self._last_load: LoadReport | None = None
 
-    def due_at(self, scheduler: Scheduler, num_sessions: int) -> float:
-        """Return when `take` returns an update, in seconds of the clock; inf: nothing has changed since the last."""
-        if self._has_cache_changed(scheduler) or self._has_load_changed(scheduler.measure_load()):
-            return self._updated_at + _interval_s(num_sessions)
-        return math.inf
+    def note_admitted(self) -> None:
+        """Note that a request has come, which the load holds from now on."""
+        self._has_admitted = True
 
-    def take(self, scheduler: Scheduler, num_sessions: int) -> RoutingUpdate | None:
-        """Return what has changed since the last update; None where nothing has, or where it is too early."""
-        now = self._clock()
-        if now < self._updated_at + _interval_s(num_sessions):
+    def due_at(self, scheduler: Scheduler, num_sessions: int) -> float:
+        """Return when `take` has something to do, in seconds of the clock; inf: nothing has changed since the last."""
+        if not self._has_changed(scheduler, scheduler.measure_load()):
+            return math.inf
+        waits_since = self._noticed_at if scheduler.num_in_flight else -math.inf
+        return max(self._updated_at, waits_since) + _interval_s(num_sessions)
+
+    def take(
+        self, scheduler: Scheduler, num_sessions: int, are_outputs_due: Callable[[], bool]
+    ) -> RoutingUpdate | None:
+        """Return what has changed since the last update; None where nothing has, or where it is too early.
+
+        Args:
+            are_outputs_due: Returns whether there are outputs that it can go with.
+        """
+        now, interval_s = self._clock(), _interval_s(num_sessions)
+        if now < self._updated_at + interval_s:
             return None
-        load, has_cache_changed = scheduler.measure_load(), self._has_cache_changed(scheduler)
-        if not has_cache_changed and not self._has_load_changed(load):
+        load = scheduler.measure_load()
+        if not self._has_changed(scheduler, load):
+            self._noticed_at = -math.inf
             return None
-        self._updated_at, self._last_load = now, load
+        if scheduler.num_in_flight and not are_outputs_due():
+            if self._noticed_at == -math.inf:
+                self._noticed_at = now
+            if now < self._noticed_at + interval_s:
+                return None
+        has_cache_changed = self._has_cache_changed(scheduler)
+        self._updated_at, self._noticed_at, self._last_load = now, -math.inf, load
+        self._has_admitted = False
         return RoutingUpdate(load, scheduler.cache_changes.take() if has_cache_changed else None)
 
     def take_base(self, scheduler: Scheduler) -> Sequence[bytes]:
         """Return what was cached at the last update, for a new frontend. The load follows with the next outputs."""
         self._last_load = None
         return scheduler.cache_changes.base() if self._caches_prefixes else ()
+
+    def _has_changed(self, scheduler: Scheduler, load: LoadReport) -> bool:
+        return self._has_admitted or self._has_cache_changed(scheduler) or self._has_load_changed(load)
 
     def _has_cache_changed(self, scheduler: Scheduler) -> bool:
         return self._caches_prefixes and bool(scheduler.cache_changes)

@@ -108,13 +108,14 @@ def test_tokens_that_nobody_looks_at_yet_come_together() -> None:
     outputs = new_outputs()
     outputs.open(1)
     outputs.admit(1, [7], whole_output=True)
-    assert outputs.take(9)[1].admitted.tolist() == [7]
+    assert outputs.take(9) == {}, "nobody reads before the end that it is admitted"
     for _ in range(MAX_STEPS_TOGETHER - 1):
         outputs.add_step(*step([1], [7], rows=[0]))
         assert outputs.take(9) == {}
     outputs.add_step(*step([1], [7], rows=[1]))
     batch = outputs.take(9)[1]
-    assert (batch.batch_id, batch.numbers.tolist()) == (2, [7] * MAX_STEPS_TOGETHER)
+    assert (batch.batch_id, batch.admitted.tolist()) == (1, [7])
+    assert batch.numbers.tolist() == [7] * MAX_STEPS_TOGETHER
 
 
 def test_tokens_of_several_steps_are_grouped_by_request() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
@@ -102,6 +103,32 @@ def test_news_wait_for_their_time_and_for_something_new() -> None:
     load = stand.news(1).load
     assert load is not None
     assert (load.num_prefill_tokens, load.num_running, load.num_waiting) == (90, 0, 2)
+
+
+def test_what_is_read_at_its_end_is_told_with_its_step_or_an_interval_later() -> None:
+    stand = Stand()
+    stand.engine.frontends.open_session(1)
+    stand.news(1)
+    stand.clock.now += 10 * INTERVAL_S
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    for number in (1, 2):
+        request = single_choice(number, f"{number}", make_prompt(40), sampling, seed=1)
+        stand.engine.frontends.submit(1, replace(request, whole_output=True))
+        plan = stand.engine.plan()
+        assert plan is not None
+        assert not stand.engine.take_outputs(), "its step is computed"
+        assert stand.engine.next_due_at == pytest.approx(stand.clock.now + INTERVAL_S)
+        if number == 2:
+            batch = stand.news(1)
+            assert (batch.admitted.tolist(), batch.finished) == ([2], ())
+            assert batch.load is not None, "a long step"
+        stand.engine.apply(stand.runner.execute(plan))
+        batch = stand.engine.take_outputs()[1]
+        assert [end.number for end in batch.finished] == [number]
+        if number == 1:
+            assert batch.admitted.tolist() == [1]
+            assert batch.load is not None, "the frontend has counted it beside the load"
+        stand.clock.now += 2 * INTERVAL_S
 
 
 def test_many_frontends_are_told_less_often() -> None:
