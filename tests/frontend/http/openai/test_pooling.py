@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import HttpApi, open_api
 from triptych.types.pooling import PoolingParams, Task
 from triptych_services.frontend.http.connections import ConnectionLimits
+from triptych_services.frontend.http.openai.pooling.convert import write_vectors
 
 TOKENIZER = byte_tokenizer()
 EMBEDDER = replace(MODEL, tasks=("embed", "token_embed"), embedding_size=4)
@@ -60,6 +62,11 @@ def expected(text: str) -> list[float]:
     return (np.array([ids.sum(), ids[0], ids[-1], len(ids)], np.float32) / np.float32(3)).tolist()
 
 
+def written(text: str) -> list[float]:
+    """The same as JSON has it: in as few digits as tell each number from all others of 32 bits."""
+    return [float(str(value)) for value in np.array(expected(text), np.float32)]
+
+
 async def test_the_official_client_embeds_texts_and_ids() -> None:
     async with serve() as (api, engine):
         one = await api.client.embeddings.create(model="tiny", input="Hello")
@@ -73,7 +80,7 @@ async def test_the_official_client_embeds_texts_and_ids() -> None:
         several = await api.client.embeddings.create(
             model="tiny", input=["Hello", "world"], encoding_format="float", user="me"
         )
-        assert [each.embedding for each in several.data] == [expected("Hello"), expected("world")]
+        assert [each.embedding for each in several.data] == [written("Hello"), written("world")]
         num_tokens = len(TOKENIZER.encode("Hello")) + len(TOKENIZER.encode("world"))
         assert (several.usage.prompt_tokens, several.usage.total_tokens) == (num_tokens, num_tokens)
         ids = TOKENIZER.encode("abc")
@@ -92,7 +99,17 @@ async def test_base64_holds_the_same_bits_as_numbers() -> None:
         packed = (await api.http.post("/v1/embeddings", json=body | {"encoding_format": "base64"})).json()
         for one, other in zip(plain["data"], packed["data"], strict=True):
             vector = np.frombuffer(base64.b64decode(other["embedding"]), "<f4")
-            assert vector.tolist() == one["embedding"]
+            assert vector.tobytes() == np.array(one["embedding"], np.float32).tobytes()
+
+
+def test_numbers_in_json_are_the_bits_that_were_computed() -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 32, 4096, dtype=np.uint64).astype(np.uint32)
+    vector = words.view(np.float32)
+    vector = vector[np.isfinite(vector)]
+    (entry,) = json.loads(
+        write_vectors({"object": "list"}, "embedding", "embedding", [vector], is_base64=False)
+    )["data"]
+    assert np.array(entry["embedding"], np.float32).tobytes() == vector.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +163,7 @@ async def test_pooling_returns_vectors_of_tokens() -> None:
         answer = (await api.http.post("/pooling", json={"input": "abc", "task": "token_embed"})).json()
         assert [row[0] for row in answer["data"][0]["data"]] == TOKENIZER.encode("abc")
         answer = (await api.http.post("/pooling", json={"input": "abc"})).json()
-        assert answer["data"] == [{"object": "pooling", "index": 0, "data": expected("abc")}]
+        assert answer["data"] == [{"object": "pooling", "index": 0, "data": written("abc")}]
 
 
 async def test_classes_have_labels() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
+import orjson
 
 from triptych.errors import FieldViolation, InvalidRequest
 from triptych.types.pooling import PoolingParams, Task
@@ -272,6 +273,12 @@ def write_vectors(
 def _write(vector: F32, *, is_base64: bool) -> str:
     if is_base64:
         return f'"{base64.b64encode(vector.astype("<f4").tobytes()).decode()}"'
+    assert np.isfinite(vector).all(), "a worker refuses such a vector, and JSON has no word for it"
     if vector.ndim == 1:
-        return to_json(vector.tolist())
-    return f"[{','.join(to_json(row) for row in map(np.ndarray.tolist, vector))}]"
+        return _write_row(vector)
+    return f"[{','.join(map(_write_row, vector))}]"
+
+
+def _write_row(row: F32) -> str:
+    """Return numbers as JSON, each in as few digits as tell it from all others of 32 bits."""
+    return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY).decode()
