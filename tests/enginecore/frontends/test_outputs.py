@@ -108,7 +108,7 @@ def test_tokens_that_nobody_looks_at_yet_come_together() -> None:
     outputs = new_outputs()
     outputs.open(1)
     outputs.admit(1, [7], whole_output=True)
-    assert outputs.take(9) == {}, "nobody reads before the end that it is admitted"
+    assert outputs.take(9) == {}, "that it is admitted is of no use before the end"
     for _ in range(MAX_STEPS_TOGETHER - 1):
         outputs.add_step(*step([1], [7], rows=[0]))
         assert outputs.take(9) == {}
