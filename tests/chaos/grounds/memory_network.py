@@ -106,7 +106,7 @@ class Network:
         """Break all streams of a process that has died: its kernel resets them."""
         for link in self._links.values():
             for call in tuple(link.calls):
-                if process in (call.client, call.server):
+                if process is call.client or (process is call.server and not call.is_answered):
                     call.break_off("Socket closed", tells_server=call.server is not process)
 
     def forget(self, process: Process) -> None:
@@ -210,6 +210,8 @@ class Call:
         self._status: asyncio.Future[tuple[grpc.StatusCode, str, Any]] = self._loop.create_future()
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self.serving: asyncio.Task[None] | None = None
+        self.is_answered = False
+        """The server has sent all, and its kernel sees to it that the client gets that."""
         self._silence: asyncio.TimerHandle | None = None
         found = network.server_at(address)
         server_name = address.partition(":")[0]
@@ -347,10 +349,15 @@ class Call:
         if not self._status.done():
             self._status.set_result((code, details, grpc.aio.Metadata() if metadata is None else metadata))
             self._inbox.put_nowait(_END)
+        if self.is_answered:
+            self._leave()
 
-    def _end_server(self) -> None:
+    def _leave(self) -> None:
         self._link.calls.discard(self)
         self._stop_watching()
+
+    def _end_server(self) -> None:
+        self._leave()
         self._requests.put_nowait(_END)
         if self.serving is not None:
             self._loop.call_soon(self.serving.cancel, context=NoProcess())
@@ -374,8 +381,9 @@ class Call:
             self._answer((status.code, status.details, grpc.aio.Metadata(*status.trailing_metadata)))
         else:
             self._answer((grpc.StatusCode.OK, ""))
-        self._link.calls.discard(self)
-        self._stop_watching()
+        self.is_answered = True
+        if self._status.done():
+            self._leave()
 
     async def _responses(self, handler: Any) -> AsyncIterator[Any]:
         if handler.stream_stream is not None:
