@@ -122,11 +122,17 @@ class RequestStates:
         self.shares.settle(self.rows)
         self.waiting.add(request)
 
-    def adopt(self, previous: RequestStates) -> None:
-        """Take over all requests of an engine's previous worker, which all wait, with their tenants' shares."""
+    def adopt(self, previous: RequestStates, limits: Sequence[AdmissionLimit]) -> None:
+        """Take over all requests of an engine's previous worker, which all wait, with their tenants' shares.
+
+        Args:
+            previous: The states of the scheduler that planned for that worker.
+            limits: The admission limits of this one.
+        """
         assert not self.index, "requests cannot be mixed"
         assert len(previous.waiting) == len(previous.index), "something still runs there"
         self.index, self.shares, self.waiting = previous.index, previous.shares, previous.waiting
+        self.waiting.replace_limits(limits)
         self.shared_prompts, self._deferred = previous.shared_prompts, previous._deferred
 
     def admit(self, request: Request, hits: Sequence[int], num_computed_tokens: int, count: int) -> NewRow:

@@ -114,12 +114,12 @@ class Scheduler:
         self._rows = RunningRows(config.max_num_seqs, kv.block_size, eos_token_ids, num_groups)
         self.cache_changes = self._blocks.pool.cache_changes
         self._admission = Admission(config, facts.model.max_model_len, num_stages=num_stages)
-        share, limits = self._create_limits(config, facts.max_adapters)
+        share, self._limits = self._create_limits(config, facts.max_adapters)
         self._states = RequestStates(
             rows=self._rows,
             blocks=self._blocks,
             policy=policy,
-            limits=limits,
+            limits=self._limits,
             kv_lease_s=kv_lease_s,
             last_state_tasks=facts.model.last_state_tasks,
         )
@@ -244,7 +244,7 @@ class Scheduler:
         for usage in self._blocks.usages:
             usage.add_totals(previous._blocks.usages)
         self._admission.forecast = previous._admission.forecast
-        self._states.adopt(previous._states)
+        self._states.adopt(previous._states, self._limits)
         failed = []
         for request in list(self._states.index):
             try:

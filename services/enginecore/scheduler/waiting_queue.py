@@ -156,6 +156,14 @@ class WaitingQueue:
             else:
                 self.hold(request, WaitsFor.RESTRICTION)
 
+    def replace_limits(self, limits: Sequence[AdmissionLimit]) -> None:
+        """Line up all requests that are not held by other admission limits: those of another worker."""
+        ready = [request for queue in self._queues.values() for request in queue]
+        self._limits = limits
+        self._queues.clear()
+        for request in ready:
+            self._line_up(request)
+
     def count_late_tokens(self, request: Request, num_tokens: int) -> None:
         """Take in that a request that waits for results has got more tokens."""
         self._count_returning(request, 0, num_tokens)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.scheduling import Engine, counts_by_number, make_prompt, make_request, make_scheduler
+from triptych.types.pooling import PoolingParams
 from triptych.types.step import StepResult
 from triptych_services.enginecore.kv.manager import BlockManager
 
@@ -181,3 +182,27 @@ def test_a_request_is_looked_up_again_when_it_may_fit(monkeypatch: pytest.Monkey
     engine.add(make_request(1, make_prompt(200, seed=1), max_tokens=4))
     engine.run()
     assert num_looks == 3, "each when it came first in line, and the second when the first had gone"
+
+
+def test_the_limits_are_those_of_the_new_worker() -> None:
+    engine = Engine(make_scheduler(max_num_seqs=8, max_num_batched_tokens=8))
+    for number in range(2):  # the first takes all that texts get in a step
+        engine.add(make_request(number, make_prompt(8), pooling=PoolingParams()))
+    engine.plan()
+    successor = make_scheduler(max_num_seqs=8, max_num_batched_tokens=8)
+    assert successor.adopt(engine.scheduler) == ()
+    engine = Engine(successor)
+    engine.run()
+    assert len(engine.outcomes) == 2
+
+
+def test_more_adapters_run_at_a_worker_that_has_more_slots() -> None:
+    engine = Engine(make_scheduler(max_adapters=1, max_num_seqs=8))
+    for number, adapter in enumerate("abc"):
+        engine.add(make_request(number, make_prompt(9, number), adapter_digest=adapter))
+    engine.plan()
+    successor = make_scheduler(max_adapters=2, max_num_seqs=8)
+    assert successor.adopt(engine.scheduler) == ()
+    successor.schedule()
+    successor.check_integrity()
+    assert len(successor.snapshot().running) == 2
