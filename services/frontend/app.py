@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
+from prometheus_client.registry import Collector
 
 from triptych.compat import vllm_engine_pb2_grpc
 from triptych.config import EngineConfig, FrontendConfig
@@ -56,6 +57,7 @@ from triptych_services.frontend.offload.limited_process import child_totals
 from triptych_services.frontend.routing.discovery import EngineDiscovery
 from triptych_services.frontend.routing.policy import create_policy
 from triptych_services.frontend.routing.router import Router
+from triptych_services.frontend.siblings.siblings import Siblings
 from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
 from triptych_services.frontend.streams.registry import AliveRequests
 
@@ -81,9 +83,15 @@ class FrontendApp(ServiceApp):
     logs_each_request = True
     exit_codes = ((TriptychError, ExitCode.MISCONFIGURED),)
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, siblings: Siblings | None = None) -> None:
+        """
+        Args:
+            siblings: The other processes that serve on these ports. None: there are none.
+        """
         config = _with_connections_that_fit(config)
         super().__init__(config)
+        self._siblings = siblings
+        self.shares_ports = siblings is not None
         self._started_at = time.monotonic()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._router = Router(
@@ -103,6 +111,7 @@ class FrontendApp(ServiceApp):
             self._status_watch.why_waiting,
             lambda caller, unit: note_rate_limited(metrics, self._keys, caller, unit),
             config.frontend.max_unsent_bytes,
+            siblings,
         )
         self._discovery = _create_discovery(config, self._router, self._status_watch, metrics)
         gauges = EngineGauges(
@@ -111,20 +120,22 @@ class FrontendApp(ServiceApp):
         choices = ChoiceGauges(lambda: count_choices_without_token(self._generator.alive, self._keys))
         for source in (gauges, choices, ChildMetrics(child_totals)):
             REGISTRY.register(source)
+        if siblings is not None:
+            alike = (metric.name for source in (gauges, VllmNames((gauges,))) for metric in source.collect())
+            siblings.answer_metrics(tuple(alike))
         if config.frontend.metrics_vllm_names:
             REGISTRY.register(VllmNames((gauges, *metrics.collectors)))
         self.server = create_server(
             config.frontend, self._generator, self._status_watch, self._keys, self.server_tls
         )
-        self._admin_server = create_admin_server(
-            self._router, self._generator.alive, self._keys, self.server_tls
-        )
+        self._admin_server = create_admin_server(self._router, self._generator, self._keys, self.server_tls)
         self._http_servers: list[HttpServer] = []
         self._has_been_ready = asyncio.Event()
         self.start_background("load-tokenizer", self._load_text_model())
 
     async def start(self) -> Mapping[str, int]:
-        self.start_background("engines", self._discovery.run())
+        if "engines" not in self.background:
+            self.dial_engines()
         self.start_background("move-requests", self._migrator.run())
 
         config = self.config.frontend
@@ -135,7 +146,9 @@ class FrontendApp(ServiceApp):
         await self._admin_server.set_ready(True)
         ports = {"admin_port": admin_port}
         if config.serve_http:
-            listener = listen(config.host, config.http_port, "frontend.http_port")
+            listener = listen(
+                config.host, config.http_port, "frontend.http_port", shares_port=self.shares_ports
+            )
             ports["http_port"] = listener.getsockname()[1]
             self.start_background("http", self._serve_http(listener))
         if config.serve_admin_http:
@@ -146,6 +159,13 @@ class FrontendApp(ServiceApp):
         )
         self.start_background("follow-readiness", readiness)
         return ports
+
+    async def find_metrics(self) -> Collector:
+        return REGISTRY if self._siblings is None else await self._siblings.find_metrics()
+
+    def dial_engines(self) -> None:
+        """Begin to connect to the engines."""
+        self.start_background("engines", self._discovery.run())
 
     async def _serve_http(self, listener: socket.socket) -> None:
         """Serve HTTP as soon as the frontend is ready, or a little later; until then connections wait.
@@ -196,12 +216,17 @@ class FrontendApp(ServiceApp):
             app,
             config.admin_host,
             config.admin_http_port,
-            option="frontend.admin_http_port",
             limits=ConnectionLimits(config.client_timeout_s, _MAX_ADMIN_CONNECTIONS),
             tls=self.server_tls,
         )
         self._http_servers.append(server)
-        port = await server.start()
+        listener = listen(
+            config.admin_host,
+            config.admin_http_port,
+            "frontend.admin_http_port",
+            shares_port=self.shares_ports,
+        )
+        port = await server.start(listener)
         self.start_background("admin-http", server.wait_stopped())
         return port
 
@@ -265,6 +290,8 @@ async def follow_readiness(
     told: set[str] = set()
     while True:
         router.changed.clear()
+        if generator.siblings is not None:
+            generator.siblings.say_ready(generator.is_ready_here)
         if generator.is_ready != server.is_ready:
             await server.set_ready(generator.is_ready)
             if generator.is_ready:
@@ -366,6 +393,7 @@ def create_server(
         client_timeout_s=config.client_timeout_s,
         interceptors=() if keys is None else (KeyInterceptor(keys),),
         tls=tls,
+        shares_port=generator.siblings is not None,
     )
     generation = GenerationServicer(generator, config.client_timeout_s)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server.grpc)
@@ -378,7 +406,7 @@ def create_server(
 
 
 def create_admin_server(
-    router: Router, alive: AliveRequests, keys: ApiKeys | None = None, tls: ServerTls | None = None
+    router: Router, generator: Generator, keys: ApiKeys | None = None, tls: ServerTls | None = None
 ) -> RpcServer:
     """Make the server of the operator's calls, which are needed most when no engine is ready."""
     asks_key = () if keys is None else (KeyInterceptor(keys, needs_admin=True),)
@@ -388,6 +416,7 @@ def create_admin_server(
         max_connections=_MAX_ADMIN_CONNECTIONS,
         interceptors=(AuditInterceptor(), *asks_key),
         tls=tls,
+        shares_port=generator.siblings is not None,
     )
-    server.grpc.add_generic_rpc_handlers((create_admin_forwarder(router, alive),))
+    server.grpc.add_generic_rpc_handlers((create_admin_forwarder(router, generator),))
     return server

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, aclosing
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from triptych_services.frontend.requests.prepare import (
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.routing.router import Router
+from triptych_services.frontend.siblings.siblings import SharedRateLimits, Siblings
 from triptych_services.frontend.streams.accounting import RequestRecord
 from triptych_services.frontend.streams.migrator import Migrator
 from triptych_services.frontend.streams.outputs import EventReceiver, RequestOutputs
@@ -84,6 +86,7 @@ class Generator:
         why_waiting: Callable[[], str] = str,
         on_rate_limited: Callable[[Caller, str], None] = lambda caller, unit: None,
         max_unsent_bytes: int = 256 << 20,
+        siblings: Siblings | None = None,
     ) -> None:
         """
         Args:
@@ -93,6 +96,7 @@ class Generator:
             keep_s: Seconds for which engines keep streams without a frontend. 0: not at all.
             max_biases: Most entries of `logit_bias` in a request.
             max_unsent_bytes: See `PooledCalls`.
+            siblings: The other processes of this frontend. None: there are none.
         """
         self.why_waiting = why_waiting
         """Returns why requests that are taken wait; empty if they do not."""
@@ -102,13 +106,23 @@ class Generator:
         self._metrics = metrics
         self._migrator = migrator
         self._text_model: TextModel | None = None
-        self.alive = AliveRequests()
+        self.siblings = siblings
+        """The other processes of this frontend. None: there are none."""
+        self.alive = AliveRequests(siblings)
         self._pace = Pace(max_messages_per_s, lambda: self.alive.num_generating)
-        self._rate_limits = RateLimits(on_refused=on_rate_limited)
+        self._rate_limits = (
+            RateLimits(on_refused=on_rate_limited)
+            if siblings is None
+            else SharedRateLimits(siblings, on_rate_limited)
+        )
         self.text = TextCalls(router, self._rate_limits, lambda: self.text_model)
         self.pooled = PooledCalls(self.generate, router, max_unsent_bytes)
         self._is_draining = False
         self._started_unix_s = int(time.time())
+        if siblings is not None:
+            siblings.answer("abort", self.alive.abort_of)
+            siblings.answer("count_active", lambda: self.num_active)
+            siblings.answer("token_of_duplicate", self.alive.token_of_duplicate)
 
     def set_text_model(self, text: TextModel) -> None:
         """Called once, when tokenizer and template are loaded; until then nothing is ready."""
@@ -118,11 +132,19 @@ class Generator:
 
     @property
     def is_ready(self) -> bool:
+        """Whether requests are taken, by this process and by its siblings."""
+        return self.is_ready_here and (self.siblings is None or self.siblings.are_ready)
+
+    @property
+    def is_ready_here(self) -> bool:
+        """Whether this process takes requests."""
         return self._text_model is not None and not self._is_draining and self._router.is_ready
 
     @property
     def why_not_ready(self) -> str:
         """Empty if it is."""
+        if self.is_ready_here and not self.is_ready:
+            return "another process of this frontend is not ready"
         if self._is_draining:
             return "this frontend is stopping; try another"
         if self._text_model is None:
@@ -131,8 +153,13 @@ class Generator:
 
     @property
     def num_active(self) -> int:
-        """Requests between their first look-up and their last event."""
+        """Requests of this process between their first look-up and their last event."""
         return len(self.alive)
+
+    async def count_active(self) -> int:
+        """Return the number of such requests, those of its siblings among them."""
+        others = [] if self.siblings is None else await self.siblings.ask_others("count_active")
+        return self.num_active + sum(others)
 
     def models(self) -> list[ServedModel]:
         """Return the models of the ready engines, which requests may name now."""
@@ -167,7 +194,10 @@ class Generator:
         """
         if self._is_draining:
             raise EngineUnavailable(self.why_not_ready)
-        if token := self.alive.token_of_duplicate(raw):
+        token = self.alive.token_of_duplicate(current_caller(), raw)
+        if self.siblings is not None and not token:
+            token = await self.siblings.claim_or_find(current_caller(), raw)
+        if token:
             async with aclosing(self.attach(ResumeToken.parse(token), {}, raw.api, receiver)) as events:
                 async for event in events:
                     if not isinstance(event, AttachedEvent):
@@ -184,7 +214,8 @@ class Generator:
             set_tenant(raw.head.tenant)
             record.tenant = raw.head.tenant
             self._router.check_free_places(raw.model, raw.head.priority, raw.head.tenant)
-            self._rate_limits.admit(caller)
+            if caller.has_limits:
+                await self._rate_limits.admit(caller)
             request = await self.prepare(raw, request_id, record)
             outputs.path_of = request.raw.path
             deadline_timer = self._set_deadline_timer(raw, record, outputs)
@@ -232,7 +263,7 @@ class Generator:
             raise EngineUnavailable(self.why_not_ready)
         text, caller = self.text_model, current_caller()
         async with AsyncExitStack() as stack:
-            with self._rate_limits.guess(caller):
+            async with self._rate_limits.guess(caller):
                 attached = await stack.enter_async_context(
                     take_up(token, seen, self._router, caller.tenant, api)
                 )
@@ -267,9 +298,15 @@ class Generator:
                     if deadline_timer is not None:
                         deadline_timer.cancel()
 
-    def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
-        """See `AliveRequests.abort`."""
-        return self.alive.abort(names, of_any_tenant=of_any_tenant)
+    async def abort(self, names: Collection[str], *, of_any_tenant: bool = False) -> list[str]:
+        """See `AliveRequests.abort_of`. A request may be that of a sibling."""
+        caller = current_caller()
+        aborted = self.alive.abort_of(caller, names, of_any_tenant)
+        if self.siblings is None:
+            return aborted
+        others = await self.siblings.ask_others("abort", caller, list(names), of_any_tenant)
+        found = {*aborted, *chain.from_iterable(others)}
+        return [name for name in dict.fromkeys(names) if name in found]
 
     def max_running(self, model: str = "") -> int:
         """See `Router.max_running`."""

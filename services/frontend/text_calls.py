@@ -46,7 +46,7 @@ class TextCalls:
         """
         text, caller = self._text_model(), current_caller()
         max_model_len = self._router.find(model).model.max_model_len
-        self._rate_limits.admit_tokens(caller)
+        await self._rate_limits.admit_tokens(caller)
         path = paths.get("prompt", "prompt")
         if isinstance(prompt, RawChat):
             path_of = functools.partial(_look_up, paths)

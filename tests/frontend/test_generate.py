@@ -30,6 +30,7 @@ from triptych.types.events import AdmittedEvent
 from triptych.types.outputs import FinishReason, Usage
 from triptych.types.sampling import OutputKind
 from triptych.types.submit import SubmitRequest
+from triptych_services.frontend.access.caller import ANYONE
 from triptych_services.frontend.requests.chat_renderer import ChatRenderer
 from triptych_services.frontend.requests.identity import splitmix64
 from triptych_services.frontend.requests.raw import RawChat
@@ -493,9 +494,9 @@ async def test_a_chat_without_a_template_is_refused_in_the_client_s_words() -> N
 async def test_a_request_that_is_aborted_before_it_is_admitted_ends(is_sent: bool) -> None:
     async with FakeEngine(is_mute=True) as engine, frontend_core(engine) as core:
         asking = asyncio.create_task(answer(core.generator, raw_request(request_id="r", sampling={"n": 2})))
-        while not core.generator.abort(["r"]) if not is_sent else not engine.submitted:
+        while not core.generator.alive.abort_of(ANYONE, ["r"], True) if not is_sent else not engine.submitted:
             await asyncio.sleep(0)
-        core.generator.abort(["r"])
+        await core.generator.abort(["r"])
         got = await asking
     assert {(delta.index, delta.finish_reason) for delta in got.deltas} == {
         (0, FinishReason.ABORT),

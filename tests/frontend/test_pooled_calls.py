@@ -25,6 +25,7 @@ from triptych.errors import (
 from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch
 from triptych.types.pooling import PoolingParams, Task
 from triptych_services.frontend import pooled_calls
+from triptych_services.frontend.access.caller import ANYONE
 from triptych_services.frontend.pooled_calls import PooledText, check_num_inputs
 from triptych_services.frontend.requests.raw import RawPair
 from triptych_services.frontend.streams.migrator import MigrationTerms
@@ -231,7 +232,7 @@ async def test_an_aborted_text_has_no_vector() -> None:
     async with FakeEngine(model=EMBEDDER) as engine, frontend_core(engine) as core:
         task = asyncio.create_task(compute(core, raw(request_id="mine")))
         await engine.next_submit()
-        await eventually(lambda: core.generator.abort(["mine"]))
+        await eventually(lambda: core.generator.alive.abort_of(ANYONE, ["mine"], True))
         with pytest.raises(WrongState):
             await task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -56,6 +56,7 @@ class FakeGenerator(Generator):
     """Choice i says i, then WORDS, one token each; then EOS ends it. A prompt's tokens are its UTF-8 bytes."""
 
     def __init__(self) -> None:
+        self.siblings = None
         self.text = _FakeTextCalls(self.find_model)
         self.pooled = PooledCalls(self.generate, self, 1 << 28)  # type: ignore[arg-type] # what it asks a router
         self.reset()
@@ -104,8 +105,10 @@ class FakeGenerator(Generator):
     def num_active(self) -> int:
         return self.num_running
 
-    def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
-        names = list(names)
+    async def count_active(self) -> int:
+        return self.num_running
+
+    async def abort(self, names: Collection[str], *, of_any_tenant: bool = False) -> list[str]:
         self.aborted += names
         return [name for name in names if any(name in raw.client_names for raw in self.requests)]
 

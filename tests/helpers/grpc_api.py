@@ -87,7 +87,7 @@ async def open_api(
         server = app_module.create_server(config, core.generator, watch, keys)
         port = server.bind("127.0.0.1", 0, option="frontend.port")
         await server.start()
-        admin_server = app_module.create_admin_server(core.router, core.generator.alive, keys)
+        admin_server = app_module.create_admin_server(core.router, core.generator, keys)
         admin_port = admin_server.bind("127.0.0.1", 0, option="frontend.admin_port")
         await admin_server.start()
         await admin_server.set_ready(True)

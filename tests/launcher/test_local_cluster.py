@@ -18,9 +18,9 @@ import pytest
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, EngineUnavailable
 from triptych.launcher import child
-from triptych.launcher.local_cluster import MAX_RESTARTS, LocalCluster, dial_address
+from triptych.launcher.local_cluster import LocalCluster, dial_address
 from triptych.launcher.ports import with_free_ports
-from triptych.launcher.process import ServiceProcess
+from triptych.launcher.process import MAX_RESTARTS, ServiceProcess
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("worker", "enginecore", "frontend")

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, EngineUnavailable
 from triptych.observe import metrics_server
 from triptych.observe.metrics_server import MAX_CONNECTIONS, MetricsServer
 
@@ -25,8 +25,15 @@ class Service:
         self.is_live = self.is_ready = True
         registry = CollectorRegistry()
         Counter("answers", "Some.", registry=registry).inc(3)
+
+        async def find_metrics() -> CollectorRegistry:
+            if not self.can_collect:
+                raise EngineUnavailable("a sibling does not answer")
+            return registry
+
+        self.can_collect = True
         self.server = MetricsServer(
-            is_live=lambda: self.is_live, is_ready=lambda: self.is_ready, registry=registry
+            is_live=lambda: self.is_live, is_ready=lambda: self.is_ready, find_metrics=find_metrics
         )
         self.port = self.server.bind("127.0.0.1", 0, option="x.metrics_port")
 
@@ -112,3 +119,11 @@ async def test_a_taken_port_is_named() -> None:
         server = MetricsServer(is_live=lambda: True, is_ready=lambda: True)
         with pytest.raises(ConfigError, match=r"x\.metrics_port: cannot bind 127\.0\.0\.1"):
             server.bind("127.0.0.1", taken.getsockname()[1], option="x.metrics_port")
+
+
+async def test_metrics_that_cannot_be_had_are_503_and_say_why() -> None:
+    async with serving() as service:
+        service.can_collect = False
+        answer = await service.get("/metrics")
+        assert (answer.status_code, answer.text) == (503, "a sibling does not answer\n")
+        assert (await service.get("/livez")).status_code == 200

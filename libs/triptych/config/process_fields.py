@@ -49,10 +49,18 @@ class FrontendConfig:
         FRONTEND,
     )
     metrics_port: int = value(9101, "Prometheus /metrics port; 0: any free one.", FRONTEND, ge=0, le=65535)
+    processes: int = value(
+        1,
+        "Processes that serve on the frontend's ports together, each on a core of its own. They are supervised and "
+        "restarted by the one that is started. 0: one for every 8 cores that it may use, at least one.",
+        FRONTEND,
+        ge=0,
+        le=64,
+    )
     max_messages_per_s: int = value(
         10_000,
-        "Messages per second that all streams of a frontend share. Where tokens come faster, a stream's tokens leave "
-        "together; a message costs tens of microseconds. 0: every token leaves as it comes.",
+        "Messages per second that all streams of a frontend's process share. Where tokens come faster, a stream's "
+        "tokens leave together; a message costs tens of microseconds. 0: every token leaves as it comes.",
         FRONTEND,
         ge=0,
     )

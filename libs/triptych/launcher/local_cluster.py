@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TypeAlias
 
 from triptych.config import EngineConfig
-from triptych.config.loader import CONFIG_FILE_ENV, iter_options, to_flags
-from triptych.config.orchestrator import LWS_VARIABLES
+from triptych.config.loader import to_flags
 from triptych.errors import ConfigError, EngineUnavailable
-from triptych.launcher.process import USAGE_EXIT_CODE, Exit, ServiceProcess, with_bytecode_cache
+from triptych.launcher.process import (
+    USAGE_EXIT_CODE,
+    Deaths,
+    Exit,
+    ServiceProcess,
+    child_environment,
+)
 from triptych.launcher.readiness import Progress, ReadinessProbe
 from triptych.observe.logging import message_of
 from triptych.rpc.tls import create_client_tls
@@ -28,13 +31,6 @@ from triptych.types.facts import Phase
 
 log = logging.getLogger(__name__)
 
-MAX_RESTARTS = 5
-RESTART_PERIOD_S = 60.0
-"""A service that dies more than MAX_RESTARTS times within this time takes the cluster down."""
-
-_FIRST_BACKOFF_S = (
-    0.2  # doubles with each death within the period but the first: 0, 0.2 ... 1.6 s, 3 s in all
-)
 _POLL_S = 0.02  # while something is expected to happen
 _WATCH_S = 0.1  # while everything runs; where the system tells of an end at once, it is not waited for
 _FAILED_GRACE_S = 5.0  # the others' time to leave when one has failed: their work is lost anyhow
@@ -69,7 +65,7 @@ class _Service:
     ports: dict[str, int] = field(default_factory=dict)
     """As the first process has first bound; a restart takes the same."""
     start_at: float = 0.0
-    death_times: deque[float] = field(default_factory=deque)
+    deaths: Deaths = field(default_factory=Deaths)
 
     @property
     def is_bound(self) -> bool:
@@ -113,7 +109,7 @@ class LocalCluster:
             _Service(name, module, config.parallel.num_ranks if name == "worker" else 1)
             for name, module in modules.items()
         )
-        self._env = _child_environment()
+        self._env = child_environment()
         self._thread = threading.Thread(target=self._supervise, name="triptych-cluster", daemon=True)
         self._stop_requested = threading.Event()
         self._woken, self._waker = socket.socketpair()
@@ -341,20 +337,10 @@ class LocalCluster:
             words = message_of(said[-1]).removeprefix(f"{service.module}: ") if said else what
             raise ConfigError(f"{service.name_of(rank)}: {words}")
         now = time.monotonic()
-        deaths = service.death_times
-        deaths.append(now)
-        while deaths[0] < now - RESTART_PERIOD_S:
-            deaths.popleft()
-        if len(deaths) > MAX_RESTARTS:
-            raise EngineUnavailable(
-                f"{what}; it died {len(deaths)} times within {RESTART_PERIOD_S:g} s{_quote(process)}"
-            )
-        backoff_s = 0.0 if len(deaths) == 1 else _FIRST_BACKOFF_S * 2 ** (len(deaths) - 2)
-        log.warning(
-            "%s; starting it again %s (%d of %d within %g s)%s",
-            what, f"in {backoff_s:.1f} s" if backoff_s else "at once",
-            len(deaths), MAX_RESTARTS, RESTART_PERIOD_S, _quote(process),
-        )  # fmt: skip
+        backoff_s = service.deaths.note(now)
+        if backoff_s is None:
+            raise EngineUnavailable(f"{what}; {service.deaths.why_too_many}{_quote(process)}")
+        log.warning("%s; %s%s", what, service.deaths.describe(backoff_s), _quote(process))
         service.processes, service.num_bound, service.start_at = [], 0, now + backoff_s
 
     def _end_all(self, grace_s: float) -> None:
@@ -413,11 +399,3 @@ def _quote(process: ServiceProcess) -> str:
     return (
         "".join(["; its last lines:", *(f"\n    {line}" for line in lines)]) if lines else "; it said nothing"
     )
-
-
-def _child_environment() -> dict[str, str]:
-    """Return our environment without options: flags carry them, and those left at their default must stay so."""
-    dropped = {option.env for option in iter_options()} | {CONFIG_FILE_ENV, *LWS_VARIABLES}
-    kept = {name: text for name, text in os.environ.items() if name not in dropped}
-    # A crash in native code then leaves a stack among the last lines, and nothing is held back in a buffer.
-    return with_bytecode_cache({"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **kept})

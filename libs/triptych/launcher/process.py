@@ -16,12 +16,19 @@ from dataclasses import dataclass
 from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
 
+from triptych.config.loader import CONFIG_FILE_ENV, iter_options
+from triptych.config.orchestrator import LWS_VARIABLES
 from triptych.hub.cache import cache_home
 
 TAIL_LINES = 50
 _JOIN_S = 1.0  # a grandchild may hold the pipe open; its lines are not waited for longer
 USAGE_EXIT_CODE = 2
 """A service that cannot use its config or bind its ports exits with this and says why in one line."""
+MAX_RESTARTS = 5
+RESTART_PERIOD_S = 60.0
+"""A service that dies more than MAX_RESTARTS times within this time takes the others down."""
+# doubles with each death within the period but the first: 0, 0.2 ... 1.6 s, 3 s in all
+_FIRST_BACKOFF_S = 0.2
 _FORBIDDEN, _PREFIX = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 _CHECKED_BY_HASH = 1  # flag of a .pyc file, see PEP 552
 
@@ -40,6 +47,34 @@ class Exit:
             return f"was killed by {signal.Signals(-self.code).name}"
         except ValueError:
             return f"was killed by signal {-self.code}"
+
+
+class Deaths:
+    """The latest ends of a process that is to run on: when it is started again, and when no more."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+
+    def note(self, now: float) -> float | None:
+        """Note an end at a time in seconds. Return the pause before the next start; None: there are too many."""
+        times = self._times
+        times.append(now)
+        while times[0] < now - RESTART_PERIOD_S:
+            times.popleft()
+        if len(times) > MAX_RESTARTS:
+            return None
+        return 0.0 if len(times) == 1 else _FIRST_BACKOFF_S * 2 ** (len(times) - 2)
+
+    @property
+    def why_too_many(self) -> str:
+        return f"it died {len(self._times)} times within {RESTART_PERIOD_S:g} s"
+
+    def describe(self, backoff_s: float) -> str:
+        """Say when it is started again."""
+        when = f"in {backoff_s:.1f} s" if backoff_s else "at once"
+        return (
+            f"starting it again {when} ({len(self._times)} of {MAX_RESTARTS} within {RESTART_PERIOD_S:g} s)"
+        )
 
 
 class ServiceProcess:
@@ -134,6 +169,14 @@ class ServiceProcess:
                 line = raw.decode(errors="replace").rstrip("\r\n")
                 self.tail.append(line)
                 self._on_line(line)
+
+
+def child_environment() -> dict[str, str]:
+    """Return our environment without options: flags carry them, and those left at their default must stay so."""
+    dropped = {option.env for option in iter_options()} | {CONFIG_FILE_ENV, *LWS_VARIABLES}
+    kept = {name: text for name, text in os.environ.items() if name not in dropped}
+    # A crash in native code then leaves a stack among the last lines, and nothing is held back in a buffer.
+    return with_bytecode_cache({"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **kept})
 
 
 def with_bytecode_cache(env: Mapping[str, str], source: Path = Path(__file__)) -> dict[str, str]:

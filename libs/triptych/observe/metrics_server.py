@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, TriptychError
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,11 @@ _REASONS = {
 }
 _TEXT = "text/plain; charset=utf-8"
 
+
+async def _metrics_of_process() -> Collector:
+    return REGISTRY
+
+
 Answer = tuple[int, str, bytes]
 """Status, content type and body."""
 
@@ -45,35 +51,38 @@ class MetricsServer:
         *,
         is_live: Callable[[], bool],
         is_ready: Callable[[], bool],
-        registry: CollectorRegistry = REGISTRY,
+        find_metrics: Callable[[], Awaitable[Collector]] = _metrics_of_process,
     ) -> None:
         """
         Args:
             is_live: Whether the process can do its work at all; asked for `/livez`.
             is_ready: Whether it takes requests now; asked for `/readyz`.
-            registry: The metrics.
+            find_metrics: Returns what collects the metrics, on another thread. Raises TriptychError if it cannot now.
         """
         self._is_live = is_live
         self._is_ready = is_ready
-        self._registry = registry
+        self._find_metrics = find_metrics
         self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.Task[None], bool] = {}
         """Task of a connection -> whether it still waits for its request; in the order of their arrival."""
 
-    def bind(self, host: str, port: int, *, option: str) -> int:
+    def bind(self, host: str, port: int, *, option: str, shares_port: bool = False) -> int:
         """Bind and return the port. Connections wait until `start`.
 
         Args:
             port: 0 for any free one.
             option: The config key of the port, for the error.
+            shares_port: Several processes are bound to the port (SO_REUSEPORT).
 
         Raises:
             ConfigError: The port is taken, or the address is not ours; names it.
         """
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            self._socket = socket.create_server(
+                address[:2], family=family, backlog=_BACKLOG, reuse_port=shares_port
+            )
         except OSError as error:
             raise ConfigError(f"{option}: cannot bind {host}:{port} ({error.strerror or error})") from None
         return int(self._socket.getsockname()[1])
@@ -139,8 +148,12 @@ class MetricsServer:
             case "/metrics" | "/":
                 accept = next((line[7:].strip() for line in lines if line.lower().startswith("accept:")), "")
                 encode, content_type = choose_encoder(accept)
+                try:
+                    metrics = await self._find_metrics()
+                except TriptychError as error:
+                    return 503, _TEXT, f"{error}\n".encode()
                 # In a thread: a scrape of many series must not hold up the loop for all of it.
-                return 200, content_type, await asyncio.to_thread(encode, self._registry)
+                return 200, content_type, await asyncio.to_thread(encode, metrics)
         return 404, _TEXT, b"here are /metrics, /livez and /readyz\n"
 
 

@@ -49,6 +49,7 @@ class RpcServer:
         client_timeout_s: float = 0.0,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: ServerTls | None = None,
+        shares_port: bool = False,
     ) -> None:
         """Make a server that is bound to nothing yet.
 
@@ -61,6 +62,7 @@ class RpcServer:
             client_timeout_s: Connections end that take longer to say hello. 0: gRPC's own limit.
             interceptors: In front of those that every server has, outermost first.
             tls: None: plain text.
+            shares_port: Several processes are bound to its port (SO_REUSEPORT), each with a share of the connections.
         """
         self._tls = tls
         optional = {
@@ -73,7 +75,7 @@ class RpcServer:
             options=(
                 *message_limits(limit_bytes),
                 *KEEPALIVE,
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(shares_port)),
                 ("grpc.max_concurrent_streams", max_calls_per_connection),
                 *((name, value) for name, value in optional.items() if value),
             ),

@@ -15,6 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
+from prometheus_client import REGISTRY
+from prometheus_client.registry import Collector
+
 from triptych import failpoints
 from triptych.config import EngineConfig
 from triptych.config.loader import ServiceArguments, parse_service_arguments
@@ -60,6 +63,8 @@ class ServiceApp(ABC):
         """The certificates of the service's servers. None: they serve in plain text."""
         self.background: dict[str, asyncio.Future[Any]] = {}
         """Name -> what runs as long as the process. One that ends before that has died."""
+        self.shares_ports = False
+        """Whether other processes of the service are bound to its ports."""
 
     @classmethod
     def for_config(cls, config: EngineConfig) -> type[ServiceApp]:
@@ -70,6 +75,13 @@ class ServiceApp(ABC):
     def log_name(cls, config: EngineConfig) -> str:
         """Return the service's name in its log."""
         return cls.section
+
+    async def prepare(self) -> None:  # noqa: B027 # most have nothing to do
+        """Do what comes before the ports are bound."""
+
+    async def find_metrics(self) -> Collector:
+        """Return what collects the metrics of the service."""
+        return REGISTRY
 
     @abstractmethod
     async def start(self) -> Mapping[str, int]:
@@ -90,9 +102,13 @@ class ServiceApp(ABC):
 
 def main(service: str, description: str | None, create: type[ServiceApp]) -> NoReturn:
     """Run a service from `sys.argv` to the end of the process. `service`: its name under `triptych_services`."""
+    run_service(parse_service_arguments(service, description or "", sys.argv[1:]), service, create)
+
+
+def run_service(arguments: ServiceArguments, service: str, create: type[ServiceApp]) -> NoReturn:
+    """Run a service with arguments that have been read, as `main` does."""
     import uvloop  # of the services' images only
 
-    arguments = parse_service_arguments(service, description or "", sys.argv[1:])
     try:
         code = uvloop.run(run(arguments, create.for_config(arguments.config)))
     except ConfigError as error:
@@ -126,11 +142,19 @@ async def _serve(app: ServiceApp, arguments: ServiceArguments, stop: asyncio.Eve
     """Serve and stop as `run` does. Return the exit code."""
     config = app.config
     section = getattr(config, app.section)
-    metrics = MetricsServer(is_live=lambda: not app.server.is_dead, is_ready=lambda: app.server.is_ready)
+    metrics = MetricsServer(
+        is_live=lambda: not app.server.is_dead,
+        is_ready=lambda: app.server.is_ready,
+        find_metrics=app.find_metrics,
+    )
+    await app.prepare()
     ports = {
         "port": app.server.bind(section.host, section.port, option=f"{app.section}.port"),
         "metrics_port": metrics.bind(
-            section.metrics_host, section.metrics_port, option=f"{app.section}.metrics_port"
+            section.metrics_host,
+            section.metrics_port,
+            option=f"{app.section}.metrics_port",
+            shares_port=app.shares_ports,
         ),
     }
     _warn_if_open(app)

@@ -33,6 +33,11 @@ class Caller:
         min_priority = 0 if key.min_priority is None and tenant is not None else key.min_priority
         return cls(key.name, tenant, key.admin, key.requests_per_minute, key.tokens_per_minute, min_priority)
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether its requests or tokens within a minute are limited."""
+        return bool(self.requests_per_minute or self.tokens_per_minute)
+
     def may_speak_for(self, tenant: str) -> bool:
         """Return whether requests of a tenant are this caller's own."""
         return self.tenant is None or self.tenant == tenant

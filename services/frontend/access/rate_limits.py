@@ -1,4 +1,5 @@
-"""Rate limits of API keys: requests and tokens within the last minute, counted in this process.
+"""Rate limits of API keys: requests and tokens within the last minute, counted in this process, or in the supervisor
+of several that serve together (`siblings`).
 
               60 s                       a moving window: what is older than a minute counts no more
    ├────────────────────────────┤
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 
 from triptych.errors import InvalidRequest, NotKept, RateLimited
 from triptych_services.frontend.access.caller import Caller
@@ -39,7 +40,7 @@ class RateLimits:
         """Name of a key -> its requests for streams that there are not; they count as requests, too."""
         self._tokens: dict[str, _Window] = {}
 
-    def admit(self, caller: Caller) -> None:
+    async def admit(self, caller: Caller) -> None:
         """Count a request.
 
         Raises:
@@ -53,8 +54,8 @@ class RateLimits:
         if caller.requests_per_minute:
             self._requests.setdefault(caller.name, _Window()).add(1, now_s)
 
-    @contextmanager
-    def guess(self, caller: Caller) -> Iterator[None]:
+    @asynccontextmanager
+    async def guess(self, caller: Caller) -> AsyncGenerator[None]:
         """Count a request if the block finds nothing, because what it looks for may have been made up.
 
         What is found was counted when it began, by a frontend that may be another one.
@@ -62,18 +63,26 @@ class RateLimits:
         Raises:
             RateLimited: The key has used up its requests by such guesses.
         """
-        limit, name = caller.requests_per_minute, caller.name
-        self._check(self._guesses, caller, limit, "streams that are not kept", self._clock())
+        await self.check_guess(caller)
         try:
             yield
         except (NotKept, InvalidRequest):
-            if limit:
-                now_s = self._clock()
-                for windows in (self._guesses, self._requests):
-                    windows.setdefault(name, _Window()).add(1, now_s)
+            self.note_guess(caller)
             raise
 
-    def admit_tokens(self, caller: Caller) -> None:
+    async def check_guess(self, caller: Caller) -> None:
+        """Check that the key may ask for a stream. Raises RateLimited."""
+        limit = caller.requests_per_minute
+        self._check(self._guesses, caller, limit, "streams that are not kept", self._clock())
+
+    def note_guess(self, caller: Caller) -> None:
+        """Count a request for a stream that there is not."""
+        if caller.requests_per_minute:
+            now_s = self._clock()
+            for windows in (self._guesses, self._requests):
+                windows.setdefault(caller.name, _Window()).add(1, now_s)
+
+    async def admit_tokens(self, caller: Caller) -> None:
         """Check that the key may use tokens. What only counts tokens is not counted as a request.
 
         Raises:

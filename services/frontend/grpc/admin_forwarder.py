@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterable
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -20,10 +21,11 @@ from triptych.rpc.status import from_rpc_error
 from triptych.wire.admin import log_level_from_proto
 from triptych_services.frontend.engines.call_all import call_all_engines
 from triptych_services.frontend.engines.client import EngineClient
+from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.grpc.pages import read_page_size
 from triptych_services.frontend.requests.raw import MAX_ABORTS
 from triptych_services.frontend.routing.router import Router
-from triptych_services.frontend.streams.registry import AliveRequest, AliveRequests
+from triptych_services.frontend.streams.registry import AliveRequest
 
 _SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 ADMIN_SERVICE = _SERVICE.full_name
@@ -34,7 +36,7 @@ _OWN_METHODS = (
 _SET_LOG_LEVEL = f"/{ADMIN_SERVICE}/SetLogLevel"
 
 
-def create_admin_forwarder(router: Router, alive: AliveRequests) -> grpc.GenericRpcHandler:
+def create_admin_forwarder(router: Router, generator: Generator) -> grpc.GenericRpcHandler:
     """Return what serves all methods of AdminService. What an engine refuses, it refuses in its words."""
     handlers = {}
     for method in _SERVICE.methods:
@@ -46,7 +48,7 @@ def create_admin_forwarder(router: Router, alive: AliveRequests) -> grpc.Generic
             else (grpc.unary_unary_rpc_method_handler, _forward)
         )
         handlers[method.name] = wrap(forward(router, path), request_deserializer=request_type.FromString)
-    own = _OwnCalls(router, alive)
+    own = _OwnCalls(router, generator)
     for name in _OWN_METHODS:
         handlers[name] = _serve(name, getattr(own, name))
     return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
@@ -55,9 +57,13 @@ def create_admin_forwarder(router: Router, alive: AliveRequests) -> grpc.Generic
 class _OwnCalls:
     """Methods that a frontend answers by itself."""
 
-    def __init__(self, router: Router, alive: AliveRequests) -> None:
+    def __init__(self, router: Router, generator: Generator) -> None:
         self._router = router
-        self._alive = alive
+        self._generator = generator
+        self._siblings = generator.siblings
+        if self._siblings is not None:
+            self._siblings.answer("list_requests", self._list_requests)
+            self._siblings.answer("set_log_level", set_level)
 
     async def ListEngines(
         self, request: admin_pb2.ListEnginesRequest, context: grpc.aio.ServicerContext
@@ -68,13 +74,26 @@ class _OwnCalls:
         self, request: admin_pb2.ListRequestsRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ListRequestsResponse:
         page_size = read_page_size(request.page_size)
-        # A page begins after the id that its token is: requests come and go between two pages.
-        found = {alive.outputs.request_id: alive for alive in self._alive}
-        ids = sorted(request_id for request_id in found if request_id > request.page_token)
+        question = request.page_token, page_size + 1
+        pages = [self._list_requests(*question)]
+        if self._siblings is not None:
+            pages += await self._siblings.ask_others("list_requests", *question)
+        # A stream that goes on at a sibling is alive at both for a moment.
+        found = {each.request_id: each for each in map(admin_pb2.AliveRequest.FromString, chain(*pages))}
+        ids = sorted(found)
         return admin_pb2.ListRequestsResponse(
-            requests=[_to_request(found[request_id]) for request_id in ids[:page_size]],
+            requests=[found[request_id] for request_id in ids[:page_size]],
             next_page_token=ids[page_size - 1] if len(ids) > page_size else "",
         )
+
+    def _list_requests(self, page_token: str, num_wanted: int) -> list[bytes]:
+        """Return the first requests of this process behind an id, each as its message.
+
+        A page begins after the id that its token is: requests come and go between two pages.
+        """
+        behind = [alive for alive in self._generator.alive if alive.outputs.request_id > page_token]
+        behind.sort(key=lambda alive: alive.outputs.request_id)
+        return [_to_request(alive).SerializeToString() for alive in behind[:num_wanted]]
 
     async def AbortRequests(
         self, request: admin_pb2.AbortRequestsRequest, context: grpc.aio.ServicerContext
@@ -82,7 +101,7 @@ class _OwnCalls:
         num_ids = len(request.request_ids)
         if not 1 <= num_ids <= MAX_ABORTS:
             raise InvalidRequest("request_ids", f"{num_ids} ids are not within the limits 1..{MAX_ABORTS}")
-        aborted = self._alive.abort(request.request_ids, of_any_tenant=True)
+        aborted = await self._generator.abort(request.request_ids, of_any_tenant=True)
         return admin_pb2.AbortRequestsResponse(aborted_request_ids=aborted)
 
     async def SetLogLevel(
@@ -90,7 +109,10 @@ class _OwnCalls:
     ) -> Any:
         if request.engine_id:
             return await _forward(self._router, _SET_LOG_LEVEL)(request, context)
-        set_level(log_level_from_proto(request.log_level))
+        level = log_level_from_proto(request.log_level)
+        set_level(level)
+        if self._siblings is not None:
+            await self._siblings.ask_others("set_log_level", level)
         return admin_pb2.SetLogLevelResponse()
 
     async def LoadAdapter(

@@ -143,7 +143,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         num_ids = len(request.request_ids)
         if not 1 <= num_ids <= MAX_ABORTS:
             raise InvalidRequest("request_ids", f"{num_ids} ids are not within the limits 1..{MAX_ABORTS}")
-        aborted = self._generator.abort(request.request_ids)
+        aborted = await self._generator.abort(request.request_ids)
         return generation_pb2.AbortResponse(aborted_request_ids=aborted)
 
     async def Tokenize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 
 from fastapi import APIRouter, Request
@@ -43,7 +44,7 @@ async def ping() -> Response:
 @router.get("/load", responses={200: {"model": LoadAnswer}})
 async def load(request: Request) -> Response:
     """The load of this frontend."""
-    return json_response({"server_load": generator_of(request).num_active})
+    return json_response({"server_load": await generator_of(request).count_active()})
 
 
 @router.get("/version", responses={200: {"model": VersionAnswer}})
@@ -53,6 +54,8 @@ async def version() -> Response:
 
 
 @router.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
-async def metrics() -> Response:
-    """This process's Prometheus metrics."""
-    return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+async def metrics(request: Request) -> Response:
+    """This frontend's Prometheus metrics."""
+    siblings = generator_of(request).siblings
+    found = REGISTRY if siblings is None else await siblings.find_metrics()
+    return Response(await asyncio.to_thread(generate_latest, found), media_type=CONTENT_TYPE_LATEST)

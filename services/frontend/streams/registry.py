@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from triptych.errors import DuplicateRequest
-from triptych_services.frontend.access.caller import current_caller
+from triptych_services.frontend.access.caller import Caller, current_caller
 from triptych_services.frontend.requests.identity import unique_request_id
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.routing.router import Router
+from triptych_services.frontend.siblings.siblings import Siblings
 from triptych_services.frontend.streams.outputs import RequestOutputs
 from triptych_services.frontend.streams.pacing import Pace
 
@@ -40,7 +41,9 @@ class AliveRequest(NamedTuple):
 class AliveRequests:
     """Owned by the generator. Bound to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, siblings: Siblings | None = None) -> None:
+        """`siblings`: Hold the ids that clients have chosen, too. None: there are none."""
+        self._siblings = siblings
         self._requests: dict[tuple[str, str], AliveRequest] = {}
         """Tenant and request id -> the request."""
         self._name_to_keys: dict[str, set[tuple[str, str]]] = {}
@@ -65,8 +68,12 @@ class AliveRequests:
             PermissionDenied: As `Caller.own`.
         """
         raw = current_caller().own(raw)
-        with self._hold(outputs, raw):
-            yield raw
+        try:
+            with self._hold(outputs, raw):
+                yield raw
+        finally:
+            if self._siblings is not None:
+                self._siblings.release(raw)
 
     @contextmanager
     def _hold(self, outputs: RequestOutputs, raw: RawRequest) -> Iterator[None]:
@@ -104,8 +111,14 @@ class AliveRequests:
         name = unique_request_id(request_id) if is_alive else request_id
         raw = replace(raw, client_names=(*raw.client_names, request_id))
         outputs = RequestOutputs(name, pace)
-        with self._hold(outputs, raw):
-            yield outputs
+        if self._siblings is not None:
+            self._siblings.claim_again(raw)
+        try:
+            with self._hold(outputs, raw):
+                yield outputs
+        finally:
+            if self._siblings is not None:
+                self._siblings.release(raw)
 
     def count_without_token(self) -> Counter[str]:
         """Count the choices that no token has come for, by tenant. May be called on any thread."""
@@ -117,7 +130,7 @@ class AliveRequests:
                 counts[alive.raw.head.tenant] += waiting
         return counts
 
-    def abort(self, names: Iterable[str], *, of_any_tenant: bool = False) -> list[str]:
+    def abort_of(self, caller: Caller, names: Iterable[str], of_any_tenant: bool) -> list[str]:
         """End requests of the caller's tenant with what they have.
 
         Args:
@@ -126,7 +139,6 @@ class AliveRequests:
 
         Returns those of the names that were alive, each once. The requests of others count as not alive.
         """
-        caller = current_caller()
         aborted = []
         for name in dict.fromkeys(names):
             found = [self._requests[key] for key in self._name_to_keys.get(name, ())]
@@ -137,14 +149,14 @@ class AliveRequests:
                 aborted.append(name)
         return aborted
 
-    def token_of_duplicate(self, raw: RawRequest) -> str:
+    def token_of_duplicate(self, caller: Caller, raw: RawRequest) -> str:
         """Return the token by which a request goes on that is alive and the same as this one; empty if there is none.
 
         A client sends a request again, under its name, when it has lost the connection and cannot know what came of it.
         """
         if not raw.head.request_id:
             return ""
-        raw = current_caller().own(raw)
+        raw = caller.own(raw)
         alive = self._requests.get((raw.head.tenant, raw.head.request_id))
         if alive is None:
             return ""

@@ -40,16 +40,16 @@ class NaiveLimits:
         return num_within(self.requests) < self.max_requests and num_within(self.tokens) < self.max_tokens
 
 
-def refusal(limits: RateLimits, caller: Caller) -> errors.RateLimited | None:
+async def refusal(limits: RateLimits, caller: Caller) -> errors.RateLimited | None:
     try:
-        limits.admit(caller)
+        await limits.admit(caller)
     except errors.RateLimited as error:
         return error
     return None
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_request_is_admitted_exactly_when_the_naive_window_is_free(seed):
+async def test_a_request_is_admitted_exactly_when_the_naive_window_is_free(seed):
     chance = random.Random(seed)
     now_s = 0.0
     limits, naive = RateLimits(lambda: now_s), NaiveLimits(7, 100)
@@ -57,7 +57,7 @@ def test_a_request_is_admitted_exactly_when_the_naive_window_is_free(seed):
     num_refused = 0
     for _ in range(400):
         now_s += chance.choice((0.0, 0.5, 3.0, 11.0))
-        if (refused := refusal(limits, caller)) is not None:
+        if (refused := await refusal(limits, caller)) is not None:
             num_refused += 1
             assert not naive.is_free(now_s)
             assert not naive.is_free(now_s + refused.retry_after_s - 0.01)
@@ -75,29 +75,29 @@ def test_a_request_is_admitted_exactly_when_the_naive_window_is_free(seed):
     assert 20 < num_refused < 380
 
 
-def test_a_key_without_limits_is_never_refused():
+async def test_a_key_without_limits_is_never_refused():
     limits = RateLimits(lambda: 0.0)
     for _ in range(1000):
-        limits.admit(Caller("k"))
+        await limits.admit(Caller("k"))
         limits.charge(Caller("k"), 1000)
 
 
-def test_a_limit_that_changes_counts_what_is_in_the_window():
+async def test_a_limit_that_changes_counts_what_is_in_the_window():
     limits = RateLimits(lambda: 0.0)
     for _ in range(3):
-        limits.admit(Caller("k", requests_per_minute=3))
-    limits.admit(Caller("k", requests_per_minute=4))
+        await limits.admit(Caller("k", requests_per_minute=3))
+    await limits.admit(Caller("k", requests_per_minute=4))
     with pytest.raises(
         errors.RateLimited, match="4 requests within a minute, the limit is 2; try again in 60"
     ):
-        limits.admit(Caller("k", requests_per_minute=2))
+        await limits.admit(Caller("k", requests_per_minute=2))
 
 
-def test_refusals_are_reported_with_what_was_used_up():
+async def test_refusals_are_reported_with_what_was_used_up():
     refused = []
     limits = RateLimits(lambda: 0.0, lambda caller, unit: refused.append((caller.name, unit)))
     few, tokens = Caller("few", requests_per_minute=1), Caller("tokens", tokens_per_minute=5)
-    limits.admit(few)
+    await limits.admit(few)
     limits.charge(tokens, 6)
     for attempt in (
         lambda: limits.admit(few),
@@ -105,7 +105,7 @@ def test_refusals_are_reported_with_what_was_used_up():
         lambda: limits.admit_tokens(tokens),
     ):
         with pytest.raises(errors.RateLimited):
-            attempt()
+            await attempt()
     assert refused == [("few", "requests"), ("tokens", "tokens"), ("tokens", "tokens")]
 
 
@@ -211,14 +211,14 @@ async def test_a_limit_is_raised_while_the_frontend_serves(doors):
     await ask_grpc(doors, FEW)
 
 
-def test_tokens_are_admitted_without_counting_a_request():
+async def test_tokens_are_admitted_without_counting_a_request():
     limits = RateLimits(lambda: 0.0)
     caller = Caller("k", None, requests_per_minute=1, tokens_per_minute=10)
     for _ in range(5):
-        limits.admit_tokens(caller)
+        await limits.admit_tokens(caller)
     limits.charge(caller, 10)
     with pytest.raises(errors.RateLimited, match="10 tokens within a minute"):
-        limits.admit_tokens(caller)
+        await limits.admit_tokens(caller)
 
 
 async def test_tokens_that_are_only_counted_count(doors):
@@ -232,14 +232,16 @@ async def test_tokens_that_are_only_counted_count(doors):
         await ask_http(doors, TOKENS)
 
 
-def test_guesses_of_streams_count_as_requests_and_what_is_found_does_not() -> None:
+async def test_guesses_of_streams_count_as_requests_and_what_is_found_does_not() -> None:
     limits, caller = RateLimits(lambda: 0.0), Caller("k", None, requests_per_minute=3)
     for _ in range(10):
-        with limits.guess(caller):
+        async with limits.guess(caller):
             pass
     for _ in range(3):
-        with pytest.raises(errors.NotKept), limits.guess(caller):
-            raise errors.NotKept("made up")
-    with pytest.raises(errors.RateLimited, match="3 streams that are not kept"), limits.guess(caller):
-        pass
-    assert refusal(limits, caller) is not None
+        with pytest.raises(errors.NotKept):
+            async with limits.guess(caller):
+                raise errors.NotKept("made up")
+    with pytest.raises(errors.RateLimited, match="3 streams that are not kept"):
+        async with limits.guess(caller):
+            pass
+    assert await refusal(limits, caller) is not None

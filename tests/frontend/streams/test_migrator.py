@@ -230,7 +230,7 @@ async def test_a_stop_while_nothing_computes_ends_with_what_there_is() -> None:
         await eventually(lambda: core.migrator.num_waiting == 1)
         await eventually(lambda: core.metric("choices_waiting_for_engine") == 1)
         await eventually(lambda: core.metric("oldest_choice_waiting_for_engine_seconds") > 0)
-        assert core.generator.abort(["mine"]) == ["mine"]
+        assert await core.generator.abort(["mine"]) == ["mine"]
         got = await task
         assert got.token_ids() == [70]
         assert got.deltas[-1].finish_reason is FinishReason.ABORT

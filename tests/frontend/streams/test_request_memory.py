@@ -21,6 +21,7 @@ from triptych.rpc.collector import freeze
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import RequestHead
+from triptych_services.frontend.access.caller import ANYONE
 from triptych_services.frontend.engines.session import ChoiceOutput
 from triptych_services.frontend.streams.accounting import RequestRecord
 from triptych_services.frontend.streams.choice import Choice
@@ -96,7 +97,7 @@ async def aborted_by_name(engine: FakeEngine, core: FrontendCore) -> None:
     raw = raw_request(request_id="mine", sampling={"max_tokens": 9})
     task = asyncio.create_task(answer(core.generator, raw))
     engine.emit(await engine.next_submit(), [65])
-    await eventually(lambda: core.generator.abort(["mine"]) == ["mine"])
+    await eventually(lambda: core.generator.alive.abort_of(ANYONE, ["mine"], True))
     await task
 
 

@@ -92,7 +92,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.AbortResponse:
         if (num_ids := len(request.request_ids)) > MAX_ABORTS:
             raise InvalidRequest("request_ids", f"{num_ids} ids are above the limit {MAX_ABORTS}")
-        self._generator.abort(request.request_ids)
+        await self._generator.abort(request.request_ids)
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(
@@ -130,7 +130,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.GetServerInfoResponse:
         statuses = [status for _, status in self._statuses()]
         return vllm_engine_pb2.GetServerInfoResponse(
-            active_requests=self._generator.num_active,
+            active_requests=await self._generator.count_active(),
             is_paused=bool(statuses) and all(status.paused for status in statuses),
             uptime_seconds=time.monotonic() - self._started_at,
             server_type=_SERVER_TYPE,

@@ -115,7 +115,7 @@ async def go_on_with_stream(request: Request, token: str) -> Response:
 async def abort_requests(request: Request) -> Response:
     """End requests of the caller's tenant with what they have."""
     names = await reader_of(request).read(request, AbortRequest, names_to_abort)
-    return json_response({"aborted_request_ids": generator_of(request).abort(names)})
+    return json_response({"aborted_request_ids": await generator_of(request).abort(names)})
 
 
 @router.get(

@@ -130,7 +130,8 @@ async def server_info(request: Request, engine_id: _EngineId = "") -> Response:
 async def abort_requests(request: Request) -> Response:
     """End requests, of any tenant, with what they have."""
     names = await reader_of(request).read(request, AbortRequest, names_to_abort)
-    return json_response({"aborted_request_ids": generator_of(request).abort(names, of_any_tenant=True)})
+    aborted = await generator_of(request).abort(names, of_any_tenant=True)
+    return json_response({"aborted_request_ids": aborted})
 
 
 @router.post("/v1/load_lora_adapter")
