@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 
+from tests.helpers.journals import RecordedRun, replayed
 from tests.helpers.scheduling import Clock, Engine, make_prompt, make_request, make_scheduler
 from triptych.types.pooling import PoolingParams
 from triptych_services.enginecore.scheduler.scheduler import Scheduler
@@ -95,6 +98,26 @@ def test_adapters_that_left_the_queue_wait_for_no_turn() -> None:
     engine.add(make_request(2, make_prompt(5, 2), adapter_digest="a", max_tokens=5))
     engine.plan()
     assert running_of(engine.scheduler) == [0, 2]
+
+
+def test_a_journal_with_adapters_replays_the_same(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path, num_blocks=200, max_model_len=200, max_num_seqs=6)
+    run.runner.facts = replace(run.runner.facts, max_adapters=2)
+    run.start()
+    for number in range(20):
+        adapter = "abcd"[number % 4]
+        sampling = {"max_tokens": 60, "ignore_eos": True}
+        run.submit(make_prompt(20, number % 5), sampling=sampling, adapter=adapter, adapter_digest=adapter)
+        run.run(6)
+        run.clock.now += 0.2  # so that adapters make way for others
+        if number == 10:
+            run.lose_worker()
+            run.connect(after_crash=True)
+    assert run.engine.adapters_in_use() == set("abcd")
+    run.run().engine.close()
+    assert run.engine.scheduler is not None
+    assert run.engine.scheduler.counters.prefix_hits > 0
+    assert replayed(tmp_path).divergence is None
 
 
 def test_a_prefix_of_one_adapter_is_no_hit_for_another() -> None:
