@@ -18,8 +18,10 @@ import grpc
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from tests.e2e.bystander import Bystander
 from tests.e2e.test_fine_tunes import write_fine_tune
 from tests.worker.models.checkpoints import greedy_tokens
 from triptych import LLM, AsyncLLM, SamplingParams
@@ -184,6 +186,51 @@ def test_what_cannot_be_loaded_is_refused_and_disturbs_no_other(stack, name, sou
     stack.check("sql")
     status, answer = post(stack.cluster.http_address, "/v1/completions", {"model": "other", "prompt": "x"})
     assert status == 404, answer
+
+
+def write_poison(root: Path, sound: Path) -> dict[str, str]:
+    """Write adapters that cannot be served below a root, and return words of the error of each."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    tensors = load_file(sound / "adapter_model.safetensors")
+    changed = {
+        "nan": {name: tensors[name] * float("nan")},
+        "shape": {name: torch.zeros(4, 7)},
+        "target": {
+            own.replace("q_proj", "x_proj"): tensors[own].clone()
+            for own in (name, name.replace("_A.", "_B."))
+        },
+    }
+    for kind, change in changed.items():
+        shutil.copytree(sound, root / kind)
+        save_file({**tensors, **change}, root / kind / "adapter_model.safetensors")
+    shutil.copytree(sound, root / "large")
+    with (root / "large" / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(10 << 30)  # without content
+    return {
+        "nan": "not finite", "shape": "the model has", "target": "is no projection", "large": f"{10 << 30} bytes",
+    }  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_poison_is_refused_beside_a_stream(models):
+    root = models.root / "poison"
+    root.mkdir()
+    words_of = write_poison(root, models.root / "law")
+    flags = {"frontend.serve_admin_http": "true", "model.adapter_root": str(root)}
+    with serving(models, **flags) as stack, Bystander(stack.cluster.http_address, "sql", PROMPTS[0]):
+        frontend = stack.cluster.config.frontend
+        for kind, words in words_of.items():
+            with pytest.raises(grpc.RpcError, match=words):
+                stack.load("bad", kind)
+            body = {"lora_name": "bad", "lora_path": kind}
+            admin = f"{frontend.admin_host}:{frontend.admin_http_port}"
+            status, answer = post(admin, "/v1/load_lora_adapter", body)
+            assert status == 400, answer
+            assert words in answer["error"]["message"]
+        stack.check("sql", "base")
+        status, _ = post(stack.cluster.http_address, "/v1/completions", {"model": "bad", "prompt": "x"})
+        assert status == 404
+    shutil.rmtree(root)
 
 
 @pytest.mark.thorough

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 
+from tests.e2e.bystander import Bystander
+from tests.e2e.test_adapters import post
+from tests.e2e.test_fine_tunes import write_fine_tune
 from triptych import LLM
+from triptych.config.loader import load_config
 from triptych.errors import TriptychError
 from triptych.hub import resolve_model
+from triptych.launcher.local_cluster import LocalCluster
+from triptych.launcher.ports import with_free_ports
+from triptych.v1 import embedding_pb2 as pb
+from triptych.v1.embedding_pb2_grpc import EmbeddingServiceStub
 
 pytestmark = pytest.mark.thorough
 
@@ -61,3 +71,53 @@ def test_what_the_model_does_not_do_is_refused_by_name(llm):
     with pytest.raises(TriptychError, match="classify"):
         llm.classify(["Hello"])
     assert embed(llm, ["Hello"]).shape == (1, 384)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """A decoder that generates and embeds."""
+    base = write_fine_tune(tmp_path_factory.mktemp("decoder") / "base", seed=1)
+    flags = {"model.model": str(base), "model.dtype": "float32", "cache.num_blocks": "512"}
+    with LocalCluster(with_free_ports(load_config(env={}, flags=flags))) as cluster:
+        cluster.wait_ready(120)
+        yield cluster
+
+
+LONGEST = 2048
+BAD_CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "100,000 inputs": ("/v1/embeddings", {"input": ["a"] * 100_000}, "100000 texts are above the limit 2048"),
+    "an empty text": ("/v1/embeddings", {"input": ["a", ""]}, "input[1]"),
+    "a text over the context": ("/v1/embeddings", {"input": ["a", "b" * 40_000]}, "2048 tokens"),
+    "ids over the context": ("/v1/embeddings", {"input": [[7], [7] * (LONGEST + 1)]}, "2048 tokens"),
+    "more dimensions than there are": ("/v1/embeddings", {"input": "a", "dimensions": 1000}, "1000 is not"),
+    "classes of no classifier": ("/classify", {"input": "a"}, "classify"),
+    "documents without a query": ("/rerank", {"documents": ["a"]}, "query"),
+}
+BAD_MESSAGES = {
+    "100,000 inputs": (
+        pb.EmbedRequest(inputs=[{"token_ids": {"ids": [7]}}] * 100_000),
+        "above the limit 2048",
+    ),
+    "an empty text": (pb.EmbedRequest(inputs=[{"text": {"text": ""}}]), "empty"),
+    "ids over the context": (pb.EmbedRequest(inputs=[{"token_ids": {"ids": [7] * 2049}}]), "2048 tokens"),
+    "more dimensions": (pb.EmbedRequest(inputs=[{"text": {"text": "a"}}], dimensions=1000), "1000 is not"),
+}
+
+
+def test_bad_calls_are_refused_beside_a_stream(cluster):
+    with (
+        Bystander(cluster.http_address, "base", range(3, 43)),
+        grpc.insecure_channel(cluster.address) as channel,
+    ):
+        for name, (path, body, words) in BAD_CALLS.items():
+            status, answer = post(cluster.http_address, path, body)
+            assert status in (400, 501), (name, answer)
+            assert words in answer["error"]["message"], (name, answer)
+        stub = EmbeddingServiceStub(channel)
+        for name, (request, words) in BAD_MESSAGES.items():
+            with pytest.raises(grpc.RpcError) as refused:
+                stub.Embed(request, timeout=60)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+            assert words in refused.value.details(), name
+        cut = {"input": [[7] * (LONGEST + 1)], "truncate_prompt_tokens": -1}
+        assert post(cluster.http_address, "/v1/embeddings", cut)[0] == 200

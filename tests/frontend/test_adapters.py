@@ -191,6 +191,7 @@ async def test_engine_that_fails_to_load_is_named(tmp_path: Path) -> None:
         ({"lora_name": "other", "lora_path": "sql"}, "'other' is an alias of the model 'naive'"),
         ({"lora_name": "naive", "lora_path": "sql"}, "'naive' is the name of a model"),
         ({"lora_name": "sql", "lora_path": "/etc"}, "is not within model.adapter_root"),
+        ({"lora_name": "sql", "lora_path": "."}, "lora_path: one: "),
     ],
     ids=str,
 )

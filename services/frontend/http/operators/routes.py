@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from starlette.responses import Response
 
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
-from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest, TriptychError
+from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest, ModelError, TriptychError
 from triptych.rpc.status import from_rpc_error
 from triptych.types.facts import PauseMode
 from triptych.wire.admin import pause_mode_to_proto
@@ -139,7 +139,10 @@ async def load_lora_adapter(request: Request, engine_id: _EngineId = "") -> Resp
     """Load a LoRA adapter into all engines, or one; requests name it as their model from then on."""
     name, source = await reader_of(request).read(request, LoadAdapterBody, _adapter_to_load)
     request.app.state.router.adapters.check(name)
-    answers = await _call(request, engine_id, "LoadAdapter", name=name, source=source)
+    try:
+        answers = await _call(request, engine_id, "LoadAdapter", name=name, source=source)
+    except ModelError as error:  # what is wrong is in the files, and not in the server
+        raise InvalidRequest("lora_path", error.message) from None
     digests = sorted({answer.adapter.digest for answer in answers})
     return json_response({"status": "loaded", "lora_name": name, "digests": digests})
 
