@@ -8,7 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,16 @@ from triptych.errors import ModelError
 from triptych.types.facts import SleepLevel
 from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
-from triptych.types.step import StepPlan
+from triptych.types.step import RowKey, StepPlan
 from triptych_kernels.cpu.library import isa
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.machine import machine_directory
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
-from triptych_services.worker.runner.startup.create import create_runner
+from triptych_services.worker.runner.startup import create
+from triptych_services.worker.runner.startup.create import create_runner, load_to_resume
 from triptych_services.worker.runner.stored import image
 from triptych_services.worker.runner.stored.image import make_room
-from triptych_services.worker.runner.stored.runner import StoredRunner, is_plain
+from triptych_services.worker.runner.stored.runner import Resume, StoredRunner, is_plain
 from triptych_services.worker.runner.stored.start import programs_directory
 from triptych_services.worker.runner.stored.store import store, store_later
 
@@ -191,6 +193,68 @@ def test_a_request_that_needs_more_does_not_disturb_the_others(
     assert tokens == [expected[0][3:], expected[1][3:], expected[2][: NUM_NEW - 3]]
     assert results[0].logprobs is not None
     assert results[0].logprobs.rows.tolist() == [2]
+
+
+def test_others_go_on_while_the_model_is_loaded(
+    tiny: tuple[Path, Any], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(FLAGS)
+    leave_program(config, directory)
+    runner, may_load, fails = started(config, directory), threading.Event(), [True]
+
+    def load(*arguments: Any) -> Resume:
+        assert may_load.wait(60)
+        if fails:
+            fails.clear()
+            raise ModelError("the file is gone")
+        return load_to_resume(*arguments)
+
+    monkeypatch.setattr(create, "load_to_resume", load)
+    tokens = [decode(runner, PROMPTS[:1], 1)[0]]
+    asks = SamplingParams(temperature=0.0, logprobs=2)
+    slots, lengths = np.array([1], np.uint32), np.array([len(PROMPTS[1])], np.uint32)
+
+    def ask(step_id: int, removed: Sequence[int]) -> StepPlan:
+        return StepPlan(
+            step_id=step_id,
+            last_result_seen=step_id - 1,
+            removed_slots=np.array(removed, np.uint32),
+            new_rows=(enter(1, PROMPTS[1], step_id, asks),),
+            chunk_slots=slots,
+            chunk_lengths=lengths,
+            may_defer_rows=True,
+        )
+
+    for step_id in (2, 3):  # it is asked twice, and sent back twice
+        result = runner.execute(ask(step_id, [1] * (step_id > 2)))
+        assert result.row_errors[RowKey(1, step_id)].is_deferral
+        tokens[0].append(int(result.token_ids[0]))
+        assert not runner.has_resumed
+    may_load.set()
+    assert runner._loading is not None
+    with pytest.raises(ModelError, match="the file is gone"):
+        runner._loading.result(60)
+    with pytest.raises(ModelError, match="the file is gone"):
+        runner.prepare(ask(4, [1]))
+    result = runner.execute(
+        StepPlan(step_id=4, last_result_seen=3)
+    )  # the row that was sent back is still there
+    tokens[0].append(int(result.token_ids[0]))
+    runner.prepare(ask(5, [1]))  # it tries again
+    assert runner._loading is not None
+    runner._loading.result(60)
+    entering = replace(ask(5, []), new_rows=(enter(2, PROMPTS[1], 5, asks),), chunk_slots=slots + 1)
+    result = runner.execute(entering)
+    assert result.row_errors[RowKey(2, 5)].is_deferral, "no row that was sent back is taken over"
+    tokens[0].append(int(result.token_ids[0]))
+    entering = replace(ask(6, [1, 2]), new_rows=(enter(1, PROMPTS[1], 6, asks),))
+    results = [runner.execute(entering)]
+    assert runner.has_resumed
+    assert not results[0].row_errors
+    results += [runner.execute(StepPlan(step_id=step, last_result_seen=step - 1)) for step in (7, 8)]
+    rest = np.stack([result.token_ids for result in results], axis=1).tolist()
+    expected = [greedy_tokens(tiny[1], prompt, NUM_NEW) for prompt in PROMPTS[:2]]
+    assert [tokens[0] + rest[0], rest[1]] == [expected[0], expected[1][:3]]
 
 
 @pytest.mark.thorough

@@ -63,7 +63,7 @@ from triptych_services.worker.runner.startup.kv_plan import KvPlan, report_group
 from triptych_services.worker.runner.startup.memory_plan import plan_memory
 from triptych_services.worker.runner.startup.pooler import create_pooler
 from triptych_services.worker.runner.startup.warm_up import warm_up
-from triptych_services.worker.runner.stored.runner import HeldState
+from triptych_services.worker.runner.stored.runner import HeldState, Resume
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 
 log = logging.getLogger(__name__)
@@ -142,24 +142,30 @@ def _plan(config: ResolvedConfig, group: RankGroup, model: CausalLM) -> tuple[Re
     return config, kv
 
 
-def resume_runner(
-    config: ResolvedConfig, directory: Path, facts: WorkerFacts, held: HeldState, on_phase: PhaseChange
-) -> SleepableRunner:
-    """Load the model and go on for a runner of its stored program, in the rows and the KV cache of that one.
+def load_to_resume(
+    config: ResolvedConfig, directory: Path, facts: WorkerFacts, on_phase: PhaseChange
+) -> Resume:
+    """Load the model of a stored program, on any thread; others may compute meanwhile.
 
     Args:
-        facts: Those of that runner.
-        on_phase: Called whenever the new one wakes.
+        facts: Those of the runner that computes until the model is there.
+        on_phase: Called whenever the next runner wakes.
+
+    Returns:
+        What creates that runner, which goes on in the rows and the KV cache of the first.
 
     Raises:
         ModelError: The checkpoint's files hold another model.
     """
     group = create_rank_group(config, None)
-    use_threads(config.engine.worker.num_threads)
-    checkpoint = open_same(config, directory, facts)
-    model = _load(config, checkpoint, group, lambda phase, progress: None)
-    factory = RunnerFactory(config, directory, facts, group, on_phase, held)
-    return factory.sleepable(model, activation_bytes=0)
+    model = _load(config, open_same(config, directory, facts), group, lambda phase, progress: None)
+
+    def resume(held: HeldState) -> SleepableRunner:
+        use_threads(config.engine.worker.num_threads)
+        factory = RunnerFactory(config, directory, facts, group, on_phase, held)
+        return factory.sleepable(model, activation_bytes=0)
+
+    return resume
 
 
 def open_same(config: ResolvedConfig, directory: Path, facts: WorkerFacts) -> Checkpoint:

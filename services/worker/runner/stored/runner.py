@@ -3,7 +3,8 @@
     stored      rows, inputs, KV cache | program and constants          greedy and sampled tokens
     resumed     the same rows and cache | a `SleepableRunner`             everything
 
-It changes once, between two steps, and the requests that it serves do not notice.
+It changes once, between two steps, and the requests that it serves do not notice. The model is loaded on a thread
+meanwhile, and what needs it is told to come again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +28,17 @@ from triptych.errors import ProtocolViolation
 from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
-from triptych.types.step import U32, StepPlan, StepResult, StepTimings, empty_u32
+from triptych.types.step import (
+    U32,
+    NewRow,
+    RowError,
+    RowErrorCode,
+    RowKey,
+    StepPlan,
+    StepResult,
+    StepTimings,
+    empty_u32,
+)
 from triptych_kernels.cpu.huge_pages import map_zeros
 from triptych_kernels.cpu.stored_program import BoundProgram, StoredProgram
 from triptych_services.worker.adapters.slots import AdapterUnavailable
@@ -78,6 +90,15 @@ class HeldState:
     last_step_id: int
     adapters: AdapterStore | None = None
     """Adapters of the rows and of those to come; None: none are served."""
+
+
+Resume = Callable[[HeldState], Runner]
+"""Creates the runner that serves everything, and goes on with the state of this one. Called on its thread."""
+_LOADING = RowError(
+    "the model is being loaded for what a stored program does not compute",
+    RowErrorCode.NOT_READY,
+    kv_is_valid=True,
+)
 
 
 class LateAdapters:
@@ -132,13 +153,13 @@ class StoredRunner(Runner):
         image: Image,
         facts: WorkerFacts,
         *,
-        resume: Callable[[HeldState], Runner],
+        load: Callable[[], Resume],
         proposers: CreateProposers | None = None,
         create_adapters: Callable[[Sequence[NDArray[np.int64]]], AdapterStore] | None = None,
     ) -> None:
         """
         Args:
-            resume: Creates the runner that serves everything, and goes on with this one's state.
+            load: Loads the model, on any thread, and returns what lets another runner go on.
             proposers: As of `create_speculation`.
             create_adapters: Creates the store of adapters from the slots of the program's layers, [num_slots] each;
                 None: none are served.
@@ -147,7 +168,11 @@ class StoredRunner(Runner):
             AttributeError, KeyError, ValueError: The program does not fit to this process.
         """
         self._facts = facts
-        self._resume = resume
+        self._load = load
+        self._loading: Future[Resume] | None = None
+        """The model that is being loaded; None until something needs it."""
+        self._sent_back: set[RowKey] = set()
+        """Rows that wait for the model and have not been removed yet."""
         slots = _adapter_slots(image.program, facts.max_adapters)
         self._adapters: LateAdapters | None = None
         if create_adapters is not None and slots:
@@ -185,11 +210,18 @@ class StoredRunner(Runner):
         return self._full is not None
 
     def prepare(self, plan: StepPlan) -> None:
-        """Let another runner take over before a row enters that a program does not serve."""
-        if not self.has_resumed and not all(
-            row.content.pooling is None and is_plain(row.sampling) for row in plan.new_rows
-        ):
-            self._resumed("a request needs more than a stored program")
+        """Let another runner take over before a row enters that a program does not serve.
+
+        While the model is loaded, such rows are sent back if the engine takes them again, and all others go on.
+        """
+        if self.has_resumed or not any(map(_needs_more, plan.new_rows)):
+            return
+        if plan.may_defer_rows:
+            loading = self._begin_loading()
+            removed = set(plan.removed_slots.tolist())
+            if not loading.done() or any(row.slot not in removed for row in self._sent_back):
+                return
+        self._resumed("a request needs more than a stored program")
 
     def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:
         """Launch one step; see `Runner.launch`."""
@@ -204,7 +236,7 @@ class StoredRunner(Runner):
                 f"step_id: {plan.step_id} came after {self._last_step_id}; expected {self._last_step_id + 1}"
             )
         started = time.perf_counter_ns()
-        step = self._rows.apply(plan)
+        step = self._send_back(plan, self._rows.apply(plan))
         self._last_step_id = plan.step_id
         if not step.slots.size:
             timings = StepTimings(prepare_ns=time.perf_counter_ns() - started)
@@ -228,6 +260,16 @@ class StoredRunner(Runner):
             publish(plan.step_id, step, self._rows.slot_version, sampled, timings, guess_counts=guess_counts)
         )
 
+    def _send_back(self, plan: StepPlan, step: StepRows) -> StepRows:
+        """Return the step with those rows marked as not ready that wait for the model. They compute like any other."""
+        removed = set(plan.removed_slots.tolist())
+        self._sent_back = {row for row in self._sent_back if row.slot not in removed}
+        waiting = {row.key for row in plan.new_rows if _needs_more(row)}
+        if not waiting:
+            return step
+        self._sent_back |= waiting
+        return replace(step, row_errors={**dict.fromkeys(waiting, _LOADING), **step.row_errors})
+
     def _advance(self, step: StepRows, sampled: SampledTokens, forward_ns: int) -> U32 | None:
         """Record the tokens of a step, and return the guesses that its rows have ready; None: nothing guesses."""
         self._rows.advance(step, sampled.token_counts)
@@ -242,6 +284,7 @@ class StoredRunner(Runner):
             self._full.reset()
             return
         self._rows.clear()
+        self._sent_back.clear()
         self._last_step_id = 0
 
     def block_store(self) -> BlockStore:
@@ -253,14 +296,39 @@ class StoredRunner(Runner):
     def wake(self) -> None:
         self._resumed("it wakes").wake()
 
+    def _begin_loading(self) -> Future[Resume]:
+        """Return the model that is being loaded, on a thread of its own."""
+        if self._loading is None:
+            loading = self._loading = Future[Resume]()
+
+            def load() -> None:
+                try:
+                    if self._adapters is not None:
+                        self._adapters.store()
+                    loading.set_result(self._load())
+                except BaseException as error:
+                    loading.set_exception(error)
+
+            threading.Thread(target=load, name="load", daemon=True).start()
+            log.info("the model is loaded for requests that need more than a stored program; others go on")
+        return self._loading
+
     def _resumed(self, why: str) -> Runner:
-        """Return the runner that serves everything, created at the first call."""
+        """Return the runner that serves everything, created at the first call.
+
+        Raises:
+            ModelError: The checkpoint's files hold another model. The next call tries again.
+        """
         if self._full is None:
             started = time.perf_counter()
+            try:
+                resume = self._begin_loading().result()
+            except BaseException:
+                self._loading = None
+                raise
             adapters = None if self._adapters is None else self._adapters.store()
-            held = HeldState(self._rows, self._kv_memory, self._last_step_id, adapters)
-            self._full = self._resume(held)
-            self._program = None  # its memory is freed
+            self._full = resume(HeldState(self._rows, self._kv_memory, self._last_step_id, adapters))
+            self._program = self._loading = None  # their memory is freed
             log.info("torch serves from now on, after %.1f s: %s", time.perf_counter() - started, why)
         return self._full
 
@@ -307,6 +375,11 @@ class _LoadedProgram:
         """Compute the step in the inputs, and return a copy of the chosen tokens, [num_sampling]."""
         self._program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
         return self._token_ids[: sizes.num_sampling].copy()
+
+
+def _needs_more(row: NewRow) -> bool:
+    """Return whether a program alone does not serve a row."""
+    return row.content.pooling is not None or not is_plain(row.sampling)
 
 
 def _adapter_slots(program: StoredProgram, max_adapters: int) -> dict[str, NDArray[np.int64]]:

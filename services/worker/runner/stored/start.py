@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -29,7 +33,7 @@ from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.runner.startup.warm_up import warm_up_plainly
 from triptych_services.worker.runner.stored.image import Image, image_path, read_image
 from triptych_services.worker.runner.stored.key import program_key
-from triptych_services.worker.runner.stored.runner import HeldState, StoredRunner
+from triptych_services.worker.runner.stored.runner import Resume, StoredRunner
 
 if TYPE_CHECKING:
     from triptych_services.worker.adapters.store import AdapterStore
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IMPORT_AFTER_S = 10.0  # the first tokens of a worker that has just started are more urgent
+_LIBRARIES_OF_TORCH = {  # as torch/__init__.py maps them
+    "libtorch_global_deps.so": os.RTLD_GLOBAL | os.RTLD_NOW,
+    "libtorch_python.so": os.RTLD_LAZY,
+}
 _DEVICES_OF_GPUS = ("nvidiactl", "kfd", "dxg")  # under /dev: NVIDIA's, AMD's, and those of Windows' Linux
 
 
@@ -118,10 +126,11 @@ def _start(
     on_phase: PhaseChange,
     proposers: CreateProposers,
 ) -> Runner | None:
-    def resume(held: HeldState) -> Runner:
-        from triptych_services.worker.runner.startup.create import resume_runner  # imports torch
+    def load() -> Resume:
+        _import_torch()
+        from triptych_services.worker.runner.startup.create import load_to_resume
 
-        return resume_runner(config, directory, facts, held, on_phase)
+        return load_to_resume(config, directory, facts, on_phase)
 
     def create_adapters(addresses: Sequence[NDArray[np.int64]]) -> AdapterStore:
         from triptych_services.worker.runner.startup.create import create_stored_adapters  # imports torch
@@ -133,7 +142,7 @@ def _start(
         runner = StoredRunner(
             image,
             facts,
-            resume=resume,
+            load=load,
             proposers=proposers,
             create_adapters=create_adapters,
         )
@@ -151,5 +160,16 @@ def _start(
 
 
 def _import_torch() -> None:
-    """Import what `resume` needs, so that the first request that needs more waits for less."""
+    """Import what another runner needs, so that the first request that needs more waits for less.
+
+    The interpreter's lock is held while it maps a library, for 0.2 to 0.6 s for those of torch. So the C library maps
+    them before, called without the lock, and the import finds them.
+    """
+    found = importlib.util.find_spec("torch")
+    if "torch" not in sys.modules and found is not None and found.submodule_search_locations:
+        libraries = Path(found.submodule_search_locations[0], "lib")
+        dlopen = ctypes.CDLL(None).dlopen
+        dlopen.restype, dlopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
+        for name, mode in _LIBRARIES_OF_TORCH.items():
+            dlopen(str(libraries / name).encode(), mode)  # one that is not there is the import's affair
     import triptych_services.worker.runner.startup.create  # noqa: F401
