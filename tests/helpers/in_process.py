@@ -78,6 +78,7 @@ class InProcessEngine:
         pending: deque[PendingStep] = deque()
         while self.scheduler.has_work or pending:
             while len(pending) < self._window and (plan := self.scheduler.schedule()) is not None:
+                self._runner.prepare(plan)
                 pending.append(self._runner.launch(plan))
             if not pending:  # all that is left waits for its form to be compiled
                 time.sleep(0.001)
