@@ -138,12 +138,14 @@ class Sampler:
         known_before = self._history.num_known[slots]
         errors: dict[int, RowError] = {}
         reported: list[tuple[LogprobColumns, I64]] = []
-        rows = np.flatnonzero(np.isin(slots, list(self._columns.demanding)))
+        demanding = self._columns.demanding
+        rows = np.array([row for row, slot in enumerate(slots.tolist()) if slot in demanding], np.int64)
         offset = 0
         while rows.size:
             at = places.first[rows] + offset
-            device_at = torch.from_numpy(at)
-            sampled = self.finish(logits[device_at], chosen[device_at], slots[rows])
+            # one row is not copied
+            taken = slice(at[0], at[0] + 1) if at.size == 1 else torch.from_numpy(at)
+            sampled = self.finish(logits[taken], chosen[taken], slots[rows])
             token_ids[at] = sampled.token_ids
             if sampled.logprobs is not None:
                 reported.append((sampled.logprobs, at))
@@ -240,6 +242,7 @@ class _Processors:
         self._all = tuple(processors)
         self._fused = tuple(each for each in processors if isinstance(each, FusedProcessor))
         self._direct = tuple(each for each in processors if not isinstance(each, FusedProcessor))
+        self._judging = tuple(each for each in self._direct if isinstance(each, JudgingProcessor))
         self._stepped = tuple(each for each in processors if isinstance(each, SteppedProcessor))
         self._with_history = tuple(each for each in processors if each.needs_history)
 
@@ -270,7 +273,7 @@ class _Processors:
         """
         fused, direct = _active(self._fused, slots), _active(self._direct, slots)
         if direct and chosen.device.type == "cpu":  # other devices would have to be waited for
-            direct = _unsettled(fused, direct, chosen.numpy(), slots)
+            direct = self._unsettled(fused, direct, chosen.numpy(), slots)
         if not fused and not direct:
             return None
         active: list[tuple[LogitsProcessor, Flags]] = [*fused, *direct]
@@ -288,6 +291,27 @@ class _Processors:
             errors += [(error, np.arange(slots.size) == rows[row]) for row, error in failed.items()]
         faults = errors + [(each.fault, flags) for each, flags in active if each.fault is not None]
         return _ChangedLogits(processed, changed.slots, device_rows, faults)
+
+    def _unsettled(
+        self,
+        fused: Sequence[tuple[LogitsProcessor, Flags]],
+        direct: Sequence[tuple[DirectProcessor, Flags]],
+        chosen: NDArray[np.generic],
+        slots: I64,
+    ) -> list[tuple[DirectProcessor, Flags]]:
+        """Return `direct` without the rows that keep their first choice, see `JudgingProcessor`."""
+        num_changes = np.sum([flags for _, flags in (*fused, *direct)], axis=0)
+        unsettled = []
+        for processor, flags in direct:
+            judge = next((each for each in self._judging if each is processor), None)
+            if judge is not None:
+                own = np.flatnonzero(flags & (num_changes == 1)).tolist()
+                settled = [row for row in own if judge.lets_pass(int(slots[row]), int(chosen[row]))]
+                flags = flags.copy()
+                flags[settled] = False
+            if flags.any():
+                unsettled.append((processor, flags))
+        return unsettled
 
 
 def _with_named_tokens(
@@ -323,26 +347,6 @@ def _active(processors: Iterable[P], slots: I64) -> list[tuple[P, Flags]]:
     """Return the processors that change rows of these slots, each with the rows."""
     found = ((each, each.find_rows(slots)) for each in processors)
     return [(each, flags) for each, flags in found if flags is not None]
-
-
-def _unsettled(
-    fused: Sequence[tuple[LogitsProcessor, Flags]],
-    direct: Sequence[tuple[DirectProcessor, Flags]],
-    chosen: NDArray[np.generic],
-    slots: I64,
-) -> list[tuple[DirectProcessor, Flags]]:
-    """Return `direct` without the rows that keep their first choice, see `JudgingProcessor`."""
-    num_changes = np.sum([flags for _, flags in (*fused, *direct)], axis=0)
-    unsettled = []
-    for processor, flags in direct:
-        if isinstance(processor, JudgingProcessor):
-            own = np.flatnonzero(flags & (num_changes == 1)).tolist()
-            settled = [row for row in own if processor.lets_pass(int(slots[row]), int(chosen[row]))]
-            flags = flags.copy()
-            flags[settled] = False
-        if flags.any():
-            unsettled.append((processor, flags))
-    return unsettled
 
 
 def _own_rows(flags: Flags, changed: ChangedRows) -> list[OwnRow]:
