@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -101,3 +104,19 @@ async def test_a_worker_that_takes_no_bytes_is_lost(monkeypatch: pytest.MonkeyPa
             executor.receive()
         with pytest.raises(WorkerLost, match="took no step"):
             await executor.send(replace(plan, step_id=NUM_STEPS + 1))
+
+
+def test_grpc_knows_what_services_ask_of_it() -> None:
+    """It logs names that it does not know, and goes on without them."""
+    program = "import triptych_services, grpc; grpc.insecure_channel('127.0.0.1:1').close()"
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+
+    def complaints(**more: str) -> str:
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(
+            command, env=environment | more, capture_output=True, text=True, check=True, timeout=60
+        )
+        return run.stderr
+
+    assert "experiment" not in complaints().lower()
+    assert "Unknown experiment: none" in complaints(GRPC_EXPERIMENTS="none")
