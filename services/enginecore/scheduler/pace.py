@@ -16,7 +16,7 @@ _STEP_WEIGHT = 0.1  # of the latest step among those of its size
 _LEAST_TOKENS = (
     16  # of texts in a step: one tile of a matrix product, which costs little more than its weights
 )
-_TIMES_OWN = 2.0  # the time of a step with texts, over that of the rows which generate
+_TIMES_OWN = 1.75  # the time of a step with texts, over that of the rows which generate; gaps vary up to 2
 _MAX_ALONE_S = 0.25  # of a step of texts only: a request that comes to generate waits for those in flight
 _LEAST_ALONE = (
     256  # tokens of such a step, however slow it is: on a CPU smaller ones cost a tenth of the throughput
@@ -93,14 +93,14 @@ class StepPace:
 class PooledShare:
     """Bounds the tokens of texts that become vectors in a step, while other rows generate.
 
-    The reader of a stream sees the length of each step, and that of a vector sees only its end. So texts get about as
-    much of a step's time as one token of each row that generates, also beside prompts of such rows. Where there are
+    The reader of a stream sees the length of each step, and that of a vector sees only its end. So texts get three
+    quarters of the time of one token of each row that generates, also beside prompts of such rows. Where there are
     none of these, a step takes a quarter of a second at most, since the next one that comes waits for the steps in
     flight. Where there was one in the last ten seconds, the next one is expected, and a step takes as long as one token
     of one row:
 
         seconds
-          2 x own |- - - - - - - - - /
+       1.75 x own |- - - - - - - - - /
                   |               /  :
                   |            /     :
               own |- - - - /         :

@@ -80,14 +80,14 @@ def flood(engine: TimedEngine, num_texts: int, first_number: int = 100) -> None:
     engine.add(*(request_of(engine, first_number + each, 300, pooling=MEAN) for each in range(num_texts)))
 
 
-def test_texts_double_the_steps_of_a_stream_at_most() -> None:
+def test_texts_lengthen_the_steps_of_a_stream_by_three_quarters_at_most() -> None:
     engine = make_engine()
     engine.add(request_of(engine, 0, 20, max_tokens=400))
     own_s = step_times(engine, 30)[-1]
     flood(engine, 40)
     times = step_times(engine, 80)
-    assert max(times) <= 2 * own_s + TOKEN_S
-    assert times[-1] > 1.8 * own_s, "and they get what that leaves"
+    assert max(times) <= 1.75 * own_s + TOKEN_S
+    assert times[-1] > 1.6 * own_s, "and they get what that leaves"
     engine.run()
     assert len(engine.outcomes) == 41
 
@@ -130,7 +130,7 @@ def test_texts_alone_take_short_steps_while_the_next_stream_is_expected() -> Non
 
     alone = room(0)
     assert alone == pytest.approx(1023, abs=1), "a quarter of a second"
-    assert 64 < room(3) < 128, "twice the time of three tokens"
+    assert room(3) == 61, "with the three tokens 1.75 times the time of these alone, 17.9 ms"
     clock.now += 9.9
     assert room(0) == 16, "the time of a token, or a tile"
     clock.now += 0.2
