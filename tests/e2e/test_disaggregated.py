@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tests.e2e.test_grouped_models import save
 from tests.helpers.kv_proxy import KvProxy, kv_proxy, slow
 from tests.helpers.processes import Service, free_port, service_process
 from tests.helpers.stack import FakeFrontend
@@ -127,6 +130,57 @@ async def test_real_blocks_give_the_tokens_of_one_engine(tmp_path: Path) -> None
             assert tokens == await stack.result(100 + number, stack.prefill)
         for frontend in (stack.prefill, stack.decode):
             await frontend.wait_status(lambda status: status.num_used_blocks == 0)
+
+
+@torch.inference_mode()
+def assert_likeliest(oracle: Any, prompt: list[int], tokens: list[int]) -> None:
+    """Check that each token is transformers' choice after all before it."""
+    logits = oracle(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, -len(tokens) :]
+    assert len(tokens) == 12
+    assert tokens == logits.argmax(1).tolist()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["Gemma 3", "Qwen3-Next", "Falcon-H1", "Mamba"])
+async def test_models_of_several_groups_give_transformers_tokens(family: str, tmp_path: Path) -> None:
+    """Prompts arrive whole; then the worker that prefills is killed in the middle, and the rest is computed."""
+    oracle = save(family, tmp_path)
+    flags = (*REAL, f"--model.model={tmp_path}", "--model.quantization=none", "--cache.state-interval=64")
+    async with processes(
+        tmp_path, *flags, "--model.max-model-len=512", "--engine.kv-lease-s=120", "--engine.resume-ttl-s=120"
+    ) as stack:
+        sampling = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+        prompts = {
+            number: np.random.default_rng(number).integers(3, 250, length).tolist()
+            for number, length in enumerate([300, 257, 64, 129, 330, 345], start=1)
+        }
+        for number in (1, 2, 3, 4):
+            await stack.submit(number, prompts[number], ready_in_s=120.0, **sampling)
+            assert_likeliest(oracle, prompts[number], await stack.result(number))
+            end = stack.decode.ends[number]
+            assert isinstance(end, FinishedRequest)
+            assert end.num_cached_tokens == (len(prompts[number]) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        is_in_the_middle, is_killed = threading.Event(), threading.Event()
+
+        def lose_rest(passed: int, data: bytes) -> bytes | None:
+            if passed + len(data) <= 5_000:
+                return data
+            is_in_the_middle.set()
+            is_killed.wait(DEADLINE_S)
+            return None
+
+        stack.proxy.damage = lose_rest
+        for number in (5, 6):
+            await stack.submit(number, prompts[number], ready_in_s=120.0, **sampling)
+        assert await asyncio.to_thread(is_in_the_middle.wait, DEADLINE_S)
+        os.kill(stack.workers[0].process.pid, signal.SIGKILL)
+        is_killed.set()
+        for number in (5, 6):
+            assert_likeliest(oracle, prompts[number], await stack.result(number))
+            end = stack.decode.ends[number]
+            assert isinstance(end, FinishedRequest)
+            assert end.num_cached_tokens == 0, "it came in the middle, and a part of the groups is no hit"
+        await stack.decode.wait_status(lambda status: status.num_used_blocks == 0)
 
 
 @pytest.mark.parametrize(
