@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.chaos.grounds.processes import process_ground
+from tests.e2e.test_failover import wait_until_all_serve
 from tests.e2e.test_worker_groups import DEADLINE_S, group_of_ranks, wait_until
 from tests.helpers.byte_tokenizer import byte_backend, write_model_directory
 from tests.worker.models.checkpoints import save_checkpoint
@@ -68,12 +70,15 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    num_moves: int = 0
 
     async def read(self, client: GenerationClient, prompt: str, sampling: SamplingParams) -> None:
         async for event in client.generate(prompt, sampling):
             if isinstance(event, DeltaEvent):
                 self.token_ids += event.token_ids
                 self.logprobs += [entry.chosen.logprob for entry in event.logprobs]
+            elif isinstance(event, FinishedEvent):
+                self.num_moves = event.num_moves
 
 
 def save(family: str, directory: Path) -> Any:
@@ -85,10 +90,10 @@ def save(family: str, directory: Path) -> Any:
     return save_checkpoint(replace(tiny, sizes={**tiny.sizes, **own}).create(), directory)
 
 
-async def stream_all(stack: LocalCluster, disturb: Callable[[], None] = lambda: None) -> list[Answer]:
+async def stream_all(address: str, disturb: Callable[[], None] = lambda: None) -> list[Answer]:
     """Answer all requests at once; let something happen when some tokens of each have come."""
     answers = [Answer() for _ in REQUESTS]
-    async with GenerationClient(stack.address) as client, asyncio.timeout(DEADLINE_S):
+    async with GenerationClient(address) as client, asyncio.timeout(DEADLINE_S):
         streams = [
             asyncio.create_task(answer.read(client, *request))
             for answer, request in zip(answers, REQUESTS, strict=True)
@@ -142,11 +147,35 @@ async def test_a_killed_process_changes_no_token_of_transformers(
     oracle = save(family, tmp_path)
     with group_of_ranks(**FLAGS, **{"model.model": str(tmp_path)}) as (stack, lines):
         assert any(FAMILY_TO_GROUPS[family] in line for line in lines)
-        expected = await stream_all(stack)
+        expected = await stream_all(stack.address)
         assert_equal_to_oracle(oracle, expected)
         assert await num_cached(stack, REQUESTS[0][0]) >= STATE_INTERVAL
         pid = stack.pids[victim]
-        answers = await stream_all(stack, partial(os.kill, pid, signal.SIGKILL))
+        answers = await stream_all(stack.address, partial(os.kill, pid, signal.SIGKILL))
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
         assert_equal_to_oracle(oracle, answers)
         assert stack.pids[victim] != pid
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["Qwen3-Next", "Falcon-H1", "Gemma 3"])
+async def test_a_move_to_another_engine_changes_no_token_of_transformers(family: str, tmp_path: Path) -> None:
+    """An engine is killed under its streams, and one is drained: the other goes on with them."""
+    oracle = save(family, tmp_path)
+    flags = {**FLAGS, "model.model": str(tmp_path), "model.batch_invariant": "true", "engine.drain_s": "0"}
+    own = tuple(f"--{name.replace('_', '-')}={text}" for name, text in flags.items())
+    options = {"worker": ("--simulation.enabled=false", *own), "enginecore": own, "frontend": own}
+    async with process_ground(tmp_path, num_engines=2, **options) as ground:
+        await wait_until_all_serve(ground)
+        address = ground.of_kind("frontend")[0].address
+        expected = await stream_all(address)
+        assert_equal_to_oracle(oracle, expected)
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            answers = await stream_all(address, partial(ground.signal, "enginecore-0", number))
+            assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+            assert_equal_to_oracle(oracle, answers)
+            assert any(answer.num_moves for answer in answers)
+            await ground.wait_ended("enginecore-0")
+            if number is signal.SIGKILL:
+                await ground.start("enginecore-0")
+                await wait_until_all_serve(ground)
