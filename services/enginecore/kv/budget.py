@@ -129,10 +129,12 @@ class GroupedBlockBudget(BlockBudget):
 
     def growth(self, capacities: Ints, ends: Ints) -> tuple[Ints, Count]:
         nums_new = np.zeros((2, len(ends)), np.int64)
+        totals = [0, 0]
         for (is_state, size), num_groups in self._kinds.items():
-            nums_new[is_state] += num_groups * np.maximum(-(-ends // size) - -(-capacities // size), 0)
-        kv, state = nums_new.sum(axis=1).tolist()
-        return nums_new, PoolCounts(kv - self._kv_pool.num_free, state - self._state_pool.num_free)
+            of_kind = num_groups * np.maximum(-(-ends // size) - -(-capacities // size), 0)
+            nums_new[is_state] += of_kind
+            totals[is_state] += int(of_kind.sum())
+        return nums_new, PoolCounts(*totals) - self.num_free
 
     def needs(self, growth: Ints) -> Sequence[Count]:
         return [PoolCounts(kv, state) for kv, state in growth.T.tolist()]

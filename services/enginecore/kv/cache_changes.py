@@ -219,21 +219,41 @@ class CachedPrefixes:
         for prefix in changed:
             self._update(prefix)
 
-    def note_stored_whole(self, hashes: Iterable[bytes]) -> None:
-        """Note that blocks of all groups are cached that were not, where all have blocks of one size."""
+    def note_stored_whole(self, chains: Iterable[tuple[Sequence[bytes], int, int]]) -> None:
+        """Note that blocks of all groups are cached that were not, where all have blocks of one size.
+
+        Args:
+            chains: The hashes of a table, and the first and the end of its blocks that are cached. They need no
+                `add_chain` before.
+        """
         prefixes, useful, longest = self._prefixes, self._useful, self._longest_runs
-        news: list[bytes] = []
-        for block_hash in hashes:
-            prefix = prefixes[block_hash]
-            prefix.cached, parent = self._all_cached, prefix.parent
-            is_end = prefix.children is None and not prefix.can_hit
-            if parent is None or parent.runs is not longest or not parent.can_hit or not is_end:
-                self._update(prefix)
-                continue
-            prefix.runs, prefix.can_hit = longest, True  # goes on behind what is told, as while rows decode
-            parent.num_useful_children += 1
-            useful[block_hash] = None
-            news.append(block_hash)
+        all_cached, news = self._all_cached, list[bytes]()
+        for hashes, first, end in chains:
+            parent = prefixes.get(hashes[first - 1]) if first else None
+            for at in range(first, end):
+                block_hash = hashes[at]
+                if (
+                    parent is None
+                    or parent.runs is not longest
+                    or not parent.can_hit
+                    or block_hash in prefixes
+                ):
+                    self.add_chain(hashes, at + 1)
+                    parent = prefixes[block_hash]
+                    parent.cached = all_cached
+                    self._update(parent)
+                    continue
+                prefix = _Prefix(block_hash, parent, longest)  # behind what is told, as while rows decode
+                prefix.cached, prefix.can_hit = all_cached, True
+                prefixes[block_hash] = prefix
+                if parent.children is None:
+                    parent.children = {block_hash: prefix}
+                else:
+                    parent.children[block_hash] = prefix
+                parent.num_useful_children += 1
+                useful[block_hash] = None
+                news.append(block_hash)
+                parent = prefix
         self._changes.note_stored(news)
 
     def note_evicted(self, key: bytes) -> None:

@@ -132,9 +132,13 @@ class GroupedBlockManager(BlockManager):
                 continue
             blocks = usage.take(num_all)
             bundles, start = blocks[::num_twins], 0
-            for table, num_new in zip(tables, counts, strict=True):
-                table.groups[index].block_ids += bundles[start : start + num_new]
-                start += num_new
+            if num_all == len(tables) and 0 not in counts:  # a bundle each, as while rows decode
+                for table, bundle in zip(tables, bundles, strict=True):
+                    table.groups[index].block_ids.append(bundle)
+            else:
+                for table, num_new in zip(tables, counts, strict=True):
+                    table.groups[index].block_ids += bundles[start : start + num_new]
+                    start += num_new
             growths += [
                 Growth(nums_new, blocks[at::num_twins], each) for at, each in enumerate(group.members)
             ]
@@ -153,15 +157,18 @@ class GroupedBlockManager(BlockManager):
 
     def release_unseen(self, group: GroupRules, needless: Sequence[tuple[BlockTable, int]]) -> None:
         bundles: list[int] = []
+        index, caches_all = group.index, self.enable_prefix_caching
         for table, num_needless in needless:
-            own = table.groups[group.index]
-            assert self._num_settled(group, table) >= num_needless or not self.is_cached(table), (
-                "not cached yet"
-            )
-            first = own.num_released
-            bundles += own.block_ids[first:num_needless]
-            own.block_ids[first:num_needless] = [NULL_BLOCK] * (num_needless - first)
-            own.num_released = num_needless
+            own = table.groups[index]
+            first, own.num_released = own.num_released, num_needless
+            if caches_all or table.is_shared:
+                assert self._num_settled(group, table) >= num_needless, "not cached yet"
+            if num_needless == first + 1:  # as while rows decode
+                bundles.append(own.block_ids[first])
+                own.block_ids[first] = NULL_BLOCK
+            else:
+                bundles += own.block_ids[first:num_needless]
+                own.block_ids[first:num_needless] = [NULL_BLOCK] * (num_needless - first)
         self.usages[group.index].release_unseen(bundles)
 
     def cache_full_blocks(
@@ -169,6 +176,7 @@ class GroupedBlockManager(BlockManager):
     ) -> None:
         unit, even, wide = self.block_size, self._even_groups, self._wide_groups
         named: list[bytes] = []
+        chains: list[tuple[Sequence[bytes], int, int]] = []
         bundles: list[list[int]] = [[] for _ in self.groups]
         keys: list[list[bytes]] = [[] for _ in self.groups]
         filled = [each for each in filled if self.enable_prefix_caching or each[0].is_shared]
@@ -180,7 +188,7 @@ class GroupedBlockManager(BlockManager):
                 table.extend_hashes(token_ids, end, unit)
             table.num_cached = end
             hashes, groups = table.hashes, table.groups
-            self._cached_prefixes.add_chain(hashes, end)
+            chains.append((hashes, first, end))
             named += hashes[first:end]
             for group in even:
                 bundles[group.index] += groups[group.index].block_ids[first:end]
@@ -188,11 +196,13 @@ class GroupedBlockManager(BlockManager):
                 full = slice(first * unit // group.block_size, end * unit // group.block_size)
                 bundles[group.index] += groups[group.index].block_ids[full]
                 keys[group.index] += group.keys(hashes, full.start, full.stop, unit)
+        if not (named or self._state_groups):
+            return
         for group in even:
             keys[group.index] = [name + group.suffix for name in named] if group.suffix else named
         for group in self._state_groups:
             self._collect_pages(group, filled, bundles[group.index], keys[group.index], is_planning)
-        self._cache(bundles, keys, named)
+        self._cache(bundles, keys, chains, len(named))
 
     def _collect_pages(
         self,
@@ -215,12 +225,17 @@ class GroupedBlockManager(BlockManager):
                 own.num_settled = num_full
 
     def _cache(
-        self, bundles: Sequence[list[int]], keys: Sequence[list[bytes]], named: Sequence[bytes]
+        self,
+        bundles: Sequence[list[int]],
+        keys: Sequence[list[bytes]],
+        chains: Sequence[tuple[Sequence[bytes], int, int]],
+        num_named: int,
     ) -> None:
         """Cache bundles of each group, all of a pool at once.
 
         Args:
-            named: Hashes of the prefixes that end with these bundles.
+            chains: As of `CachedPrefixes.note_stored_whole`, of the bundles of keys and values.
+            num_named: The prefixes that end with these bundles.
         """
         of_pool: tuple[list[int], list[int]] = ([], [])
         named_in: tuple[list[bytes], list[bytes]] = ([], [])
@@ -230,9 +245,11 @@ class GroupedBlockManager(BlockManager):
         if of_pool[False]:
             cached, stored = self._kv_pool.cache_bundles(of_pool[False], named_in[False])
             self._newly_cached += cached
-            if len(stored) == len(named) * len(self.groups):
-                self._cached_prefixes.note_stored_whole(named)
+            if len(stored) == num_named * len(self.groups):
+                self._cached_prefixes.note_stored_whole(chains)
             else:
+                for hashes, _, end in chains:
+                    self._cached_prefixes.add_chain(hashes, end)
                 self._cached_prefixes.note_stored(stored)
         if of_pool[True]:
             cached, stored = self._state_pool.cache_bundles(of_pool[True], named_in[True])
