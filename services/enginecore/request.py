@@ -84,6 +84,8 @@ class Request:
     """Index of the first block of its prompt that came from another worker for it. None: none did."""
     prompt_logprobs_start: int = 0
     """Log-probabilities of the prompt's positions below this have been reported; 0: none."""
+    num_accepted_guesses: int = 0
+    """Output tokens that the worker had guessed, and that came in a step with the token before."""
     queued_at: float = 0.0
     planned_at: float | None = None
     first_token_at: float | None = None
@@ -194,6 +196,7 @@ class Request:
             queued_ns=_ns(planned - self.queued_at),
             prefill_ns=_ns(first_token - planned),
             decode_ns=_ns(self.ended_at - first_token),
+            num_accepted_guesses=self.num_accepted_guesses,
         )
 
 

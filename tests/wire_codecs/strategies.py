@@ -51,6 +51,7 @@ from triptych.types.step import (
     RowError,
     StepPlan,
     StepResult,
+    VerifiedGuesses,
 )
 from triptych.types.structured import compiled
 from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
@@ -167,7 +168,7 @@ sampling = st.builds(
     SamplingParams, **{name: sampling_values(name, spec) for name, spec in SAMPLING_FIELDS.items()}
 )
 
-timings = st.builds(StageTimings, queued_ns=u64, prefill_ns=u64, decode_ns=u64)
+timings = st.builds(StageTimings, queued_ns=u64, prefill_ns=u64, decode_ns=u64, num_accepted_guesses=u32)
 usage = st.builds(
     Usage, num_prompt_tokens=u32, num_output_tokens=u32, num_cached_tokens=u32, num_reasoning_tokens=u32
 )
@@ -265,6 +266,14 @@ def logprob_columns(draw: Any) -> LogprobColumns:
         token_ids=draw(u32_column(num_entries)),
         logprobs=np.array(values, dtype=np.float32),
         ranks=draw(u32_column(len(counts))),
+    )
+
+
+@st.composite
+def verified_guesses(draw: Any) -> VerifiedGuesses:
+    num_places = draw(st.integers(0, 3))
+    return VerifiedGuesses(
+        draw(st.sampled_from(["ngram", "suffix"])), draw(u32_column(num_places)), draw(u32_column(num_places))
     )
 
 
@@ -432,6 +441,7 @@ CONSTRAINED |= {
     SamplingParams: lambda: sampling,
     LogprobColumns: logprob_columns,
     PromptLogprobs: prompt_logprobs,
+    VerifiedGuesses: verified_guesses,
     StepPlan: plans,
     StepResult: results,
     KvExport: lambda: blocks_of(KvExport, kv_transfer_pb2.KvExport),

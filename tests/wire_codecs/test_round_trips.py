@@ -355,7 +355,7 @@ def test_levels_of_the_log_are_those_of_the_config():
 
 
 def test_an_engine_s_status_is_told_in_enums():
-    counters = EngineCounters(1, 2, 3, 4, 5, {"stop": 3})
+    counters = EngineCounters(1, 2, 3, 4, 5, 6, 7, {"stop": 3})
     status = EngineStatus("e", True, "", 1, 2, 3, 4, 5, 6, 7, 8, counters, journal="full")
     message = admin.status_to_proto(status, "model")
     assert (message.state, message.journal) == (admin_pb2.ENGINE_STATE_READY, admin_pb2.JOURNAL_STATE_FULL)

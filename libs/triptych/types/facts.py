@@ -283,6 +283,15 @@ class EngineCounters:
         shared="num_preemptions",
         heading="preempted",
     )
+    num_guesses: int = _counter(
+        "Guessed tokens that the worker verified.", "guesses", shared="spec_decode_num_draft_tokens"
+    )
+    num_accepted_guesses: int = _counter(
+        "Guessed tokens that were the ones chosen, and took no step of their own.",
+        "accepted_guesses",
+        shared="spec_decode_num_accepted_tokens",
+        heading="guessed",
+    )
     num_finished: dict[str, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "repetition": 0, "abort": 0, "error": 0}
     )

@@ -43,6 +43,8 @@ class StageTimings:
     """First planned until the first token."""
     decode_ns: int = 0
     """First token until the last."""
+    num_accepted_guesses: int = 0
+    """Output tokens that were guessed ahead, and so took no step of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +333,8 @@ class RequestMetrics:
     """First token until the last."""
     num_generation_tokens: int
     """Output tokens of all choices."""
+    num_accepted_guesses: int = 0
+    """Output tokens of the slowest choice that were guessed ahead, and so took no step of their own."""
 
     @property
     def first_token_latency(self) -> float:
@@ -371,4 +375,5 @@ class RequestOutput:
             prefill_time=timings.prefill_ns / 1e9,
             decode_time=timings.decode_ns / 1e9,
             num_generation_tokens=self.usage.num_output_tokens,
+            num_accepted_guesses=timings.num_accepted_guesses,
         )

@@ -280,6 +280,17 @@ class StepTimings:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class VerifiedGuesses:
+    """Guesses of one proposer that a step has verified, by their place behind what was known of a row."""
+
+    proposer: str
+    verified: U32
+    """[num_places] guesses that were computed."""
+    accepted: U32
+    """[num_places] those of them that were the tokens chosen, as were all before them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """The worker's answer to one step.
 
@@ -303,3 +314,5 @@ class StepResult:
     guess_counts: U32 = field(default_factory=empty_u32)
     """[num_sampling] guesses at the tokens behind these that each sampling row may have; empty means none. A later
     step verifies no more, until the row samples again."""
+    guesses: tuple[VerifiedGuesses, ...] = ()
+    """One for each proposer that had guesses in this step."""

@@ -166,6 +166,7 @@ def _finished_to_proto(finished: tuple[FinishedRequest, ...]) -> engine_core_pb2
         queued_ns=u64_to_bytes([f.timings.queued_ns for f in finished]),
         prefill_ns=u64_to_bytes([f.timings.prefill_ns for f in finished]),
         decode_ns=u64_to_bytes([f.timings.decode_ns for f in finished]),
+        num_accepted_guesses=u32([f.timings.num_accepted_guesses for f in finished]),
     )
 
 
@@ -181,7 +182,10 @@ def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[Fini
         "queued": u64_from_bytes(message.queued_ns),
         "prefill": u64_from_bytes(message.prefill_ns),
         "decode": u64_from_bytes(message.decode_ns),
+        "guesses": u32_from_bytes(message.num_accepted_guesses),
     }
+    if not len(columns["guesses"]):
+        columns["guesses"] = np.zeros(len(columns["numbers"]), np.uint32)
     check_equal_lengths(**columns)
     if unknown := set(message.reasons) - _FINISH_REASONS:
         raise ProtocolViolation(f"there is no finish reason {min(unknown)}")
@@ -191,9 +195,9 @@ def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[Fini
             FinishReason(reason),
             stop - 1 if stop else None,
             cached,
-            StageTimings(queued, prefill, decode),
+            StageTimings(queued, prefill, decode, guesses),
         )
-        for number, reason, stop, cached, queued, prefill, decode in zip(
+        for number, reason, stop, cached, queued, prefill, decode, guesses in zip(
             *(column.tolist() for column in columns.values()), strict=True
         )
     )

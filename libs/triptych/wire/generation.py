@@ -176,6 +176,7 @@ class EventEncoder:
             queued_ns=event.timings.queued_ns,
             prefill_ns=event.timings.prefill_ns,
             decode_ns=event.timings.decode_ns,
+            num_accepted_guesses=event.timings.num_accepted_guesses,
         )
         return output_pb2.Finished(usage=usage, timings=timings, moves=moves)
 
@@ -243,7 +244,9 @@ def event_from_proto(message: generation_pb2.StreamGenerateResponse) -> Event | 
                     usage.num_cached_tokens,
                     usage.num_reasoning_tokens,
                 ),
-                StageTimings(timings.queued_ns, timings.prefill_ns, timings.decode_ns),
+                StageTimings(
+                    timings.queued_ns, timings.prefill_ns, timings.decode_ns, timings.num_accepted_guesses
+                ),
                 timings.tokenize_ns,
                 moves.num_moves,
                 moves.is_exact or not moves.num_moves,

@@ -17,6 +17,7 @@ from triptych.types.step import (
     RowError,
     RowKey,
     StepResult,
+    VerifiedGuesses,
 )
 from triptych.wire.codec import codec
 from triptych.wire.columns import check_equal_lengths, check_offsets, column_from_bytes
@@ -60,9 +61,20 @@ _PROMPT_LOGPROBS = codec(
     fixed={"num_candidates": lambda entries: entries.token_ids.shape[1]},
     finish=_to_matrix,
 )
+
+
+def _check_guesses(guesses: VerifiedGuesses, message: object) -> VerifiedGuesses:
+    check_equal_lengths(verified=guesses.verified, accepted=guesses.accepted)
+    return guesses
+
+
+_GUESSES = codec(VerifiedGuesses, step_pb2.VerifiedGuesses, finish=_check_guesses)
 _ROW_ERROR = codec(RowError, step_pb2.RowError, apart=("row",))
 _RESULT = codec(
-    StepResult, step_pb2.Result, apart=("row_errors", "prompt_logprobs", "vectors"), finish=_check_tokens
+    StepResult,
+    step_pb2.Result,
+    apart=("row_errors", "prompt_logprobs", "vectors", "guesses"),
+    finish=_check_tokens,
 )
 
 logprobs_to_proto, logprobs_from_proto = _LOGPROBS.encode, _LOGPROBS.decode
@@ -96,6 +108,7 @@ def result_to_proto(result: StepResult) -> step_pb2.Result:
             step_pb2.RowVectors(row=_key_to_proto(key), vectors=vectors_to_proto(vectors))
             for key, vectors in result.vectors.items()
         ],
+        guesses=[_GUESSES.encode(guesses) for guesses in result.guesses],
     )
 
 
@@ -112,6 +125,7 @@ def result_from_proto(message: step_pb2.Result) -> StepResult:
         vectors=_table_from_proto(
             "vectors", message.vectors, lambda entry: vectors_from_proto(entry.vectors)
         ),
+        guesses=tuple(_GUESSES.decode(guesses) for guesses in message.guesses),
     )
 
 

@@ -133,6 +133,8 @@ class ResultReader:
             has_more = (counts[live[going_on]] > place) & (versions == step.slot_versions[live[going_on]])
             going_on = going_on[has_more]
             kept[going_on] += 1
+            for slot in slots[going_on].tolist() if place else ():
+                rows.slot_to_request[slot].num_accepted_guesses += 1
             token_ids = result.token_ids[starts[live[going_on]] + place]
             finished += self._append(slots[going_on], token_ids)
         firsts = starts[live] - (kept.cumsum() - kept)

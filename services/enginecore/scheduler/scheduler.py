@@ -361,7 +361,11 @@ class Scheduler:
         Raises:
             ProtocolViolation: This is not that step's result; nothing has changed.
         """
-        return self._reader.read(result)
+        output = self._reader.read(result)
+        for guesses in result.guesses:
+            self.counters.num_guesses += int(guesses.verified.sum())
+            self.counters.num_accepted_guesses += int(guesses.accepted.sum())
+        return output
 
     def check_integrity(self) -> None:
         """Check everything. For tests, and for an idle engine.

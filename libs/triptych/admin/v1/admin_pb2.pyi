@@ -138,7 +138,7 @@ class WatchStatusResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[EngineStatus, _Mapping]] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("engine_id", "state", "why_not_ready", "num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks", "num_steps", "max_steps_in_flight", "step_ns", "prefix_queries", "prefix_hits", "num_preemptions", "num_scheduled_tokens", "num_finished", "model", "journal", "num_touched_blocks", "soft_num_blocks", "block_bytes", "block_size", "groups")
+    __slots__ = ("engine_id", "state", "why_not_ready", "num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks", "num_steps", "max_steps_in_flight", "step_ns", "prefix_queries", "prefix_hits", "num_preemptions", "num_scheduled_tokens", "num_finished", "model", "journal", "num_touched_blocks", "soft_num_blocks", "block_bytes", "block_size", "groups", "num_guesses", "num_accepted_guesses")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,8 @@ class EngineStatus(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GUESSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_GUESSES_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     state: EngineState
     why_not_ready: str
@@ -185,7 +187,9 @@ class EngineStatus(_message.Message):
     block_bytes: int
     block_size: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupStatus]
-    def __init__(self, engine_id: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., why_not_ready: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., step_ns: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., num_finished: _Optional[_Iterable[_Union[OutcomeCount, _Mapping]]] = ..., model: _Optional[str] = ..., journal: _Optional[_Union[JournalState, str]] = ..., num_touched_blocks: _Optional[int] = ..., soft_num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ...) -> None: ...
+    num_guesses: int
+    num_accepted_guesses: int
+    def __init__(self, engine_id: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., why_not_ready: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., step_ns: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., num_finished: _Optional[_Iterable[_Union[OutcomeCount, _Mapping]]] = ..., model: _Optional[str] = ..., journal: _Optional[_Union[JournalState, str]] = ..., num_touched_blocks: _Optional[int] = ..., soft_num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_guesses: _Optional[int] = ..., num_accepted_guesses: _Optional[int] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
     __slots__ = ("name", "num_groups", "num_blocks", "num_used_blocks", "num_hit_blocks", "num_released_blocks", "num_snapshots")

@@ -141,7 +141,7 @@ class NewRow(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., slot_version: _Optional[int] = ..., emitted_token_ids: _Optional[bytes] = ..., content_id: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ..., group_block_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs", "mask_ns", "vectors", "guess_counts")
+    __slots__ = ("step_id", "token_ids", "token_counts", "logprobs", "row_errors", "prepare_ns", "forward_ns", "sample_ns", "idle_ns", "gap_ns", "prompt_logprobs", "mask_ns", "vectors", "guess_counts", "guesses")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class Result(_message.Message):
     MASK_NS_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     GUESS_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     token_ids: bytes
     token_counts: bytes
@@ -170,7 +171,18 @@ class Result(_message.Message):
     mask_ns: int
     vectors: _containers.RepeatedCompositeFieldContainer[RowVectors]
     guess_counts: bytes
-    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ..., mask_ns: _Optional[int] = ..., vectors: _Optional[_Iterable[_Union[RowVectors, _Mapping]]] = ..., guess_counts: _Optional[bytes] = ...) -> None: ...
+    guesses: _containers.RepeatedCompositeFieldContainer[VerifiedGuesses]
+    def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ..., mask_ns: _Optional[int] = ..., vectors: _Optional[_Iterable[_Union[RowVectors, _Mapping]]] = ..., guess_counts: _Optional[bytes] = ..., guesses: _Optional[_Iterable[_Union[VerifiedGuesses, _Mapping]]] = ...) -> None: ...
+
+class VerifiedGuesses(_message.Message):
+    __slots__ = ("proposer", "verified", "accepted")
+    PROPOSER_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    proposer: str
+    verified: bytes
+    accepted: bytes
+    def __init__(self, proposer: _Optional[str] = ..., verified: _Optional[bytes] = ..., accepted: _Optional[bytes] = ...) -> None: ...
 
 class RowVectors(_message.Message):
     __slots__ = ("row", "vectors")

@@ -19,6 +19,8 @@ class WorkerMetrics:
     stage_seconds: Counter
     step_gap_seconds: Histogram
     mask_seconds: Histogram
+    guesses: Counter
+    accepted_guesses: Counter
     kv_blocks: Gauge
     weight_bytes: Gauge
     load_seconds: Gauge
@@ -46,6 +48,18 @@ class WorkerMetrics:
                 "triptych_worker_mask_seconds",
                 "Time that a step spends on the masks of structured outputs; only of steps with some.",
                 buckets=_MASK_SECONDS,
+                registry=registry,
+            ),
+            Counter(
+                "triptych_worker_guesses",
+                "Guessed tokens verified, by proposer and place behind what was known of the request, from 1.",
+                ["proposer", "place"],
+                registry=registry,
+            ),
+            Counter(
+                "triptych_worker_accepted_guesses",
+                "Guessed tokens that were the ones chosen, by proposer and place.",
+                ["proposer", "place"],
                 registry=registry,
             ),
             Gauge("triptych_worker_kv_blocks", "KV blocks built.", registry=registry),
