@@ -221,9 +221,9 @@ class ImmediateSteps:
         pooled = self._pooler.finish(output, parts) if parts else None
         self._rows.advance(step, sampled.token_counts)
         self._rows.record(step, sampled.token_ids, sampled.token_counts)
-        guess_counts = None
+        guesses = None
         if self._speculation is not None:
-            guess_counts = self._speculation.finish(step, sampled.token_counts, forwarded - prepared)
+            guesses = self._speculation.finish(step, sampled.token_counts, forwarded - prepared)
         timings = StepTimings(
             prepare_ns=prepared - started_ns,
             forward_ns=forwarded - prepared,
@@ -231,7 +231,7 @@ class ImmediateSteps:
             mask_ns=self._sampler.take_mask_ns(),
         )
         return CompletedStep(
-            publish(step_id, step, self._rows.slot_version, sampled, timings, scored, pooled, guess_counts)
+            publish(step_id, step, self._rows.slot_version, sampled, timings, scored, pooled, guesses)
         )
 
     def settle(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from triptych.types.step import U32, RowKey, StepResult, StepTimings, empty_u32
+from triptych_services.worker.runner.drafting.base import GuessReport
 from triptych_services.worker.runner.pooling import PooledVectors
 from triptych_services.worker.runner.prompt_targets import ScoredPrompts
 from triptych_services.worker.runner.request_rows import StepRows
@@ -21,7 +22,7 @@ def publish(
     timings: StepTimings,
     scored: ScoredPrompts | None = None,
     pooled: PooledVectors | None = None,
-    guess_counts: U32 | None = None,
+    guesses: GuessReport | None = None,
 ) -> StepResult:
     """Return the result of a step.
 
@@ -29,7 +30,7 @@ def publish(
         slot_version: [max_num_seqs] when the step was launched.
         scored: None if no row asked for log-probabilities of its prompt.
         pooled: None if no row is pooled.
-        guess_counts: [num_sampling] guesses that are ready for each sampling row; None: nothing guesses.
+        guesses: What is said of guesses; None: nothing guesses.
     """
     token_ids, token_counts, logprobs = sampled.token_ids.astype(np.uint32), empty_u32(), sampled.logprobs
     if sampled.token_counts is not None:
@@ -67,5 +68,6 @@ def publish(
         row_errors=row_errors,
         vectors={} if pooled is None else pooled.reported,
         timings=timings,
-        guess_counts=empty_u32() if guess_counts is None else guess_counts,
+        guess_counts=empty_u32() if guesses is None else guesses.next_counts,
+        guesses=() if guesses is None else guesses.verified,
     )

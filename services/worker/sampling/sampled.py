@@ -53,6 +53,8 @@ class SamplingPlaces:
     """[num_places] `NO_GUESS` behind the last guess of a row."""
     first: I64
     """[num_sampling] first place of each row."""
+    counts: I64
+    """[num_sampling] guesses of each row."""
 
     @staticmethod
     def of(token_ids: I64, counts: I64) -> SamplingPlaces:
@@ -68,12 +70,7 @@ class SamplingPlaces:
         offsets = np.arange(rows.size) - first[rows]
         guesses = np.full(rows.size, NO_GUESS, np.int64)
         guesses[offsets < counts[rows]] = token_ids
-        return SamplingPlaces(rows, offsets, guesses, first)
-
-    @property
-    def counts(self) -> I64:
-        """[num_sampling] guesses of each row."""
-        return np.diff(self.first, append=self.rows.size) - 1
+        return SamplingPlaces(rows, offsets, guesses, first, counts)
 
     def sampled(
         self,

@@ -13,13 +13,14 @@ guess is accepted if and only if it is the token that is sampled, and no token d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.types.step import NewRow
+from triptych.types.step import U32, NewRow, VerifiedGuesses
 
 I64 = NDArray[np.int64]
 
@@ -32,6 +33,22 @@ class Guesses:
     """[sum(counts)] those of each row, one row after the other."""
     counts: I64
     """[num_rows]"""
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]]) -> Guesses:
+        """Return the tokens of each row."""
+        token_ids = [token_id for row in rows for token_id in row]
+        return Guesses(np.array(token_ids, np.int64), np.array([len(row) for row in rows], np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GuessReport:
+    """What a step's result says of guesses."""
+
+    next_counts: U32
+    """[num_sampling] guesses that each sampling row may have when it computes next; empty: no row has any."""
+    verified: tuple[VerifiedGuesses, ...] = ()
+    """What came of this step's guesses."""
 
 
 class Proposer(Protocol):

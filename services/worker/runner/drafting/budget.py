@@ -14,11 +14,11 @@ many of those that were found are verified, with what is known of the proposer t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
 _NUM_EXACT = 16
@@ -33,6 +33,8 @@ _NUM_BETWEEN = 8
 """Steps between two looks at all measurements."""
 _RATE_WEIGHT = 0.1
 """The weight of the latest verified guesses among those of their row."""
+_OVERALL_WEIGHT = 0.02
+"""The weight of the latest guesses of a row among those of all rows."""
 _FADING = 0.99
 """The part of the knowledge of a row's guesses that is left after a step. Bad ones are tried again."""
 _DRIFT = 0.002
@@ -42,13 +44,13 @@ _PRIOR_RATE = 0.5
 _PRIOR_GUESSES = 2.0
 """Guesses of a row that weigh as much as those of all rows together."""
 _MAX_RATE = 0.98
-_PATIENCE_LOSS = 0.05
-"""The part of the patience with a proposer that is lost if it finds no guess for a row. 1 after one that finds some."""
-_PATIENCE_GAIN = 0.0001
-"""Added to it in a step, so that a proposer which never finds any is asked in one step of 25."""
-_LEAST_PATIENCE = 0.05
-"""Below, nothing is hoped for: after 58 searches in vain, as many as the tokens of a long text between two keys of a
-form."""
+_MAX_VAIN = 60
+"""Searches without any guess after which a proposer is asked for a row rarely: as many as the tokens of a long text
+between two keys of a form."""
+_VAIN_PAUSE = 25
+"""Steps until it is asked then."""
+_LEAST_CHANCE = 0.01
+"""A guess that is right less often is not considered."""
 _LEAST_GAIN = 1.02
 """Tokens per second with guesses, over those without, below which a step has none. Covers the search for guesses."""
 
@@ -65,7 +67,7 @@ class StepCosts:
         """Steps that `_points` knows."""
         self._points: tuple[F64, F64] | None = None
         """Sizes and their seconds; None: nothing counts yet."""
-        self._tables: dict[tuple[int, int], F64] = {}
+        self._tables: dict[tuple[int, int], list[float]] = {}
         """First size and number of sizes -> their seconds, as of `_points`."""
 
     def note(self, num_positions: int, seconds: float) -> None:
@@ -93,7 +95,7 @@ class StepCosts:
             sizes, seconds = np.array(known).T
             self._points = sizes, np.minimum.accumulate(seconds[::-1])[::-1]
 
-    def estimate(self, first: int, count: int) -> F64 | None:
+    def estimate(self, first: int, count: int) -> list[float] | None:
         """Return the seconds of steps of so many sizes in a row, [count]; None if nothing is known.
 
         More positions never count as cheaper. Beyond the largest size that was measured lately a step counts as no
@@ -103,7 +105,7 @@ class StepCosts:
             return None
         table = self._tables.get((first, count))
         if table is None:
-            table = np.interp(np.arange(first, first + count), *self._points)
+            table = np.interp(np.arange(first, first + count), *self._points).tolist()
             self._tables[first, count] = table
         return table
 
@@ -126,8 +128,29 @@ class _Measured:
         self.step = step
 
 
+class _Row:
+    """What is known of the guesses of one row."""
+
+    __slots__ = ("accepted", "asked_from", "since", "tried", "vain")
+
+    def __init__(self, num_proposers: int) -> None:
+        self.tried = [0.0] * num_proposers
+        """By proposer: guesses that were looked at lately, the first wrong one included."""
+        self.accepted = [0.0] * num_proposers
+        """By proposer: those of them that were right."""
+        self.vain = [0] * num_proposers
+        """By proposer: its latest searches that have found none."""
+        self.asked_from = [0] * num_proposers
+        """By proposer: the step from which it is asked."""
+        self.since = 0
+        """The step of which `tried` and `accepted` are."""
+
+
 class GuessBudget:
-    """Decides how many guesses rows have. Owned by the `Speculation`."""
+    """Decides how many guesses rows have. Owned by the `Speculation`.
+
+    It computes with plain numbers: for the few rows that guesses are worth having for, arrays take longer.
+    """
 
     def __init__(self, max_num_seqs: int, num_proposers: int, max_guesses: int) -> None:
         """
@@ -136,61 +159,47 @@ class GuessBudget:
         """
         self.costs = StepCosts()
         self._max_guesses = max_guesses
-        shape = max_num_seqs, num_proposers
-        self._tried: F64 = np.zeros(shape)
-        """[max_num_seqs, num_proposers] guesses of the row that were looked at lately, the first wrong one included."""
-        self._accepted: F64 = np.zeros(shape)
-        """[max_num_seqs, num_proposers] those of them that were right."""
-        self._overall: F64 = np.full(num_proposers, _PRIOR_RATE)
-        """[num_proposers] share of right guesses, of all rows."""
-        self._patience: F64 = np.ones(shape)
-        """[max_num_seqs, num_proposers] falls with each search for the row's guesses that is in vain."""
-        self._exponents = np.arange(1, max_guesses + 1)
+        self._rows = [_Row(num_proposers) for _ in range(max_num_seqs)]
+        self._overall = [_PRIOR_RATE] * num_proposers
+        """By proposer: share of right guesses, of all rows."""
+        self._step = 0
 
     def enter(self, slot: int) -> None:
         """Forget the row that was in a slot."""
-        self._tried[slot] = self._accepted[slot] = 0
-        self._patience[slot] = 1
+        self._rows[slot] = _Row(len(self._overall))
 
-    def fade(self, slots: I64) -> None:
-        """Let what is known of rows that have run a step fade, so that guesses which were bad are tried again."""
-        self._tried[slots] *= _FADING
-        self._accepted[slots] *= _FADING
-        self._overall += _DRIFT * (_PRIOR_RATE - self._overall)
-        self._patience[slots] += _PATIENCE_GAIN
+    def start_step(self) -> None:
+        """Let what is known of guesses fade, so that those which were bad are tried again."""
+        self._step += 1
+        self._overall = [rate + _DRIFT * (_PRIOR_RATE - rate) for rate in self._overall]
 
-    def note_searched(self, slots: I64, proposer: int, has_found: NDArray[np.bool_]) -> None:
-        """Take in whether a proposer has found guesses for rows that it was asked for, [num_rows]."""
-        left = self._patience[slots, proposer] * (1 - _PATIENCE_LOSS)
-        self._patience[slots, proposer] = np.where(has_found, 1.0, left)
+    def note_searched(self, slot: int, proposer: int, *, has_found: bool) -> None:
+        """Take in whether a proposer has found guesses for a row that it was asked for."""
+        row = self._rows[slot]
+        row.vain[proposer] = 0 if has_found else row.vain[proposer] + 1
+        if row.vain[proposer] >= _MAX_VAIN:
+            row.asked_from[proposer] = self._step + _VAIN_PAUSE
 
-    def note_verified(self, slots: I64, proposers: I64, drafted: I64, accepted: I64) -> None:
-        """Take in what came of the guesses of a step.
+    def note_verified(self, slot: int, proposer: int, drafted: int, accepted: int) -> None:
+        """Take in how many of a proposer's guesses for a row were verified in a step, and how many were right."""
+        row, looked_at = self._faded(slot), min(accepted + 1, drafted)
+        row.tried[proposer] = row.tried[proposer] * (1 - _RATE_WEIGHT) + looked_at
+        row.accepted[proposer] = row.accepted[proposer] * (1 - _RATE_WEIGHT) + accepted
+        self._overall[proposer] += _OVERALL_WEIGHT * (accepted / looked_at - self._overall[proposer])
 
-        Args:
-            slots: [n] rows that had guesses.
-            proposers: [n] who made them.
-            drafted: [n] guesses that were verified.
-            accepted: [n] those of them that were right.
-        """
-        looked_at = np.minimum(accepted + 1, drafted)
-        self._tried[slots, proposers] = self._tried[slots, proposers] * (1 - _RATE_WEIGHT) + looked_at
-        self._accepted[slots, proposers] = self._accepted[slots, proposers] * (1 - _RATE_WEIGHT) + accepted
-        for proposer in np.unique(proposers).tolist():
-            own = proposers == proposer
-            rate = accepted[own].sum() / looked_at[own].sum()
-            self._overall[proposer] += _RATE_WEIGHT / 4 * (rate - self._overall[proposer])
+    def rates(self, slot: int) -> list[float]:
+        """Return by proposer the chance that its next guess for a row is right, if all before it are."""
+        row = self._faded(slot)
+        return [
+            min((accepted + _PRIOR_GUESSES * overall) / (tried + _PRIOR_GUESSES), _MAX_RATE)
+            for accepted, tried, overall in zip(row.accepted, row.tried, self._overall, strict=True)
+        ]
 
-    def rates(self, slots: I64) -> F64:
-        """Return the chance that the next guess of each proposer for each row is right, if all before it are,
-        [num_rows, num_proposers]."""
-        prior = self._overall * _PRIOR_GUESSES
-        rates = (self._accepted[slots] + prior) / (self._tried[slots] + _PRIOR_GUESSES)
-        return np.minimum(rates, _MAX_RATE)
-
-    def hopes(self, slots: I64) -> F64:
-        """Return the same as `rates`, and 0 for those proposers that have found no guess for a row for long."""
-        return np.where(self._patience[slots] < _LEAST_PATIENCE, 0.0, self.rates(slots))
+    def hopes(self, slot: int) -> list[float]:
+        """Return the same, and 0 for a proposer that has found no guess for the row for long."""
+        asked_from = self._rows[slot].asked_from
+        rates = self.rates(slot)
+        return [rate if step <= self._step else 0.0 for rate, step in zip(rates, asked_from, strict=True)]
 
     def may_gain(self, num_rows: int, num_positions: int, most: int) -> bool:
         """Return whether guesses would gain if all of them were right. Arguments as of `allot`."""
@@ -198,31 +207,50 @@ class GuessBudget:
         if seconds is None:
             return False
         most = min(most, num_rows * self._max_guesses)
-        speeds = (num_rows + np.arange(most + 1)) / seconds[: most + 1]
-        return bool(speeds.max() >= _LEAST_GAIN * speeds[0])
+        least = _LEAST_GAIN * num_rows / seconds[0]
+        return any(num_rows + count >= least * seconds[count] for count in range(1, most + 1))
 
-    def allot(self, rates: F64, found: I64 | None, num_positions: int, most: int) -> I64:
-        """Return how many guesses each row should have in the next step, [num_rows].
+    def allot(
+        self, rates: Sequence[float], found: Sequence[int] | None, num_positions: int, most: int
+    ) -> list[int]:
+        """Return how many guesses each row should have in the next step.
 
         Args:
-            rates: [num_rows] the chance that a row's next guess is right, if all before it are.
-            found: [num_rows] the most guesses of each; None: of no row are there fewer than of others.
+            rates: By row: the chance that its next guess is right, if all before it are.
+            found: By row: the most guesses that it may have; None: no row has fewer than others.
             num_positions: Positions of the step without guesses.
             most: Guesses of all rows together, at most.
         """
-        num_rows = rates.size
-        gains = (rates[:, None] ** self._exponents).ravel()  # [num_rows * max_guesses]
-        if found is not None:
-            gains[(self._exponents > found[:, None]).ravel()] = 0.0
-        seconds = self.costs.estimate(num_positions, most + 1)
-        order = np.argsort(-gains, kind="stable")[: min(most, np.count_nonzero(gains))]
-        if seconds is None or not order.size:
-            return np.zeros(num_rows, np.int64)
-        speeds = (num_rows + np.cumsum(gains[order])) / seconds[1 : order.size + 1]
-        best = int(speeds.argmax())
-        if speeds[best] < _LEAST_GAIN * num_rows / seconds[0]:
-            return np.zeros(num_rows, np.int64)
-        return np.bincount(order[: best + 1] // self._max_guesses, minlength=num_rows)
+        counts, seconds = [0] * len(rates), self.costs.estimate(num_positions, most + 1)
+        if seconds is None:
+            return counts
+        gains: list[tuple[float, int]] = []
+        for row, rate in enumerate(rates):
+            gain = 1.0
+            for _ in range(self._max_guesses if found is None else min(found[row], self._max_guesses)):
+                gain *= rate
+                if gain < _LEAST_CHANCE:
+                    break
+                gains.append((gain, -row))
+        gains.sort(reverse=True)
+        num_tokens, best, num_kept = float(len(rates)), _LEAST_GAIN * len(rates) / seconds[0], 0
+        for count, ((gain, _), duration) in enumerate(zip(gains, seconds[1:], strict=False), 1):
+            num_tokens += gain
+            if num_tokens > best * duration:
+                best, num_kept = num_tokens / duration, count
+        for _, row in gains[:num_kept]:
+            counts[-row] += 1
+        return counts
+
+    def _faded(self, slot: int) -> _Row:
+        """Return what is known of a row, as it has faded until this step."""
+        row = self._rows[slot]
+        if row.since < self._step:
+            left = _FADING ** (self._step - row.since)
+            row.tried = [count * left for count in row.tried]
+            row.accepted = [count * left for count in row.accepted]
+            row.since = self._step
+        return row
 
 
 def _class_of(num_positions: int) -> int:

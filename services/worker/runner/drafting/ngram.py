@@ -47,16 +47,13 @@ class NgramProposer:
         """Do nothing: an index takes in the new tokens when it is asked."""
 
     def propose(self, slots: I64, limits: I64) -> Guesses:
-        parts: list[NDArray[np.int32]] = []
+        parts: list[list[int]] = []
         num_left = _PAIRS_PER_STEP
         for slot, limit in zip(slots.tolist(), limits.tolist(), strict=True):
             tokens = self._history.token_ids[slot, : self._history.num_known[slot]]
             num_left -= self._indexes[slot].take_in(tokens, num_left)
             parts.append(self._indexes[slot].guess(tokens, limit))
-        return Guesses(
-            np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64),
-            np.array([part.size for part in parts], np.int64),
-        )
+        return Guesses.of(parts)
 
 
 class _PairIndex:
@@ -88,7 +85,7 @@ class _PairIndex:
             latest[pair] = place
         return end - first
 
-    def guess(self, tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
+    def guess(self, tokens: NDArray[np.int32], limit: int) -> list[int]:
         """Return up to `limit` tokens that may follow.
 
         Args:
@@ -96,11 +93,11 @@ class _PairIndex:
         """
         place, num_common = self._best(tokens)
         if place == _NOWHERE:
-            return tokens[:0]
+            return []
         limit = min(limit, num_common * _TOKENS_PER_COMMON)
-        follow = tokens[place : place + limit]
-        if follow.size < limit:  # the row repeats itself, with this period
-            follow = np.resize(follow, limit)
+        follow = tokens[place : place + limit].tolist()
+        if len(follow) < limit:  # the row repeats itself, with this period
+            follow = (follow * limit)[:limit]
         return follow
 
     def _best(self, tokens: NDArray[np.int32]) -> tuple[int, int]:

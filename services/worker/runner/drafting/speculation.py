@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.types.facts import WorkerFacts
-from triptych.types.step import U32, NewRow, empty_u32
-from triptych_services.worker.runner.drafting.base import I64, Proposer
-from triptych_services.worker.runner.drafting.budget import F64, GuessBudget
+from triptych.types.step import NewRow, VerifiedGuesses, empty_u32
+from triptych_services.worker.runner.drafting.base import I64, GuessReport, Proposer
+from triptych_services.worker.runner.drafting.budget import GuessBudget
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 from triptych_services.worker.sampling.sampled import SamplingPlaces
 
@@ -48,16 +48,17 @@ class Speculation:
         self._budget = GuessBudget(rows.live.size, len(proposers), max_guesses)
         self._takes_part: Flags = np.zeros(rows.live.size, np.bool_)
         """[max_num_seqs] whether the row has entered here."""
-        self._is_asked: Flags = np.zeros(rows.live.size, np.bool_)
-        """[max_num_seqs] whether proposers have been asked since the row entered."""
-        self._ready: dict[int, tuple[int, I64]] = {}
+        self._not_asked: set[int] = set()
+        """Slots of rows that proposers have not been asked for since they entered."""
+        self._ready: dict[int, tuple[int, list[int]]] = {}
         """Slot -> index of a proposer, and what it expects behind the row's known tokens."""
         rows.observer = self
 
     def enter(self, row: NewRow) -> None:
         if not row.sampling.speculation:
             return
-        self._takes_part[row.slot], self._is_asked[row.slot] = True, False
+        self._takes_part[row.slot] = True
+        self._not_asked.add(row.slot)
         self._budget.enter(row.slot)
         for proposer in self._proposers:
             proposer.enter(row)
@@ -66,6 +67,7 @@ class Speculation:
         if self._takes_part[slot]:
             self._takes_part[slot] = False
             self._ready.pop(slot, None)
+            self._not_asked.discard(slot)
             for proposer in self._proposers:
                 proposer.leave(slot)
 
@@ -73,26 +75,24 @@ class Speculation:
         """Return the step with guesses for those rows that may get several tokens; the same step if there are none."""
         if step.sample_limits is None:
             return step
-        slots, num_left = step.sampling_slots, MAX_GUESSES_PER_STEP
-        entered = np.flatnonzero(self._takes_part[slots] & ~self._is_asked[slots])
-        if entered.size:  # an engine that knows no reports gives rows that enter several tokens
-            new = slots[entered]
-            self._propose(new, step.sample_limits[entered] - 1, self._budget.hopes(new))
-        found: list[I64] = []
-        for slot, limit in zip(slots.tolist(), step.sample_limits.tolist(), strict=True):
-            _, token_ids = self._ready.get(slot, _NOTHING)
-            found.append(token_ids[: min(limit - 1, num_left)])
-            num_left -= found[-1].size
-        counts = np.array([token_ids.size for token_ids in found], np.int64)
-        if not counts.any():
+        slots, limits = step.sampling_slots.tolist(), step.sample_limits.tolist()
+        entered = [(s, most - 1) for s, most in zip(slots, limits, strict=True) if s in self._not_asked]
+        if entered:  # an engine that knows no reports gives rows that enter several tokens
+            self._propose([(slot, most, self._budget.rates(slot)) for slot, most in entered if most])
+        found, counts, token_ids = list[int](), list[int](), self._rows.token_ids
+        for slot, limit in zip(slots, limits, strict=True):
+            ready = self._ready.get(slot)
+            count = 0 if ready is None else min(len(ready[1]), limit - 1, MAX_GUESSES_PER_STEP - len(found))
+            counts.append(count)
+            if ready is not None and count:
+                found += ready[1][:count]
+                known = int(self._rows.num_known[slot])
+                token_ids[slot, known : known + count] = ready[1][:count]
+        if not found:
             return step
-        places = SamplingPlaces.of(np.concatenate(found), counts)
-        is_guess = places.offsets < counts[places.rows]
-        rows, known = places.rows[is_guess], self._rows.num_known[slots]
-        self._rows.token_ids[slots[rows], known[rows] + places.offsets[is_guess]] = places.guesses[is_guess]
-        return replace(step, places=places)
+        return replace(step, places=SamplingPlaces.of(np.array(found, np.int64), np.array(counts, np.int64)))
 
-    def finish(self, step: StepRows, token_counts: I64 | None, forward_ns: int) -> U32:
+    def finish(self, step: StepRows, token_counts: I64 | None, forward_ns: int) -> GuessReport:
         """Take in what the rows of a step have got, once it is recorded, and guess what follows.
 
         Args:
@@ -100,99 +100,127 @@ class Speculation:
             forward_ns: The time of the model.
 
         Returns:
-            Guesses that each sampling row may have when it computes next, [num_sampling]; empty: no row has any. The
-            engine may have planned its next step, so these are as many as were looked for, not those that were found.
+            The report. The engine may have planned the next step, so rows may have as many guesses as were looked for,
+            not only those that were found.
         """
-        if (step.query_lens == 1).all():  # a prompt's positions cost something else than guesses
-            self._budget.costs.note(int(step.computed_lens.sum()), forward_ns * 1e-9)
-        slots = step.sampling_slots
+        num_known, slots = int(step.query_lens.sum()), step.sampling_slots
+        verified: tuple[VerifiedGuesses, ...] = ()
+        if num_known == step.slots.size:  # a prompt's positions cost something else than guesses
+            num_guesses = 0 if step.places is None else int(step.places.counts.sum())
+            self._budget.costs.note(num_known + num_guesses, forward_ns * 1e-9)
+        self._budget.start_step()
         if step.places is not None:
             assert token_counts is not None, "a step that verifies guesses counts its tokens"
-            self._note_verified(slots, step.places.counts, token_counts - 1)
+            verified = self._note_verified(slots.tolist(), step.places.counts.tolist(), token_counts.tolist())
         takes_part = self._takes_part[slots]
-        if not takes_part.any():
-            return empty_u32()
-        counts = np.ones(slots.size, np.int64) if token_counts is None else token_counts
         own = slots[takes_part]
+        if not own.size:
+            return GuessReport(empty_u32(), verified)
+        counts = np.ones(own.size, np.int64) if token_counts is None else token_counts[takes_part]
         for proposer in self._proposers:
-            proposer.accept(own, counts[takes_part])
-        for slot in own.tolist() if self._ready else ():
-            self._ready.pop(slot, None)
-        self._is_asked[own] = True
-        self._budget.fade(own)
-        limits = self._guess_next(own, slots.size)
-        if not limits.any():
-            return empty_u32()
-        reported = np.zeros(slots.size, np.uint32)
-        reported[takes_part] = limits
-        return reported
+            proposer.accept(own, counts)
+        if self._ready or self._not_asked:
+            for slot in own.tolist():
+                self._ready.pop(slot, None)
+                self._not_asked.discard(slot)
+        limits = self._guess_next(own.tolist(), slots.size)
+        if not any(limits):
+            return GuessReport(empty_u32(), verified)
+        next_counts = np.zeros(slots.size, np.uint32)
+        next_counts[takes_part] = limits
+        return GuessReport(next_counts, verified)
 
-    def _note_verified(self, slots: I64, drafted: I64, accepted: I64) -> None:
-        rows = np.flatnonzero(drafted)
-        proposers = np.array([self._ready[slot][0] for slot in slots[rows].tolist()], np.int64)
-        self._budget.note_verified(slots[rows], proposers, drafted[rows], accepted[rows])
+    def _note_verified(
+        self, slots: list[int], drafted: list[int], token_counts: list[int]
+    ) -> tuple[VerifiedGuesses, ...]:
+        """Take in what came of the guesses of a step, by sampling row."""
+        verified = [[0] * max(drafted) for _ in self._proposers]
+        accepted = [[0] * max(drafted) for _ in self._proposers]
+        for slot, num_drafted, num_tokens in zip(slots, drafted, token_counts, strict=True):
+            if num_drafted:
+                index = self._ready[slot][0]
+                self._budget.note_verified(slot, index, num_drafted, num_tokens - 1)
+                for place in range(num_drafted):
+                    verified[index][place] += 1
+                    accepted[index][place] += place < num_tokens - 1
+        nums_places = [sum(count > 0 for count in counts) for counts in verified]
+        return tuple(
+            VerifiedGuesses(
+                self._proposers[index].name,
+                np.array(verified[index][:num_places], np.uint32),
+                np.array(accepted[index][:num_places], np.uint32),
+            )
+            for index, num_places in enumerate(nums_places)
+            if num_places
+        )
 
-    def _guess_next(self, slots: I64, num_positions: int) -> I64:
+    def _guess_next(self, slots: list[int], num_positions: int) -> list[int]:
         """Find guesses for these rows, and keep as many as the next step should verify.
 
         Args:
             num_positions: Positions of that step without guesses.
 
         Returns:
-            Guesses that were looked for, [num_rows].
+            Guesses that were looked for, by row.
         """
         budget, sizes = self._budget, (num_positions, MAX_GUESSES_PER_STEP)
-        if not budget.may_gain(slots.size, *sizes):
-            return np.zeros(slots.size, np.int64)
-        hopes = budget.hopes(slots)
-        limits = budget.allot(hopes.max(axis=1), None, *sizes)
-        self._propose(slots, limits, hopes)
-        if not self._ready:
-            return limits
-        ready = [self._ready.get(slot, _NOTHING) for slot in slots.tolist()]
-        found = np.array([token_ids.size for _, token_ids in ready])
-        rates = budget.rates(slots)[np.arange(slots.size), [proposer for proposer, _ in ready]]
-        kept = budget.allot(rates, found, *sizes)
-        for row in np.flatnonzero(kept < found).tolist():
-            proposer, token_ids = ready[row]
-            self._ready[int(slots[row])] = proposer, token_ids[: kept[row]]
+        if not budget.may_gain(len(slots), *sizes):
+            return [0] * len(slots)
+        hopes = [budget.hopes(slot) for slot in slots]
+        hoped = [max(of_row) for of_row in hopes]
+        limits = budget.allot(hoped, None, *sizes)
+        self._propose([entry for entry in zip(slots, limits, hopes, strict=True) if entry[1]])
+        ready = [self._ready.get(slot, _NOTHING) for slot in slots]
+        found = [len(token_ids) for _, token_ids in ready]
+        rates = [of_row[proposer] for of_row, (proposer, _) in zip(hopes, ready, strict=True)]
+        if any(found) and (found, rates) != (limits, hoped):  # not all that was hoped for
+            kept = budget.allot(rates, found, *sizes)
+            for slot, (proposer, token_ids), count in zip(slots, ready, kept, strict=True):
+                if count < len(token_ids):
+                    self._ready[slot] = proposer, token_ids[:count]
         return limits
 
-    def _propose(self, slots: I64, limits: I64, hopes: F64) -> None:
+    def _propose(self, rows: Sequence[tuple[int, int, list[float]]]) -> None:
         """Ask proposers for guesses of these rows, until each row has some: the one that was right most often first.
 
         Args:
-            limits: [num_rows] the most guesses of each; 0: none.
-            hopes: [num_rows, num_proposers] as of `GuessBudget.hopes`; a proposer with 0 is not asked.
+            rows: For each its slot, the most guesses, >= 1, and by proposer the chance that one is right; 0: it is not
+                asked.
         """
-        waiting = np.flatnonzero(limits).tolist()
-        row_to_ranked = {row: _ranked(hopes[row].tolist()) for row in waiting}
-        for _ in self._proposers:
-            proposer_to_rows: defaultdict[int, list[int]] = defaultdict(list)
-            for row in waiting:
-                if ranked := row_to_ranked[row]:
-                    proposer_to_rows[ranked.pop()].append(row)
-            for index, rows in proposer_to_rows.items():
-                self._ask(index, slots[rows], limits[rows])
-            waiting = [row for row in waiting if int(slots[row]) not in self._ready]
+        waiting = [(slot, limit, _ranked(hopes)) for slot, limit, hopes in rows]
+        while waiting := [row for row in waiting if row[0] not in self._ready and row[2]]:
+            proposer_to_rows: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+            for slot, limit, ranked in waiting:
+                proposer_to_rows[ranked.pop()].append((slot, limit))
+            for index, asked in proposer_to_rows.items():
+                self._ask(index, asked)
 
-    def _ask(self, index: int, slots: I64, limits: I64) -> None:
-        """Ask one proposer for guesses of these rows."""
+    def _ask(self, index: int, rows: Sequence[tuple[int, int]]) -> None:
+        """Ask one proposer for guesses.
+
+        Args:
+            rows: Slot of each row, and the most guesses that are of use for it.
+        """
+        slots, limits = np.array(rows, np.int64).T
         guesses = self._proposers[index].propose(slots, limits)
-        ends = np.cumsum(guesses.counts).tolist()
-        for row, start, end in zip(range(slots.size), [0, *ends], ends, strict=False):
-            token_ids = self._usable(guesses.token_ids[start : min(end, start + int(limits[row]))])
-            if token_ids.size:
-                self._ready[int(slots[row])] = index, token_ids
-        self._budget.note_searched(slots, index, guesses.counts > 0)
+        token_ids, start = guesses.token_ids.tolist(), 0
+        for (slot, limit), count in zip(rows, guesses.counts.tolist(), strict=True):
+            usable = self._usable(token_ids[start : start + min(count, limit)])
+            start += count
+            self._budget.note_searched(slot, index, has_found=bool(usable))
+            if usable:
+                self._ready[slot] = index, usable
 
-    def _usable(self, token_ids: I64) -> I64:
+    def _usable(self, token_ids: list[int]) -> list[int]:
         """Return the guesses before the first one that is no token."""
-        is_token = (token_ids >= 0) & (token_ids < self._rows.sampling.vocab_size)
-        return token_ids if is_token.all() else token_ids[: int(is_token.argmin())]
+        vocab_size = self._rows.sampling.vocab_size
+        for place, token_id in enumerate(token_ids):
+            if not 0 <= token_id < vocab_size:
+                return token_ids[:place]
+        return token_ids
 
 
-_NOTHING: tuple[int, I64] = 0, np.zeros(0, np.int64)
+_NOTHING: tuple[int, list[int]] = 0, []
 
 
 def _ranked(hopes: list[float]) -> list[int]:

@@ -88,8 +88,7 @@ class SuffixProposer:
             scope, end = self._scopes[slot], int(self._history.num_known[slot])
             newest = self._history.token_ids[slot, max(end - _MAX_COMMON, 0) : end].tolist()
             parts.append([] if scope is None else self._outputs.guess(scope, newest, limit))
-        counts = np.array([len(part) for part in parts], np.int64)
-        return Guesses(np.array([token_id for part in parts for token_id in part], np.int64), counts)
+        return Guesses.of(parts)
 
 
 @dataclass(slots=True)

@@ -29,7 +29,6 @@ from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
 from triptych.types.step import (
-    U32,
     NewRow,
     RowError,
     RowErrorCode,
@@ -44,6 +43,7 @@ from triptych_kernels.cpu.stored_program import BoundProgram, StoredProgram
 from triptych_services.worker.adapters.slots import AdapterUnavailable
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.runner.base import CompletedStep, PendingStep, Runner, do_nothing
+from triptych_services.worker.runner.drafting.base import GuessReport
 from triptych_services.worker.runner.drafting.create import CreateProposers, create_speculation
 from triptych_services.worker.runner.drafting.speculation import max_sampling_places
 from triptych_services.worker.runner.publish import publish
@@ -250,14 +250,14 @@ class StoredRunner(Runner):
         prepared = time.perf_counter_ns()
         sampled = _sampled(self._program.run(sizes), step.places)
         forwarded = time.perf_counter_ns()
-        guess_counts = self._advance(step, sampled, forwarded - prepared)
+        guesses = self._advance(step, sampled, forwarded - prepared)
         timings = StepTimings(
             prepare_ns=prepared - started,
             forward_ns=forwarded - prepared,
             sample_ns=time.perf_counter_ns() - forwarded,
         )
         return CompletedStep(
-            publish(plan.step_id, step, self._rows.slot_version, sampled, timings, guess_counts=guess_counts)
+            publish(plan.step_id, step, self._rows.slot_version, sampled, timings, guesses=guesses)
         )
 
     def _send_back(self, plan: StepPlan, step: StepRows) -> StepRows:
@@ -270,8 +270,8 @@ class StoredRunner(Runner):
         self._sent_back |= waiting
         return replace(step, row_errors={**dict.fromkeys(waiting, _LOADING), **step.row_errors})
 
-    def _advance(self, step: StepRows, sampled: SampledTokens, forward_ns: int) -> U32 | None:
-        """Record the tokens of a step, and return the guesses that its rows have ready; None: nothing guesses."""
+    def _advance(self, step: StepRows, sampled: SampledTokens, forward_ns: int) -> GuessReport | None:
+        """Record the tokens of a step, and return what its result says of guesses; None: nothing guesses."""
         self._rows.advance(step, sampled.token_counts)
         self._rows.record(step, sampled.token_ids, sampled.token_counts)
         if self._speculation is None:

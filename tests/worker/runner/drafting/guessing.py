@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.worker.tiny import step_plan, tiny_facts
 from triptych.types.facts import WorkerFacts
-from triptych.types.step import NewRow, StepResult
+from triptych.types.step import NewRow, StepResult, VerifiedGuesses
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.runner.base import StepRunner
 from triptych_services.worker.runner.drafting.base import I64, Guesses, Proposer
@@ -131,7 +131,7 @@ def runner_with(
     if runner._speculation is not None:  # as many guesses as there are, whatever they cost
         budget = runner._speculation._budget
         budget.may_gain = lambda *sizes: True  # type: ignore[method-assign]
-        budget.allot = lambda rates, found, *sizes: np.full(rates.size, limit - 1)  # type: ignore[method-assign]
+        budget.allot = lambda rates, found, *sizes: [limit - 1] * len(rates)  # type: ignore[method-assign]
     return runner
 
 
@@ -176,6 +176,7 @@ def _take(result: StepResult, slots: Sequence[int], limits: Mapping[int, int], s
         owners += [slot] * count
         said[slot].token_ids += [next(token_ids) for _ in range(count)]
     assert next(token_ids, None) is None
+    _check_report(result.guesses, num_accepted=sum(count - 1 for count in counts if count))
     if result.logprobs is not None:
         columns = result.logprobs
         assert np.all(np.diff(columns.rows.astype(np.int64)) > 0)
@@ -188,3 +189,14 @@ def _take(result: StepResult, slots: Sequence[int], limits: Mapping[int, int], s
                     int(columns.ranks[index]),
                 )
             )
+
+
+def _check_report(guesses: Sequence[VerifiedGuesses], *, num_accepted: int) -> None:
+    """Check what a step says of its guesses against the tokens beyond the first of each row."""
+    assert sum(int(each.accepted.sum()) for each in guesses) == num_accepted
+    for each in guesses:
+        assert each.verified.size == each.accepted.size > 0
+        assert np.all(each.accepted <= each.verified)
+        assert np.all(each.verified > 0)
+        for counts in (each.verified, each.accepted):
+            assert np.all(counts[1:] <= counts[:-1])

@@ -135,16 +135,20 @@ def test_an_engine_and_a_runner_take_fewer_steps() -> None:
     model = load_model(config, RandomCheckpoint(config.architecture, seed=3))
     greedy = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     prompts = [[5, 6, 7, 8], [9, 8, 7]]
-    answers, nums_steps = [], []
+    answers, nums_steps, counters = [], [], []
     for limit in (1, 5):
         kv = plan_kv_cache(config, free_bytes=1 << 30)
         facts = tiny_facts(config, kv.max_model_len, kv.shape, max_samples_per_row=limit)
         caches = allocate_kv_cache(kv.shape, torch.device("cpu"), kv.places)
         runner = ModelRunner(model=model, kv_caches=caches, facts=facts)
-        answers.append(InProcessEngine(runner, max_num_seqs=7).generate(prompts, greedy))
+        engine = InProcessEngine(runner, max_num_seqs=7)
+        answers.append(engine.generate(prompts, greedy))
         nums_steps.append(runner._last_step_id)
+        counters.append(engine.scheduler.counters)
     assert answers[0] == answers[1]
     assert nums_steps[1] < 0.8 * nums_steps[0]
+    assert counters[0].num_guesses == 0
+    assert nums_steps[0] - nums_steps[1] <= counters[1].num_accepted_guesses <= counters[1].num_guesses
 
 
 def looking_back(grammars: GrammarCompiler | None) -> dict[str, SamplingParams]:
