@@ -1,4 +1,4 @@
-"""What a step's result adds to the worker's metrics."""
+"""Metrics that a worker derives from the results of its steps."""
 
 from __future__ import annotations
 

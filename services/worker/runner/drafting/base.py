@@ -43,12 +43,12 @@ class Guesses:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GuessReport:
-    """What a step's result says of guesses."""
+    """The part of a step's result that is about guesses."""
 
     next_counts: U32
     """[num_sampling] guesses that each sampling row may have when it computes next; empty: no row has any."""
     verified: tuple[VerifiedGuesses, ...] = ()
-    """What came of this step's guesses."""
+    """The guesses of this step, by proposer."""
 
 
 class Proposer(Protocol):

@@ -129,7 +129,7 @@ class _Measured:
 
 
 class _Row:
-    """What is known of the guesses of one row."""
+    """The experience with the guesses of one row."""
 
     __slots__ = ("accepted", "asked_from", "since", "tried", "vain")
 
