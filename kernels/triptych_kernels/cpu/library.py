@@ -21,7 +21,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"}
 _AVX512_VNNI = _AVX512 | {"avx512_vnni"}
 _AVX512_BF16 = _AVX512_VNNI | {"avx512_bf16"}
 _AVX2 = {"avx2", "fma", "f16c"}
-_AMX = {"amx_tile", "amx_bf16"}
+_AMX = {"amx_tile", "amx_bf16", "amx_int8"}
 _NEON_DOTPROD = {"asimd", "atomics", "asimddp"}
 _NEEDED_FLAGS = {
     "amx": _AVX512_BF16 | _AMX,

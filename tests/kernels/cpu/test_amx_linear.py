@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.weights.coded_rows import FORMATS, random_rows
 from triptych_kernels.cpu import library
 from triptych_kernels.cpu.compile import AMX_EMULATED, build_emulated
 from triptych_kernels.cpu.launch import launch
@@ -29,6 +30,7 @@ from triptych_kernels.cpu.library import (
 from triptych_kernels.ops import GATED_ACTIVATIONS, embedding, linear
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.reference.linear import linear as reference_linear
+from triptych_kernels.weights.coded_weight import CodedWeight
 from triptych_kernels.weights.formats import BLOCK_FORMATS
 from triptych_kernels.weights.packed import PackedWeight
 from triptych_kernels.weights.quantized import QuantizedWeight
@@ -206,6 +208,21 @@ def test_wide_quantized_products_are_those_of_bfloat16(emulated: None) -> None:
     assert torch.equal(linear(x[30:41], packed, out_dtype=torch.float32), out[30:41])
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "GPTQ", "MXFP4"])
+def test_tiles_of_bytes_give_what_vectors_give_few_rows(emulated: None, name: str) -> None:
+    rows = random_rows(FORMATS[name], 75, 512)
+    weight = CodedWeight(75, 512, torch.bfloat16, FORMATS[name], bias=True)
+    weight.fill_codes(0, rows)
+    weight.fill_bias(0, torch.arange(75.0))
+    for dtype in (torch.bfloat16, torch.float32):
+        x = random(45, 512).to(dtype)
+        by_tiles = linear(x, weight, out_dtype=torch.float32)
+        for first, end in ((0, 1), (3, 11), (30, 41)):
+            assert torch.equal(linear(x[first:end], weight, out_dtype=torch.float32), by_tiles[first:end])
+        exact = x.double() @ rows.dequantize(torch.float64).T + torch.arange(75)
+        torch.testing.assert_close(by_tiles.double(), exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+
+
 @pytest.mark.thorough  # its target builds every instruction set
 @pytest.mark.skipif("avx512" not in usable_isas(), reason="AVX-512 alone is not built")
 def test_wide_quantized_products_in_bytes_are_those_of_vectors(emulated: None) -> None:
@@ -269,7 +286,7 @@ def test_a_processor_without_is_not_asked(machine: Callable[[str, str], None], f
 def test_what_the_compiler_could_not_build_is_not_used(
     machine: Callable[[str, str], None], tmp_path: Path
 ) -> None:
-    machine(f"{FLAGS} amx_bf16 amx_tile", "")
+    machine(f"{FLAGS} amx_bf16 amx_tile amx_int8", "")
     (tmp_path / "amx").unlink()
     assert usable_isas() == ("avx512_bf16", "avx512_vnni", "avx512", "avx2")
 
@@ -282,7 +299,7 @@ def test_what_the_compiler_could_not_build_is_not_used(
 def test_the_widest_and_the_narrowest_are_built(
     machine: Callable[[str, str], None], refusal: str, expected: list[str]
 ) -> None:
-    machine(f"{FLAGS} amx_bf16 amx_tile", refusal)
+    machine(f"{FLAGS} amx_bf16 amx_tile amx_int8", refusal)
     assert isas_to_build() == expected
 
 

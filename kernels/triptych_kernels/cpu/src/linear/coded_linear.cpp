@@ -3,7 +3,8 @@
 // A thread unpacks a chunk of a panel at a time, which stays in the first-level cache, and multiplies all rows with it:
 //
 //   inputs of 8 bits    the chunk as bytes and scales, inputs as byte_inputs.h has them: exact sums of integers
-//   inputs of 16 bits   the same chunk, inputs as integers with a scale per row and group: exact sums as well
+//   inputs of 16 bits   the same chunk, inputs as integers with a scale per row and group: exact sums as well, which the
+//                       tiles of AMX make of many rows (amx_shorts.h)
 //   in floats           the chunk as values in float32 and scales, and inputs in float32, which are not rounded
 //
 // Floats are for values that are no bytes: nf4, floats of 8 bits. Inputs of 8 bits become 16 where no instruction makes
@@ -17,6 +18,10 @@
 #include "linear/coded.h"
 #include "linear/product.h"
 #include "linear/quantized_bytes.h"
+
+#if defined(__AMX_BF16__) || defined(TRIPTYCH_AMX_EMULATED)
+#include "linear/amx_shorts.h"
+#endif
 
 namespace triptych {
 namespace {
@@ -148,8 +153,9 @@ void multiply_short_groups(const Shorts* x, int64_t groups, const float* weights
   unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { store(to + row * kPanel + half * kLanes, sums[row][half]); }); });
 }
 
-template <typename X>
-void quantize_group(const X* x, Shorts& out) {
+// put(first input of a vector, integers), and scale and sums of `out`
+template <typename X, typename Put>
+void round_group(const X* x, Shorts& out, const Put& put) {
   constexpr int kVectors = kGroup / kLanes;
   vec values[kVectors];
   ivec bits = splat_int(0);
@@ -163,13 +169,18 @@ void quantize_group(const X* x, Shorts& out) {
   unroll<kVectors>([&](auto i) {
     const ivec rounded = to_ints(values[i] * inverse);
     totals[2 * i / kVectors] = totals[2 * i / kVectors] + rounded;
-    store_shorts_in_pairs(out.values + i * kLanes, rounded);
+    put(i * kLanes, rounded);
   });
   const int32_t first = sum(totals[0]), second = sum(totals[1]);
   out.scale = magnitude / kLargestShort;
   out.sums[0] = out.scale * static_cast<float>(first);
   out.sums[1] = out.scale * static_cast<float>(second);
   out.sum = out.scale * static_cast<float>(first + second);
+}
+
+template <typename X>
+void quantize_group(const X* x, Shorts& out) {
+  round_group(x, out, [&](int first, ivec integers) { store_shorts_in_pairs(out.values + first, integers); });
 }
 
 // The same with values in float32 and inputs x [inputs][Rows]. Each half of a group has a sum of its own, so that these
@@ -224,9 +235,9 @@ struct ByteTiles {
   static void prepare(const Linear& args, int64_t rows, int64_t tile, Element* to) {
     bytes::quantize_tile(args, rows, tile, to);
   }
-  template <int Rows, int Units, bool Affine>
-  static void multiply(const Element* x, int64_t groups, const float* weights, float* sums) {
-    multiply_byte_groups<Rows, Units, Affine>(x, groups, weights, sums);
+  template <int Units, bool Affine>
+  static void multiply(const Element* x, int64_t rows, int64_t groups, const float* weights, float* sums) {
+    with_rows<kMaxRows>(rows, [&](auto count) { multiply_byte_groups<count, Units, Affine>(x, groups, weights, sums); });
   }
 };
 
@@ -250,11 +261,50 @@ struct ShortTiles {
     args.dtype == kFloat32 ? quantize(static_cast<const float*>(args.x) + first)
                            : quantize(static_cast<const bf16*>(args.x) + first);
   }
-  template <int Rows, int Units, bool Affine>
-  static void multiply(const Element* x, int64_t groups, const float* weights, float* sums) {
-    multiply_short_groups<Rows, Units, Affine>(x, groups, weights, sums);
+  template <int Units, bool Affine>
+  static void multiply(const Element* x, int64_t rows, int64_t groups, const float* weights, float* sums) {
+    with_rows<kMaxRows>(rows, [&](auto count) { multiply_short_groups<count, Units, Affine>(x, groups, weights, sums); });
   }
 };
+
+#if defined(__AMX_BF16__) || defined(TRIPTYCH_AMX_EMULATED)
+
+// The same results as of ShortTiles, faster for as many rows as kMinRows.
+struct AmxShortTiles {
+  using Element = uint8_t;
+  static constexpr int64_t kMinRows = 9;
+  static int64_t count(int64_t rows) { return (rows + amx::kTileRows - 1) / amx::kTileRows; }
+  static int64_t row_units(const Linear& args) { return args.in_features / kGroup * amx::kShortBytes; }
+  static void prepare(const Linear& args, int64_t rows, int64_t tile, Element* to) {
+    const int64_t begin = rows * tile / count(rows), height = rows * (tile + 1) / count(rows) - begin;
+    make_rows(args.stages, begin, begin + height);
+    const auto quantize = [&](const auto* x) {
+      Element* of_group = to + begin * row_units(args);
+      for (int64_t group = 0; group < args.in_features / kGroup; ++group, of_group += height * amx::kShortBytes) {
+        for (int64_t row = 0; row < height; ++row) {
+          Element* const high = of_group + row * amx::kShortStride;
+          Shorts own;
+          round_group(x + row * args.x_stride + group * kGroup, own, [&](int first, ivec integers) {
+            const ivec upper = shift_right<8>(integers + splat_int(1 << 15)) + splat_int(-128);
+            store_bytes(reinterpret_cast<int8_t*>(high + first), upper);
+            store_input_bytes(high + kGroup + first, integers & splat_int(0xff));
+          });
+          const float floats[amx::kShortFloats] = {own.scale, own.sums[0], own.sums[1], own.sum};
+          std::memcpy(of_group + height * amx::kShortStride + row * sizeof floats, floats, sizeof floats);
+        }
+      }
+    };
+    const int64_t first = begin * args.x_stride;
+    args.dtype == kFloat32 ? quantize(static_cast<const float*>(args.x) + first)
+                           : quantize(static_cast<const bf16*>(args.x) + first);
+  }
+  template <int Units, bool Affine>
+  static void multiply(const Element* x, int64_t rows, int64_t groups, const float* weights, float* sums) {
+    amx::multiply_short_tile<Units, Affine>(x, rows, groups, weights, sums);
+  }
+};
+
+#endif
 
 struct FloatTiles {
   using Element = float;
@@ -314,9 +364,7 @@ void multiply_integers(const Linear& args, const CodedForm& form, int64_t rows, 
         args, form, rows, first, end, x, panel, ByteGroup<Units, Affine>::kFloats,
         coded::unpack_bytes<Units, Affine, decltype(codes)>,
         [](int64_t height, const auto* inputs, int64_t groups, const float* weights, float* sums) {
-          with_rows<Tiles::kMaxRows>(height, [&](auto count) {
-            Tiles::template multiply<count, Units, Affine>(inputs, groups, weights, sums);
-          });
+          Tiles::template multiply<Units, Affine>(inputs, height, groups, weights, sums);
         });
   });
 }
@@ -394,7 +442,15 @@ void with_tiles(const CodedForm& form, int64_t input_bits, const F& f) {
 void multiply_form(const Linear& args, const WeightForm& held, int64_t rows) {
   const CodedForm form(held.form);
   if (rows >= held.wide_rows) return multiply_wide(args, form, rows);
-  with_tiles(form, held.input_bits, [&](auto tiles) { multiply_all<decltype(tiles)>(args, form, rows); });
+  with_tiles(form, held.input_bits, [&](auto tiles) {
+    using Tiles = decltype(tiles);
+#if defined(__AMX_BF16__) || defined(TRIPTYCH_AMX_EMULATED)
+    if constexpr (std::is_same_v<Tiles, ShortTiles>) {
+      if (rows >= AmxShortTiles::kMinRows) return multiply_all<AmxShortTiles>(args, form, rows);
+    }
+#endif
+    multiply_all<Tiles>(args, form, rows);
+  });
 }
 
 // The steps of such a product.

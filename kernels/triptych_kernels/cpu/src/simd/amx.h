@@ -60,6 +60,16 @@ template <int Sums, int Left, int Right>
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Left), "i"(Right));
 }
 
+// Sums += Left * Right: [rows, 16] int32, [rows, 64] bytes with signs or without, [16, 16 outputs of 4] signed bytes.
+template <int Sums, int Left, int Right, bool Signed>
+[[gnu::always_inline]] inline void multiply_bytes() {
+  if constexpr (Signed) {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Left), "i"(Right));
+  } else {
+    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Left), "i"(Right));
+  }
+}
+
 }  // namespace triptych::amx
 
 #endif

@@ -1,7 +1,7 @@
 // The instructions of amx.h in C++, with the faults of the real ones: a misuse ends the process.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILESTORED,
-// TDPBF16PS.
+// TDPBF16PS, TDPBSSD, TDPBUSD.
 #pragma once
 
 #include <immintrin.h>
@@ -89,13 +89,36 @@ using Rows = uint8_t (*)[kTileRowBytes];
   }
 }
 
+inline void check_product(int sums, int left, int right, const char* instruction) {
+  const Config& config = state.config;
+  check(sums != left && sums != right && left != right, instruction);
+  check(is_configured(sums) && is_configured(left) && is_configured(right), instruction);
+  check(config.rows[sums] == config.rows[left] && config.row_bytes[sums] == config.row_bytes[right], instruction);
+  check(config.row_bytes[left] == 4 * config.rows[right] && config.row_bytes[right] % 4 == 0, instruction);
+}
+
+template <int Sums, int Left, int Right, bool Signed>
+void multiply_bytes() {
+  check_product(Sums, Left, Right, "tdpbssd or tdpbusd");
+  const Config& config = state.config;
+  for (int row = 0; row < config.rows[Sums]; ++row) {
+    for (int column = 0; column < config.row_bytes[Sums] / 4; ++column) {
+      int32_t sum;
+      std::memcpy(&sum, state.tiles[Sums][row] + 4 * column, sizeof sum);
+      for (int k = 0; k < config.row_bytes[Left]; ++k) {
+        const uint8_t left = state.tiles[Left][row][k];
+        const int factor = Signed ? static_cast<int8_t>(left) : left;
+        sum += factor * static_cast<int8_t>(state.tiles[Right][k / 4][4 * column + k % 4]);
+      }
+      std::memcpy(state.tiles[Sums][row] + 4 * column, &sum, sizeof sum);
+    }
+  }
+}
+
 template <int Sums, int Left, int Right>
 void multiply() {
+  check_product(Sums, Left, Right, "tdpbf16ps");
   const Config& config = state.config;
-  check(Sums != Left && Sums != Right && Left != Right, "tdpbf16ps");
-  check(is_configured(Sums) && is_configured(Left) && is_configured(Right), "tdpbf16ps");
-  check(config.rows[Sums] == config.rows[Left] && config.row_bytes[Sums] == config.row_bytes[Right], "tdpbf16ps");
-  check(config.row_bytes[Left] == 4 * config.rows[Right] && config.row_bytes[Right] % 4 == 0, "tdpbf16ps");
   constexpr unsigned kQuietToNearest = 0x1f80, kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
   const unsigned mode = _mm_getcsr();
   _mm_setcsr(kQuietToNearest | kFlushToZero | kDenormalsAreZero);
