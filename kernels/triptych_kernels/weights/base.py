@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.weights.coded import CodedRows, as_blocks
-from triptych_kernels.weights.formats import QuantizedFormat
+from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
 
 Half = Literal["gate", "up"]
 
@@ -78,15 +78,19 @@ class BlockWeight(LinearWeight):
 
     format: QuantizedFormat
 
+    def keeps_blocks(self, type: str) -> bool:
+        """Return whether `fill_blocks` takes blocks of this type, GGML's name."""
+        return type in BLOCK_FORMATS and self.format.holds(BLOCK_FORMATS[type])
+
     @abstractmethod
     def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
         """Keep the blocks of a GGUF file as they are.
 
         Args:
-            type: One of `formats.BLOCK_FORMATS`.
+            type: One that this weight keeps.
             data: [n, bytes of a row] uint8.
         Raises:
-            ValueError: This weight's format cannot hold such blocks without loss.
+            ValueError: This weight's format cannot hold such blocks without loss, or a scale is no number.
         """
 
     def fill_codes(self, first_row: int, rows: CodedRows, half: Half | None = None) -> None:

@@ -22,9 +22,14 @@ from triptych_kernels.cpu.launch import launch
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import Half
 from triptych_kernels.weights.coded import CodedRows
-from triptych_kernels.weights.formats import GROUP_SIZE, SUPER_GROUP_SIZE, QuantizedFormat
+from triptych_kernels.weights.formats import (
+    GROUP_SIZE,
+    SUPER_BLOCK_FORMATS,
+    SUPER_GROUP_SIZE,
+    QuantizedFormat,
+)
 from triptych_kernels.weights.packed import HALVES, AdapterOperands
-from triptych_kernels.weights.quantized import QuantizedWeight, can_hold
+from triptych_kernels.weights.quantized import QuantizedWeight, can_hold, check_scales
 
 # as coded.h numbers them
 _TABLES = {"": 0, "fp4": 1, "iq4_nl": 2, "nf4": 3, "bnb_fp4": 4, "e4m3": 5}
@@ -130,8 +135,20 @@ class CodedWeight(QuantizedWeight):
     def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
         raise ValueError(f"a weight of {self.format} holds rows of a file only, which are quantized already")
 
+    def keeps_blocks(self, type: str) -> bool:
+        formats = SUPER_BLOCK_FORMATS
+        return type in formats and self.format.scale == "k" and self.format.holds(formats[type])
+
     def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
-        raise ValueError(f"{type} blocks do not fit into {self.format}; unpack them for `fill_codes`")
+        if not self.keeps_blocks(type):
+            raise ValueError(f"{type} blocks do not fit into {self.format}; unpack them for `fill_codes`")
+        data, is_damaged = data.contiguous(), torch.zeros(1, dtype=torch.int64)
+        launch(
+            "pack_super_blocks", data, form=self._layout.number, type=list(SUPER_BLOCK_FORMATS).index(type),
+            blocks=data, panels=self.data, in_features=self.in_features, first_row=first_row,
+            half=HALVES[half], is_damaged=is_damaged,
+        )  # fmt: skip
+        check_scales(is_damaged)
 
     def fill_codes(self, first_row: int, rows: CodedRows, half: Half | None = None) -> None:
         assert rows.shape[1] == self.in_features, "rows of as many inputs"

@@ -96,6 +96,13 @@ BLOCK_FORMATS = {
     "Q8_0": QuantizedFormat(8),
 }
 """Block types of GGUF files that can be kept as they are -> the smallest format that holds them."""
+SUPER_BLOCK_FORMATS = {
+    "Q4_K": QuantizedFormat(4, "minimum", scale="k"),
+    "Q5_K": QuantizedFormat(5, "minimum", scale="k"),
+    "Q6_K": QuantizedFormat(6, "none", 16, scale="k"),
+}
+"""Block types of GGUF files that a weight in two levels takes as they are -> their format, as coded_weight.cpp numbers
+them."""
 PANEL_FORMATS = (*BLOCK_FORMATS.values(), QuantizedFormat(8, "minimum"))
 """Formats of `QuantizedWeight` and of Triton's weights. The last holds a Q4_1 beside a Q8_0: its codes have signs."""
 

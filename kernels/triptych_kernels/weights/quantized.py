@@ -109,15 +109,12 @@ class QuantizedWeight(PackedWeight, BlockWeight):
     def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
         if not self.format.holds(BLOCK_FORMATS[type]):
             raise ValueError(f"{type} blocks do not fit into {self.format}")
-        data = data.contiguous()
+        data, is_damaged = data.contiguous(), torch.zeros(1, dtype=torch.int64)
         launch(
-            "pack_blocks",
-            data,
-            blocks=data,
-            type=_BLOCK_TYPES[type],
-            **self._format,
-            **self._place(first_row, half),
-        )
+            "pack_blocks", data, blocks=data, type=_BLOCK_TYPES[type], is_damaged=is_damaged,
+            **self._format, **self._place(first_row, half),
+        )  # fmt: skip
+        check_scales(is_damaged)
 
     def multiply(
         self,
@@ -180,6 +177,16 @@ class QuantizedWeight(PackedWeight, BlockWeight):
     def _allocate(self, num_outputs: int) -> Tensor:
         num_groups = num_outputs * self.in_features // GROUP_SIZE
         return zeros_in_huge_pages((num_groups * self.format.group_bytes,), torch.uint8)
+
+
+def check_scales(is_damaged: Tensor) -> None:
+    """Check what a kernel found while it packed blocks: [1] int64, not zero if a scale is no number.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if int(is_damaged):
+        raise ValueError("a block's scale or minimum is no number; the file is damaged, fetch it again")
 
 
 def can_quantize(in_features: int, dtype: torch.dtype) -> bool:

@@ -61,7 +61,7 @@ class StoredBlocks:
     """A matrix as its file stores it, for weights that keep the blocks."""
 
     type: str
-    """One of `triptych_kernels.weights.formats.BLOCK_FORMATS`."""
+    """One of `BLOCK_FORMATS` or `SUPER_BLOCK_FORMATS` of triptych_kernels.weights.formats."""
     data: Tensor
     """[rows, bytes of a row] uint8, rows in Hugging Face's order; a view of the file, to be copied at once."""
     shape: tuple[int, int]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from triptych.errors import ModelError
 from triptych_kernels.weights.base import BlockWeight, Half, LinearWeight
 from triptych_kernels.weights.coded import CodedRows
-from triptych_kernels.weights.coded_weight import CodedWeight
 from triptych_kernels.weights.formats import QuantizedFormat
 from triptych_kernels.weights.packed import PackedWeight, WidenedWeight, can_pack
 from triptych_services.worker.context.model_context import ModelContext
@@ -53,6 +52,8 @@ class WeightTarget:
     fill_blocks: Callable[[str, Tensor], object] | None = None
     """Takes this rank's share of a tensor as stored: GGML's name of the form, and [rows, bytes] uint8.
     None if the weight is not held in blocks."""
+    keeps_blocks: Callable[[str], bool] = lambda type: False
+    """Returns whether `fill_blocks` takes a form, by GGML's name."""
     fill_codes: Callable[[int, CodedRows], object] | None = None
     """Takes rows of this rank's share as codes, and the first of them within the share. None if the weight is not held
     in codes."""
@@ -68,14 +69,17 @@ class WeightTarget:
         """Pass this rank's share of `tensor` to `fill`, or as blocks or codes to `fill_blocks` or `fill_codes`.
 
         Raises:
-            ModelError: The tensor has another shape; names both.
+            ModelError: The tensor has another shape, names both; or holds a scale that is no number.
         """
         check_shape(name, tensor, self.checkpoint_shape)
         if not self.length:
             return  # nothing of it is read
         if isinstance(tensor, StoredBlocks):
-            if self.fill_blocks is not None:
-                self._load_blocks(tensor, self.fill_blocks)
+            if self.fill_blocks is not None and self.keeps_blocks(tensor.type):
+                try:
+                    self._load_blocks(tensor, self.fill_blocks)
+                except ValueError as error:
+                    raise ModelError(f"{name}: {error}") from error
                 return
             tensor = tensor.codes
         fill, format = self.fill_codes, self.format
@@ -218,9 +222,8 @@ def linear_target(
             on_this_rank,
             dim,
             start,
-            fill_blocks=None
-            if isinstance(weight, CodedWeight)
-            else partial(weight.fill_blocks, first_row, half=half),
+            fill_blocks=partial(weight.fill_blocks, first_row, half=half),
+            keeps_blocks=weight.keeps_blocks,
             fill_codes=lambda row, codes: weight.fill_codes(first_row + row, codes, half=half),
             format=weight.format,
         )

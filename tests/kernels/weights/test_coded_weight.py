@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
 from tests.kernels.weights.coded_rows import FORMATS, meaning, random_rows
@@ -15,8 +18,14 @@ from triptych_kernels.ops import embedding, gated_linear, linear
 from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.weights.coded import CodedRows
 from triptych_kernels.weights.coded_weight import CodedWeight
-from triptych_kernels.weights.formats import PANEL_FORMATS, QuantizedFormat, common_format
-from triptych_kernels.weights.quantized import can_hold
+from triptych_kernels.weights.formats import (
+    BLOCK_FORMATS,
+    PANEL_FORMATS,
+    SUPER_BLOCK_FORMATS,
+    QuantizedFormat,
+    common_format,
+)
+from triptych_kernels.weights.quantized import QuantizedWeight, can_hold
 
 QUICK = ("Q4_K", "Q6_K", "GPTQ", "MXFP4", "nf4", "fp8")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in FORMATS]
@@ -213,3 +222,57 @@ def test_bytes_per_weight_are_those_that_the_module_says(isa: str) -> None:
     for name, expected in bits.items():
         weight = CodedWeight(64, 4096, torch.float32, FORMATS[name])
         assert weight.num_bytes * 8 == expected * 64 * 4096, name
+
+
+def super_blocks(type: str, num_rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return random blocks of `IN_FEATURES` weights for each row, and the weights that the `gguf` package reads."""
+    form = GGMLQuantizationType[type]
+    num_bytes, random = GGML_QUANT_SIZES[form][1], np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (num_rows, IN_FEATURES // 256, num_bytes), np.uint8)
+    for at in (208,) if type == "Q6_K" else (0, 2):
+        scales = random.normal(0, 0.1, (*blocks.shape[:2], 1)).astype(np.float16)
+        blocks[..., at : at + 2] = scales.view(np.uint8)
+    data = blocks.reshape(num_rows, -1)
+    return torch.from_numpy(data), torch.from_numpy(dequantize(data, form).copy())
+
+
+@pytest.mark.parametrize("kept_beside", [(), ("Q6_K",), ("Q4_K",), ("Q5_K",)], ids=str)
+@pytest.mark.parametrize("type", SUPER_BLOCK_FORMATS)
+def test_blocks_are_packed_as_their_file_has_them(isa: str, type: str, kept_beside: tuple[str, ...]) -> None:
+    format = common_format(SUPER_BLOCK_FORMATS[name] for name in (type, *kept_beside))
+    weight = CodedWeight(100, IN_FEATURES, torch.float32, format)
+    assert weight.keeps_blocks(type)
+    blocks, expected = super_blocks(type, 100)
+    weight.data.random_(0, 120)
+    for first, end in ((0, 37), (37, 38), (38, 100)):
+        weight.fill_blocks(first, type, blocks[first:end])
+    assert torch.equal(every_row(weight), expected)
+
+
+def test_blocks_go_to_gate_and_up(isa: str) -> None:
+    weight = CodedWeight(74, IN_FEATURES, torch.float32, FORMATS["Q4_K"], gated=True)
+    plain = []
+    for seed, half in enumerate(("gate", "up")):
+        blocks, expected = super_blocks("Q4_K", 37, seed)
+        weight.fill_blocks(0, "Q4_K", blocks, half=half)  # type: ignore[arg-type]
+        plain.append(expected)
+    x = torch.randn(3, IN_FEATURES) / 100
+    expected = reference_gated_linear(x, torch.cat(plain), None, "silu")
+    torch.testing.assert_close(gated_linear(x, weight, activation="silu"), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("type", [*SUPER_BLOCK_FORMATS, "Q4_1", "Q8_0"])
+def test_blocks_with_scales_that_are_no_numbers_are_refused(isa: str, type: str) -> None:
+    form = GGMLQuantizationType[type]
+    per_block, num_bytes = GGML_QUANT_SIZES[form]
+    data = torch.zeros(3, IN_FEATURES // per_block, num_bytes, dtype=torch.uint8)
+    weight = (
+        CodedWeight(3, IN_FEATURES, torch.float32, SUPER_BLOCK_FORMATS[type])
+        if type in SUPER_BLOCK_FORMATS
+        else QuantizedWeight(3, IN_FEATURES, torch.float32, BLOCK_FORMATS[type])
+    )
+    weight.fill_blocks(0, type, data.flatten(1))
+    at = 209 if type == "Q6_K" else 1
+    data[1, 0, at] = 0x7C  # infinite
+    with pytest.raises(ValueError, match="is no number"):
+        weight.fill_blocks(0, type, data.flatten(1))

@@ -17,6 +17,7 @@
 // a product's inputs are written; within a group sums are exact, so any order will do.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 
@@ -79,6 +80,11 @@ template <int Bits, int Pair>
 inline ivec pair_of(ivec words) {
   if constexpr ((Pair + 1) * Bits == 16) return shift_halves_right<Pair * Bits>(words);  // nothing above to mask
   return shift_right<Pair * Bits>(words) & splat_int(Bits == 4 ? 0x000f000f : 0x00ff00ff);
+}
+
+// Notes a scale in float16 that is no number.
+inline void check_half(uint16_t bits, int64_t* is_damaged) {
+  if ((bits & 0x7c00) == 0x7c00) std::atomic_ref(*is_damaged).store(1, std::memory_order_relaxed);
 }
 
 // One group of inputs of a row: values * scale, to 15 bits and a sign.

@@ -16,6 +16,7 @@ struct PackBlocks {
   int64_t in_features;
   int64_t first_row;      // where the first row goes, in its piece
   int64_t half;           // as for place_of
+  int64_t* is_damaged;    // becomes 1 if a scale is no number
 };
 
 struct PackQuantized {
@@ -219,12 +220,15 @@ void embed(const QuantizedEmbedding& args, int64_t rows) {
 }  // namespace triptych
 
 TRIPTYCH_KERNEL(pack_blocks, triptych::PackBlocks,
-                bits, affine, type, blocks, panels, in_features, first_row, half) {
+                bits, affine, type, blocks, panels, in_features, first_row, half, is_damaged) {
   using namespace triptych;
   const int64_t bytes = block_bytes(args.type), groups = args.in_features / kGroup;
   with_format(args.bits, args.affine, [&](auto format) {
     fill_panels<decltype(format)>(args, rows, [&](int64_t row, int64_t group) {
-      return read_block(args.type, args.blocks + (row * groups + group) * bytes);
+      const auto block = read_block(args.type, args.blocks + (row * groups + group) * bytes);
+      check_half(block.scale, args.is_damaged);
+      check_half(block.minimum, args.is_damaged);
+      return block;
     });
   });
 }
