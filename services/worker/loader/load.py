@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture, read_stored_quantization
 from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE
 from triptych.errors import FeatureDisabled, ModelError
+from triptych_kernels.weights.formats import SUPER_BLOCK_FORMATS
 from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_products
 from triptych_services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
 from triptych_services.worker.context.model_context import ModelContext
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called after each tensor with (bytes read, bytes in all), as stored."""
+
+_SECONDS_BETWEEN_LINES = 5.0
 
 DuringLoad = Callable[[CausalLM], AbstractContextManager[object]]
 
@@ -118,8 +122,10 @@ def load_model(
         names = [name for name in names if not model.is_elsewhere(name)]
     _check_kv_scales(checkpoint, config)
     dequantized: set[str] = set()
+    rate = _LoadRate(sum(checkpoint.tensors[name].size for name in names), progress)
     with during(model), _one_thread():
-        model.load_weights(_stream(checkpoint, names, config, progress, dequantized))
+        model.load_weights(_stream(checkpoint, names, config, rate, dequantized))
+    rate.log_end()
     _log_dequantized(checkpoint, dequantized, config)
     kept = _kept_types(checkpoint, set(names) - dequantized, config)
     if kept:
@@ -229,6 +235,32 @@ def _allow_wide_products(model: CausalLM, dtype: torch.dtype) -> None:
         )
 
 
+class _LoadRate:
+    """Counts the bytes of files that have become weights, and says in the log how fast."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress = total, progress
+        self._done = 0
+        self._started = self._said = time.perf_counter()
+
+    def add(self, size: int) -> None:
+        self._done += size
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        now = time.perf_counter()
+        if now - self._said >= _SECONDS_BETWEEN_LINES:
+            self._said = now
+            log.info("weights: %s", self._describe(now))
+
+    def log_end(self) -> None:
+        log.info("weights are loaded: %s", self._describe(time.perf_counter()))
+
+    def _describe(self, now: float) -> str:
+        seconds = max(now - self._started, 1e-9)
+        done, total = self._done / 1e9, self._total / 1e9
+        return f"{done:.2f} of {total:.2f} GB in {seconds:.1f} s, {done / seconds:.2f} GB/s"
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Keep torch from spreading thousands of short operations over its threads.
@@ -248,7 +280,7 @@ def _stream(
     checkpoint: Checkpoint,
     names: Sequence[str],
     config: ResolvedConfig,
-    progress: Progress | None,
+    rate: _LoadRate,
     dequantized: set[str],
 ) -> Iterator[tuple[str, LoadedTensor]]:
     """Yield (name, tensor) one by one; the model copies its part of each to its device before it reads the next.
@@ -261,8 +293,6 @@ def _stream(
     dtype = TORCH_DTYPES[config.weight_dtype] if is_plain else torch.float32
     # beside activations in float32 nothing is rounded that the file does not round
     own_dtypes = STORED_DTYPES if is_plain and config.dtype == "float32" else {}
-    total = sum(checkpoint.tensors[name].size for name in names)
-    done = 0
     for name in names:
         stored = checkpoint.tensors[name]
         read = partial(checkpoint.read_part, name, own_dtypes.get(stored.type, dtype))
@@ -272,11 +302,11 @@ def _stream(
             yield name, UnreadTensor(stored.shape, read)
         else:
             coded = _coded(checkpoint, name, dtype, dequantized)
-            if isinstance(coded, CodedTensor) and keeps_blocks(stored.type, config.quantization):
+            if isinstance(coded, CodedTensor) and (
+                keeps_blocks(stored.type, config.quantization) or stored.type in SUPER_BLOCK_FORMATS
+            ):
                 yield name, StoredBlocks(stored.type, checkpoint.read_blocks(name), coded.shape, coded)
             else:
                 yield name, coded
         checkpoint.release(name)
-        done += stored.size
-        if progress is not None:
-            progress(done, total)
+        rate.add(stored.size)
