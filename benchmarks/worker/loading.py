@@ -1,0 +1,74 @@
+"""Measures how fast weights come from a checkpoint in the page cache into the form that products read.
+
+    python -m benchmarks.worker.loading [--rounds 5] [--model.model FILE.gguf] [--model.quantization none]
+
+Rates are of bytes of the files. `reading` copies the bytes of the mapped files and keeps none of them; `loading`
+fills a model. `peak` is what the process needed at most while it loaded, over the bytes of the weights: 1 if it held
+nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+
+from benchmarks.harness.command import create_parser, run
+from benchmarks.harness.figures import Figure
+from triptych.config.loader import add_config_flags, config_from_arguments
+from triptych.hub import resolve_model
+from triptych_services.worker.context.device import resolve_config, use_threads
+from triptych_services.worker.layers.weights import weight_bytes
+from triptych_services.worker.loader.base import Checkpoint
+from triptych_services.worker.loader.load import load_model, open_checkpoint
+from triptych_services.worker.models.choose import choose_architecture
+
+_PIECE_BYTES = 1 << 20
+_STATUS = Path("/proc/self/status")
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
+    config = config_from_arguments(arguments)
+    directory = resolve_model(config.model.model)
+    resolved = resolve_config(config, choose_architecture(directory, config.model.backend))
+    use_threads(config.worker.num_threads)
+    for _ in range(arguments.rounds):
+        checkpoint = open_checkpoint(directory, architecture=resolved.architecture)
+        num_bytes = sum(stored.size for stored in checkpoint.tensors.values())
+        started = time.perf_counter()
+        _read(checkpoint)
+        yield Figure("reading", "GB/s", (num_bytes / (time.perf_counter() - started) / 1e9,))
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+        before = _memory_bytes("VmRSS")
+        started = time.perf_counter()
+        model = load_model(resolved, checkpoint)
+        assert isinstance(model, nn.Module), "the contract of CausalLM"
+        yield Figure("loading", "GB/s", (num_bytes / (time.perf_counter() - started) / 1e9,))
+        peak = _memory_bytes("VmHWM") - before
+        yield Figure("peak", "of the weights", (peak / weight_bytes(model),), less_is_better=True)
+        del model, checkpoint
+
+
+def _read(checkpoint: Checkpoint) -> None:
+    for name, stored in checkpoint.tensors.items():
+        for start in range(0, stored.size, _PIECE_BYTES):
+            checkpoint.read_bytes(name, start, min(_PIECE_BYTES, stored.size - start))
+        checkpoint.release(name)
+
+
+def _memory_bytes(field: str) -> int:
+    """Return a size that Linux tells of this process."""
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    parser = create_parser(__doc__, rounds=5)
+    add_config_flags(parser)
+    sys.exit(run(parser, measure))
