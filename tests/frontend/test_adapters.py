@@ -117,7 +117,7 @@ async def test_adapter_is_served_as_a_model_of_its_own(tmp_path: Path) -> None:
 async def test_grpc_lists_adapters_and_takes_them_beside_the_model(tmp_path: Path) -> None:
     digest = make_adapter(tmp_path, "sql")
     async with stand(tmp_path) as s:
-        admin, context = _OwnCalls(s.core.router, s.core.generator.alive), Context()
+        admin, context = _OwnCalls(s.core.router, s.core.generator), Context()
         answered = await admin.LoadAdapter(admin_pb2.LoadAdapterRequest(name="sql", source="sql"), context)
         assert list(answered.adapter.engine_ids) == ["one", "two"]
         await s.knows("sql")
@@ -176,7 +176,7 @@ async def test_engine_that_fails_to_load_is_named(tmp_path: Path) -> None:
         message = refused.json()["error"]["message"]
         assert message.startswith("one: LoadAdapter: 'sql' is loaded from 'more'; unload it first")
         assert message.endswith("carried out by two")
-        admin = _OwnCalls(s.core.router, s.core.generator.alive)
+        admin = _OwnCalls(s.core.router, s.core.generator)
         with pytest.raises(WrongState, match=r"^one: .* carried out by two"):
             await admin.LoadAdapter(admin_pb2.LoadAdapterRequest(name="sql", source="sql"), Context())
 
