@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from triptych.config import EngineConfig
+from triptych.errors import EngineUnavailable
 from triptych_services.frontend.app import FrontendApp
 from triptych_services.frontend.siblings.link import Place
 from triptych_services.frontend.siblings.siblings import Siblings
@@ -25,8 +26,13 @@ class SiblingApp(FrontendApp):
         siblings = Siblings(self.place)
         super().__init__(config, siblings)
         siblings.on_ready_changed = self._router.on_change
-        self._join = siblings.join
-        self.start_background("siblings", siblings.run())
+        self._join, self._say_ready = siblings.join, siblings.say_ready
+        self.start_background("siblings", self._run(siblings))
+
+    @staticmethod
+    async def _run(siblings: Siblings) -> None:
+        await siblings.run()
+        raise EngineUnavailable("the supervisor of this frontend's processes is gone")
 
     @classmethod
     def log_name(cls, config: EngineConfig) -> str:
@@ -42,6 +48,7 @@ class SiblingApp(FrontendApp):
                 while not self._generator.is_ready_here:
                     self._router.changed.clear()
                     await self._router.changed.wait()
+        self._say_ready(self._generator.is_ready_here)
 
     async def start(self) -> Mapping[str, int]:
         ports = await super().start()

@@ -84,6 +84,7 @@ class Hub:
             "charge": lambda index, caller, num_tokens: self._limits.charge(caller, num_tokens),
         }
         """Name -> what a process may tell or ask. Takes its number first."""
+        self._said_ready = False
 
     def create_link(self, index: int) -> Link:
         """Return the supervisor's end for a process that is being started."""
@@ -101,6 +102,11 @@ class Hub:
         self._announce()
 
     @property
+    def have_any_joined(self) -> bool:
+        """Whether any process serves now."""
+        return any(member.has_joined for member in self.members.values())
+
+    @property
     def are_ready(self) -> bool:
         """Whether all that serve are ready, which at the start are all that there are to be."""
         joined = [member for member in self.members.values() if member.has_joined]
@@ -111,7 +117,9 @@ class Hub:
 
     def _join(self, index: int) -> None:
         """A process has bound its ports."""
-        self.members[index].has_joined = True
+        member = self.members[index]
+        member.has_joined = True
+        member.link.tell("note_ready", self.are_ready)
         if not self.has_started and sum(member.has_joined for member in self.members.values()) == self._count:
             self.has_started = True
             self._on_joined()
@@ -122,8 +130,11 @@ class Hub:
         self._announce()
 
     def _announce(self) -> None:
-        for member in self.members.values():
-            member.link.tell("note_ready", self.are_ready)
+        """Let all processes know if it has changed whether they are ready together."""
+        if self.are_ready != self._said_ready:
+            self._said_ready = self.are_ready
+            for member in self.members.values():
+                member.link.tell("note_ready", self._said_ready)
 
     async def _ask_others(self, index: int, method: str, packed: bytes) -> Answers:
         others = [member for member in self.members.values() if member.has_joined and member.index != index]

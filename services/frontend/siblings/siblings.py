@@ -40,6 +40,7 @@ class Siblings:
         self.are_ready = False
         """Whether all processes are ready, this one among them."""
         self.on_ready_changed: Callable[[], None] = lambda: None
+        self._is_ready_here = False
 
     async def run(self) -> None:
         """Answer the others until the supervisor is gone."""
@@ -54,8 +55,10 @@ class Siblings:
         self._link.tell("join")
 
     def say_ready(self, is_ready: bool) -> None:
-        """Say whether this process is ready."""
-        self._link.tell("say_ready", is_ready)
+        """Say whether this process is ready, if that has changed."""
+        if is_ready != self._is_ready_here:
+            self._is_ready_here = is_ready
+            self._link.tell("say_ready", is_ready)
 
     async def ask_others(self, name: str, *arguments: Any) -> list[Any]:
         """Return the answers of all other processes that serve, in no order.
@@ -76,7 +79,12 @@ class Siblings:
         raw = caller.own(raw)
         if not has_chosen_id(raw):
             return ""
-        owner: int | None = await self._link.ask("claim", raw.head.tenant, raw.head.request_id)
+        asking = asyncio.ensure_future(self._link.ask("claim", raw.head.tenant, raw.head.request_id))
+        try:
+            owner: int | None = await asyncio.shield(asking)
+        except asyncio.CancelledError:  # its client has left, while the supervisor may hold the id for it
+            asking.add_done_callback(lambda done: self.release(raw) if _is_held(done) else None)
+            raise
         if owner is None:
             return ""
         question = "token_of_duplicate", pickle.dumps((caller, raw))
@@ -223,6 +231,10 @@ _ALIKE = ("triptych_build", "triptych_certificate_expiry_seconds", "python_info"
 def has_chosen_id(raw: RawRequest) -> bool:
     """Return whether a client may have chosen a request's id. Over HTTP all ids end with random digits."""
     return raw.api != "http" and raw.head.request_id != ""
+
+
+def _is_held(claim: asyncio.Future[int | None]) -> bool:
+    return not claim.cancelled() and claim.exception() is None and claim.result() is None
 
 
 def _unpack(answers: Answers) -> list[Any]:

@@ -84,7 +84,7 @@ async def _run(arguments: ServiceArguments) -> ExitCode:
 
 
 class SharedPorts:
-    """The ports of all processes, held as long as the supervisor lives: none is lost while a process is restarted."""
+    """The ports of all processes, held as long as the supervisor lives, so that the system gives none of them away."""
 
     def __init__(self, config: FrontendConfig) -> None:
         """Hold them.
@@ -175,7 +175,7 @@ class Processes:
                 return
             log.warning("%s; %s", what, deaths.describe(backoff_s))
             await asyncio.sleep(backoff_s)
-            is_late = self._hub.has_started
+            is_late = self._hub.have_any_joined
 
     async def _run_once(self, index: int, is_late: bool) -> Exit:
         """Run one process to its end."""
