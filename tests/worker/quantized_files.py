@@ -363,9 +363,9 @@ SCHEMES = {
         groups_config("mxfp4-pack-quantized", **FP4, strategy="group", group_size=32), mxfp4,
         "mxfp4-pack-quantized 4-bit fp4 g32",
     ),
-    "nf4": Scheme(BNB_4 | {"bnb_4bit_quant_type": "nf4"}, bnb("nf4", nested=False), "bnb 4-bit nf4 g64"),
-    "nf4 nested": Scheme(BNB_4 | {"bnb_4bit_quant_type": "nf4"}, bnb("nf4", nested=True), "bnb 4-bit nf4 g64"),
-    "bnb fp4": Scheme(BNB_4 | {"bnb_4bit_quant_type": "fp4"}, bnb("fp4", nested=False), "bnb 4-bit bnb_fp4 g64"),
+    "nf4": Scheme(BNB_4 | {"bnb_4bit_quant_type": "nf4"}, bnb("nf4", nested=False), "bnb 4-bit nf4"),
+    "nf4 nested": Scheme(BNB_4 | {"bnb_4bit_quant_type": "nf4"}, bnb("nf4", nested=True), "bnb 4-bit nf4"),
+    "bnb fp4": Scheme(BNB_4 | {"bnb_4bit_quant_type": "fp4"}, bnb("fp4", nested=False), "bnb 4-bit bnb_fp4"),
     "llm-int8": Scheme(
         {"quant_method": "bitsandbytes", "load_in_8bit": True}, llm_int8, "llm-int8 8-bit per row"
     ),

@@ -117,6 +117,11 @@ def _read_shard_index(directory: Path) -> dict[str, str]:
     index = directory / SHARD_INDEX_FILE
     if not index.is_file():
         if not (directory / SINGLE_FILE).is_file():
+            if pickled := sorted(path.name for path in directory.glob("*.bin")):
+                raise ModelError(
+                    f"{directory}: the weights are in {pickled[0]}, which may hold code and is not read; convert them "
+                    "with `save_pretrained(directory, safe_serialization=True)` of transformers"
+                )
             raise ModelError(
                 f"{directory}: no weights: neither {SINGLE_FILE} nor {SHARD_INDEX_FILE} is there"
             )

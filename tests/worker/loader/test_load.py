@@ -185,6 +185,11 @@ class TestSafetensors:
         with pytest.raises(ModelError, match=r"no weights: neither model\.safetensors nor"):
             open_checkpoint(tmp_path)
 
+    def test_pickled_weights_are_refused_with_what_to_do(self, tmp_path: Path) -> None:
+        torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ModelError, match=r"pytorch_model\.bin, which may hold code .*save_pretrained\("):
+            open_checkpoint(tmp_path)
+
 
 class TestGguf:
     @pytest.fixture(autouse=True)

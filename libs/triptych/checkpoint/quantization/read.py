@@ -236,7 +236,7 @@ def bitsandbytes(section: ConfigFile) -> StoredQuantization:
         section.fail("bnb_4bit_quant_type", kind, "must be nf4 or fp4")
     if storage not in ("uint8", "bfloat16", "float16", "float32"):
         section.fail("bnb_4bit_quant_storage", storage, "must be uint8, bfloat16, float16 or float32")
-    scheme = WeightScheme("bnb", 4, 64, table=kind if kind == "nf4" else "bnb_fp4")
+    scheme = WeightScheme("bnb", 4, table=kind if kind == "nf4" else "bnb_fp4")
     return StoredQuantization("bitsandbytes", KEY, (SchemeRule("", scheme),))
 
 

@@ -39,6 +39,8 @@ class WeightScheme:
         """Return a description for people: `gptq 4-bit g128`."""
         if self.group_rows > 1 and self.group:
             group = f" {self.group_rows}x{self.group}"
+        elif self.layout == "bnb":
+            group = ""  # the files say it weight by weight
         elif self.group:
             group = f" g{self.group}"
         else:
