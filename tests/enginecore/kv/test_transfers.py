@@ -39,6 +39,8 @@ LAYOUTS = {
     "states": (KvGroup(KvKind.STATE, 1, 128, 4096),),
 }
 """Groups of layers. None: one full group, plain; `latent` is one that is not."""
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 40))]
+"""The seeds of random courses, for each layout."""
 
 
 def make_transfers(
@@ -474,7 +476,7 @@ async def test_the_choices_of_one_prompt_pull_it_once() -> None:
 
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 async def test_bytes_that_arrive_at_once_overwrite_nothing_in_use(seed: int, layout: str) -> None:
     """Prompts are pulled beside short requests, whose blocks are given away while their last steps are in flight."""
     random = Random(seed)
@@ -498,7 +500,7 @@ async def test_bytes_that_arrive_at_once_overwrite_nothing_in_use(seed: int, lay
 @pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 async def test_random_transfers_and_faults_change_no_token(seed: int, layout: str, at_once: bool) -> None:
     """Few blocks, many prompts, and transfers that fail, stop, are late or lose either worker."""
     random, clock = Random(seed), Clock()
