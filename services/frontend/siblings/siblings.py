@@ -24,9 +24,12 @@ from triptych_services.frontend.access.caller import Caller
 from triptych_services.frontend.access.rate_limits import RateLimits
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.siblings.hub import ANSWER_S, Answers, Refusal
-from triptych_services.frontend.siblings.link import Link, Place
+from triptych_services.frontend.siblings.link import Link, LinkClosed, Place
 
 log = logging.getLogger(__name__)
+
+SUPERVISOR_S = 2 * ANSWER_S
+"""Time for the supervisor to answer, which may ask the other processes for it."""
 
 
 class Siblings:
@@ -64,9 +67,9 @@ class Siblings:
         """Return the answers of all other processes that serve, in no order.
 
         Raises:
-            EngineUnavailable: One does not answer; what was asked for may have been done.
+            EngineUnavailable: One or the supervisor does not answer; what was asked for may have been done.
         """
-        return _unpack(await self._link.ask("ask_others", name, pickle.dumps(arguments)))
+        return _unpack(await self._ask("ask_others", name, pickle.dumps(arguments)))
 
     async def claim_or_find(self, caller: Caller, raw: RawRequest) -> str:
         """Hold the id of a new request until `release`; or return the token by which it goes on, if a request that is
@@ -74,6 +77,7 @@ class Siblings:
 
         Raises:
             DuplicateRequest: Another request has the id.
+            EngineUnavailable: The supervisor does not answer.
             PermissionDenied: As `Caller.own`.
         """
         raw = caller.own(raw)
@@ -81,14 +85,18 @@ class Siblings:
             return ""
         asking = asyncio.ensure_future(self._link.ask("claim", raw.head.tenant, raw.head.request_id))
         try:
-            owner: int | None = await asyncio.shield(asking)
-        except asyncio.CancelledError:  # its client has left, while the supervisor may hold the id for it
+            async with asyncio.timeout(SUPERVISOR_S):
+                owner: int | None = await asyncio.shield(asking)
+        except (asyncio.CancelledError, TimeoutError) as error:
+            # its client has left or waits no longer, while the supervisor may hold the id for it
             asking.add_done_callback(lambda done: self.release(raw) if _is_held(done) else None)
-            raise
+            raise _no_answer("claim") if isinstance(error, TimeoutError) else error from None
+        except LinkClosed:
+            raise _no_answer("claim") from None
         if owner is None:
             return ""
         question = "token_of_duplicate", pickle.dumps((caller, raw))
-        answers = _unpack(await self._link.ask("ask_one", owner, *question))
+        answers = _unpack(await self._ask("ask_one", owner, *question))
         if not (token := next(iter(answers), "")):
             raise DuplicateRequest(
                 f"request_id: a request {raw.head.request_id!r} is alive; choose another id, or wait"
@@ -128,8 +136,8 @@ class Siblings:
         return SummedMetrics(REGISTRY, await self.ask_others("metrics"))
 
     async def admit(self, method: str, caller: Caller) -> None:
-        """Ask the supervisor's windows; see `RateLimits`. Raises RateLimited."""
-        refusal: Refusal | None = await self._link.ask(method, caller)
+        """Ask the supervisor's windows; see `RateLimits`. Raises RateLimited, EngineUnavailable."""
+        refusal: Refusal | None = await self._ask(method, caller)
         if refusal is not None:
             error = RateLimited(refusal.message, refusal.retry_after_s)
             error.metadata = refusal.metadata
@@ -138,6 +146,18 @@ class Siblings:
     def note(self, method: str, *arguments: Any) -> None:
         """Let the supervisor's windows count something."""
         self._link.tell(method, *arguments)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """Return the supervisor's answer.
+
+        Raises:
+            EngineUnavailable: It does not answer, or is gone.
+        """
+        try:
+            async with asyncio.timeout(SUPERVISOR_S):
+                return await self._link.ask(method, *arguments)
+        except (TimeoutError, LinkClosed):
+            raise _no_answer(method) from None
 
     def _handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "note_ready":
@@ -241,6 +261,13 @@ def _unpack(answers: Answers) -> list[Any]:
     if answers.silent:
         raise EngineUnavailable(_why_silent(answers.silent))
     return [pickle.loads(packed) for packed in answers.packed]
+
+
+def _no_answer(method: str) -> EngineUnavailable:
+    return EngineUnavailable(
+        f"the supervisor of this frontend's processes has not answered {method} within {SUPERVISOR_S:g} s; try again, "
+        "and start the frontend again if that stays so"
+    )
 
 
 def _why_silent(silent: Sequence[int]) -> str:

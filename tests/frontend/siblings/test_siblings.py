@@ -18,6 +18,7 @@ from triptych.types.submit import RequestHead
 from triptych_services.frontend.access.caller import ANYONE, Caller
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.siblings import hub as hub_module
+from triptych_services.frontend.siblings import siblings as siblings_module
 from triptych_services.frontend.siblings.hub import Hub
 from triptych_services.frontend.siblings.link import Place
 from triptych_services.frontend.siblings.siblings import SharedRateLimits, Siblings, SummedMetrics
@@ -81,6 +82,29 @@ async def test_all_others_are_asked_and_the_dead_are_not() -> None:
         assert sorted(await found.siblings[2].ask_others("add", 10)) == [10, 11]
         await found.kill(1)
         assert await found.siblings[0].ask_others("add", 10) == [12]
+
+
+async def test_a_supervisor_that_does_not_answer_is_waited_for_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(siblings_module, "SUPERVISOR_S", 0.05)
+    async with joined() as found:
+        claim, answers = found.hub._calls["claim"], list[Any]()
+
+        async def hang(index: int, *arguments: Any) -> Any:
+            await asyncio.sleep(0.1)
+            answers.append(claim(index, *arguments))
+            return answers[-1]
+
+        found.hub._calls["claim"] = hang
+        found.hub._calls["admit"] = lambda index, caller: asyncio.sleep(0.1)
+        with pytest.raises(EngineUnavailable, match=r"has not answered claim within 0\.05 s; try again"):
+            await found.siblings[0].claim_or_find(ANYONE, grpc_request())
+        with pytest.raises(EngineUnavailable, match="has not answered admit within"):
+            await found.siblings[0].admit("admit", replace(ANYONE, requests_per_minute=1))
+        await eventually(lambda: None in answers and not found.hub._holders)  # the late answer is given back
+    with pytest.raises(EngineUnavailable, match="has not answered claim"):
+        await found.siblings[0].claim_or_find(ANYONE, grpc_request("another"))
 
 
 async def test_one_that_dies_or_is_silent_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
