@@ -130,6 +130,8 @@ def test_continuous_integration_runs_what_a_developer_runs():
     assert os.access(script, os.X_OK)
     assert "set -euo pipefail" in script.read_text()
     assert script.read_text().rstrip().endswith("make ci")
-    assert re.search(r"^ci: verify test test-thorough ##", MAKEFILE, re.MULTILINE), "and no second try"
+    recipe = re.search(r"^ci: ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)[1].splitlines()
+    assert [line.split()[-1] for line in recipe] == ["verify", "test", "test-thorough"]
+    assert all(line.startswith("\t@$(MAKE) ") and "||" not in line for line in recipe), "and no second try"
     verify = re.search(r"^verify: ([a-z -]+) ##", MAKEFILE, re.MULTILINE)[1].split()
     assert set(verify) == set(re.findall(r"^(verify-[a-z]+):", MAKEFILE, re.MULTILINE))

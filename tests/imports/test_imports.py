@@ -70,8 +70,9 @@ ALLOWED: dict[str, set[str]] = {
     "triptych_services.enginecore.workers.grpc_executor": {"grpc"},
     "triptych_services.worker": {"torch", "numpy"},
     "triptych_services.worker.loader": {"torch", "numpy", "safetensors", "gguf"},
-    "triptych_services.worker.adapters.store": {"torch", "safetensors"},
+    "triptych_services.worker.adapters.store": {"torch", "safetensors", "numpy"},
     "triptych_services.worker.models.fallback": {"torch", "transformers"},
+    "triptych_services.worker.runner.drafting.grammar": {"llguidance", "numpy"},
     "triptych_services.worker.sampling.form_output": {"llguidance", "numpy"},
     "triptych_services.worker.sampling.grammars": {"llguidance"},
     "triptych_services.worker.sampling.logits_processors.structured_outputs": {

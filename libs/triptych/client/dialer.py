@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -140,7 +141,8 @@ def check_address(address: str) -> None:
 
 def reason_of(error: grpc.RpcError) -> str:
     """Return the last part of gRPC's message about a failed connection, which names the cause: `Connection refused`."""
-    return (error.details() or error.code().name).rpartition(": ")[2]
+    cause = (error.details() or error.code().name).rpartition(": ")[2]
+    return re.sub(r" \(\d+\)$", "", cause)  # the number of the error, where gRPC's event engine is off
 
 
 def _checked(metadata: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
