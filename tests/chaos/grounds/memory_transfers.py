@@ -25,7 +25,7 @@ class MemoryTransfers:
             worker: Returns the one that has the process's blocks now.
         """
         self.process = process
-        self.endpoint = KvEndpoint(f"{process.name}:2", layout, NaiveBlocks.block_bytes)
+        self.endpoint = KvEndpoint(f"{process.name}:2", layout, NaiveBlocks(worker).num_bytes(1))
         self.session: KvTransferSession | None = None
         self.pulls = CarriedPulls(others.exports_of, at_once=True)
         self._worker = worker
