@@ -212,15 +212,16 @@ class StoredRunner(Runner):
     def prepare(self, plan: StepPlan) -> None:
         """Let another runner take over before a row enters that a program does not serve.
 
-        While the model is loaded, such rows are sent back if the engine takes them again, and all others go on.
+        While the model is loaded, such rows are sent back if the engine takes them again, and all others go on. Rows
+        that become vectors are waited for: what is left of one that was sent back has no place in another runner.
         """
         if self.has_resumed or not any(map(_needs_more, plan.new_rows)):
             return
-        if plan.may_defer_rows:
-            loading = self._begin_loading()
-            removed = set(plan.removed_slots.tolist())
-            if not loading.done() or any(row.slot not in removed for row in self._sent_back):
-                return
+        is_pooled = any(row.content.pooling is not None for row in plan.new_rows)
+        if plan.may_defer_rows and not is_pooled and not self._begin_loading().done():
+            return
+        for row in self._sent_back:  # the engine drops what they still get
+            self._rows.sampling.enter(row.slot, SamplingParams(temperature=0.0), 0)
         self._resumed("a request needs more than a stored program")
 
     def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:
@@ -262,8 +263,9 @@ class StoredRunner(Runner):
 
     def _send_back(self, plan: StepPlan, step: StepRows) -> StepRows:
         """Return the step with those rows marked as not ready that wait for the model. They compute like any other."""
-        removed = set(plan.removed_slots.tolist())
-        self._sent_back = {row for row in self._sent_back if row.slot not in removed}
+        if self._sent_back:
+            removed = set(plan.removed_slots.tolist())
+            self._sent_back = {row for row in self._sent_back if row.slot not in removed}
         waiting = {row.key for row in plan.new_rows if _needs_more(row)}
         if not waiting:
             return step
