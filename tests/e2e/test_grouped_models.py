@@ -16,7 +16,7 @@ import torch
 
 from tests.chaos.grounds.processes import process_ground
 from tests.e2e.test_failover import wait_until_all_serve
-from tests.e2e.test_worker_groups import DEADLINE_S, group_of_ranks, wait_until
+from tests.e2e.test_worker_groups import DEADLINE_S, group_of_ranks, is_running, ranks_of, wait_until
 from tests.helpers.byte_tokenizer import byte_backend, write_model_directory
 from tests.worker.models.checkpoints import save_checkpoint
 from tests.worker.models.families import FAMILIES, FULL, SLIDING
@@ -155,6 +155,25 @@ async def test_a_killed_process_changes_no_token_of_transformers(
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
         assert_equal_to_oracle(oracle, answers)
         assert stack.pids[victim] != pid
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["Qwen3-Next", "Falcon-H1", "Mamba"])
+async def test_a_killed_stage_changes_no_token_of_transformers(family: str, tmp_path: Path) -> None:
+    oracle = save(family, tmp_path)
+    flags = {**FLAGS, "model.model": str(tmp_path), "parallel.pipeline_parallel_size": "2"}
+    with group_of_ranks(**flags) as (stack, _):
+        expected = await stream_all(stack.address)
+        assert_equal_to_oracle(oracle, expected)
+        prompt = "Hello the world, and stop the world where it is. " * 2
+        expected_hit = len(byte_backend().encode(prompt).ids[:-1]) // 16 * 16
+        assert expected_hit % STATE_INTERVAL, "within a page"
+        assert [await num_cached(stack, prompt) for _ in range(2)][1] == expected_hit
+        ranks = ranks_of(stack)
+        answers = await stream_all(stack.address, partial(os.kill, ranks["worker/1"], signal.SIGKILL))
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+        assert_equal_to_oracle(oracle, answers)
+        assert not any(map(is_running, ranks.values())), "the end of any stage is that of all"
 
 
 @pytest.mark.thorough

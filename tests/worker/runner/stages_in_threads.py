@@ -129,13 +129,15 @@ def create_stages(
     device: str = "cpu",
     enforce_eager: bool = False,
     num_blocks: int = 40,
+    state_interval: int = 8,
 ) -> list[ModelRunner]:
     """Return the runners of a checkpoint's stages, in float32."""
     links = [ThreadLink() for _ in range(num_stages)]
+    cache = CacheConfig(block_size=4, num_blocks=num_blocks, state_interval=state_interval)
     for link, successor in pairwise(links):
         successor.into, successor.results = link.out_of, link.results
     return [
-        _create_stage(directory, link, stage, num_stages, device, enforce_eager, num_blocks)
+        _create_stage(directory, link, stage, num_stages, device, enforce_eager, cache)
         for stage, link in enumerate(links)
     ]
 
@@ -147,11 +149,11 @@ def _create_stage(
     num_stages: int,
     device: str,
     enforce_eager: bool,
-    num_blocks: int,
+    cache: CacheConfig,
 ) -> ModelRunner:
     engine = EngineConfig(
         model=ModelConfig(model="somewhere/tiny", dtype="float32", quantization="none"),
-        cache=CacheConfig(block_size=4, num_blocks=num_blocks),
+        cache=cache,
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=48),
         worker=WorkerConfig(device=device, rank=stage, num_threads=1, enforce_eager=enforce_eager),
         parallel=ParallelConfig(pipeline_parallel_size=num_stages),

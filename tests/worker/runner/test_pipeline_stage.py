@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.models import checkpoints
 from tests.worker.models.families import FAMILIES, WINDOW
+from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.parallel.test_pipeline_parallel import SIZES
 from tests.worker.pooled import save_decoder
 from tests.worker.ranks import save_checkpoint
@@ -21,10 +22,13 @@ from tests.worker.tiny import new_row, step_plan
 from triptych.types.facts import KvKind
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import StepResult
+from triptych.types.step import StepPlan, StepResult
+from triptych_services.worker.runner.base import PendingStep, do_nothing
 from triptych_services.worker.runner.model_runner import ModelRunner
 
 NUM_TOKENS = 24
+PAGE = 16
+"""Tokens of a page of states."""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,39 @@ def test_stages_have_the_groups_of_the_whole_model(tmp_path: Path) -> None:
     assert layouts == [[(KvKind.FULL, 0), (KvKind.WINDOW, WINDOW)]] * 3
     stages = StagesInThreads(runners)
     assert generate(stages, 2) == generate(alone, 1)
+    stages.close()
+
+
+class StagesThatGoOn(StagesInThreads):
+    """Counts rows that leave a page of states within it, and rows that enter there."""
+
+    num_leaving = 0
+    num_entering = 0
+
+    def launch(self, plan: StepPlan, on_prepared: Callable[[], None] = do_nothing) -> PendingStep:
+        self.num_leaving += plan.state_slots.size
+        self.num_entering += sum(row.num_computed_tokens % PAGE != 0 for row in plan.new_rows)
+        return super().launch(plan, on_prepared)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["Qwen3-Next", "Falcon-H1", "Mamba", "Jamba", "Nemotron-H"])
+def test_states_go_on_from_snapshots_in_all_stages(family: str, tmp_path: Path) -> None:
+    """Steps are launched ahead, some rows are preempted, and what is asked again begins at the end of its prompt."""
+    oracle = checkpoints.save_checkpoint(RECURRENT_FAMILIES[family].create(), tmp_path)
+    stages = StagesThatGoOn(create_stages(tmp_path, 2, num_blocks=30, state_interval=PAGE))
+    has_keys = any(group.kind is KvKind.FULL for group in stages.facts.kv.groups)
+    engine = InProcessEngine(stages, steps_in_flight=3, max_num_seqs=8, max_num_batched_tokens=48)
+    prompts = checkpoints.random_prompts(1, 30, 7, 14, 27, 11, 25, 31)
+    expected = [checkpoints.greedy_tokens(oracle, prompt, NUM_TOKENS) for prompt in prompts]
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert engine.generate(prompts, sampling) == expected
+    assert has_keys == (engine.scheduler.counters.num_preemptions > 0)
+    for first in (8, 10):
+        num_entering = stages.num_entering
+        assert engine.generate(prompts[-2:], sampling, first_number=first) == expected[-2:]
+    assert stages.num_entering == num_entering + 2
+    assert stages.num_leaving >= len(prompts) - 1
     stages.close()
 
 
