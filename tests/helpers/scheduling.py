@@ -7,7 +7,7 @@ prefix, or that was never written, is caught at once.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -529,6 +529,8 @@ class Engine:
     plans: deque[StepPlan] = field(default_factory=deque)
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     outcomes: dict[tuple[int, int], Finished | Failed] = field(default_factory=dict)
+    num_together: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Tokens that came in a step with the one before."""
     prompt_logprobs: defaultdict[tuple[int, int], list[tuple[int, int]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -567,6 +569,8 @@ class Engine:
         for (session, number), token_id in zip(owners_of(output), output.token_ids.tolist(), strict=True):
             assert (session, number) not in self.outcomes, "a token after the end"
             self.tokens[session, number].append(token_id)
+        for key, count in Counter(owners_of(output)).items():
+            self.num_together[key] += count - 1
         for request, part in output.prompt_logprobs:
             entries = self.prompt_logprobs[request.session, request.number]
             entries += zip(
@@ -590,6 +594,7 @@ class Engine:
     def note(self, outcome: Finished | Failed) -> None:
         key = outcome.request.session, outcome.request.number
         assert key not in self.outcomes, "a second end"
+        assert outcome.request.num_accepted_guesses == self.num_together[key]
         self.outcomes[key] = outcome
 
     def end_of(self, number: int, session: int = 0) -> tuple[list[int], FinishReason, int | None]:

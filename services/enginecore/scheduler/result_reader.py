@@ -219,6 +219,7 @@ class ResultReader:
                     indices, token_ids = indices[:num_kept], token_ids[:num_kept]
                     break
             late.append((request, indices, token_ids))
+            request.num_accepted_guesses += max(len(token_ids) - 1, 0)
             limit = 1 if step.sample_limits is None else int(step.sample_limits[place])
             self._states.append_late(request, token_ids.tolist(), limit)
             if request.first_token_at is None:

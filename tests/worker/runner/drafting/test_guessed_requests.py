@@ -1,0 +1,375 @@
+"""The real scheduler, a real runner and its guesses: requests say what they say without guesses, whatever happens.
+
+The model is a recorded program. Requests are aborted, preempted and sent anew; workers are lost and sleep; rows end in
+the middle of what they get.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from llguidance import LLMatcher
+from torch import nn
+
+from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
+from tests.helpers.journals import RecordedRun, replayed
+from tests.helpers.scheduling import Clock, Engine
+from tests.worker.runner.drafting.guessing import Replaying, changes, runner_with
+from tests.worker.tiny import tiny_architecture
+from triptych.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
+from triptych.config.step_size import size_for_worker
+from triptych.types.facts import WorkerFacts
+from triptych.types.outputs import FinishReason
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import StepPlan, StepResult
+from triptych.types.structured import StructuredOutputs, compiled
+from triptych.types.submit import RequestHead, SubmitRequest
+from triptych_kernels.cpu.library import isa
+from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.scheduler import Scheduler
+from triptych_services.enginecore.scheduler.step_results import Finished
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.loader.load import load_model
+from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.drafting.base import Proposer
+from triptych_services.worker.runner.drafting.create import proposers_of
+from triptych_services.worker.runner.drafting.grammar import FormMatchers
+from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.sampling.grammars import GrammarCompiler
+from triptych_services.worker.sampling.params import TokenHistory
+
+pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+
+TOKENIZER = byte_tokenizer()
+EOS_ID = TOKENIZER.token_id(EOS)
+VOCAB = TOKENIZER.vocab_size + 5
+MAX_SEQS, MAX_LEN, BLOCK_SIZE, MOST_GUESSES = 4, 48, 4, 8
+CHANGES = tuple(changes(Random(0), VOCAB))
+OWN = "own"
+"""The project's own proposers, in place of one that knows what comes."""
+
+
+@cache
+def form() -> StructuredOutputs:
+    return compiled(LLMatcher.grammar_from_regex("(ab|cd|[e-h])+"))
+
+
+def kinds() -> dict[str, SamplingParams]:
+    """Return requests that ask for different things, by name."""
+    return {
+        "greedy": SamplingParams(temperature=0.0),
+        "sampled": SamplingParams(temperature=1.3, top_p=0.9),
+        "few": SamplingParams(temperature=0.9, top_k=7),
+        "penalties": SamplingParams(temperature=0.7, frequency_penalty=1.5, repetition_penalty=1.2),
+        "bad words": SamplingParams(temperature=0.0, bad_words=((5,), (7, 8), (30,))),  # type: ignore[arg-type]
+        "bound to end": SamplingParams(temperature=1.0, min_tokens=4, logit_bias=((EOS_ID, 3.0),)),
+        "stops": SamplingParams(temperature=1.0, stop_token_ids=tuple(range(0, VOCAB, 11))),
+        "form": SamplingParams(temperature=0.0, structured_outputs=form()),
+        "sampled form": SamplingParams(temperature=1.0, top_k=9, structured_outputs=form()),
+        "no guesses": SamplingParams(temperature=1.0, speculation=False),
+    }
+
+
+@cache
+def parts() -> tuple[nn.Module, ResolvedConfig, GrammarCompiler]:
+    architecture = tiny_architecture(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        eos_token_ids=(EOS_ID,),
+        max_position_embeddings=MAX_LEN,
+    )
+    engine = EngineConfig(
+        model=ModelConfig(dtype="float32", batch_invariant="true"),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=1 + MAX_SEQS * MAX_LEN // BLOCK_SIZE),
+        scheduler=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=40),
+        worker=WorkerConfig(device="cpu"),
+    )
+    config = resolve_config(engine, architecture)
+    directory = write_model_directory(Path(tempfile.mkdtemp()))
+    grammars = GrammarCompiler(directory, vocab_size=VOCAB, eos_token_ids=(EOS_ID,))
+    return load_model(config, RandomCheckpoint(architecture, seed=3)), config, grammars
+
+
+@dataclass
+class Guessed:
+    """A `CreateProposers` of which the proposer and what it knows may be changed while it runs."""
+
+    change: str = OWN
+    known: dict[int, Sequence[int]] = field(default_factory=dict)
+    """Seed of a row -> all tokens that it will say."""
+    random: Random = field(default_factory=lambda: Random(5))
+
+    def __call__(
+        self, facts: WorkerFacts, history: TokenHistory, forms: FormMatchers | None
+    ) -> Sequence[Proposer]:
+        if self.change != OWN:
+            return [Replaying(history, self.known, changes(self.random, VOCAB)[self.change])]
+        return proposers_of(SpeculativeConfig(enabled=True, suffix_mib=1))(facts, history, forms)
+
+
+def create_runner(num_guesses: int, proposers: Guessed) -> ModelRunner:
+    model, config, grammars = parts()
+    return runner_with(model, config, 1 + num_guesses, proposers, grammars=grammars)
+
+
+def create_scheduler(
+    facts: WorkerFacts, *, num_blocks: int, clock: Callable[[], float], **config: Any
+) -> Scheduler:
+    kv = replace(facts.kv, num_blocks=num_blocks, soft_num_blocks=None)
+    sizes = size_for_worker(SchedulerConfig(**config), facts.max_num_seqs, facts.max_num_batched_tokens)
+    return Scheduler(sizes, replace(facts, kv=kv), enable_prefix_caching=True, clock=clock)
+
+
+def create_choices(
+    numbers: Sequence[int],
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    emitted: Sequence[Sequence[int]] = (),
+) -> list[Request]:
+    """Return the choices of one request. The seed of each is its number."""
+    submit = SubmitRequest(
+        head=RequestHead(f"r{numbers[0]}", tenant="t"),
+        numbers=np.array(numbers, np.uint32),
+        seeds=np.array(numbers, np.uint64),
+        prompt_token_ids=np.array(prompt, np.uint32),
+        emitted=tuple(np.array(each, np.uint32) for each in emitted),
+        sampling=sampling,
+    )
+    return Request.choices_of(submit, session=0, guesses=True)
+
+
+class RealWorker:
+    """A runner in the place of the naive worker of `Engine`."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.runner.reset()
+
+    def execute(self, plan: StepPlan, failing_slots: Sequence[int] = ()) -> StepResult:
+        return self.runner.execute(plan)
+
+
+class RealEngine(Engine):
+    """An `Engine` with a `RealWorker`. It checks that what each request is said to owe to guesses is what it got."""
+
+    def lose_worker(self) -> None:
+        self.plans.clear()
+        self.worker.runner.reset()  # type: ignore[attr-defined]
+        self.scheduler.requeue_all()
+        self.scheduler.check_integrity()
+
+
+@cache
+def said_alone(prompt: tuple[int, ...], kind: str, number: int) -> tuple[list[int], FinishReason]:
+    """Return the tokens of a request that runs alone without guesses, and its end."""
+    runner = alone()
+    engine = RealEngine(
+        create_scheduler(runner.facts, num_blocks=runner.facts.kv.num_blocks, clock=time.monotonic),
+        RealWorker(runner),  # type: ignore[arg-type]
+    )
+    engine.add_choices(*create_choices([number], prompt, sampling_of(kind)))
+    while engine.scheduler.has_work:
+        engine.run_while_it_can()  # a form is compiled meanwhile
+    tokens, reason, _ = engine.end_of(number)
+    assert not engine.num_together[0, number]
+    return tokens, reason
+
+
+@cache
+def alone() -> ModelRunner:
+    return create_runner(0, Guessed())
+
+
+def sampling_of(kind: str) -> SamplingParams:
+    return replace(kinds()[kind], max_tokens=MAX_LEN)
+
+
+class GuessedRequests(RuleBasedStateMachine):
+    """One scheduler, one runner that guesses, and up to four steps in flight."""
+
+    @initialize(
+        num_guesses=st.integers(0, MOST_GUESSES),
+        change=st.sampled_from((OWN, OWN, *CHANGES)),
+        spare_blocks=st.integers(0, 20),
+        budget=st.integers(MAX_SEQS, 40),
+        max_num_seqs=st.integers(1, MAX_SEQS),
+    )
+    def start(self, num_guesses: int, change: str, spare_blocks: int, budget: int, max_num_seqs: int) -> None:
+        self.guessed = Guessed(change)
+        self.num_guesses, self.clock = num_guesses, Clock()
+        self.config = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+        self.num_blocks = 1 + MAX_LEN // BLOCK_SIZE + spare_blocks
+        worker = RealWorker(create_runner(num_guesses, self.guessed))
+        self.engine = RealEngine(self.create_scheduler(worker.runner.facts), worker)  # type: ignore[arg-type]
+        self.expected: dict[int, tuple[list[int], FinishReason]] = {}
+        self.until: dict[int, int] = {}
+        """Number -> tokens with which a frontend finds a stop string, and ends it."""
+        self.aborted: set[int] = set()
+        self.number = 0
+
+    def create_scheduler(self, facts: WorkerFacts) -> Scheduler:
+        return create_scheduler(facts, num_blocks=self.num_blocks, clock=self.clock, **self.config)
+
+    @rule(
+        prompt=st.lists(st.integers(3, 12), min_size=1, max_size=14),
+        kind=st.sampled_from(sorted(kinds())),
+        num_emitted=st.sampled_from([0, 0, 0, 1, 5]),
+        until=st.none() | st.integers(1, 12),
+        num_choices=st.sampled_from([1, 1, 1, 3]),
+    )
+    def submit(
+        self, prompt: list[int], kind: str, num_emitted: int, until: int | None, num_choices: int
+    ) -> None:
+        """Send a request, or one that has moved here with what it has said."""
+        numbers = range(self.number + 1, self.number + 1 + num_choices)
+        self.number += num_choices
+        emitted = []
+        for number in numbers:
+            tokens, reason = said_alone(tuple(prompt), kind, number)
+            emitted.append(tokens[: min(num_emitted, len(tokens) - 1)])
+            self.guessed.known[number] = tokens
+            self.expected[number] = tokens[len(emitted[-1]) :], reason
+            if until is not None:
+                self.until[number] = until
+        self.engine.add_choices(
+            *create_choices(numbers, prompt, sampling_of(kind), emitted if any(emitted) else ())
+        )
+
+    @precondition(lambda self: len(self.engine.plans) < 4)
+    @rule()
+    def schedule(self) -> None:
+        self.engine.plan()
+
+    @precondition(lambda self: self.engine.plans)
+    @rule()
+    def update(self) -> None:
+        self.engine.finish_step()
+        for number, until in self.until.items():
+            if len(self.engine.tokens[0, number]) >= until:
+                self.end(number)
+
+    @rule(num_steps=st.integers(1, 9), steps_in_flight=st.integers(1, 4))
+    def run_for_a_while(self, num_steps: int, steps_in_flight: int) -> None:
+        for _ in range(num_steps):
+            while len(self.engine.plans) < steps_in_flight and self.engine.plan() is not None:
+                pass
+            if self.engine.plans:
+                self.update()
+            self.clock.now += 0.01
+
+    @precondition(lambda self: self.expected)
+    @rule(choice=st.integers(0, 1000))
+    def abort(self, choice: int) -> None:
+        self.end(list(self.expected)[choice % len(self.expected)])
+
+    def end(self, number: int) -> None:
+        if (outcome := self.engine.scheduler.requests.abort(0, number)) is not None:
+            self.engine.note(outcome)
+            self.aborted.add(number)
+
+    @rule()
+    def lose_worker(self) -> None:
+        self.engine.lose_worker()
+
+    @rule(spare_blocks=st.integers(0, 20))
+    def sleep_and_wake(self, spare_blocks: int) -> None:
+        """Another runner takes the place of the one that slept, with other blocks."""
+        self.num_blocks = 1 + MAX_LEN // BLOCK_SIZE + spare_blocks
+        self.engine.plans.clear()
+        worker = RealWorker(create_runner(self.num_guesses, self.guessed))
+        successor = self.create_scheduler(worker.runner.facts)
+        assert successor.adopt(self.engine.scheduler) == ()
+        self.engine.scheduler, self.engine.worker = successor, worker  # type: ignore[assignment]
+        self.engine.lose_worker()
+
+    @invariant()
+    def says_what_it_says_alone(self) -> None:
+        for number, (tokens, _) in getattr(self, "expected", {}).items():
+            found = self.engine.tokens[0, number]
+            assert found == tokens[: len(found)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(1000):
+            if not self.engine.scheduler.has_work:
+                break
+            self.run_for_a_while(20, 2)
+        self.says_what_it_says_alone()
+        for number, (tokens, reason) in self.expected.items():
+            outcome = self.engine.outcomes[0, number]
+            assert isinstance(outcome, Finished), outcome
+            assert outcome.request.timings.num_accepted_guesses == self.engine.num_together[0, number]
+            if number not in self.aborted:
+                assert (self.engine.tokens[0, number], outcome.reason) == (tokens, reason)
+        assert self.engine.scheduler.snapshot().num_used_blocks == 0
+
+
+TestGuessedRequests = pytest.mark.thorough(GuessedRequests.TestCase)
+TestGuessedRequests.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("change", [OWN, "some"])
+def test_crowded_requests_say_what_they_say_alone(change: str) -> None:
+    """Too few blocks for all of them, and a limit in the middle of what a row gets."""
+    machine = GuessedRequests()
+    machine.start(num_guesses=5, change=change, spare_blocks=4, budget=24, max_num_seqs=MAX_SEQS)
+    for number, kind in enumerate(("greedy", "sampled", "penalties", "stops", "form")):
+        machine.submit([5, 6, 7, 5, 6], kind, 5 * (number % 2), 9 if number == 2 else None, 1)
+    machine.run_for_a_while(6, 2)
+    machine.lose_worker()
+    machine.teardown()
+    counters = machine.engine.scheduler.counters
+    assert counters.num_preemptions > 0
+    assert counters.num_accepted_guesses >= sum(machine.engine.num_together.values()) > 0
+
+
+def test_a_journal_of_guesses_replays_exactly(tmp_path: Path) -> None:
+    """Two steps are in flight, blocks are scarce, and the worker is lost once."""
+    run = RecordedRun(tmp_path, max_num_batched_tokens=40)
+    runner = create_runner(4, Guessed())
+    runner._facts = replace(runner.facts, kv=replace(runner.facts.kv, num_blocks=26))
+    run.runner = runner  # type: ignore[assignment]
+    run.start()
+    for number in range(6):
+        run.submit(
+            [5, 6, 7, 5, 6, number],
+            sampling={"temperature": number / 9, "max_tokens": 40, "ignore_eos": True},
+        )
+    run.run(12)
+    run.engine.frontends.abort(1, 2)
+    run.lose_worker()
+    run.connect(after_crash=True)
+    run.run()
+    assert run.engine.scheduler is not None
+    counters = run.engine.scheduler.counters
+    run.engine.close()
+    assert counters.num_preemptions > 0
+    assert counters.num_accepted_guesses > 0
+    result = replayed(tmp_path)
+    assert result.divergence is None, result
+    assert result.ending == "the recording ended: the engine stopped"
