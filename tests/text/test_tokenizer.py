@@ -261,3 +261,17 @@ def test_an_added_token_that_takes_spaces_along_takes_the_bound_away() -> None:
     backend = byte_backend()
     backend.add_special_tokens([AddedToken("<x>", rstrip=True)])
     assert Tokenizer(backend, {}).max_chars_per_token is None
+
+
+def test_unknown_letters_that_become_one_token_take_the_bound_away() -> None:
+    unknown = models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>", fuse_unk=True)
+    fallback = {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    bytes_left_out = models.BPE(
+        {"<unk>": 0} | fallback, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
+    words = models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)
+    assert Tokenizer(Backend(bytes_left_out), {}).max_chars_per_token == 6
+    for model in (unknown, words):
+        tokenizer = Tokenizer(Backend(model), {})
+        assert len(tokenizer.encode("好" * 100)) == 1
+        assert tokenizer.max_chars_per_token is None

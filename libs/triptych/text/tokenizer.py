@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from triptych.checkpoint.tokenizer_files import TOKENIZER_FILE, read_tokenizer_config
 from triptych.errors import ModelError
@@ -17,6 +18,7 @@ MORE_TEMPLATES = "additional_chat_templates"
 """The folder of templates by name."""
 
 _DEFAULT = "default"
+_BYTES_OF_TEXT = frozenset(range(0xF5)) - {0xC0, 0xC1}  # of UTF-8
 
 
 class Tokenizer:
@@ -200,7 +202,10 @@ class _BytesOfTokens(dict[int, bytes]):
 
 
 def _max_chars_per_token(backend: Backend) -> int | None:
-    """Return the length of the longest token, if nothing of a text is left out before it is cut into tokens."""
+    """Return the length of the longest token, if no part of a text is left out or becomes the unknown token."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    if not isinstance(backend.model, models.BPE) or not _has_all_bytes(backend, vocabulary):
+        return None
     shrinks_by = 1
     for step in _steps(backend.normalizer, "normalizers"):
         if step["type"] == "NFC":
@@ -215,7 +220,19 @@ def _max_chars_per_token(backend: Backend) -> int | None:
             return None
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return None  # it takes any number of spaces with it
-    return shrinks_by * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+    return shrinks_by * max(map(len, vocabulary), default=1)
+
+
+def _has_all_bytes(backend: Backend, vocabulary: Mapping[str, int]) -> bool:
+    """Return whether any text is made of tokens, so that none of it is unknown."""
+    if backend.model.byte_fallback:
+        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    steps = _steps(backend.pre_tokenizer, "pretokenizers")
+    if not any(step["type"] == "ByteLevel" for step in steps):
+        return False
+    return all(
+        letter in vocabulary for letter, byte in _byte_level_alphabet().items() if byte in _BYTES_OF_TEXT
+    )
 
 
 def _steps(part: Any, list_name: str) -> list[dict[str, Any]]:
