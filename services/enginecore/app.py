@@ -173,5 +173,9 @@ def _export_transfers(metrics: EngineMetrics, status: EngineStatus, last: Engine
     transfers.labels("in", "failed").inc(now.num_in_failed - before.num_in_failed)
     transfers.labels("out", "complete").inc(now.num_out_complete - before.num_out_complete)
     transfers.labels("out", "failed").inc(now.num_out_expired - before.num_out_expired)
-    num_bytes.labels("in").inc((now.num_in_blocks - before.num_in_blocks) * status.block_bytes)
-    num_bytes.labels("out").inc((now.num_out_blocks - before.num_out_blocks) * status.block_bytes)
+    for direction, num_all, num_pages in (
+        ("in", now.num_in_blocks - before.num_in_blocks, now.num_in_pages - before.num_in_pages),
+        ("out", now.num_out_blocks - before.num_out_blocks, now.num_out_pages - before.num_out_pages),
+    ):
+        num_blocks = num_all - num_pages
+        num_bytes.labels(direction).inc(num_blocks * status.block_bytes + num_pages * status.page_bytes)

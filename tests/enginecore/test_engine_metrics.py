@@ -55,8 +55,9 @@ def test_priorities_beyond_a_bound_share_a_series() -> None:
 
 
 def test_transfers_of_kv_blocks() -> None:
-    first = replace(STATUS, kv_transfers=TransferCounts(1, 2, 3, 4, 5, 6))
-    second = replace(STATUS, kv_transfers=TransferCounts(2, 2, 10, 5, 5, 6))
+    with_pages = replace(STATUS, page_bytes=7_000)
+    first = replace(with_pages, kv_transfers=TransferCounts(1, 2, 3, 1, 4, 5, 6, 2))
+    second = replace(with_pages, kv_transfers=TransferCounts(2, 2, 10, 3, 5, 5, 6, 2))
     exported = Exported(first, second)
     assert exported.by("kv_transfers_total", "direction", "outcome") == {
         ("in", "complete"): 2,
@@ -64,7 +65,10 @@ def test_transfers_of_kv_blocks() -> None:
         ("out", "complete"): 5,
         ("out", "failed"): 5,
     }
-    assert exported.by("kv_transfer_bytes_total", "direction") == {("in",): 1000, ("out",): 600}
+    assert exported.by("kv_transfer_bytes_total", "direction") == {
+        ("in",): 7 * 100 + 3 * 7_000,
+        ("out",): 4 * 100 + 2 * 7_000,
+    }
 
 
 def test_blocks_by_kind_of_group() -> None:

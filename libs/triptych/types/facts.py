@@ -130,6 +130,11 @@ class KvLayout:
         """Bytes of one block of keys and values in all layers of its group; 0: there are only states."""
         return next((group.block_bytes for group in self.groups if group.kind is not KvKind.STATE), 0)
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of states in all layers of its group; 0: there are none."""
+        return next((group.block_bytes for group in self.groups if group.kind is KvKind.STATE), 0)
+
     def _one_group(self) -> KvGroup:
         element_bytes = _KV_DTYPE_BYTES.get(self.dtype, 0)  # 0: a dtype of a later version
         vector_bytes = self.head_dim * element_bytes + _KV_SCALE_BYTES.get(self.dtype, 0)
@@ -377,6 +382,8 @@ class EngineStatus:
     """As in `KvLayout`."""
     block_bytes: int = 0
     """Bytes of one block in all layers of a rank."""
+    page_bytes: int = 0
+    """Bytes of one page of states in all layers of a rank; 0: no layer has any."""
     block_size: int = 0
     """Tokens per block."""
     groups: tuple[GroupStatus, ...] = ()

@@ -165,13 +165,17 @@ class TransferCounts:
     num_in_failed: int = 0
     """Prompts of which a part was computed here in the end, because blocks were late or did not come."""
     num_in_blocks: int = 0
-    """Blocks that have come."""
+    """Blocks that have come, and pages of states."""
+    num_in_pages: int = 0
+    """Pages of states among them."""
     num_out_complete: int = 0
     """Prompts that other workers have pulled whole."""
     num_out_expired: int = 0
     """Prompts that no worker pulled whole before the lease ended."""
     num_out_blocks: int = 0
-    """Blocks that were pulled."""
+    """Blocks that were pulled, and pages of states."""
+    num_out_pages: int = 0
+    """Pages of states among them."""
 
     def add(self, other: TransferCounts) -> None:
         """Add the counts of an earlier scheduler."""

@@ -39,7 +39,7 @@ _STATUS = codec(
     names={"steps_in_flight": "max_steps_in_flight"},
     apart=("state", "ready", "paused", "asleep", "draining", "num_finished", "model", "journal", "groups"),
     left_out=(
-        *("oldest_waiting_s", "num_waiting_by_priority", "kv_transfers"),
+        *("oldest_waiting_s", "num_waiting_by_priority", "kv_transfers", "page_bytes"),
         *("journal_bytes", "journal_oldest_at_ms", "num_kept"),
     ),
 )

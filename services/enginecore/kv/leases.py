@@ -107,6 +107,7 @@ class KvLeases:
         if lease is None or progress.num_blocks <= lease.num_pulled:
             return
         self._counts.num_out_blocks += progress.num_blocks - lease.num_pulled
+        self._counts.num_out_pages += len(lease.parts.between(lease.num_pulled, progress.num_blocks).pages)
         lease.num_pulled = progress.num_blocks
         if lease.expires_at is not None:
             lease.expires_at = now + self._lease_s

@@ -44,6 +44,8 @@ class _Pull:
     """Leading tokens of the prompt that are there once all parts have come."""
     num_parts: int = 0
     """Parts that are pulled."""
+    num_pages: int = 0
+    """Pages of states among them, the last ones."""
     num_arrived: int = 0
     """Parts that have come."""
     num_held_tokens: int = 0
@@ -242,7 +244,7 @@ class KvPulls:
         own = pull.request.blocks
         pull.table = BlockTable(own.root_hash, own.extras, hashes=own.hashes, shares_hashes=True)
         first, parts = self._moved.take(pull.table, num_tokens, hits)
-        pull.num_tokens, pull.num_parts = num_tokens, len(parts.hashes)
+        pull.num_tokens, pull.num_parts, pull.num_pages = num_tokens, len(parts.hashes), len(parts.pages)
         self._last_id += 1
         pull.pull_id = self._last_id
         order = KvPull(
@@ -281,6 +283,7 @@ class KvPulls:
             num_tokens = pull.num_tokens if is_whole else self._moved.num_usable(table, pull.num_arrived)
             self._moved.cache(table, num_tokens)
             self._counts.num_in_blocks += pull.num_arrived
+            self._counts.num_in_pages += max(pull.num_arrived - pull.num_parts + pull.num_pages, 0)
             if pull.num_arrived:
                 request.first_pulled_block = table.num_hits
         if holds_arrived:

@@ -202,6 +202,7 @@ class Scheduler:
             num_touched_blocks=self._blocks.pool.num_touched,
             soft_num_blocks=kv.soft_num_blocks,
             block_bytes=kv.block_bytes,
+            page_bytes=kv.page_bytes,
             block_size=kv.block_size,
             kv_transfers=replace(self.transfers.counts),
             counters=self.counters.copy(),

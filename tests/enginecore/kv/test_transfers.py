@@ -172,7 +172,10 @@ async def test_of_a_longer_prompt_only_what_is_not_here_is_pulled(layout: str) -
         "hybrid": num_rest + 3 + 1,
         "states": 1,
     }
-    assert transfers.decode.scheduler.transfers.counts.num_in_blocks == num_parts[layout]
+    num_pages = int(layout in ("hybrid", "states"))
+    came, left = (engine.scheduler.transfers.counts for engine in (transfers.decode, transfers.prefill))
+    assert (came.num_in_blocks, came.num_in_pages) == (num_parts[layout], num_pages)
+    assert left.num_out_pages == num_pages
     check_all_given_back(transfers)
 
 

@@ -99,7 +99,7 @@ class EngineMetrics:
                 "outcome",
             ),
             kv_transfer_bytes=counter(
-                "kv_transfer_bytes", "Bytes of these blocks, on one rank.", "direction"
+                "kv_transfer_bytes", "Bytes of these blocks and pages of states, on one rank.", "direction"
             ),
             groups=GroupMetrics.create(gauge, counter),
             journal_state=gauge("journal_state", "1 for the state of the step journal.", "state"),
