@@ -80,8 +80,7 @@ _EMULATED_SOURCES = (
     "parallel.cpp",
     "run.cpp",
     *(f"linear/{name}.cpp" for name in ("linear", "widened_linear", "quantized_linear", "quantized_weight")),
-    "linear/coded_linear.cpp",
-    "linear/coded_weight.cpp",
+    *(f"linear/{name}.cpp" for name in ("coded_linear", "coded_weight", "pack_blocks")),
 )
 _EMULATED_FLAGS = (*_AVX512, "-DTRIPTYCH_AMX_EMULATED", "-O1")  # it compiles in half the time
 

@@ -88,7 +88,7 @@ class BlockWeight(LinearWeight):
 
         Args:
             type: One that this weight keeps.
-            data: [n, bytes of a row] uint8.
+            data: [n, bytes of a row] uint8, of which the bytes of a row are contiguous.
         Raises:
             ValueError: This weight's format cannot hold such blocks without loss, or a scale is no number.
         """

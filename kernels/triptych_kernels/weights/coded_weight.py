@@ -19,22 +19,13 @@ from torch import Tensor
 
 from triptych_kernels.cpu.dtypes import DTYPES
 from triptych_kernels.cpu.launch import launch
-from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import Half
 from triptych_kernels.weights.coded import CodedRows
-from triptych_kernels.weights.formats import (
-    GROUP_SIZE,
-    SUPER_BLOCK_FORMATS,
-    SUPER_GROUP_SIZE,
-    QuantizedFormat,
-)
+from triptych_kernels.weights.formats import QuantizedFormat
+from triptych_kernels.weights.layout import PanelLayout
 from triptych_kernels.weights.packed import HALVES, AdapterOperands
-from triptych_kernels.weights.quantized import QuantizedWeight, can_hold, check_scales
+from triptych_kernels.weights.quantized import QuantizedWeight, can_hold
 
-# as coded.h numbers them
-_TABLES = {"": 0, "fp4": 1, "iq4_nl": 2, "nf4": 3, "bnb_fp4": 4, "e4m3": 5}
-_SCALES = {"float16": 0, "bfloat16": 1, "float32": 2, "e8m0": 3, "e4m3": 4, "k": 5}
-_OFFSETS = {"none": 0, "minimum": 1, "zero": 2}
 _SIGNED_ZERO = 128  # is added to zero points and to the lower of two levels
 _E8M0_BIAS = 127
 
@@ -45,66 +36,6 @@ _DTYPES_OF_SCALES = {
     "e4m3": torch.float8_e4m3fn,
     "k": torch.float16,
 }
-_BYTES_OF_SCALES = {"e8m0": 1, **{name: dtype.itemsize for name, dtype in _DTYPES_OF_SCALES.items()}}
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The sizes of coded.h for a format and a number of inputs."""
-
-    format: QuantizedFormat
-    in_features: int
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code in memory: 4, 6 or 8."""
-        return next(bits for bits in (4, 6, 8) if self.format.bits <= bits)
-
-    @property
-    def group(self) -> int:
-        """Number of inputs that share a scale."""
-        return self.format.group or self.in_features
-
-    @property
-    def block(self) -> int:
-        """Number of inputs of a block."""
-        return SUPER_GROUP_SIZE if self.format.scale == "k" else max(self.group, GROUP_SIZE)
-
-    @property
-    def number(self) -> int:
-        """The form as `CodedForm` reads it."""
-        format = self.format
-        return (
-            self.bits
-            | _TABLES[format.table] << 4
-            | _SCALES[format.scale] << 8
-            | _OFFSETS[format.offset] << 12
-            | self.group << 16
-        )
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of one output."""
-        format, size = self.format, self.in_features
-        scale_bytes = _BYTES_OF_SCALES[format.scale]
-        offset_bytes = {"none": 0, "minimum": scale_bytes, "zero": 1}[format.offset]
-        if format.scale == "k":
-            levels = size // self.group * (2 if format.offset == "minimum" else 1)
-            return self.codes_bytes + levels + self.num_blocks * (scale_bytes + offset_bytes)
-        factor_bytes = 4 if format.scale == "e4m3" else 0
-        return self.codes_bytes + factor_bytes + self.num_scales * (scale_bytes + offset_bytes)
-
-    @property
-    def codes_bytes(self) -> int:
-        return self.in_features * self.bits // 8
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-self.in_features // self.block)
-
-    @property
-    def num_scales(self) -> int:
-        return -(-self.in_features // self.group)
 
 
 class CodedWeight(QuantizedWeight):
@@ -114,47 +45,14 @@ class CodedWeight(QuantizedWeight):
     the format are no integers of 8 bits, they are not rounded: products are those of the file's weights in float32.
     """
 
-    def __init__(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: torch.dtype,
-        format: QuantizedFormat,
-        *,
-        gated: bool = False,
-        bias: bool = False,
-    ) -> None:
-        """Allocate a weight of zeros, packed for the instruction set in use.
-
-        Raises:
-            ValueError: This machine's kernels do not hold the format, or this number of inputs in it.
-        """
-        self._layout = _Layout(format, in_features)
-        super().__init__(out_features, in_features, dtype, format, gated=gated, bias=bias)
-
     def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:
         raise ValueError(f"a weight of {self.format} holds rows of a file only, which are quantized already")
 
-    def keeps_blocks(self, type: str) -> bool:
-        formats = SUPER_BLOCK_FORMATS
-        return type in formats and self.format.scale == "k" and self.format.holds(formats[type])
-
-    def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
-        if not self.keeps_blocks(type):
-            raise ValueError(f"{type} blocks do not fit into {self.format}; unpack them for `fill_codes`")
-        data, is_damaged = data.contiguous(), torch.zeros(1, dtype=torch.int64)
-        launch(
-            "pack_super_blocks", data, form=self._layout.number, type=list(SUPER_BLOCK_FORMATS).index(type),
-            blocks=data, panels=self.data, in_features=self.in_features, first_row=first_row,
-            half=HALVES[half], is_damaged=is_damaged,
-        )  # fmt: skip
-        check_scales(is_damaged)
-
     def fill_codes(self, first_row: int, rows: CodedRows, half: Half | None = None) -> None:
         assert rows.shape[1] == self.in_features, "rows of as many inputs"
-        parts = _pack(rows, self._layout)
+        parts = _pack(rows, self.layout)
         launch(
-            "pack_codes", parts.codes, form=self._layout.number, codes=parts.codes, scales=parts.scales,
+            "pack_codes", parts.codes, form=self.layout.number, codes=parts.codes, scales=parts.scales,
             offsets=parts.offsets, multiples=parts.multiples, minima=parts.minima, factors=parts.factors,
             panels=self.data, in_features=self.in_features, first_row=first_row, half=HALVES[half],
         )  # fmt: skip
@@ -170,7 +68,7 @@ class CodedWeight(QuantizedWeight):
         operands = self.linear_operands(x, out, activation, adapters)
         linear = {f"linear_{field}": operand for field, operand in operands.items()}
         launch(
-            "coded_linear", x, **linear, form=self._layout.number,
+            "coded_linear", x, **linear, form=self.layout.number,
             input_bits=self.input_bits, wide_rows=self.wide_rows,
         )  # fmt: skip
         return out
@@ -178,7 +76,7 @@ class CodedWeight(QuantizedWeight):
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
         out = torch.empty(len(token_ids), self.in_features, dtype=out_dtype, device=token_ids.device)
         launch(
-            "coded_embedding", token_ids, form=self._layout.number, out_dtype=DTYPES[out_dtype],
+            "coded_embedding", token_ids, form=self.layout.number, out_dtype=DTYPES[out_dtype],
             panels=self.data, token_ids=token_ids, out=out, in_features=self.in_features,
         )  # fmt: skip
         return out
@@ -187,7 +85,7 @@ class CodedWeight(QuantizedWeight):
     def form(self) -> dict[str, int]:
         return {
             "kind": 3,
-            "form": self._layout.number,
+            "form": self.layout.number,
             "bits": 0,
             "affine": 0,
             "input_bits": self.input_bits,
@@ -198,9 +96,6 @@ class CodedWeight(QuantizedWeight):
     def _check(self, in_features: int, dtype: torch.dtype) -> None:
         if not can_hold(self.format, in_features, dtype):
             raise ValueError(f"a weight of {in_features} inputs in {dtype} cannot be held as {self.format}")
-
-    def _allocate(self, num_outputs: int) -> Tensor:
-        return zeros_in_huge_pages((num_outputs * self._layout.output_bytes,), torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,7 +110,7 @@ class _Parts:
     factors: Tensor | None = None
 
 
-def _pack(rows: CodedRows, layout: _Layout) -> _Parts:
+def _pack(rows: CodedRows, layout: PanelLayout) -> _Parts:
     """Bring rows into the types of panels.
 
     Raises:
@@ -251,7 +146,7 @@ def _pack(rows: CodedRows, layout: _Layout) -> _Parts:
     )
 
 
-def _held_codes(rows: CodedRows, layout: _Layout) -> Tensor:
+def _held_codes(rows: CodedRows, layout: PanelLayout) -> Tensor:
     """Return the codes as panels count them, [rows, in_features] uint8."""
     own, to = rows.format, layout.format
     if own.table != to.table:  # integers of 8 bits take its values
@@ -266,7 +161,7 @@ def _held_codes(rows: CodedRows, layout: _Layout) -> Tensor:
     return rows.codes + (2 ** (layout.bits - 1) - center)
 
 
-def _pack_levels(rows: CodedRows, codes: Tensor, layout: _Layout) -> _Parts:
+def _pack_levels(rows: CodedRows, codes: Tensor, layout: PanelLayout) -> _Parts:
     assert rows.super_scales is not None, "scales are in two levels"
     own, to = rows.format, layout.format
     super_scales = _exactly(rows.super_scales.float() * rows.factor, "k", "scale")
@@ -281,7 +176,7 @@ def _pack_levels(rows: CodedRows, codes: Tensor, layout: _Layout) -> _Parts:
     return _Parts(codes, super_scales, supers, multiples, minima)
 
 
-def _of_groups(values: Tensor, own: QuantizedFormat, layout: _Layout) -> Tensor:
+def _of_groups(values: Tensor, own: QuantizedFormat, layout: PanelLayout) -> Tensor:
     """Repeat what groups of a file have for the smaller ones of the panels."""
     times = (own.group or layout.in_features) // layout.group
     return values.repeat_interleave(times, dim=1)[:, : layout.num_scales].contiguous()

@@ -69,11 +69,6 @@ class QuantizedFormat:
         """Whether values are integers of 8 bits, in units of their own."""
         return self.table in _INTEGER_TABLES
 
-    @property
-    def group_bytes(self) -> int:
-        """Bytes of a group of one output, in a format of `PANEL_FORMATS`."""
-        return GROUP_SIZE * self.bits // 8 + (4 if self.is_affine else 2)
-
     def holds(self, other: QuantizedFormat) -> bool:
         """Return whether this format holds all weights of `other` without loss."""
         try:
@@ -96,13 +91,19 @@ BLOCK_FORMATS = {
     "Q8_0": QuantizedFormat(8),
 }
 """Block types of GGUF files that can be kept as they are -> the smallest format that holds them."""
-SUPER_BLOCK_FORMATS = {
+GGUF_FORMATS = BLOCK_FORMATS | {
+    "Q5_0": QuantizedFormat(5),
+    "Q5_1": QuantizedFormat(5, "minimum"),
+    "IQ4_NL": QuantizedFormat(4, table="iq4_nl"),
+    "MXFP4": QuantizedFormat(4, table="fp4", scale="e8m0"),
+    "Q2_K": QuantizedFormat(2, "minimum", 16, scale="k"),
+    "Q3_K": QuantizedFormat(3, "none", 16, scale="k"),
     "Q4_K": QuantizedFormat(4, "minimum", scale="k"),
     "Q5_K": QuantizedFormat(5, "minimum", scale="k"),
     "Q6_K": QuantizedFormat(6, "none", 16, scale="k"),
+    "IQ4_XS": QuantizedFormat(4, table="iq4_nl", scale="k"),
 }
-"""Block types of GGUF files that a weight in two levels takes as they are -> their format, as coded_weight.cpp numbers
-them."""
+"""Block types of GGUF files that have codes -> their format, as pack_blocks.cpp numbers them."""
 PANEL_FORMATS = (*BLOCK_FORMATS.values(), QuantizedFormat(8, "minimum"))
 """Formats of `QuantizedWeight` and of Triton's weights. The last holds a Q4_1 beside a Q8_0: its codes have signs."""
 

@@ -15,12 +15,13 @@ from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_kernels.weights.base import BlockWeight, Half
 from triptych_kernels.weights.formats import (
-    BLOCK_FORMATS,
+    GGUF_FORMATS,
     GROUP_SIZE,
     PANEL_FORMATS,
     SUPER_GROUP_SIZE,
     QuantizedFormat,
 )
+from triptych_kernels.weights.layout import PanelLayout
 from triptych_kernels.weights.packed import HALVES, AdapterOperands, PackedWeight
 
 NEVER = 2**62
@@ -49,7 +50,6 @@ class Wide:
 
 
 _SCALES_OF_MINIMUMS = ("float16", "bfloat16", "float32")
-_BLOCK_TYPES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2}  # BlockType in quantized_weight.cpp
 
 
 class QuantizedWeight(PackedWeight, BlockWeight):
@@ -82,6 +82,7 @@ class QuantizedWeight(PackedWeight, BlockWeight):
             ValueError: There is no kernel for this dtype or number of inputs.
         """
         self.format = format
+        self.layout = PanelLayout(format, in_features)
         super().__init__(out_features, in_features, dtype, gated=gated, bias=bias)
         self.input_bits: Literal[8, 16] = 16
         """Bits of the integers that inputs are rounded to, with a scale per row and group. 8 are multiplied faster
@@ -106,15 +107,24 @@ class QuantizedWeight(PackedWeight, BlockWeight):
         rows = rows.float().contiguous()
         launch("pack_quantized", rows, rows=rows, **self._format, **self._place(first_row, half))
 
+    def keeps_blocks(self, type: str) -> bool:
+        stored = GGUF_FORMATS.get(type)
+        if stored is None or not self.format.holds(stored):
+            return False
+        # else scales are converted, or values take the place of codes
+        return (self.format.table, self.format.scale) == (stored.table, stored.scale)
+
     def fill_blocks(self, first_row: int, type: str, data: Tensor, half: Half | None = None) -> None:
-        if not self.format.holds(BLOCK_FORMATS[type]):
+        if not self.keeps_blocks(type):
             raise ValueError(f"{type} blocks do not fit into {self.format}")
-        data, is_damaged = data.contiguous(), torch.zeros(1, dtype=torch.int64)
+        assert data.stride(1) == 1, "the blocks of a row lie one after the other"
+        is_damaged = torch.zeros(1, dtype=torch.int64)
         launch(
-            "pack_blocks", data, blocks=data, type=_BLOCK_TYPES[type], is_damaged=is_damaged,
-            **self._format, **self._place(first_row, half),
+            "pack_blocks", data, form=self.layout.number, type=list(GGUF_FORMATS).index(type), blocks=data,
+            row_bytes=data.stride(0), is_damaged=is_damaged, **self._place(first_row, half),
         )  # fmt: skip
-        check_scales(is_damaged)
+        if int(is_damaged):
+            raise ValueError("a block's scale or minimum is no number; the file is damaged, fetch it again")
 
     def multiply(
         self,
@@ -175,18 +185,7 @@ class QuantizedWeight(PackedWeight, BlockWeight):
             )
 
     def _allocate(self, num_outputs: int) -> Tensor:
-        num_groups = num_outputs * self.in_features // GROUP_SIZE
-        return zeros_in_huge_pages((num_groups * self.format.group_bytes,), torch.uint8)
-
-
-def check_scales(is_damaged: Tensor) -> None:
-    """Check what a kernel found while it packed blocks: [1] int64, not zero if a scale is no number.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if int(is_damaged):
-        raise ValueError("a block's scale or minimum is no number; the file is damaged, fetch it again")
+        return zeros_in_huge_pages((num_outputs * self.layout.output_bytes,), torch.uint8)
 
 
 def can_quantize(in_features: int, dtype: torch.dtype) -> bool:

@@ -65,7 +65,7 @@ class CutTensor:
         return self.pieces[0][0].constant
 
     def load(self, name: str, tensor: LoadedTensor) -> None:
-        if isinstance(tensor, CodedTensor):  # which has outputs first
+        if isinstance(tensor, CodedTensor | StoredBlocks):  # which has outputs first
             check_shape(name, tensor, self.shape)
         else:
             check_shape(name, tensor, self.checkpoint_shape)
@@ -109,9 +109,7 @@ def _transposed(tensor: LoadedTensor) -> UnreadTensor:
 
 def _select(tensor: LoadedTensor, rows: Tensor | slice, shape: tuple[int, ...]) -> LoadedTensor:
     """Return some rows of a tensor, of which no more is read than its form allows."""
-    if isinstance(tensor, StoredBlocks):
-        tensor = tensor.codes
-    if isinstance(tensor, CodedTensor):
+    if isinstance(tensor, CodedTensor | StoredBlocks):
         return tensor.select(rows, shape[0])
 
     def read(dim: int, start: int, length: int) -> Tensor:

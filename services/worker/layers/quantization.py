@@ -61,7 +61,7 @@ class StoredBlocks:
     """A matrix as its file stores it, for weights that keep the blocks."""
 
     type: str
-    """One of `BLOCK_FORMATS` or `SUPER_BLOCK_FORMATS` of triptych_kernels.weights.formats."""
+    """One of `GGUF_FORMATS` of triptych_kernels.weights.formats."""
     data: Tensor
     """[rows, bytes of a row] uint8, rows in Hugging Face's order; a view of the file, to be copied at once."""
     shape: tuple[int, int]
@@ -71,6 +71,11 @@ class StoredBlocks:
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
         """Return a part in floating point, as `Tensor.narrow` does."""
         return self.codes.narrow(dim, start, length)
+
+    def select(self, rows: Tensor | slice, num_rows: int) -> StoredBlocks:
+        """Return the matrix of some rows: a range, or [num_rows] int64."""
+        codes = self.codes.select(rows, num_rows)
+        return replace(self, data=self.data[rows], shape=(num_rows, self.shape[1]), codes=codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +175,7 @@ class CodedStack:
 
     shape: tuple[int, int, int]
     """[num_experts, out_features, in_features]"""
-    expert: Callable[[int], CodedTensor]
+    expert: Callable[[int], CodedTensor | StoredBlocks]
     """Returns the matrix of one expert."""
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:

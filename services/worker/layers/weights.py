@@ -96,7 +96,7 @@ class WeightTarget:
             # blocks lie along the inputs, and no rank holds a part of a block: see `choose_quantization`
             row_bytes, columns = tensor.data.shape[1], self.checkpoint_shape[1]
             start, length = start * row_bytes // columns, length * row_bytes // columns
-        fill(tensor.type, tensor.data.narrow(self.dim, start, length).contiguous())
+        fill(tensor.type, tensor.data.narrow(self.dim, start, length))
 
 
 def check_shape(name: str, tensor: LoadedTensor, expected: tuple[int, ...]) -> None:

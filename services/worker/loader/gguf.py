@@ -12,13 +12,12 @@ from torch import Tensor
 from triptych.checkpoint.gguf.index import GgufIndex, GgufTensor
 from triptych.errors import ModelError
 from triptych_kernels.weights.coded import CodedRows
-from triptych_kernels.weights.formats import QuantizedFormat
+from triptych_kernels.weights.formats import GGUF_FORMATS, QuantizedFormat
 from triptych_services.worker.context.device import STORED_DTYPES
 from triptych_services.worker.layers.quantization import CodedPart
 from triptych_services.worker.loader.base import Checkpoint, MappedFile, StoredTensor, release_pages
 from triptych_services.worker.loader.gguf_blocks import (
     block_size,
-    coded_format,
     dequantize,
     read_codes,
     stored_size,
@@ -172,7 +171,7 @@ def _format_of(tensor: GgufTensor) -> QuantizedFormat | None:
     """Return the format of the codes of a linear layer's weight, or of those of all experts; None if it has none."""
     if len(tensor.shape) < 2 or tensor.change:
         return None
-    return coded_format(tensor.type)
+    return GGUF_FORMATS.get(tensor.type)
 
 
 def _check(path: Path, tensor: GgufTensor, file_size: int) -> None:

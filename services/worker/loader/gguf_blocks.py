@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from triptych.checkpoint.gguf.header import GGML_TYPES, GgmlType
 from triptych_kernels.weights.coded import CodedRows
-from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
+from triptych_kernels.weights.formats import GGUF_FORMATS
 from triptych_services.worker.context.device import STORED_DTYPES
 
 # Weights of a chunk for each thread, 512 KiB as float32: the passes over a chunk stay within the second-level cache,
@@ -146,12 +145,12 @@ def _scales_and_minimums(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _code_q4_0(blocks: Tensor) -> CodedRows:
-    return CodedRows(BLOCK_FORMATS["Q4_0"], _split_bits(blocks[:, 2:18], 4).flatten(1), _half(blocks, 0))
+    return CodedRows(GGUF_FORMATS["Q4_0"], _split_bits(blocks[:, 2:18], 4).flatten(1), _half(blocks, 0))
 
 
 def _code_q4_1(blocks: Tensor) -> CodedRows:
     codes = _split_bits(blocks[:, 4:20], 4).flatten(1)
-    return CodedRows(BLOCK_FORMATS["Q4_1"], codes, _half(blocks, 0), _half(blocks, 2))
+    return CodedRows(GGUF_FORMATS["Q4_1"], codes, _half(blocks, 0), _half(blocks, 2))
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
@@ -162,21 +161,21 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 def _code_q5_0(blocks: Tensor) -> CodedRows:
     codes = _split_bits(blocks[:, 6:22], 4).flatten(1) | _fifth_bits(blocks[:, 2:6])
-    return CodedRows(QuantizedFormat(5), codes, _half(blocks, 0))
+    return CodedRows(GGUF_FORMATS["Q5_0"], codes, _half(blocks, 0))
 
 
 def _code_q5_1(blocks: Tensor) -> CodedRows:
     codes = _split_bits(blocks[:, 8:24], 4).flatten(1) | _fifth_bits(blocks[:, 4:8])
-    return CodedRows(QuantizedFormat(5, "minimum"), codes, _half(blocks, 0), _half(blocks, 2))
+    return CodedRows(GGUF_FORMATS["Q5_1"], codes, _half(blocks, 0), _half(blocks, 2))
 
 
 def _code_q8_0(blocks: Tensor) -> CodedRows:
-    return CodedRows(BLOCK_FORMATS["Q8_0"], blocks[:, 2:34] ^ 0x80, _half(blocks, 0))
+    return CodedRows(GGUF_FORMATS["Q8_0"], blocks[:, 2:34] ^ 0x80, _half(blocks, 0))
 
 
 def _code_q2_k(blocks: Tensor) -> CodedRows:
     packed, codes = blocks[:, :16], _quarters_by_32(blocks[:, 16:80])
-    return _two_levels(2, 16, codes, packed & 15, _half(blocks, 80), packed >> 4, _half(blocks, 82))
+    return _two_levels("Q2_K", codes, packed & 15, _half(blocks, 80), packed >> 4, _half(blocks, 82))
 
 
 def _code_q3_k(blocks: Tensor) -> CodedRows:
@@ -185,32 +184,32 @@ def _code_q3_k(blocks: Tensor) -> CodedRows:
     low_bits = _split_bits(blocks[:, 96:104], 4).view(-1, 16)
     high_bits = _split_bits(blocks[:, 104:108], 2).view(-1, 16)
     scales = (low_bits | (high_bits << 4)).to(torch.int8) - 32
-    return _two_levels(3, 16, codes, scales, _half(blocks, 108))
+    return _two_levels("Q3_K", codes, scales, _half(blocks, 108))
 
 
 def _code_q4_k(blocks: Tensor) -> CodedRows:
     scales, minimums = _scales_and_minimums(blocks[:, 4:16])
     codes = _halves_by_32(blocks[:, 16:144])
-    return _two_levels(4, 32, codes, scales, _half(blocks, 0), minimums, _half(blocks, 2))
+    return _two_levels("Q4_K", codes, scales, _half(blocks, 0), minimums, _half(blocks, 2))
 
 
 def _code_q5_k(blocks: Tensor) -> CodedRows:
     scales, minimums = _scales_and_minimums(blocks[:, 4:16])
     fifth = _split_bits(blocks[:, 16:48], 1).view(-1, 256)
     codes = _halves_by_32(blocks[:, 48:176]) | (fifth << 4)
-    return _two_levels(5, 32, codes, scales, _half(blocks, 0), minimums, _half(blocks, 2))
+    return _two_levels("Q5_K", codes, scales, _half(blocks, 0), minimums, _half(blocks, 2))
 
 
 def _code_q6_k(blocks: Tensor) -> CodedRows:
     n = len(blocks)
     low = _split_bits(blocks[:, 0:128].reshape(-1, 64), 4).view(n, -1)
     codes = low | (_quarters_by_32(blocks[:, 128:192]) << 4)
-    return _two_levels(6, 16, codes, blocks[:, 192:208].view(torch.int8), _half(blocks, 208))
+    return _two_levels("Q6_K", codes, blocks[:, 192:208].view(torch.int8), _half(blocks, 208))
 
 
 def _code_iq4_nl(blocks: Tensor) -> CodedRows:
     codes = _split_bits(blocks[:, 2:18], 4).flatten(1)
-    return CodedRows(QuantizedFormat(4, table="iq4_nl"), codes, _half(blocks, 0))
+    return CodedRows(GGUF_FORMATS["IQ4_NL"], codes, _half(blocks, 0))
 
 
 def _code_iq4_xs(blocks: Tensor) -> CodedRows:
@@ -219,8 +218,7 @@ def _code_iq4_xs(blocks: Tensor) -> CodedRows:
     low_bits = _split_bits(blocks[:, 4:8], 4).transpose(1, 2).reshape(n, 8)
     scales = (low_bits | (high_bits << 4)).to(torch.int8) - 32
     codes = _split_bits(blocks[:, 8:136].reshape(-1, 16), 4).view(n, 256)
-    format = QuantizedFormat(4, table="iq4_nl", scale="k")
-    return CodedRows(format, codes, scales, super_scales=_half(blocks, 0))
+    return _two_levels("IQ4_XS", codes, scales, _half(blocks, 0))
 
 
 def _code_mxfp4(blocks: Tensor) -> CodedRows:
@@ -228,7 +226,7 @@ def _code_mxfp4(blocks: Tensor) -> CodedRows:
     # the power of exponent 0 is no normal number
     scales = torch.where(exponents < 1, 0x00400000, exponents << 23).view(torch.float32)
     codes = _split_bits(blocks[:, 1:17], 4).flatten(1)
-    return CodedRows(QuantizedFormat(4, table="fp4", scale="e8m0"), codes, scales)
+    return CodedRows(GGUF_FORMATS["MXFP4"], codes, scales)
 
 
 def _unpack_mxfp4(blocks: Tensor, out: Tensor) -> None:
@@ -239,17 +237,20 @@ def _unpack_mxfp4(blocks: Tensor, out: Tensor) -> None:
 
 
 def _two_levels(
-    bits: int,
-    group: int,
+    type: str,
     codes: Tensor,
     scales: Tensor,
     super_scales: Tensor,
     minimums: Tensor | None = None,
     super_minimums: Tensor | None = None,
 ) -> CodedRows:
-    format = QuantizedFormat(bits, "none" if minimums is None else "minimum", group, scale="k")
     return CodedRows(
-        format, codes, scales, minimums, super_scales=super_scales, super_minimums=super_minimums
+        GGUF_FORMATS[type],
+        codes,
+        scales,
+        minimums,
+        super_scales=super_scales,
+        super_minimums=super_minimums,
     )
 
 
@@ -268,14 +269,6 @@ _CODED: dict[str, Callable[[Tensor], CodedRows]] = {
     "IQ4_XS": _code_iq4_xs,
     "MXFP4": _code_mxfp4,
 }
-
-
-@functools.cache
-def coded_format(type: str) -> QuantizedFormat | None:
-    """Return the format of the codes of a type; None if it has none."""
-    if type not in _CODED:
-        return None
-    return _CODED[type](torch.zeros(1, _TYPES[type].num_bytes, dtype=torch.uint8)).format
 
 
 def read_codes(blocks: Tensor, type: str) -> CodedRows:

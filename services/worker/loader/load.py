@@ -17,7 +17,6 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture, read_stored_quantization
 from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE
 from triptych.errors import FeatureDisabled, ModelError
-from triptych_kernels.weights.formats import SUPER_BLOCK_FORMATS
 from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_products
 from triptych_services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
 from triptych_services.worker.context.model_context import ModelContext
@@ -28,7 +27,6 @@ from triptych_services.worker.layers.quantization import (
     CodedTensor,
     StoredBlocks,
     UnreadTensor,
-    keeps_blocks,
     keeps_codes,
 )
 from triptych_services.worker.layers.weights import LoadedTensor, linear_weights
@@ -165,18 +163,20 @@ def _check_kv_scales(checkpoint: Checkpoint, config: ResolvedConfig) -> None:
 
 def _coded(
     checkpoint: Checkpoint, name: str, dtype: torch.dtype, dequantized: set[str]
-) -> CodedTensor | CodedStack:
+) -> CodedTensor | StoredBlocks | CodedStack:
     """Return a tensor of quantized weights, a matrix or those of all experts."""
     stored = checkpoint.tensors[name]
     format, (*experts, rows, columns) = stored.format, stored.shape
     assert format is not None, "it has codes"
 
-    def matrix(expert: int) -> CodedTensor:
+    def matrix(expert: int) -> CodedTensor | StoredBlocks:
         codes = partial(checkpoint.read_codes, name, expert=expert)
-        read = None
-        if isinstance(checkpoint, GgufCheckpoint):
-            read = partial(_read_expert, checkpoint, name, dtype, expert if experts else None)
-        return CodedTensor(name, format, (rows, columns), codes, dtype, dequantized, read)
+        if not isinstance(checkpoint, GgufCheckpoint):
+            return CodedTensor(name, format, (rows, columns), codes, dtype, dequantized)
+        read = partial(_read_expert, checkpoint, name, dtype, expert if experts else None)
+        tensor = CodedTensor(name, format, (rows, columns), codes, dtype, dequantized, read)
+        blocks = checkpoint.read_blocks(name).narrow(0, expert * rows, rows)
+        return StoredBlocks(stored.type, blocks, tensor.shape, tensor)
 
     return CodedStack((experts[0], rows, columns), matrix) if experts else matrix(0)
 
@@ -301,12 +301,6 @@ def _stream(
         ):
             yield name, UnreadTensor(stored.shape, read)
         else:
-            coded = _coded(checkpoint, name, dtype, dequantized)
-            if isinstance(coded, CodedTensor) and (
-                keeps_blocks(stored.type, config.quantization) or stored.type in SUPER_BLOCK_FORMATS
-            ):
-                yield name, StoredBlocks(stored.type, checkpoint.read_blocks(name), coded.shape, coded)
-            else:
-                yield name, coded
+            yield name, _coded(checkpoint, name, dtype, dequantized)
         checkpoint.release(name)
         rate.add(stored.size)

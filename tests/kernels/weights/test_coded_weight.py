@@ -16,13 +16,12 @@ from torch.nn.functional import silu
 from tests.kernels.weights.coded_rows import FORMATS, meaning, random_rows
 from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
 from triptych_kernels.ops import embedding, gated_linear, linear
-from triptych_kernels.reference.linear import gated_linear as reference_gated_linear
 from triptych_kernels.weights.coded import CodedRows
 from triptych_kernels.weights.coded_weight import CodedWeight
 from triptych_kernels.weights.formats import (
-    BLOCK_FORMATS,
+    GGUF_FORMATS,
     PANEL_FORMATS,
-    SUPER_BLOCK_FORMATS,
+    TABLES,
     QuantizedFormat,
     common_format,
 )
@@ -228,56 +227,95 @@ def test_bytes_per_weight_are_those_that_the_module_says(isa: str) -> None:
         assert weight.num_bytes * 8 == expected * 64 * 4096, name
 
 
-def super_blocks(type: str, num_rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return random blocks of `IN_FEATURES` weights for each row, and the weights that the `gguf` package reads."""
+SCALES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+}
+"""Bytes of a block at which there is a float16; of others the first."""
+
+
+def blocks_of(
+    type: str, num_rows: int, in_features: int = IN_FEATURES, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return random blocks for each row, and the weights that the `gguf` package reads."""
     form = GGMLQuantizationType[type]
-    num_bytes, random = GGML_QUANT_SIZES[form][1], np.random.default_rng(seed)
-    blocks = random.integers(0, 256, (num_rows, IN_FEATURES // 256, num_bytes), np.uint8)
-    for at in (208,) if type == "Q6_K" else (0, 2):
-        scales = random.normal(0, 0.1, (*blocks.shape[:2], 1)).astype(np.float16)
-        blocks[..., at : at + 2] = scales.view(np.uint8)
+    per_block, num_bytes = GGML_QUANT_SIZES[form]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (num_rows, in_features // per_block, num_bytes), np.uint8)
+    if type == "MXFP4":
+        blocks[..., 0] = random.integers(
+            2, 253, blocks.shape[:2]
+        )  # with which all products are normal numbers
+    else:
+        for at in SCALES.get(type, (0,)):
+            scales = random.normal(0, 0.1, (*blocks.shape[:2], 1)).astype(np.float16)
+            blocks[..., at : at + 2] = scales.view(np.uint8)
     data = blocks.reshape(num_rows, -1)
     return torch.from_numpy(data), torch.from_numpy(dequantize(data, form).copy())
 
 
-@pytest.mark.parametrize("kept_beside", [(), ("Q6_K",), ("Q4_K",), ("Q5_K",)], ids=str)
-@pytest.mark.parametrize("type", SUPER_BLOCK_FORMATS)
-def test_blocks_are_packed_as_their_file_has_them(isa: str, type: str, kept_beside: tuple[str, ...]) -> None:
-    format = common_format(SUPER_BLOCK_FORMATS[name] for name in (type, *kept_beside))
-    weight = CodedWeight(100, IN_FEATURES, torch.float32, format)
+def weight_of(
+    format: QuantizedFormat, out_features: int, in_features: int, *, gated: bool = False
+) -> QuantizedWeight:
+    create = QuantizedWeight if format in PANEL_FORMATS else CodedWeight
+    return create(out_features, in_features, torch.float32, format, gated=gated)
+
+
+KEPT = [
+    (type, format)
+    for type, format in GGUF_FORMATS.items()
+    for format in dict.fromkeys(
+        (
+            format,
+            *(common_format((format, GGUF_FORMATS[other])) for other in ("Q8_0", "Q6_K", "Q2_K", "Q5_1")),
+        )
+    )
+    if format.scale == GGUF_FORMATS[type].scale and format.table == GGUF_FORMATS[type].table
+]
+"""Types, and formats of a weight that are their own, or that they share with another type."""
+
+
+@pytest.mark.parametrize(("type", "format"), KEPT, ids=str)
+def test_blocks_are_packed_as_their_file_has_them(isa: str, type: str, format: QuantizedFormat) -> None:
+    weight = weight_of(format, 100, IN_FEATURES)
     assert weight.keeps_blocks(type)
-    blocks, expected = super_blocks(type, 100)
+    blocks, expected = blocks_of(type, 100)
     weight.data.random_(0, 120)
     for first, end in ((0, 37), (37, 38), (38, 100)):
         weight.fill_blocks(first, type, blocks[first:end])
     assert torch.equal(every_row(weight), expected)
 
 
-def test_blocks_go_to_gate_and_up(isa: str) -> None:
-    weight = CodedWeight(74, IN_FEATURES, torch.float32, FORMATS["Q4_K"], gated=True)
-    plain = []
-    for seed, half in enumerate(("gate", "up")):
-        blocks, expected = super_blocks("Q4_K", 37, seed)
-        weight.fill_blocks(0, "Q4_K", blocks, half=half)  # type: ignore[arg-type]
-        plain.append(expected)
-    x = torch.randn(3, IN_FEATURES) / 100
-    expected = reference_gated_linear(x, torch.cat(plain), None, "silu")
-    # Inputs become integers of 8 bits; a row of another half would differ by its own size, about 13.
-    torch.testing.assert_close(gated_linear(x, weight, activation="silu"), expected, rtol=1e-2, atol=0.1)
-
-
-@pytest.mark.parametrize("type", [*SUPER_BLOCK_FORMATS, "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("type", GGUF_FORMATS)
 def test_blocks_with_scales_that_are_no_numbers_are_refused(isa: str, type: str) -> None:
-    form = GGMLQuantizationType[type]
-    per_block, num_bytes = GGML_QUANT_SIZES[form]
-    data = torch.zeros(3, IN_FEATURES // per_block, num_bytes, dtype=torch.uint8)
-    weight = (
-        CodedWeight(3, IN_FEATURES, torch.float32, SUPER_BLOCK_FORMATS[type])
-        if type in SUPER_BLOCK_FORMATS
-        else QuantizedWeight(3, IN_FEATURES, torch.float32, BLOCK_FORMATS[type])
-    )
-    weight.fill_blocks(0, type, data.flatten(1))
-    at = 209 if type == "Q6_K" else 1
-    data[1, 0, at] = 0x7C  # infinite
+    data, _ = blocks_of(type, 3)
+    weight = weight_of(GGUF_FORMATS[type], 3, IN_FEATURES)
+    weight.fill_blocks(0, type, data)
+    at = (0, 255) if type == "MXFP4" else (SCALES.get(type, (0,))[-1] + 1, 0x7C)  # infinite
+    data[1, at[0]] = at[1]
     with pytest.raises(ValueError, match="is no number"):
-        weight.fill_blocks(0, type, data.flatten(1))
+        weight.fill_blocks(0, type, data)
+
+
+def test_powers_that_make_codes_no_numbers_are_refused() -> None:
+    data = torch.zeros(1, 17, dtype=torch.uint8)
+    weight = weight_of(GGUF_FORMATS["MXFP4"], 1, 32)
+    for exponent, code, is_finite in (
+        (252, 7, True),
+        (253, 5, True),
+        (253, 6, False),
+        (254, 3, True),
+        (254, 4, False),
+    ):
+        data[0, 0], data[0, 9] = exponent, code << 4
+        if is_finite:
+            weight.fill_blocks(0, "MXFP4", data)
+            assert float(every_row(weight)[0, 24]) == 2.0 ** (exponent - 127) * TABLES["fp4"][code]
+        else:
+            with pytest.raises(ValueError, match="is no number"):
+                weight.fill_blocks(0, "MXFP4", data)

@@ -9,8 +9,13 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as oracle
 from gguf.quants import quantize
 
+from triptych_kernels.cpu.library import isa
+from triptych_kernels.weights.base import Half
+from triptych_kernels.weights.coded_weight import CodedWeight
+from triptych_kernels.weights.formats import GGUF_FORMATS, PANEL_FORMATS
+from triptych_kernels.weights.quantized import QuantizedWeight
 from triptych_services.worker.loader import gguf_blocks
-from triptych_services.worker.loader.gguf_blocks import dequantize, stored_size, supported_types
+from triptych_services.worker.loader.gguf_blocks import dequantize, read_codes, stored_size, supported_types
 
 QUANTIZED = [name for name in supported_types() if name not in ("F32", "F16", "BF16")]
 
@@ -48,3 +53,26 @@ def test_what_the_package_packs_is_unpacked(name: str, dtype: torch.dtype) -> No
 def test_sizes_are_those_of_the_package(name: str) -> None:
     num_weights, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     assert stored_size(name, 5 * num_weights) == 5 * num_bytes
+
+
+@pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+def test_blocks_fill_the_bytes_that_their_codes_fill(name: str, is_gated: bool) -> None:
+    num_weights, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    in_features, format = 256, GGUF_FORMATS[name]
+    # Bytes below 64 are neither infinite scales nor the largest exponents.
+    shape = 37, 2 * in_features // num_weights * num_bytes
+    blocks = torch.from_numpy(np.random.default_rng(0).integers(0, 64, shape, dtype=np.uint8))
+    halves: tuple[Half | None, ...] = ("gate", "up") if is_gated else (None, None)
+    create = QuantizedWeight if format in PANEL_FORMATS else CodedWeight
+    filled, expected = (create(74, in_features, torch.float32, format, gated=is_gated) for _ in range(2))
+    # two projections, each of another rank's share of the inputs, the first in two pieces
+    for number, half in enumerate(halves):
+        share = blocks.tensor_split(2, dim=1)[number]
+        start = 0 if is_gated else 37 * number
+        filled.fill_blocks(start + 5, name, share[5:], half)
+        filled.fill_blocks(start, name, share[:5], half)
+        expected.fill_codes(start, read_codes(share, name), half)
+    assert torch.equal(filled.data, expected.data)
+    assert filled.data.any()

@@ -1,23 +1,9 @@
-// Filling packed 4- and 8-bit weights, and reading rows back.
+// Quantizing weights to packed 4 and 8 bits, and reading rows back.
 #include "linear/quantized.h"
 #include "simd/scalar.h"
 
 namespace triptych {
 namespace {
-
-// How GGML stores 32 weights of a row; the layouts are those of ggml-common.h in llama.cpp.
-enum BlockType : int64_t { kQ4_0 = 0, kQ4_1 = 1, kQ8_0 = 2 };
-
-struct PackBlocks {
-  int64_t bits, affine;   // of the packed weight; it can hold the blocks without loss
-  int64_t type;           // BlockType
-  const uint8_t* blocks;  // [rows, in_features / 32] blocks
-  char* panels;
-  int64_t in_features;
-  int64_t first_row;      // where the first row goes, in its piece
-  int64_t half;           // as for place_of
-  int64_t* is_damaged;    // becomes 1 if a scale is no number
-};
 
 struct PackQuantized {
   int64_t bits, affine;
@@ -37,31 +23,15 @@ struct QuantizedEmbedding {
   int64_t in_features;
 };
 
+// Kinds of groups, as GGML's blocks of these names.
+enum BlockType : int64_t { kQ4_0, kQ4_1, kQ8_0 };
+
 struct Block {
   int64_t type;
   uint16_t scale;          // float16
   uint16_t minimum;        // float16, of kQ4_1
   uint8_t bytes[kGroup];   // the first 16 of 4-bit types: input i in the low nibble of byte i, i + 16 in its high one
 };
-
-inline int64_t block_bytes(int64_t type) { return type == kQ4_0 ? 18 : type == kQ4_1 ? 20 : 34; }
-
-inline Block read_block(int64_t type, const uint8_t* from) {
-  Block block{type, 0, 0, {}};
-  std::memcpy(&block.scale, from, sizeof block.scale);
-  from += sizeof block.scale;
-  if (type == kQ4_1) {
-    std::memcpy(&block.minimum, from, sizeof block.minimum);
-    from += sizeof block.minimum;
-  }
-  std::memcpy(block.bytes, from, type == kQ8_0 ? kGroup : kGroup / 2);
-  return block;
-}
-
-inline uint8_t nibble(const Block& block, int input) {
-  const uint8_t byte = block.bytes[input % (kGroup / 2)];
-  return input < kGroup / 2 ? byte & 15 : byte >> 4;
-}
 
 // Integers as the format has them, with its own zero.
 template <typename F>
@@ -70,11 +40,7 @@ void store_words(const Block& block, char* words) {
   if constexpr (F::kBits == 4) {
     std::memcpy(bytes, block.bytes, kGroup / 2);
   } else {
-    for (int i = 0; i < kGroup; ++i) {
-      bytes[i] = block.type == kQ8_0   ? block.bytes[i] + F::kZero  // from two's complement
-                 : block.type == kQ4_0 ? nibble(block, i) - 8 + F::kZero
-                                       : nibble(block, i) + F::kZero;
-    }
+    for (int i = 0; i < kGroup; ++i) bytes[i] = block.bytes[i] + F::kZero;  // from two's complement
   }
   for (int word = 0; word < F::kWords; ++word) {
     std::memcpy(words + word * kPanel * sizeof(uint32_t), bytes + word * sizeof(uint32_t), sizeof(uint32_t));
@@ -218,20 +184,6 @@ void embed(const QuantizedEmbedding& args, int64_t rows) {
 
 }  // namespace
 }  // namespace triptych
-
-TRIPTYCH_KERNEL(pack_blocks, triptych::PackBlocks,
-                bits, affine, type, blocks, panels, in_features, first_row, half, is_damaged) {
-  using namespace triptych;
-  const int64_t bytes = block_bytes(args.type), groups = args.in_features / kGroup;
-  with_format(args.bits, args.affine, [&](auto format) {
-    fill_panels<decltype(format)>(args, rows, [&](int64_t row, int64_t group) {
-      const auto block = read_block(args.type, args.blocks + (row * groups + group) * bytes);
-      check_half(block.scale, args.is_damaged);
-      check_half(block.minimum, args.is_damaged);
-      return block;
-    });
-  });
-}
 
 TRIPTYCH_KERNEL(pack_quantized, triptych::PackQuantized,
                 bits, affine, rows, panels, in_features, first_row, half) {
