@@ -23,6 +23,7 @@ OPTIONS = (
     "--model.batch-invariant=true",
     "--worker.num-threads=1",
     "--engine.drain-s=1",
+    "--speculative.enabled=true",
 )
 SCHEMA = {"type": "object", "properties": {"town": {"type": "string"}, "people": {"type": "integer"}}}
 PROMPT = "The largest towns of the north, and how many people live there:"
@@ -40,10 +41,10 @@ Answer = dict[int, tuple[list[int], str]]
 
 
 async def ask(
-    client: GenerationClient, name: str, on_token: Callable[[], None]
+    client: GenerationClient, name: str, on_token: Callable[[], None], *, guesses: bool
 ) -> tuple[Answer, FinishedEvent]:
     """Return the tokens and text of each choice, and the end."""
-    sampling = SamplingParams(**{"max_tokens": MAX_TOKENS, **REQUESTS[name]})
+    sampling = SamplingParams(**{"max_tokens": MAX_TOKENS, "speculation": guesses, **REQUESTS[name]})
     answer: Answer = {}
     async for event in client.generate(PROMPT, sampling, timeout_s=DEADLINE_S):
         if isinstance(event, DeltaEvent):
@@ -56,7 +57,7 @@ async def ask(
 
 
 async def ask_all(
-    client: GenerationClient, then: Callable[[], Awaitable[None]] | None = None
+    client: GenerationClient, then: Callable[[], Awaitable[None]] | None = None, *, guesses: bool = True
 ) -> dict[str, tuple[Answer, FinishedEvent]]:
     """Send all requests at once; let something happen when tokens have come."""
     num_deltas = 0
@@ -74,7 +75,7 @@ async def ask_all(
             await then()
 
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
-        tasks = {name: group.create_task(ask(client, name, on_token)) for name in REQUESTS}
+        tasks = {name: group.create_task(ask(client, name, on_token, guesses=guesses)) for name in REQUESTS}
         group.create_task(disturb())
     return {name: task.result() for name, task in tasks.items()}
 
@@ -107,7 +108,7 @@ async def test_engines_that_are_killed_and_stopped_change_no_token(tmp_path: Pat
         GenerationClient(ground.of_kind("frontend")[0].address) as client,
     ):
         await wait_until_all_serve(ground)
-        expected = await ask_all(client)
+        expected = await ask_all(client, guesses=False)
 
         async def kill() -> None:
             victim = await busiest(ground)

@@ -8,7 +8,10 @@ row is accepted if all before it are: with a chance of p^i, where p is what was 
     tokens per second with m    (2 + the first m of these) / cost(2 + m)      the best m decides
 
 It is asked twice for a step: how many guesses the rows should look for, if the best proposer of each has some, and how
-many of those that were found are verified, with what is known of the proposer that has found them. Needs no torch.
+many of those that were found are verified, with what is known of the proposer that has found them.
+
+An account holds what guesses have brought, and what it took to look for them and to verify them. They may lose 1% of
+the time of steps, and where that is used up, a step has none: chances may be misjudged, time is not. Needs no torch.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ _NUM_TRUSTED = 3
 """Steps of a class before it counts, so that one bad moment of the machine does not decide."""
 _MAX_AGE = 1000
 """Steps after which a measurement is doubted, so that bad moments do not decide for ever."""
+_MAX_PLAIN_AGE = 64
+"""Steps after which a step without guesses is due, so that what guesses bring is held against the machine as it is."""
 _NUM_BETWEEN = 8
 """Steps between two looks at all measurements."""
 _RATE_WEIGHT = 0.1
@@ -51,6 +56,12 @@ _VAIN_PAUSE = 25
 """Steps until it is asked then."""
 _LEAST_CHANCE = 0.01
 """A guess that is right less often is not considered."""
+_LOSS_SHARE = 0.01
+"""The part of the time of steps that guesses may lose."""
+_MAX_LOSS = 12.0
+"""The steps without guesses that they may lose beyond that: when nothing is known yet, and when a text changes."""
+_MAX_CREDIT = 12.0
+"""The gains that may be lost again, in steps without guesses."""
 _LEAST_GAIN = 1.02
 """Tokens per second with guesses, over those without, below which a step has none. Covers the search for guesses."""
 
@@ -69,6 +80,8 @@ class StepCosts:
         """Sizes and their seconds; None: nothing counts yet."""
         self._tables: dict[tuple[int, int], list[float]] = {}
         """First size and number of sizes -> their seconds, as of `_points`."""
+        self.num_looks = 0
+        """How often `_points` were formed. What is derived from estimates holds until then."""
 
     def note(self, num_positions: int, seconds: float) -> None:
         """Take in the duration of one step."""
@@ -77,13 +90,22 @@ class StepCosts:
         measured = self._classes.get(key)
         if measured is None:
             measured = self._classes[key] = _Measured()
+        is_news = len(measured.seconds) <= _NUM_TRUSTED or self._num_steps - measured.step > _MAX_PLAIN_AGE
         measured.add(num_positions, seconds, self._num_steps)
-        if len(measured.seconds) <= _NUM_TRUSTED or self._num_steps - self._num_known >= _NUM_BETWEEN:
+        if is_news or self._num_steps - self._num_known >= _NUM_BETWEEN:
             self._look()
+
+    def knows(self, num_positions: int, max_age: int = _MAX_AGE) -> bool:
+        """Return whether steps of this size were measured, the last time not longer ago than so many steps."""
+        measured = self._classes.get(_class_of(num_positions))
+        if measured is None or len(measured.seconds) < _NUM_TRUSTED:
+            return False
+        return measured.step >= self._num_steps - max_age
 
     def _look(self) -> None:
         """Form the points anew."""
         self._num_known = self._num_steps
+        self.num_looks += 1
         self._tables.clear()
         oldest = self._num_steps - _MAX_AGE
         known = sorted(
@@ -163,6 +185,11 @@ class GuessBudget:
         self._overall = [_PRIOR_RATE] * num_proposers
         """By proposer: share of right guesses, of all rows."""
         self._step = 0
+        self._balance = 0.0
+        """Seconds that guesses have gained, and may still lose where it is below 0."""
+        self._may_gain: dict[tuple[int, int, int], bool] = {}
+        """Arguments -> whether right guesses would gain, as of `_num_looks`."""
+        self._num_looks = 0
 
     def enter(self, slot: int) -> None:
         """Forget the row that was in a slot."""
@@ -201,14 +228,56 @@ class GuessBudget:
         rates = self.rates(slot)
         return [rate if step <= self._step else 0.0 for rate, step in zip(rates, asked_from, strict=True)]
 
+    def note_step(self, num_rows: int, num_guesses: int, num_tokens: int, seconds: float | None) -> None:
+        """Take in what a step has brought.
+
+        Args:
+            num_tokens: What its rows have got, all together.
+            seconds: Its time; None if prompts are part of it.
+        """
+        size = num_rows + num_guesses
+        if seconds is not None:
+            self.costs.note(size, seconds)
+        if (estimates := self.costs.estimate(num_rows, num_guesses + 1)) is None:
+            return
+        plain, took = estimates[0], estimates[-1]
+        if seconds is not None and not self.costs.knows(size):  # it may be slow for another reason, once
+            took = max(took, min(seconds, plain * size / num_rows))
+        if num_guesses:
+            self._balance += plain * num_tokens / num_rows - took
+        self._balance = min(self._balance + _LOSS_SHARE * took, _MAX_CREDIT * plain)
+
+    def note_search(self, num_rows: int, seconds: float) -> None:
+        """Take in how long proposers have looked for guesses for a step of so many rows."""
+        if (estimates := self.costs.estimate(num_rows, 1)) is not None:
+            self._balance -= min(seconds, estimates[0])
+
     def may_gain(self, num_rows: int, num_positions: int, most: int) -> bool:
-        """Return whether guesses would gain if all of them were right. Arguments as of `allot`."""
+        """Return whether guesses would gain if all of them were right, and may lose. Arguments as of `allot`."""
         seconds = self.costs.estimate(num_positions, most + 1)
-        if seconds is None:
+        if seconds is None or self._balance < -_MAX_LOSS * seconds[0]:
             return False
-        most = min(most, num_rows * self._max_guesses)
+        if self._num_looks != self.costs.num_looks:
+            self._num_looks = self.costs.num_looks
+            self._may_gain.clear()
+        key = num_rows, num_positions, most
+        if (found := self._may_gain.get(key)) is None:
+            found = self._may_gain[key] = self._can_pay(num_rows, seconds)
+        return found
+
+    def _can_pay(self, num_rows: int, seconds: Sequence[float]) -> bool:
+        """Return whether guesses gain if all are right.
+
+        Args:
+            seconds: Of steps with 0 guesses and more.
+        """
+        most = min(len(seconds) - 1, num_rows * self._max_guesses)
         least = _LEAST_GAIN * num_rows / seconds[0]
         return any(num_rows + count >= least * seconds[count] for count in range(1, most + 1))
+
+    def needs_plain(self, num_positions: int) -> bool:
+        """Return whether the next step must have no guesses, since what such a step takes is not known any more."""
+        return not self.costs.knows(num_positions, _MAX_PLAIN_AGE)
 
     def allot(
         self, rates: Sequence[float], found: Sequence[int] | None, num_positions: int, most: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -105,9 +106,12 @@ class Speculation:
         """
         num_known, slots = int(step.query_lens.sum()), step.sampling_slots
         verified: tuple[VerifiedGuesses, ...] = ()
-        if num_known == step.slots.size:  # a prompt's positions cost something else than guesses
+        if slots.size:
             num_guesses = 0 if step.places is None else int(step.places.counts.sum())
-            self._budget.costs.note(num_known + num_guesses, forward_ns * 1e-9)
+            num_tokens = slots.size if token_counts is None else int(token_counts.sum())
+            is_plain = num_known == step.slots.size  # a prompt's positions cost something else than guesses
+            seconds = forward_ns * 1e-9 if is_plain else None
+            self._budget.note_step(slots.size, num_guesses, num_tokens, seconds)
         self._budget.start_step()
         if step.places is not None:
             assert token_counts is not None, "a step that verifies guesses counts its tokens"
@@ -169,7 +173,11 @@ class Speculation:
         hopes = [budget.hopes(slot) for slot in slots]
         hoped = [max(of_row) for of_row in hopes]
         limits = budget.allot(hoped, None, *sizes)
+        if not any(limits) or budget.needs_plain(num_positions):
+            return limits
+        started = time.perf_counter()
         self._propose([entry for entry in zip(slots, limits, hopes, strict=True) if entry[1]])
+        budget.note_search(num_positions, time.perf_counter() - started)
         ready = [self._ready.get(slot, _NOTHING) for slot in slots]
         found = [len(token_ids) for _, token_ids in ready]
         rates = [of_row[proposer] for of_row, (proposer, _) in zip(hopes, ready, strict=True)]

@@ -131,6 +131,7 @@ def runner_with(
     if runner._speculation is not None:  # as many guesses as there are, whatever they cost
         budget = runner._speculation._budget
         budget.may_gain = lambda *sizes: True  # type: ignore[method-assign]
+        budget.needs_plain = lambda num_positions: False  # type: ignore[method-assign]
         budget.allot = lambda rates, found, *sizes: [limit - 1] * len(rates)  # type: ignore[method-assign]
     return runner
 

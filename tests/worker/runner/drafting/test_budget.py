@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from random import Random
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from triptych_services.worker.runner.drafting.budget import GuessBudget, StepCosts
 
@@ -166,3 +171,162 @@ def test_a_measurement_is_doubted_after_a_while() -> None:
     note(costs, 8, 6.0)
     note(costs, 1, *[3.0] * 10)
     assert estimates(costs, 8) == [6.0]
+
+
+LOSS_SHARE, MOST_LOST = 0.01, 12
+"""The time that guesses may lose: its share of that of steps, and steps without guesses."""
+
+
+class Decoding:
+    """Steps of some rows with made-up costs, in which a budget decides. One proposer always has guesses."""
+
+    def __init__(self, cost: Callable[[int], float], num_rows: int, max_guesses: int = 8) -> None:
+        """
+        Args:
+            cost: Positions of a step -> its seconds.
+        """
+        self.budget = GuessBudget(num_rows, 1, max_guesses)
+        self.cost, self.num_rows = cost, num_rows
+        self.seconds = self.plain_seconds = 0.0
+        """The time of all steps, and of those that would give the same tokens without guesses."""
+        self.most_seconds = 0.0
+        self.num_guesses = 0
+        for slot in range(num_rows):
+            self.budget.enter(slot)
+
+    def step(self, accept: Callable[[int, int], int], *, noise: float = 1.0, search_s: float = 0.0) -> None:
+        """Verify what the budget has decided on.
+
+        Args:
+            accept: Slot and its guesses -> how many of them are right.
+        """
+        budget, slots = self.budget, range(self.num_rows)
+        counts = [0] * self.num_rows
+        if budget.may_gain(self.num_rows, self.num_rows, 64):
+            hopes = [max(budget.hopes(slot)) for slot in slots]
+            counts = budget.allot(hopes, None, self.num_rows, 64)
+            if budget.needs_plain(self.num_rows):
+                counts = [0] * self.num_rows
+            elif any(counts):
+                budget.note_search(self.num_rows, search_s)
+                self.seconds += search_s
+        right = [accept(slot, count) if count else 0 for slot, count in enumerate(counts)]
+        took = self.cost(self.num_rows + sum(counts)) * noise
+        num_tokens = self.num_rows + sum(right)
+        self.seconds += took
+        self.most_seconds = max(self.most_seconds, took)
+        self.plain_seconds += self.cost(self.num_rows) * num_tokens / self.num_rows
+        self.num_guesses += sum(counts)
+        budget.note_step(self.num_rows, sum(counts), num_tokens, took)
+        budget.start_step()
+        for slot, count in enumerate(counts):
+            if count:
+                budget.note_verified(slot, 0, count, right[slot])
+
+    @property
+    def most_lost(self) -> float:
+        """Seconds that all guesses together may have lost: the account is looked at before a step, not within it."""
+        return LOSS_SHARE * self.seconds + MOST_LOST * self.cost(self.num_rows) + self.most_seconds
+
+
+@pytest.mark.thorough
+@settings(max_examples=60)
+@given(
+    base=st.floats(0.5, 20.0),
+    slope=st.floats(0.01, 2.0),
+    num_rows=st.integers(1, 2),
+    search=st.floats(0.0, 0.3),
+    phases=st.lists(st.tuples(st.integers(1, 200), st.floats(0.0, 1.0)), min_size=1, max_size=6),
+    random=st.randoms(use_true_random=False),
+)
+def test_no_proposer_loses_more_than_the_account_allows(
+    base: float,
+    slope: float,
+    num_rows: int,
+    search: float,
+    phases: list[tuple[int, float]],
+    random: Random,
+) -> None:
+    """The proposer is right at any rate that changes, and takes any time."""
+    decoding = Decoding(lambda size: 1e-3 * (base + slope * size), num_rows)
+
+    def chance_of(rate: float) -> Callable[[int, int], int]:
+        return lambda slot, count: next((n for n in range(count) if random.random() >= rate), count)
+
+    for num_steps, rate in phases:
+        for _ in range(num_steps):
+            decoding.step(chance_of(rate), search_s=search * decoding.cost(num_rows))
+            assert decoding.seconds - decoding.plain_seconds <= decoding.most_lost
+
+
+@pytest.mark.parametrize("costs", [Q4, BF16])
+def test_a_proposer_that_turns_wrong_whenever_it_is_trusted_loses_no_more(costs: dict[int, float]) -> None:
+    """It is right until guesses are many, and wrong from then on until there are few."""
+    decoding = Decoding(lambda size: float(np.interp(size, list(costs), list(costs.values()))), 1)
+    is_right = True
+
+    def accept(slot: int, count: int) -> int:
+        nonlocal is_right
+        is_right = count < 6 if is_right else count == 1
+        return count if is_right else 0
+
+    for _ in range(3000):
+        decoding.step(accept)
+        assert decoding.seconds - decoding.plain_seconds <= decoding.most_lost
+    assert decoding.num_guesses > 0
+
+
+@pytest.mark.parametrize("costs", [Q4, BF16])
+@pytest.mark.parametrize("num_rows", [1, 4, 64])
+def test_a_proposer_that_is_always_wrong_costs_two_percent(costs: dict[int, float], num_rows: int) -> None:
+    decoding = Decoding(lambda size: float(np.interp(size, list(costs), list(costs.values()))), num_rows)
+    for _ in range(1500):
+        decoding.step(lambda slot, count: 0, search_s=0.05)
+    assert decoding.seconds / decoding.plain_seconds < 1.02
+    assert decoding.num_guesses > 0, "it is tried"
+
+
+@pytest.mark.parametrize("costs", [Q4, BF16])
+@pytest.mark.parametrize("rate", [0.6, 0.8, 0.95])
+def test_the_account_takes_nothing_from_good_guesses(costs: dict[int, float], rate: float) -> None:
+    """A machine that is disturbed at random, and a step without guesses in 64."""
+    random = Random(3)
+    decoding = Decoding(lambda size: float(np.interp(size, list(costs), list(costs.values()))), 1)
+    for _ in range(1500):
+        noise = 1 + random.expovariate(8)
+        decoding.step(
+            lambda slot, count: next((n for n in range(count) if random.random() >= rate), count),
+            noise=noise,
+        )
+    best = max(speed(costs, rate, [count]) for count in range(9)) / speed(costs, rate, [0])
+    gain = decoding.plain_seconds / (decoding.seconds / (1 + 1 / 8))
+    assert gain > 1 + 0.85 * (best - 1)
+
+
+def test_a_slow_moment_of_the_machine_decides_for_a_hundred_steps_at_most() -> None:
+    """Steps without guesses are measured while it lasts, so that guesses seem to gain whatever they are."""
+
+    def steps(first: int, end: int) -> Iterator[None]:
+        for number in range(first, end):
+            decoding.step(lambda slot, count: 0, noise=3.0 if number < 3 else 1.0)
+            yield
+
+    decoding = Decoding(lambda size: float(np.interp(size, list(Q4), list(Q4.values()))), 1)
+    for _ in steps(0, 100):
+        pass
+    before = decoding.num_guesses
+    seconds, plain_seconds = decoding.seconds, decoding.plain_seconds
+    for _ in steps(100, 600):
+        pass
+    assert decoding.seconds - seconds < 1.03 * (decoding.plain_seconds - plain_seconds)
+    assert decoding.num_guesses - before < 60
+
+
+def test_a_step_without_guesses_is_due_now_and_then() -> None:
+    decoding = Decoding(lambda size: float(np.interp(size, list(BF16), list(BF16.values()))), 1)
+    num_plain = 0
+    for _ in range(1000):
+        before = decoding.num_guesses
+        decoding.step(lambda slot, count: count)
+        num_plain += decoding.num_guesses == before
+    assert 1000 / 65 - 1 <= num_plain <= 1000 / 65 + 5

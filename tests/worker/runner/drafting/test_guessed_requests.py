@@ -136,6 +136,23 @@ def create_runner(num_guesses: int, proposers: Guessed) -> ModelRunner:
     return runner_with(model, config, 1 + num_guesses, proposers, grammars=grammars)
 
 
+def let_the_budget_decide(runner: ModelRunner) -> None:
+    """Verify what the budget allots, with made-up times of steps, in place of all guesses that there are."""
+    if runner._speculation is None:
+        return
+    budget = runner._speculation._budget
+    for name in ("may_gain", "needs_plain", "allot"):
+        delattr(budget, name)
+    note_step = budget.note_step
+
+    def note_made_up(num_rows: int, num_guesses: int, num_tokens: int, seconds: float | None) -> None:
+        made_up = None if seconds is None else 1e-3 * (1 + 0.05 * (num_rows + num_guesses))
+        note_step(num_rows, num_guesses, num_tokens, made_up)
+
+    budget.note_step = note_made_up  # type: ignore[method-assign]
+    budget.note_search = lambda num_rows, seconds: None  # type: ignore[method-assign]
+
+
 def create_scheduler(
     facts: WorkerFacts, *, num_blocks: int, clock: Callable[[], float], **config: Any
 ) -> Scheduler:
@@ -217,19 +234,34 @@ class GuessedRequests(RuleBasedStateMachine):
         spare_blocks=st.integers(0, 20),
         budget=st.integers(MAX_SEQS, 40),
         max_num_seqs=st.integers(1, MAX_SEQS),
+        has_budget=st.booleans(),
     )
-    def start(self, num_guesses: int, change: str, spare_blocks: int, budget: int, max_num_seqs: int) -> None:
+    def start(
+        self,
+        num_guesses: int,
+        change: str,
+        spare_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        has_budget: bool,
+    ) -> None:
         self.guessed = Guessed(change)
-        self.num_guesses, self.clock = num_guesses, Clock()
+        self.num_guesses, self.has_budget, self.clock = num_guesses, has_budget, Clock()
         self.config = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
         self.num_blocks = 1 + MAX_LEN // BLOCK_SIZE + spare_blocks
-        worker = RealWorker(create_runner(num_guesses, self.guessed))
+        worker = self.create_worker()
         self.engine = RealEngine(self.create_scheduler(worker.runner.facts), worker)  # type: ignore[arg-type]
         self.expected: dict[int, tuple[list[int], FinishReason]] = {}
         self.until: dict[int, int] = {}
         """Number -> tokens with which a frontend finds a stop string, and ends it."""
         self.aborted: set[int] = set()
         self.number = 0
+
+    def create_worker(self) -> RealWorker:
+        runner = create_runner(self.num_guesses, self.guessed)
+        if self.has_budget:
+            let_the_budget_decide(runner)
+        return RealWorker(runner)
 
     def create_scheduler(self, facts: WorkerFacts) -> Scheduler:
         return create_scheduler(facts, num_blocks=self.num_blocks, clock=self.clock, **self.config)
@@ -300,7 +332,7 @@ class GuessedRequests(RuleBasedStateMachine):
         """Another runner takes the place of the one that slept, with other blocks."""
         self.num_blocks = 1 + MAX_LEN // BLOCK_SIZE + spare_blocks
         self.engine.plans.clear()
-        worker = RealWorker(create_runner(self.num_guesses, self.guessed))
+        worker = self.create_worker()
         successor = self.create_scheduler(worker.runner.facts)
         assert successor.adopt(self.engine.scheduler) == ()
         self.engine.scheduler, self.engine.worker = successor, worker  # type: ignore[assignment]
@@ -337,7 +369,9 @@ TestGuessedRequests.settings = settings(max_examples=60, stateful_step_count=30,
 def test_crowded_requests_say_what_they_say_alone(change: str) -> None:
     """Too few blocks for all of them, and a limit in the middle of what a row gets."""
     machine = GuessedRequests()
-    machine.start(num_guesses=5, change=change, spare_blocks=4, budget=24, max_num_seqs=MAX_SEQS)
+    machine.start(
+        num_guesses=5, change=change, spare_blocks=4, budget=24, max_num_seqs=MAX_SEQS, has_budget=False
+    )
     for number, kind in enumerate(("greedy", "sampled", "penalties", "stops", "form")):
         machine.submit([5, 6, 7, 5, 6], kind, 5 * (number % 2), 9 if number == 2 else None, 1)
     machine.run_for_a_while(6, 2)
