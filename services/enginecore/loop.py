@@ -1,6 +1,6 @@
 """The engine's one loop: inbox, results, plans, outputs. It owns the engine core and the executor.
 
-A step is planned and sent before the result of the last one is back, so the network hides behind the
+A step is planned and sent shortly before the worker has computed the last one, so the network hides behind the
 computation. The order within a turn keeps the worker busy: results in, plans out, and only then outputs.
 """
 
@@ -11,10 +11,9 @@ import itertools
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from triptych import failpoints
 from triptych.config import EngineConfig
@@ -38,7 +37,7 @@ from triptych_services.enginecore.scheduler.admission import limits_of
 from triptych_services.enginecore.wake_timer import WakeTimer
 from triptych_services.enginecore.workers.base import Connected, Executor, WorkerLost
 from triptych_services.enginecore.workers.connection import WorkerConnection
-from triptych_services.enginecore.workers.steps_in_flight import PipelineDepth
+from triptych_services.enginecore.workers.steps_in_flight import SentSteps
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +49,6 @@ MAX_PENDING_BYTES = 256 << 20  # log-probabilities of 1,024 requests with 20 alt
 _T = TypeVar("_T")
 FrontendOutbox = Outbox[OutputBatch, EngineWelcome]
 """Output batches by their ids, and the latest welcome."""
-
-
-class _Sent(NamedTuple):
-    """A step in flight."""
-
-    at: float
-    """When it was sent, on the monotonic clock."""
-    was_alone: bool
-    """Whether the worker had nothing else to do."""
-    num_tokens: int
 
 
 class EngineLoop:
@@ -84,9 +73,7 @@ class EngineLoop:
         self._timer = WakeTimer(self._wake, self._next_due_at)
         self._outboxes: dict[int, FrontendOutbox] = {}
         self._session_numbers = itertools.count(1)
-        self._sent: deque[_Sent] = deque()
-        """The steps in flight."""
-        self._pipeline_depth = PipelineDepth(config.scheduler.steps_in_flight)
+        self._sent = SentSteps(config.scheduler.steps_in_flight, self._wake)
         self._connection = WorkerConnection(
             executor,
             on_event=self._wake.set,
@@ -100,7 +87,7 @@ class EngineLoop:
             executor,
             self._connection,
             self._inbox,
-            self._pipeline_depth,
+            self._sent.depth,
             drain_s=config.engine.drain_s,
             welcome=lambda: self.welcome,
             on_change=self._publish_readiness,
@@ -217,6 +204,7 @@ class EngineLoop:
                     await self._begin(recovery.connected, after_crash=recovery.is_crash)
         finally:
             self._timer.stop()
+            self._sent.stop()
             self.adapters.close()
             self._engine.close()
             await self._executor.close()
@@ -225,7 +213,7 @@ class EngineLoop:
         """Begin to serve with a worker that has no rows and no blocks. First it gets the adapters that it lacks."""
         await self._meanwhile(self.adapters.restore(connected.facts))
         self._engine.worker_ready(connected.facts, after_crash=after_crash)
-        self._pipeline_depth.start(connected.max_steps_in_flight, connected.facts.num_stages)
+        self._sent.start(connected.max_steps_in_flight, connected.facts.num_stages)
         self.facts = connected.facts
         self._set_ready(True, "")
         log.info(
@@ -304,11 +292,14 @@ class EngineLoop:
                 self._note_step(result, received_at)
         if (progress := self._executor.take_kv_progress()) is not None:
             engine.note_kv_progress(progress)
-        if self._sent:
-            self._connection.check_silence(self._sent[0].at)
+        if (oldest_at := self._sent.oldest_at) is not None:
+            self._connection.check_silence(oldest_at)
         self._take_due()
-        while engine.num_in_flight < self._pipeline_depth.size and (plan := engine.plan()) is not None:
-            self._sent.append(_Sent(time.monotonic(), not self._sent, plan.num_tokens))
+        while self._sent.may_plan():
+            if (plan := engine.plan()) is None:
+                self._sent.note_nothing()
+                break
+            self._sent.push(plan.num_tokens)
             await self._executor.send(plan)
         self._send_outputs()
         if self._inbox:
@@ -318,13 +309,11 @@ class EngineLoop:
             await self._wake.wait()
 
     def _note_step(self, result: StepResult, received_at: float) -> None:
-        sent_at, was_alone, num_tokens = self._sent.popleft()
+        step = self._sent.pop(result.timings, received_at)
         self._connection.note_result(received_at)
-        if not num_tokens:  # it held orders only: its time says nothing of others
-            return
-        self._pipeline_depth.note(result.timings, received_at - sent_at, was_alone=was_alone)
-        self._metrics.step_seconds.observe(received_at - sent_at)
-        self._metrics.iteration_tokens.observe(num_tokens)
+        if step.num_tokens:  # else it held orders only
+            self._metrics.step_seconds.observe(received_at - step.at)
+            self._metrics.iteration_tokens.observe(step.num_tokens)
 
     def _take_due(self) -> None:
         """End what is over, and offer what may not end here."""
@@ -337,8 +326,8 @@ class EngineLoop:
         due_at = self._engine.next_due_at
         if self._engine.num_requests:
             due_at = min(due_at, self._releases.next_due_at)
-        if self._sent:
-            due_at = min(due_at, self._connection.silent_at(self._sent[0].at))
+        if (oldest_at := self._sent.oldest_at) is not None:
+            due_at = min(due_at, self._connection.silent_at(oldest_at))
         return due_at
 
     def _send_outputs(self) -> None:

@@ -236,8 +236,8 @@ class SchedulerConfig:
     )
     steps_in_flight: int = value(
         0,
-        "Steps in flight towards the worker; 1 turns overlap off; 0: as many as the measured round trip and step "
-        "time need, 2 to 4, and one more for each further stage of a pipeline.",
+        "Steps in flight towards the worker, each planned at once; 1 turns overlap off; 0: as many as the measured "
+        "round trip and step time need, 2 to 4, and one more for each further stage of a pipeline, planned late.",
         ENGINE,
         ge=0,
         le=64,

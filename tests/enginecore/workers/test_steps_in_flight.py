@@ -1,13 +1,19 @@
-"""How many steps the engine keeps in flight."""
+"""How many steps the engine keeps in flight, and when it plans them."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import random
+import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from tests.chaos.grounds.fake_time import run_in_fake_time
 from triptych.types.step import StepTimings
-from triptych_services.enginecore.workers.steps_in_flight import PipelineDepth
+from triptych_services.enginecore.workers.steps_in_flight import PipelineDepth, SentSteps
 
 STEP_NS = 5_000_000
 
@@ -197,3 +203,168 @@ def test_a_slow_network_makes_it_grow_until_the_worker_never_waits(step_ms) -> N
     pipeline = Pipeline(step_ms=step_ms, delay_ms=step_ms * 0.8)
     pipeline.run(3_000, [])
     assert pipeline.depth.size == 3
+
+
+class HeldPipeline:
+    """An engine and a worker in fake time. Times are in ms."""
+
+    def __init__(self, *, delay_ms: float = 0.3, fixed: int = 0, num_stages: int = 1) -> None:
+        """`delay_ms`: of the network, each way."""
+        self._delay_s = delay_ms / 1e3
+        self._wake = asyncio.Event()
+        self.sent = SentSteps(fixed, self._wake)
+        self.sent.start(4 if num_stages == 1 else num_stages + 2, num_stages)
+        self._plans: asyncio.Queue[tuple[float, int]] = asyncio.Queue()
+        self._results: deque[StepTimings] = deque()
+        self.busy_s = self.idle_s = 0.0
+        self.planned_ms: list[float] = []
+        """For each step, how long before the end of what the worker was sent it was planned."""
+        self._busy_until = 0.0
+
+    async def run(
+        self,
+        steps_ms: Sequence[float],
+        sizes: Sequence[int] | None = None,
+        late_ms: Callable[[int], float] = lambda number: 0.0,
+    ) -> float:
+        """Run steps, and return the share of the time in which the worker waited after the first eight.
+
+        Args:
+            steps_ms: Durations.
+            sizes: Tokens of each; all the same if left out.
+            late_ms: Returns how long the engine is stopped after a result.
+        """
+        sizes = sizes or [64] * len(steps_ms)
+        worker = asyncio.create_task(self._work(list(steps_ms)))
+        num_sent = num_back = 0
+        while num_back < len(steps_ms):
+            self._wake.clear()
+            while self._results:
+                self.sent.pop(self._results.popleft(), time.monotonic())
+                num_back += 1
+                if (late_s := late_ms(num_back) / 1e3) > 0:
+                    await asyncio.sleep(late_s)
+            while num_sent < len(steps_ms) and self.sent.may_plan():
+                self.sent.push(sizes[num_sent])
+                self.planned_ms.append(1e3 * (self._busy_until - time.monotonic()))
+                self._plans.put_nowait((time.monotonic() + self._delay_s, num_sent))
+                num_sent += 1
+            if num_back < len(steps_ms):
+                await self._wake.wait()
+        await worker
+        return self.idle_s / max(self.idle_s + self.busy_s, 1e-9)
+
+    async def _work(self, steps_ms: list[float]) -> None:
+        for number, step_ms in enumerate(steps_ms):
+            free_at = time.monotonic()
+            arrives_at, _ = await self._plans.get()
+            await asyncio.sleep(max(arrives_at - time.monotonic(), 0.0))
+            began_at = time.monotonic()
+            self._busy_until = began_at + step_ms / 1e3
+            await asyncio.sleep(step_ms / 1e3)
+            timings = StepTimings(forward_ns=int(step_ms * 1e6), idle_ns=int((began_at - free_at) * 1e9))
+            if number >= 8:
+                self.busy_s += step_ms / 1e3
+                self.idle_s += began_at - free_at
+            asyncio.get_running_loop().call_later(self._delay_s, self._bring, timings)
+
+    def _bring(self, timings: StepTimings) -> None:
+        self._results.append(timings)
+        self._wake.set()
+
+
+@pytest.mark.parametrize("step_ms", [4.0, 20.0, 50.0])
+@pytest.mark.parametrize("delay_ms", [0.1, 1.0])
+def test_a_step_is_planned_shortly_before_the_last_one_ends(monkeypatch, step_ms, delay_ms) -> None:
+    async def work() -> None:
+        pipeline = HeldPipeline(delay_ms=delay_ms)
+        assert await pipeline.run([step_ms] * 64) == 0.0
+        lead_ms = 2 * delay_ms + 1 + step_ms / 32
+        late = pipeline.planned_ms[8:]
+        assert min(late) >= 2 * delay_ms, (
+            "the plan has to cross the network, and the result before it has come"
+        )
+        assert max(late) <= lead_ms + 1.0 + 1e-6, "a timer may fire a millisecond early"
+
+    run_in_fake_time(monkeypatch, work)
+
+
+@pytest.mark.parametrize(("step_ms", "num_steps"), [(1.5, 64), (40.0, 5)])
+def test_what_is_short_or_not_known_is_planned_at_once(monkeypatch, step_ms, num_steps) -> None:
+    async def work() -> None:
+        pipeline = HeldPipeline(delay_ms=0.3)
+        await pipeline.run([step_ms] * num_steps)
+        assert min(pipeline.planned_ms[2:]) >= step_ms - 0.3 - 1e-6, "as soon as the result has come"
+
+    run_in_fake_time(monkeypatch, work)
+
+
+@pytest.mark.parametrize("options", [{"fixed": 2}, {"num_stages": 2}])
+def test_with_stages_or_a_fixed_number_steps_are_planned_at_once(monkeypatch, options) -> None:
+    async def work() -> None:
+        pipeline = HeldPipeline(**options)
+        await pipeline.run([20.0] * 32)
+        assert min(pipeline.planned_ms[8:]) > 15.0
+
+    run_in_fake_time(monkeypatch, work)
+
+
+def test_a_fixed_step_in_flight_is_never_exceeded() -> None:
+    sent = SentSteps(1, asyncio.Event())
+    sent.start(4, 1)
+    assert sent.may_plan()
+    sent.push(1)
+    assert not sent.may_plan()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.02, 0.1, 0.3])
+@pytest.mark.parametrize("num_sizes", [1, 3])
+def test_the_worker_waits_little_however_durations_vary(monkeypatch, spread, num_sizes) -> None:
+    """A hundredth of the time is what may be lost; a plan at once loses nothing here."""
+    draw = random.Random(spread)
+    sizes = [draw.choice((64, 200, 2048)[:num_sizes]) for _ in range(1000)]
+    steps_ms = [20.0 * size**0.3 / 64**0.3 * draw.lognormvariate(0.0, spread) for size in sizes]
+
+    async def work() -> None:
+        assert await HeldPipeline().run(steps_ms, sizes) <= 0.01
+
+    run_in_fake_time(monkeypatch, work)
+
+
+def test_the_worker_waits_little_where_the_engine_is_often_late(monkeypatch) -> None:
+    draw = random.Random(7)
+    late = {number: draw.uniform(0.0, 12.0) for number in range(2000) if draw.random() < 0.5}
+    turns = itertools.count()
+
+    async def work() -> None:
+        pipeline = HeldPipeline()
+        end_hold = pipeline.sent._end_hold
+        monkeypatch.setattr(
+            pipeline.sent,
+            "_end_hold",
+            lambda: asyncio.get_running_loop().call_later(late.get(next(turns), 0.0) / 1e3, end_hold),
+        )
+        assert await pipeline.run([20.0] * 2000) <= 0.01
+
+    run_in_fake_time(monkeypatch, work)
+
+
+def test_pauses_are_forgotten(monkeypatch) -> None:
+    async def work() -> None:
+        pipeline = HeldPipeline()
+        await pipeline.run(
+            [50.0] * 300, late_ms=lambda number: 150.0 if number in range(20, 100, 10) else 0.0
+        )
+        assert max(pipeline.planned_ms[110:120]) < 35.0, "each of eight pauses counts a sixteenth"
+        assert max(pipeline.planned_ms[-10:]) < 12.0
+
+    run_in_fake_time(monkeypatch, work)
+
+
+def test_steps_that_become_shorter_are_noticed_by_the_first(monkeypatch) -> None:
+    async def work() -> None:
+        pipeline = HeldPipeline()
+        await pipeline.run([40.0] * 40 + [10.0] * 40)
+        assert pipeline.idle_s <= 0.031, "one step is waited for"
+
+    run_in_fake_time(monkeypatch, work)
