@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import itertools
 import json
+import re
 import unicodedata
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2 import tokenization_qwen2
 
 from tests.checkpoint.gguf_files import byte_level_vocabulary, sentencepiece_vocabulary, tokenizer_metadata
+from tests.text.test_tokenizers_of_families import random_text
+from tests.text.tokenizers_of_families import FAMILIES
 from tests.text.tokenizers_of_tests import PIECES, sentencepiece_backend
 from triptych.checkpoint.gguf.tokenizer import _WORDS, build_tokenizer, write_tokenizer
 from triptych.errors import ModelError
@@ -97,8 +104,6 @@ def naive_sentencepiece(text: str, scores: dict[str, float], ids: dict[str, int]
 
 @pytest.mark.model
 def test_the_embedded_tokenizer_cuts_digits_apart_and_merges_by_rank() -> None:
-    from tokenizers import Tokenizer
-
     path = resolve_model("embedded") / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     model = json.loads(path.read_text())["model"]
@@ -114,8 +119,6 @@ def test_the_embedded_tokenizer_cuts_digits_apart_and_merges_by_rank() -> None:
 
 @pytest.mark.model
 def test_control_tokens_in_a_text_become_their_ids() -> None:
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(resolve_model("embedded") / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|>user\n<|im_end|>").ids == [1, *tokenizer.encode("user\n").ids, 2]
     assert [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special][
@@ -170,6 +173,143 @@ def test_families_differ_in_their_words(pre: str, words: list[str]) -> None:
     tokenizer = build_tokenizer(tokenizer_metadata(byte_level_vocabulary([], pre=pre)))
     found = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str("HelloWorld's 12 x")]
     assert found == [to_stand_ins(word) for word in words]
+
+
+OF_FAMILIES = {
+    "gpt2": ("gpt2", "gpt-2"),
+    "olmo": ("gpt2", "olmo"),
+    "olmo2": ("gpt2", "dbrx"),
+    "llama3": ("gpt2", "llama-bpe"),
+    "llama4": ("gpt2", "llama4"),
+    "qwen2": ("gpt2", "qwen2"),
+    "qwen3.5": ("gpt2", "qwen35"),
+    "deepseek-v2": ("gpt2", "deepseek-llm"),
+    "deepseek-v3": ("gpt2", "deepseek-v3"),
+    "gpt-oss": ("gpt2", "gpt-4o"),
+    "falcon": ("gpt2", "falcon"),
+    "falcon-h1": ("gpt2", "falcon-h1"),
+    "starcoder": ("gpt2", "starcoder"),
+    "granite": ("gpt2", "refact"),
+    "smollm": ("gpt2", "smollm"),
+    "bloom": ("gpt2", "bloom"),
+    "glm4": ("gpt2", "chatglm-bpe"),
+    "command-r": ("gpt2", "command-r"),
+    "aya": ("gpt2", "tiny_aya"),
+    "minimax-m2": ("gpt2", "minimax-m2"),
+    "hunyuan": ("gpt2", "hunyuan-dense"),
+    "exaone": ("gpt2", "exaone-moe"),
+    "bailing": ("gpt2", "bailingmoe2"),
+    "phi2": ("gpt2", "phi-2"),
+    "stablelm2": ("gpt2", "stablelm2"),
+    "mistral-nemo": ("gpt2", "tekken"),
+    "lfm2": ("gpt2", "lfm2"),
+    "roberta": ("gpt2", "roberta-bpe"),
+    "modernbert": ("gpt2", "modern-bert"),
+    "gemma4": ("gemma4", ""),
+    "bert-uncased": ("bert", "default"),
+    "bert-cased": ("bert", "default"),
+    "xlm-roberta": ("t5", "default"),
+}
+"""Family -> `tokenizer.ggml.model` and `tokenizer.ggml.pre` of llama.cpp's converter."""
+
+
+def described_by_converter(backend: Tokenizer, model: str, pre: str, folder: Path) -> dict[str, Any]:
+    """Return the metadata that llama.cpp's converter writes of a tokenizer.json."""
+    backend.save(str(folder / "tokenizer.json"))
+    described = json.loads(backend.to_str())
+    added = {token["id"]: token for token in described["added_tokens"]}
+    names = added_around(described)
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    special = gguf.SpecialVocab(folder, load_merges=described["model"]["type"] == "BPE")
+    tokens = sorted(backend.get_vocab(), key=backend.token_to_id)
+    kinds = gguf.TokenType
+    types = [
+        (kinds.CONTROL if added[place]["special"] else kinds.USER_DEFINED)
+        if place in added
+        else kinds.BYTE
+        if re.fullmatch("<0x[0-9A-F]{2}>", token)
+        else kinds.NORMAL
+        for place, token in enumerate(tokens)
+    ]
+    values: dict[str, Any] = {"model": model, "pre": pre, "tokens": tokens, "token_type": types}
+    if model == "bert":
+        values["tokens"] = [
+            token if kind == kinds.CONTROL else token[2:] if token.startswith("##") else f"▁{token}"
+            for token, kind in zip(tokens, types, strict=True)
+        ]
+    elif model == "t5":
+        types[tokens.index("<unk>")] = kinds.UNKNOWN
+        charsmap = base64.b64decode(described["normalizer"]["precompiled_charsmap"])
+        values |= {"precompiled_charsmap": list(charsmap), "remove_extra_whitespaces": True}
+        scores = dict(described["model"]["vocab"])
+        values["scores"] = [scores.get(token, -10000.0) for token in tokens]
+    else:
+        values["merges"] = special.merges
+    values |= {f"add_{name}_token": adds for name, adds in special.add_special_token.items()}
+    keys = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
+    values |= {f"{keys.get(name, name)}_token_id": each for name, each in special.special_token_ids.items()}
+    if model == "bert":
+        values["normalizer.lowercase"] = described["normalizer"]["lowercase"]
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+
+
+def added_around(described: dict[str, Any]) -> dict[str, str]:
+    """Return the names of tokens that tokenizer_config.json has beside such a tokenizer.json."""
+    parts = described["post_processor"].get("processors", [described["post_processor"]])
+    around = [
+        part["SpecialToken"]["id"] if "SpecialToken" in part else ""
+        for part in next((part["single"] for part in parts if part["type"] == "TemplateProcessing"), ())
+    ]
+    names = {"bos_token": next(iter(around), ""), "eos_token": next(reversed(around), "")}
+    contents = [token["content"] for token in described["added_tokens"]]
+    names |= {"unk_token": next((each for each in contents if each.lower().strip("<[]>") == "unk"), "")}
+    if "[CLS]" in contents:
+        names |= {"cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return {name: text for name, text in names.items() if text}
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize(
+    "name", dict.fromkeys(("gemma4", "bert-uncased", "xlm-roberta", "qwen3.5", *OF_FAMILIES))
+)
+def test_a_converted_tokenizer_has_the_ids_of_its_tokenizer_json(name: str, tmp_path: Path) -> None:
+    backend = FAMILIES[name].build()
+    model, pre = OF_FAMILIES[name]
+    ours = build_tokenizer(described_by_converter(backend, model, pre, tmp_path))
+    theirs = TextTokenizer(backend, {})
+    spelled = [token.content for token in backend.get_added_tokens_decoder().values() if token.lstrip]
+    for _ in range(60):
+        text = random_text(theirs)
+        if backend.normalizer is not None and ours.normalizer is None:
+            text = unicodedata.normalize("NFC", text)  # which llama.cpp does for none
+        if model == "t5":
+            text = text.replace(
+                "\x85", ""
+            )  # a line's end to the `tokenizers` library, and none to SentencePiece
+        if any(token in text for token in spelled):
+            continue  # files do not say that such a token takes the spaces before it along
+        found = ours.encode(text)
+        assert found.ids == backend.encode(text).ids, repr(text)
+        assert ours.decode(found.ids) == backend.decode(found.ids)
+    assert ours.encode("a b", "b").ids == backend.encode("a b", "b").ids
+    if model == "bert":
+        assert ours.encode("a b", "b").type_ids == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_vocabulary_with_capitals_is_of_a_model_that_keeps_them(tmp_path: Path) -> None:
+    for name, expected in (("bert-uncased", ["a", "a"]), ("bert-cased", ["A", "a"])):
+        metadata = described_by_converter(FAMILIES[name].build(), "bert", "default", tmp_path)
+        del metadata["tokenizer.ggml.normalizer.lowercase"]  # as files of 2024
+        assert build_tokenizer(metadata).encode("A a", add_special_tokens=False).tokens == expected
+
+
+def test_eos_is_added_where_the_file_asks_for_it() -> None:
+    metadata = tokenizer_metadata(byte_level_vocabulary([], pre="qwen2"))
+    asks = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True}
+    assert build_tokenizer(metadata | asks).encode("a").tokens == ["a", "<|end|>"]
+    del metadata["tokenizer.ggml.eos_token_id"]
+    with pytest.raises(ModelError, match=r"eos_token_id: is missing, but add_eos_token asks for it"):
+        build_tokenizer(metadata | asks)
 
 
 def test_templates_by_name_are_kept(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_linear_rope_scaling_is_kept(tmp_path: Path) -> None:
             {"vocabulary": byte_level_vocabulary([], pre="gemma4")},
             "tokenizer.ggml.pre: 'gemma4' is not supported",
         ),
-        ({"vocabulary": byte_level_vocabulary([]) | {"model": "bert"}}, "tokenizer.ggml.model: 'bert'"),
+        ({"vocabulary": byte_level_vocabulary([]) | {"model": "rwkv"}}, "tokenizer.ggml.model: 'rwkv'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -242,7 +242,11 @@ def word_pieces(
         trainer = trainers.WordPieceTrainer(vocab_size=500, special_tokens=list(control))
         tokenizer.train_from_iterator(lines, trainer)
         add(tokenizer, special(pad, unknown, first, last) + special(mask, lstrip=mask == "<mask>"))
-        tokenizer.post_processor = around(tokenizer, first, last)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[first, "$A", last],
+            pair=[first, "$A", last, "$B:1", f"{last}:1"],
+            special_tokens=[(each, tokenizer.token_to_id(each)) for each in (first, last)],
+        )
         return tokenizer
 
     return build

@@ -22,7 +22,7 @@ from triptych.errors import ModelError
 from triptych.hub.cache import build_directory_once, cache_home
 from triptych.hub.progress import ProgressLine
 
-CONVERTER_VERSION = 3
+CONVERTER_VERSION = 4
 """Raise it when the converted files change: directories of another version are made anew."""
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
