@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,14 +22,45 @@ from triptych_kernels.weights.formats import (
     QuantizedFormat,
 )
 
+CodeOrder = Literal["rows", "words", "inputs"]
+"""How codes lie in a file: rows of codes; words of each row's codes, with the rows of a word side by side, as GPTQ has
+them; or inputs first, with 8 rows in a word, as AWQ has them. Numbered as by `CodeOrder` in coded_weight.cpp."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredCodes:
+    """Codes as a file packs them, which a kernel unpacks while it fills a weight."""
+
+    shape: tuple[int, int]
+    """[rows, in_features], the latter a multiple of 32."""
+    data: Tensor
+    """A view of the file: [rows, words or bytes], [words, rows], or [in_features, words of 8 rows]."""
+    order: CodeOrder
+    bits: int
+    """Bits of a code. All codes of a row, or with `inputs` of a word, are one stream, the lowest bits first."""
+    unpack: Callable[[], Tensor]
+    """Returns [rows, in_features] uint8."""
+    skip: int = 0
+    """Rows of the first word that are not meant, with `inputs`."""
+
+    @classmethod
+    def of_bytes(cls, codes: Tensor) -> StoredCodes:
+        """Return codes [rows, in_features] uint8 in this form."""
+        return cls((codes.shape[0], codes.shape[1]), codes.contiguous(), "rows", 8, lambda: codes)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one row, word or input to the next."""
+        return self.data.stride(0) * self.data.itemsize
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedRows:
     """Rows of a weight, exactly as a file means them."""
 
     format: QuantizedFormat
-    codes: Tensor
-    """[rows, in_features] uint8, without signs, inputs in the order of the model."""
+    codes: Tensor | StoredCodes
+    """[rows, in_features] uint8, without signs, inputs in the order of the model; or as they are packed."""
     scales: Tensor
     """[rows, groups] of any dtype that holds them, in a format with scales in two levels the integers. The last group
     may be smaller."""
@@ -46,6 +78,10 @@ class CodedRows:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
+    def unpacked(self) -> Tensor:
+        """Return the codes, [rows, in_features] uint8."""
+        return self.codes.unpack() if isinstance(self.codes, StoredCodes) else self.codes
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [rows, in_features], computed in float32 and then rounded to `dtype`."""
         values = self.values()
@@ -58,10 +94,10 @@ class CodedRows:
         """Return what each code's scale multiplies, [rows, in_features] float32, without the offset."""
         format = self.format
         if format.table == "e4m3":
-            return self.codes.view(torch.float8_e4m3fn).float()
+            return self.unpacked().view(torch.float8_e4m3fn).float()
         if format.table:
-            return torch.tensor(TABLES[format.table])[self.codes.long()]
-        return self.codes.float() - (0 if format.offset != "none" else 2 ** (format.bits - 1))
+            return torch.tensor(TABLES[format.table])[self.unpacked().long()]
+        return self.unpacked().float() - (0 if format.offset != "none" else 2 ** (format.bits - 1))
 
     def group_scales(self) -> Tensor:
         """Return the scales of the groups, [rows, groups] float32, with all levels and the factor."""
@@ -115,7 +151,7 @@ class CodedRows:
 
         return replace(
             self,
-            codes=part(self.codes, 1),
+            codes=part(self.unpacked(), 1),
             scales=part(self.scales, group),
             offsets=optional(self.offsets, group),
             super_scales=optional(self.super_scales, SUPER_GROUP_SIZE),
@@ -145,14 +181,14 @@ def as_blocks(rows: CodedRows) -> tuple[str, Tensor]:
     widest = BLOCK_FORMATS["Q8_0"]
     if rows.format not in BLOCK_FORMATS.values() and replace(rows.format, bits=widest.bits) == widest:
         center = 2 ** (widest.bits - 1) - 2 ** (rows.format.bits - 1)
-        rows = replace(rows, format=widest, codes=rows.codes + center)
+        rows = replace(rows, format=widest, codes=rows.unpacked() + center)
     type = next((type for type, format in BLOCK_FORMATS.items() if format == rows.format), None)
     if type is None:
         raise ValueError(f"{rows.format} is not the format of {', '.join(BLOCK_FORMATS)}")
     heads = [_as_halves(rows.group_scales())]
     if rows.offsets is not None:
         heads.append(_as_halves(rows.group_minimums()))
-    codes = rows.codes.unflatten(1, (-1, GROUP_SIZE))
+    codes = rows.unpacked().unflatten(1, (-1, GROUP_SIZE))
     if rows.format.bits == 4:
         integers = codes[..., : GROUP_SIZE // 2] | codes[..., GROUP_SIZE // 2 :] << 4
     else:

@@ -20,12 +20,13 @@ from torch import Tensor
 from triptych_kernels.cpu.dtypes import DTYPES
 from triptych_kernels.cpu.launch import launch
 from triptych_kernels.weights.base import Half
-from triptych_kernels.weights.coded import CodedRows
+from triptych_kernels.weights.coded import CodedRows, CodeOrder, StoredCodes
 from triptych_kernels.weights.formats import QuantizedFormat
 from triptych_kernels.weights.layout import PanelLayout
 from triptych_kernels.weights.packed import HALVES, AdapterOperands
 from triptych_kernels.weights.quantized import QuantizedWeight, can_hold
 
+_ORDERS: tuple[CodeOrder, ...] = ("rows", "words", "inputs")  # as coded_weight.cpp numbers them
 _SIGNED_ZERO = 128  # is added to zero points and to the lower of two levels
 _E8M0_BIAS = 127
 
@@ -51,10 +52,13 @@ class CodedWeight(QuantizedWeight):
     def fill_codes(self, first_row: int, rows: CodedRows, half: Half | None = None) -> None:
         assert rows.shape[1] == self.in_features, "rows of as many inputs"
         parts = _pack(rows, self.layout)
+        codes = parts.codes
         launch(
-            "pack_codes", parts.codes, form=self.layout.number, codes=parts.codes, scales=parts.scales,
-            offsets=parts.offsets, multiples=parts.multiples, minima=parts.minima, factors=parts.factors,
-            panels=self.data, in_features=self.in_features, first_row=first_row, half=HALVES[half],
+            "pack_codes", parts.scales, form=self.layout.number, codes=codes.data,
+            order=_ORDERS.index(codes.order), bits=codes.bits, stride=codes.stride, skip=codes.skip, shift=parts.shift,
+            scales=parts.scales, offsets=parts.offsets, multiples=parts.multiples, minima=parts.minima,
+            factors=parts.factors, panels=self.data, in_features=self.in_features, first_row=first_row,
+            half=HALVES[half],
         )  # fmt: skip
 
     def multiply(
@@ -102,7 +106,8 @@ class CodedWeight(QuantizedWeight):
 class _Parts:
     """Rows in the types in which panels store them; the fields of `PackCodes`."""
 
-    codes: Tensor
+    codes: StoredCodes
+    shift: int
     scales: Tensor
     offsets: Tensor | None = None
     multiples: Tensor | None = None
@@ -119,13 +124,13 @@ def _pack(rows: CodedRows, layout: PanelLayout) -> _Parts:
     to, own = layout.format, rows.format
     if not to.holds(own):
         raise ValueError(f"weights of {own} do not fit into {to} without loss")
-    codes = _held_codes(rows, layout)
+    codes, shift = _held_codes(rows, layout)
     if to.scale == "k":
-        return _pack_levels(rows, codes, layout)
+        return _pack_levels(rows, codes, shift, layout)
     factors = None
     scales = rows.group_scales()
     if to.scale == "e4m3":
-        factors = torch.full((len(codes),), rows.factor)
+        factors = torch.full((rows.shape[0],), rows.factor)
         scales = rows.scales.float()
     if own.table == "fp4" and not to.table:
         scales = scales / 2  # of which codes are twice the values
@@ -142,38 +147,39 @@ def _pack(rows: CodedRows, layout: PanelLayout) -> _Parts:
             minima = scales * -_SIGNED_ZERO
         offsets = _of_groups(_exactly(minima, to.scale, "minimum"), own, layout)
     return _Parts(
-        codes, _of_groups(_exactly(scales, to.scale, "scale"), own, layout), offsets, factors=factors
+        codes, shift, _of_groups(_exactly(scales, to.scale, "scale"), own, layout), offsets, factors=factors
     )
 
 
-def _held_codes(rows: CodedRows, layout: PanelLayout) -> Tensor:
-    """Return the codes as panels count them, [rows, in_features] uint8."""
+def _held_codes(rows: CodedRows, layout: PanelLayout) -> tuple[StoredCodes, int]:
+    """Return codes, and what is added to each, so that they are as panels count them."""
     own, to = rows.format, layout.format
     if own.table != to.table:  # integers of 8 bits take its values
         twice = 2 if own.table == "fp4" else 1
-        return (rows.values() * twice + _SIGNED_ZERO).to(torch.uint8)
+        return StoredCodes.of_bytes((rows.values() * twice + _SIGNED_ZERO).to(torch.uint8)), 0
+    codes = rows.codes if isinstance(rows.codes, StoredCodes) else StoredCodes.of_bytes(rows.codes)
     if own.table or to.offset == "zero" or (own.offset != "none" and layout.bits != 6):
-        return rows.codes.contiguous()
+        return codes, 0
     if own.offset != "none" and own.bits > 5:
         raise ValueError(f"codes of {own} do not fit into {to}, where 6 bits have signs")
     # from the file's center to that of the panels
     center = 0 if own.offset != "none" else 2 ** (own.bits - 1)
-    return rows.codes + (2 ** (layout.bits - 1) - center)
+    return codes, 2 ** (layout.bits - 1) - center
 
 
-def _pack_levels(rows: CodedRows, codes: Tensor, layout: PanelLayout) -> _Parts:
+def _pack_levels(rows: CodedRows, codes: StoredCodes, shift: int, layout: PanelLayout) -> _Parts:
     assert rows.super_scales is not None, "scales are in two levels"
     own, to = rows.format, layout.format
     super_scales = _exactly(rows.super_scales.float() * rows.factor, "k", "scale")
     multiples = _of_groups(_as_bytes(rows.scales.float() + _SIGNED_ZERO, "multiple of a scale"), own, layout)
     if to.offset == "none":
-        return _Parts(codes, super_scales, multiples=multiples)
+        return _Parts(codes, shift, super_scales, multiples=multiples)
     offsets, super_minimums = rows.offsets, rows.super_minimums
     if offsets is None or super_minimums is None:
         offsets, super_minimums = torch.zeros_like(rows.scales), torch.zeros_like(rows.super_scales)
     minima = _of_groups(_as_bytes(offsets.float(), "multiple of a minimum"), own, layout)
     supers = _exactly(super_minimums.float() * rows.factor, "k", "minimum")
-    return _Parts(codes, super_scales, supers, multiples, minima)
+    return _Parts(codes, shift, super_scales, supers, multiples, minima)
 
 
 def _of_groups(values: Tensor, own: QuantizedFormat, layout: PanelLayout) -> Tensor:

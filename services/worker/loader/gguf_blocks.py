@@ -286,7 +286,7 @@ def read_codes(blocks: Tensor, type: str) -> CodedRows:
 
     return replace(
         coded,
-        codes=coded.codes.reshape(len(blocks), -1),
+        codes=coded.unpacked().reshape(len(blocks), -1),
         scales=coded.scales.reshape(len(blocks), -1),
         offsets=of_rows(coded.offsets),
         super_scales=of_rows(coded.super_scales),

@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from triptych.checkpoint.quantization.scheme import WeightScheme
 from triptych.errors import ModelError
-from triptych_kernels.weights.coded import CodedRows
+from triptych_kernels.weights.coded import CodedRows, StoredCodes
 from triptych_kernels.weights.formats import Offset, QuantizedFormat, Scale, Table
 from triptych_services.worker.layers.quantization import CodedPart
 from triptych_services.worker.loader.base import StoredTensor
@@ -205,13 +206,7 @@ class WordLayout(Layout):
         return None if torch.equal(order, torch.arange(columns) // group) else order
 
     def read(self, module: CodedModule, form: CodedForm, part: CodedPart, expert: int = 0) -> CodedRows:
-        bits, columns = module.scheme.bits, form.shape[1]
-        first, last = part.column // 32 * 32, min(-(-(part.column + part.columns) // 32) * 32, columns)
-        words = self._narrow(
-            module.view(self.main), part.row, part.rows, first * bits // 32, -(-(last - first) * bits // 32)
-        )
-        codes = unpack_words(words, bits, last - first)
-        codes = codes[:, part.column - first : part.column - first + part.columns]
+        codes = self._codes(module, part, form.shape[1])
         of_inputs = self._groups(module, form, part)
         scales = self._of_rows(module, module.view(self.scale), part)
         scales = module.scales(self.scale, scales)
@@ -222,6 +217,24 @@ class WordLayout(Layout):
             scales[:, of_inputs],
             None if zeros is None else zeros[:, of_inputs],
         )
+
+    def _codes(self, module: CodedModule, part: CodedPart, columns: int) -> Tensor | StoredCodes:
+        bits, matrix = module.scheme.bits, module.view(self.main)
+
+        def unpack() -> Tensor:
+            first, last = part.column // 32 * 32, min(-(-(part.column + part.columns) // 32) * 32, columns)
+            count = -(-(last - first) * bits // 32)
+            words = self._narrow(matrix, part.row, part.rows, first * bits // 32, count)
+            codes = unpack_words(words.contiguous(), bits, last - first)
+            return codes[:, part.column - first : part.column - first + part.columns]
+
+        if part.column % 32 or part.columns % 32:
+            return unpack()
+        words = self._narrow(matrix, part.row, part.rows, part.column * bits // 32, part.columns * bits // 32)
+        shape = part.rows, part.columns
+        if self.is_by_input:
+            return StoredCodes(shape, words.t(), "words", bits, unpack)
+        return StoredCodes(shape, words, "rows", bits, unpack)
 
     def _groups(self, module: CodedModule, form: CodedForm, part: CodedPart) -> Tensor:
         """Return the stored group of each group of the form."""
@@ -239,7 +252,7 @@ class WordLayout(Layout):
     def _narrow(self, words: Tensor, row: int, rows: int, column: int, columns: int) -> Tensor:
         """Return a part of a matrix of words, outputs first."""
         matrix = words.t() if self.is_by_input else words
-        return matrix[row : row + rows, column : column + columns].contiguous()
+        return matrix[row : row + rows, column : column + columns]
 
     def _zeros(self, module: CodedModule, part: CodedPart, num_groups: int) -> Tensor | None:
         """Return the zeros of some outputs, [rows, groups] uint8; None if they are the middle of the codes."""
@@ -311,7 +324,19 @@ class AwqLayout(WordLayout):
 
     def read(self, module: CodedModule, form: CodedForm, part: CodedPart, expert: int = 0) -> CodedRows:
         words = module.view(self.main)[part.column : part.column + part.columns]
-        codes = self._unpack(words, part)
+        codes: Tensor | StoredCodes
+        if part.columns % 32:
+            codes = self._unpack(words, part)
+        else:
+            first, last = part.row // 8, -(-(part.row + part.rows) // 8)
+            codes = StoredCodes(
+                (part.rows, part.columns),
+                words[:, first:last],
+                "inputs",
+                4,
+                partial(self._unpack, words, part),
+                skip=part.row - first * 8,
+            )
         of_inputs = self._groups(module, form, part)
         scales = module.scales(self.scale, self._of_rows(module, module.view(self.scale), part))
         zeros = self._zeros(module, part, scales.shape[1])
@@ -466,8 +491,16 @@ class PairLayout(Layout):
             pairs, scales = pairs[expert].flatten(1), scales[expert]
         rows = slice(part.row, part.row + part.rows)
         pairs = pairs[rows, part.column // 2 : -(-(part.column + part.columns) // 2)]
-        codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
-        codes = codes[:, part.column % 2 :][:, : part.columns]
+
+        def unpack() -> Tensor:
+            codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
+            return codes[:, part.column % 2 :][:, : part.columns]
+
+        codes: Tensor | StoredCodes
+        if part.column % 2 or part.columns % 32:
+            codes = unpack()
+        else:
+            codes = StoredCodes((part.rows, part.columns), pairs, "rows", 4, unpack)
         scales = scales[rows, torch.arange(part.column, part.column + part.columns, part.group) // group]
         if self.scale_type == "U8":
             scales = scales.view(torch.float8_e8m0fnu)

@@ -37,15 +37,29 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.errors import FeatureDisabled, ModelError
 from triptych_kernels.cpu.library import isa
+from triptych_kernels.weights.base import Half
+from triptych_kernels.weights.coded import StoredCodes
+from triptych_kernels.weights.coded_weight import CodedWeight
 from triptych_kernels.weights.quantized import QuantizedWeight
 from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.layers.quantization import CodedPart
 from triptych_services.worker.layers.weights import linear_weights
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.runner.startup.create import create_runner
 
+PROJECTION = "model.layers.0.mlp.up_proj"
 DEQUANTIZED = ("gptq order",)
 """Schemes with codes that no product reads."""
+
+
+PACKED = [
+    name
+    for name, scheme in SCHEMES.items()
+    if scheme.type.startswith(("gptq", "awq", "pack", "mxfp4", "nvfp4"))
+]
+PACKED = [name for name in PACKED if name not in DEQUANTIZED]
+"""Schemes of which kernels read the codes as they are packed."""
 
 
 def load(directory: Path, quantization: str) -> CausalLM:
@@ -111,6 +125,34 @@ def test_held_codes_mean_the_same_weights(tmp_path: Path, name: str) -> None:
         assert (ours - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
+@pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_codes_fill_the_bytes_that_unpacked_ones_fill(
+    tmp_path: Path, name: str, is_gated: bool
+) -> None:
+    save_quantized(tmp_path, SCHEMES[name], wanted=lambda tensor: tensor.startswith(PROJECTION))
+    checkpoint = open_checkpoint(tmp_path)
+    tensor = f"{PROJECTION}.weight"
+    format = checkpoint.tensors[tensor].format
+    assert format is not None
+    wide = replace(format, group=min(format.group or 64, 64))  # two ranks cut groups of 128
+    for held in (wide, replace(wide, bits=8, offset="zero") if not wide.table else wide):
+        filled, expected = (CodedWeight(160, 64, torch.float32, held, gated=is_gated) for _ in range(2))
+        halves: tuple[Half | None, ...] = ("gate", "up") if is_gated else (None, None)
+        # pieces of two projections: odd rows of the file at odd places, and the share of another rank each
+        for row, (start, rows) in enumerate([(0, 3), (3, 71), (74, 6)]):
+            for number, half in enumerate(halves):
+                part = CodedPart(7 + row + start, rows, 64 * number, 64, wide.group)
+                codes = checkpoint.read_codes(tensor, part)
+                assert isinstance(codes.codes, StoredCodes)
+                first = start + (0 if is_gated else 80 * number)
+                filled.fill_codes(first, codes, half)
+                expected.fill_codes(first, replace(codes, codes=codes.unpacked()), half)
+        assert torch.equal(filled.data, expected.data)
+        assert filled.data.any()
+
+
 @pytest.mark.parametrize("name", ["gptq zeros", "awq", "fp8 exponents", "nvfp4", "nf4 nested"])
 def test_ranks_read_their_shares(tmp_path: Path, name: str) -> None:
     model = save_quantized(tmp_path, SCHEMES[name])
@@ -164,9 +206,6 @@ def test_what_is_dequantized_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         load(tmp_path, "stored")
     assert "14 weights stored as gptq 4-bit g32, its inputs are in the order" in caplog.text
-
-
-PROJECTION = "model.layers.0.mlp.up_proj"
 
 
 def change(name: str, edit: Callable[[Tensor], Tensor | None]) -> Callable[[dict[str, Tensor]], None]:

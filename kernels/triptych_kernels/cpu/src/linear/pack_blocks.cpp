@@ -310,7 +310,8 @@ TRIPTYCH_KERNEL(pack_blocks, triptych::PackBlocks,
   const CodedForm form(args.form);
   with_layout(args.type, [&](auto layout) {
     using T = decltype(layout);
-    coded::for_panel_rows(args.first_row, rows, args.half,
-                          [&](int64_t first, int64_t end) { pack_rows<T>(args, form, first, end); });
+    coded::for_panels(args.first_row, rows, args.half, 1, [&](const auto& for_each_panel) {
+      for_each_panel([&](int64_t first, int64_t end) { pack_rows<T>(args, form, first, end); });
+    });
   });
 }
