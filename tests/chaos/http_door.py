@@ -19,7 +19,8 @@ from triptych.errors import (
     TriptychError,
 )
 from triptych.types.events import DeltaEvent, Event, FinishedEvent
-from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, Usage
+from triptych.types.logprobs import TokenLogprobs
+from triptych.types.outputs import FinishReason, StageTimings, Usage
 
 _READ_S = 180.0
 

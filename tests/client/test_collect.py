@@ -9,14 +9,8 @@ import pytest
 
 from triptych.client.collect import OutputCollector, stream_outputs
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
-from triptych.types.outputs import (
-    FinishReason,
-    Logprob,
-    RequestOutput,
-    StageTimings,
-    TokenLogprobs,
-    Usage,
-)
+from triptych.types.logprobs import Logprob, TokenLogprobs
+from triptych.types.outputs import FinishReason, RequestOutput, StageTimings, Usage
 from triptych.types.step import PromptLogprobs
 
 

@@ -18,7 +18,8 @@ from triptych.errors import DeadlineExceeded, InvalidRequest, QueueFull, Triptyc
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
-from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
+from triptych.types.logprobs import Logprob, TokenLogprobs
+from triptych.types.outputs import FinishReason, StageTimings, Usage
 from triptych.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych.wire.generation import EventEncoder
 from triptych_services.frontend.grpc.batch import BatchRun, items_in_flight

@@ -15,7 +15,8 @@ from triptych.errors import EngineUnavailable, InvalidRequest, ModelNotFound, No
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
 from triptych.types.facts import ModelFacts
 from triptych.types.identity import ModelIdentity
-from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
+from triptych.types.logprobs import Logprob, TokenLogprobs
+from triptych.types.outputs import FinishReason, StageTimings, Usage
 from triptych.types.pooling import PoolingParams, Task
 from triptych.types.step import PromptLogprobs
 from triptych.types.submit import EngineLimits, ModelTerms

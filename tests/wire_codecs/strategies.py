@@ -26,17 +26,9 @@ from triptych.types.events import (
 )
 from triptych.types.facts import ModelFacts, WorkerFacts
 from triptych.types.kv_transfer import KvExport, KvOrders, KvProgress, KvPull
+from triptych.types.logprobs import Logprob, TokenLogprobs
 from triptych.types.output_limits import RepetitionDetection, ThinkingBudget
-from triptych.types.outputs import (
-    CacheNews,
-    FinishedRequest,
-    FinishReason,
-    Logprob,
-    OutputBatch,
-    StageTimings,
-    TokenLogprobs,
-    Usage,
-)
+from triptych.types.outputs import CacheNews, FinishedRequest, FinishReason, OutputBatch, StageTimings, Usage
 from triptych.types.pooling import PoolingParams, Task
 from triptych.types.row_key import RowKey
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, SamplingField, SamplingParams

@@ -32,15 +32,8 @@ from triptych.internal.v1 import engine_core_pb2, sampling_pb2, step_pb2, worker
 from triptych.rpc.session.handshake import SessionTerms
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
 from triptych.types.facts import EngineCounters, EngineStatus, KvGroup, KvKind, KvLayout
-from triptych.types.outputs import (
-    FinishedRequest,
-    FinishReason,
-    Logprob,
-    OutputBatch,
-    StageTimings,
-    TokenLogprobs,
-    Usage,
-)
+from triptych.types.logprobs import Logprob, TokenLogprobs
+from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, StageTimings, Usage
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import (
     LogprobColumns,

@@ -18,7 +18,7 @@ from triptych.client.grpc_client import GenerationClient, ServedModel
 from triptych.client.prompts import ParsedPrompt, is_token_ids
 from triptych.client.request import RequestOptions
 from triptych.errors import FieldViolation, InvalidRequest
-from triptych.types.outputs import Logprob, TokenLogprobs
+from triptych.types.logprobs import Logprob, TokenLogprobs
 from triptych.types.sampling import MAX_LOGPROBS
 
 

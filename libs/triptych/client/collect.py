@@ -13,7 +13,8 @@ from triptych.types.events import (
     PromptLogprobsEvent,
     ResumableEvent,
 )
-from triptych.types.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs, append_calls
+from triptych.types.logprobs import Logprob, TokenLogprobs
+from triptych.types.outputs import CompletionOutput, RequestOutput, append_calls
 
 
 class OutputCollector:

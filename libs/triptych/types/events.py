@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, ToolCallDelta, Usage
+from triptych.types.logprobs import TokenLogprobs
+from triptych.types.outputs import FinishReason, StageTimings, ToolCallDelta, Usage
 from triptych.types.step import F32, U32, PromptLogprobs
 
 
@@ -57,7 +58,8 @@ class DeltaEvent:
     index: int
     text: str
     token_ids: Sequence[int]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    """Those of `token_ids`, where they were asked for. A frontend's are `LogprobRows`."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     reasoning: str = ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 
+from triptych.types.logprobs import TokenLogprobs
 from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, empty_u32
 from triptych.types.submit import SubmitRequest
 
@@ -169,88 +170,6 @@ class OutputBatch:
     def owners(self) -> U32:
         """[sum(token_counts)] the number of the request of each token."""
         return np.repeat(self.numbers, self.token_counts) if len(self.token_counts) else self.numbers
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """One candidate for one position."""
-
-    token_id: int
-    logprob: float
-    text: str = ""
-    rank: int = 0
-    """1 = best; 0 = not known."""
-    token_bytes: bytes | None = None
-    """The token's bytes where `text` does not hold them: a part of a character. None: those of `text`."""
-
-    @classmethod
-    def of_bytes(cls, token_id: int, logprob: float, token_bytes: bytes, rank: int) -> Logprob:
-        """Return the entry of a token of these bytes."""
-        try:
-            return cls(token_id, logprob, token_bytes.decode(), rank)
-        except UnicodeDecodeError:
-            return cls(token_id, logprob, token_bytes.decode(errors="replace"), rank, token_bytes)
-
-    @property
-    def utf8(self) -> bytes:
-        """The token's bytes: a part of a UTF-8 text."""
-        return self.text.encode() if self.token_bytes is None else self.token_bytes
-
-    @property
-    def decoded_token(self) -> str:
-        """`text`, under vLLM's name."""
-        return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs(Mapping[int, Logprob]):
-    """The chosen token's log-probability and its best rivals', at one position: columns, the chosen one first.
-
-    As in vLLM it is a mapping of token ids to entries, in this order: `for token_id, entry in row.items()`.
-    """
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    token_bytes: Sequence[bytes]
-    """Parts of a UTF-8 text; empty where they are not known."""
-    ranks: Sequence[int]
-    """1 = best; 0 = not known."""
-
-    @classmethod
-    def of(cls, chosen: Logprob, top: Sequence[Logprob] = ()) -> TokenLogprobs:
-        """Return the columns of these candidates."""
-        entries = (chosen, *top)
-        return cls(
-            [entry.token_id for entry in entries],
-            [entry.logprob for entry in entries],
-            [entry.utf8 for entry in entries],
-            [entry.rank for entry in entries],
-        )
-
-    @property
-    def chosen(self) -> Logprob:
-        return self._entry(0)
-
-    @property
-    def top(self) -> tuple[Logprob, ...]:
-        return tuple(map(self._entry, range(1, len(self.token_ids))))
-
-    def __getitem__(self, token_id: int) -> Logprob:
-        try:
-            return self._entry(self.token_ids.index(token_id))
-        except ValueError:
-            raise KeyError(token_id) from None
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(dict.fromkeys(self.token_ids))  # the chosen one may be among the best as well
-
-    def __len__(self) -> int:
-        return len(set(self.token_ids))
-
-    def _entry(self, place: int) -> Logprob:
-        return Logprob.of_bytes(
-            self.token_ids[place], self.logprobs[place], self.token_bytes[place], self.ranks[place]
-        )
 
 
 @dataclass(frozen=True, slots=True)

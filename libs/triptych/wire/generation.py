@@ -16,7 +16,8 @@ from triptych.types.events import (
     PromptLogprobsEvent,
     ResumableEvent,
 )
-from triptych.types.outputs import FinishReason, StageTimings, TokenLogprobs, ToolCallDelta, Usage
+from triptych.types.logprobs import LogprobRows, TokenLogprobs
+from triptych.types.outputs import FinishReason, StageTimings, ToolCallDelta, Usage
 from triptych.types.step import PromptLogprobs
 from triptych.v1 import common_pb2, generation_pb2, output_pb2, sampling_pb2
 
@@ -110,7 +111,7 @@ class EventEncoder:
         else:
             output = output_pb2.ChoiceOutput(index=event.index, text=event.text)
         if event.logprobs:
-            _fill_logprobs(output.logprobs, event.logprobs, self._sends_bytes)
+            _fill_logprobs(output.logprobs, LogprobRows.of(event.logprobs), self._sends_bytes)
         if event.reasoning:
             output.reasoning = event.reasoning
         for call in event.tool_calls:
@@ -293,33 +294,33 @@ def _prompt_logprobs_from_proto(message: output_pb2.PromptLogprobs) -> PromptLog
 
 def _split(event: DeltaEvent) -> Iterator[DeltaEvent]:
     """Yield parts with at most `MAX_CANDIDATES` log-probabilities; text in the first, the end in the last."""
-    num_rows = max(1, MAX_CANDIDATES // len(event.logprobs[0].token_ids))
-    if len(event.logprobs) <= num_rows:
+    logprobs = LogprobRows.of(event.logprobs)
+    num_rows = max(1, MAX_CANDIDATES // logprobs.num_candidates)
+    if len(logprobs) <= num_rows:
         yield event
         return
-    for start in range(0, len(event.logprobs), num_rows):
+    for start in range(0, len(logprobs), num_rows):
         rows = slice(start, start + num_rows)
-        is_last = start + num_rows >= len(event.logprobs)
+        is_last = start + num_rows >= len(logprobs)
         yield replace(
             event,
             text="" if start else event.text,
             reasoning="" if start else event.reasoning,
             tool_calls=() if start else event.tool_calls,
             token_ids=event.token_ids[rows],
-            logprobs=event.logprobs[rows],
+            logprobs=logprobs[rows],
             finish_reason=event.finish_reason if is_last else None,
         )
 
 
-def _fill_logprobs(columns: output_pb2.Logprobs, rows: Sequence[TokenLogprobs], sends_bytes: bool) -> None:
-    columns.num_candidates = len(rows[0].token_ids)
-    columns.named = len(rows[0].ranks) > 1 and not rows[0].ranks[1]
-    for row in rows:
-        columns.ranks.append(row.ranks[0])
-        columns.token_ids.extend(row.token_ids)
-        columns.logprobs.extend(row.logprobs)
-        if sends_bytes:
-            columns.token_bytes.extend(row.token_bytes)
+def _fill_logprobs(columns: output_pb2.Logprobs, rows: LogprobRows, sends_bytes: bool) -> None:
+    columns.num_candidates = rows.num_candidates
+    columns.named = rows.is_named and rows.num_candidates > 1
+    columns.ranks.extend(rows.ranks)
+    columns.token_ids.extend(rows.token_ids)
+    columns.logprobs.extend(rows.logprobs.tolist())
+    if sends_bytes:
+        columns.token_bytes.extend(rows.token_bytes)
 
 
 def _rows(columns: output_pb2.Logprobs) -> Iterator[TokenLogprobs]:

@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent
-from triptych.types.outputs import FinishReason, TokenLogprobs, Usage
+from triptych.types.logprobs import TokenLogprobs
+from triptych.types.outputs import FinishReason, Usage
 from triptych_services.frontend.http.errors import HttpError, json_response
 from triptych_services.frontend.http.sse import EventStream, with_notes
 from triptych_services.frontend.http.state import generator_of

@@ -11,7 +11,8 @@ from triptych.text.detokenizer import IncrementalDetokenizer, create_detokenizer
 from triptych.text.stop import StopChecker, StopMatch
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import DeltaEvent
-from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings, TokenLogprobs
+from triptych.types.logprobs import LogprobRows
+from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import F32, U32, PromptLogprobs
 from triptych_services.frontend.engines.session import ChoiceOutput, EngineLoss
@@ -112,7 +113,7 @@ class Choice:
         self._without_text: list[int] = []
         """New tokens that become text when they leave, which is cheaper together. Empty with stop strings, which are
         looked for in the text as it comes."""
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs: list[LogprobRows] = []
         self._vectors: F32 | None = None
         self._splitter = None if split is None else AnswerSplitter(split, tokenizer.token_bytes)
 
@@ -220,7 +221,7 @@ class Choice:
             index=self.index,
             text="".join(self._text),
             token_ids=self._token_ids,
-            logprobs=tuple(self._logprobs),
+            logprobs=LogprobRows.joined(self._logprobs) if self._logprobs else (),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             vectors=self._vectors,
@@ -243,9 +244,7 @@ class Choice:
                 raise LookupError(f"the engine sent no log-probabilities for {num_kept} tokens")
             token_bytes = self._tokenizer.token_bytes
             is_named = bool(self._sampling.logprob_token_ids)
-            self._logprobs += [
-                logprobs.at(first_row + i, token_bytes, is_named=is_named) for i in range(num_kept)
-            ]
+            self._logprobs.append(logprobs.rows(first_row, num_kept, token_bytes, is_named=is_named))
         if finish is not None and self.finish_reason is None:
             self.finish_reason, self._stop_reason = finish.reason, finish.stop_token_id
         is_due = self.finish_reason is not None or len(self._token_ids) >= self._min_new_tokens

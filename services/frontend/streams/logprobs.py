@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from triptych.types.events import PromptLogprobsEvent
-from triptych.types.outputs import TokenLogprobs
+from triptych.types.logprobs import LogprobRows
 from triptych.types.step import U32, LogprobColumns, PromptLogprobs
 
 MAX_CANDIDATES = 4096
@@ -104,31 +104,40 @@ def _split(part: PromptLogprobs) -> Iterator[PromptLogprobs]:
 
 
 class BatchLogprobs:
-    """The columns of one batch as Python lists; one per batch, shared by its requests, read only."""
+    """The columns of one batch; one per batch, shared by its requests, read only."""
 
     def __init__(self, columns: LogprobColumns) -> None:
         self._row_to_entry = {row: entry for entry, row in enumerate(columns.rows.tolist())}
         self._offsets: list[int] = columns.offsets.tolist()
         self._token_ids: list[int] = columns.token_ids.tolist()
-        self._logprobs: list[float] = columns.logprobs.tolist()
+        self._logprobs = columns.logprobs
         self._ranks: list[int] = columns.ranks.tolist()
 
-    def at(self, row: int, token_bytes: Callable[[int], bytes], *, is_named: bool = False) -> TokenLogprobs:
-        """The entry of the batch's token number `row`.
+    def rows(
+        self, first: int, count: int, token_bytes: Callable[[int], bytes], *, is_named: bool = False
+    ) -> LogprobRows:
+        """Return the columns of `count` of the batch's tokens, at least one, from number `first` on.
 
         Args:
             is_named: The request has named the candidates, so that their ranks are not known.
 
         Raises:
-            KeyError: the engine sent none for this token.
+            LookupError: The engine sent none for one of these tokens, or not as many for each.
         """
-        entry = self._row_to_entry[row]
-        start, end = self._offsets[entry], self._offsets[entry + 1]
-        token_ids = self._token_ids[start:end]
-        others = [0] * (end - start - 1) if is_named else range(1, end - start)
-        return TokenLogprobs(  # the chosen token comes first, then the best ones, ranked from 1, or those named
-            token_ids,
-            self._logprobs[start:end],
-            list(map(token_bytes, token_ids)),
-            [self._ranks[entry], *others],
+        entry = self._row_to_entry[first]
+        end = self._row_to_entry[first + count - 1] + 1
+        start, stop = self._offsets[entry], self._offsets[end]
+        num_candidates = self._offsets[entry + 1] - start
+        if end - entry != count or stop - start != count * num_candidates:
+            raise LookupError(
+                f"the engine sent {stop - start} log-probabilities for {count} tokens, of which the first has "
+                f"{num_candidates}"
+            )
+        return LogprobRows(  # the chosen token comes first, then the best ones, ranked from 1, or those named
+            num_candidates,
+            self._token_ids[start:stop],
+            self._logprobs[start:stop],
+            self._ranks[entry:end],
+            token_bytes,
+            is_named=is_named,
         )

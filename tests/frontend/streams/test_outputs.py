@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer
 from triptych.errors import EngineFailure, EngineUnavailable, GenerationLost, QueueFull
 from triptych.types.events import DeltaEvent
-from triptych.types.outputs import FinishedRequest, FinishReason, Logprob, StageTimings
+from triptych.types.logprobs import Logprob
+from triptych.types.outputs import FinishedRequest, FinishReason, StageTimings
 from triptych.types.sampling import OutputKind, SamplingParams
 from triptych.types.step import LogprobColumns
 from triptych.types.submit import RequestHead

@@ -7,7 +7,7 @@ from typing import Any
 
 from triptych.compat import vllm_engine_pb2 as pb
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
-from triptych.types.outputs import TokenLogprobs
+from triptych.types.logprobs import LogprobRows, TokenLogprobs
 from triptych.types.sampling import OutputKind
 from triptych.types.step import U32
 from triptych.types.structured import StructuredOutputs
@@ -174,14 +174,14 @@ class VllmEncoder:
         return complete
 
 
-def _output_logprobs(rows: Sequence[TokenLogprobs]) -> pb.OutputLogProbs | None:
-    if not rows:
+def _output_logprobs(entries: Sequence[TokenLogprobs]) -> pb.OutputLogProbs | None:
+    if not entries:
         return None
+    rows = LogprobRows.of(entries)
+    width, logprobs = rows.num_candidates, rows.logprobs.tolist()
+    places = [slice(start + 1, start + width) for start in range(0, len(logprobs), width)]
     return pb.OutputLogProbs(
-        token_ids=[row.chosen.token_id for row in rows],
-        token_logprobs=[row.chosen.logprob for row in rows],
-        top_logprobs=[
-            pb.TopLogProbs(token_ids=[c.token_id for c in row.top], values=[c.logprob for c in row.top])
-            for row in rows
-        ],
+        token_ids=rows.token_ids[::width],
+        token_logprobs=logprobs[::width],
+        top_logprobs=[pb.TopLogProbs(token_ids=rows.token_ids[at], values=logprobs[at]) for at in places],
     )

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import add
 from typing import Any
 
 import orjson
 
 from triptych.types.events import PromptLogprobsEvent
-from triptych.types.outputs import TokenLogprobs
+from triptych.types.logprobs import LogprobRows, TokenLogprobs
+from triptych.types.step import F32
 
 LOWEST_LOGPROB = -9999.0  # represents minus infinity, which JSON lacks; as OpenAI does
 _SEARCHED_CHARS = 64
-
-Naming = Callable[[int, bytes], str]
-"""Spells a token of an answer, from its id and its bytes."""
+_MAX_PIECES = 1 << 19
+"""Pieces of JSON that are kept: more than a vocabulary has tokens, and some 100 bytes each."""
 
 
 def finite(logprob: float) -> float:
@@ -23,7 +24,7 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def name_by_text(token_id: int, token_bytes: bytes) -> str:
+def name_by_text(token_bytes: bytes) -> str:
     """Return the name of a token in OpenAI's completions: its text, or its bytes in OpenAI's spelling.
 
     Parts of characters differ in their bytes only.
@@ -34,34 +35,52 @@ def name_by_text(token_id: int, token_bytes: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
-def name_by_id(token_id: int, token_bytes: bytes) -> str:
-    """Return the name of a token where `return_tokens_as_token_ids` is set."""
-    return f"token_id:{token_id}"
+class CompletionColumns:
+    """The lists of a completion's log-probabilities, each item as JSON."""
+
+    __slots__ = ("token_logprobs", "tokens", "top_logprobs")
+
+    def __init__(self) -> None:
+        self.tokens: list[bytes] = []
+        self.token_logprobs: list[bytes] = []
+        self.top_logprobs: list[bytes] = []
+
+    def add(self, keys: Iterable[bytes], logprobs: F32, num_candidates: int) -> None:
+        """Append positions of `num_candidates` each.
+
+        Args:
+            keys: Of each candidate, its name as the key of a JSON object.
+            logprobs: Of each candidate.
+        """
+        keys, numbers = list(keys), _numbers(logprobs)
+        self.tokens += [key[:-1] for key in keys[::num_candidates]]
+        self.token_logprobs += numbers[::num_candidates]
+        for start in range(0, len(keys), num_candidates):
+            place = slice(start, start + num_candidates)
+            entries = dict(
+                zip(keys[place], numbers[place], strict=True)
+            )  # the chosen one may be among the best
+            self.top_logprobs.append(b"{" + b",".join(map(add, entries.keys(), entries.values())) + b"}")
 
 
 class EchoLogprobs:
     """One prompt's tokens; grows by parts, then is shared by all choices."""
 
-    def __init__(self, first_token_id: int, first_token_bytes: bytes, name: Naming = name_by_text) -> None:
-        self._name = name
+    def __init__(self, first_token_id: int, first_token_bytes: bytes, *, names_by_id: bool = False) -> None:
+        self._names_by_id = names_by_id
         self._pieces = [first_token_bytes]
-        self.tokens = [name(first_token_id, first_token_bytes)]
-        """[num_prompt_tokens] by their names."""
-        self.token_logprobs: list[float | None] = [None]
-        """[num_prompt_tokens] None for the first token: nothing predicts it."""
-        self.top_logprobs: list[dict[str, float] | None] = [None]
+        self.columns = CompletionColumns()
+        (key,) = _keys([first_token_id], [first_token_bytes], names_by_id)
+        self.columns.tokens.append(key[:-1])
+        self.columns.token_logprobs.append(b"null")  # nothing predicts the first token
+        self.columns.top_logprobs.append(b"null")
 
     def add(self, event: PromptLogprobsEvent) -> None:
         """Append the next part."""
-        num_candidates = event.logprobs.token_ids.shape[1]
+        part, num_candidates = event.logprobs, event.logprobs.token_ids.shape[1]
         self._pieces += event.token_bytes[::num_candidates]
-        names = list(map(self._name, event.logprobs.token_ids.ravel().tolist(), event.token_bytes))
-        self.tokens += names[::num_candidates]
-        for row, logprobs in enumerate(event.logprobs.logprobs.tolist()):
-            start = row * num_candidates
-            values = list(map(finite, logprobs))
-            self.token_logprobs.append(values[0])
-            self.top_logprobs.append(dict(zip(names[start : start + num_candidates], values, strict=True)))
+        keys = _keys(part.token_ids.ravel().tolist(), event.token_bytes, self._names_by_id)
+        self.columns.add(keys, part.logprobs.ravel(), num_candidates)
 
     def place_in(self, text: str) -> tuple[list[int], int]:
         """Find where each token begins in a text that begins with the prompt; return that, and where the prompt ends.
@@ -101,10 +120,15 @@ class PromptLogprobsList:
             self.positions.append(position)
 
 
-def completion_logprobs(
-    entries: Sequence[TokenLogprobs], offset: int, prompt: EchoLogprobs | None, text: str, name: Naming
-) -> tuple[dict[str, Any], int]:
-    """Return the log-probabilities of new tokens of a completion, and the place where its next token begins.
+def completion_json(
+    entries: Sequence[TokenLogprobs],
+    offset: int,
+    prompt: EchoLogprobs | None,
+    text: str,
+    *,
+    names_by_id: bool,
+) -> tuple[str, int]:
+    """Return the JSON of new tokens of a completion, and the place where its next token begins.
 
     Args:
         offset: Where the first of them begins.
@@ -112,56 +136,84 @@ def completion_logprobs(
         text: The new text.
     """
     offsets: list[int] = []
+    columns = CompletionColumns()
     if prompt is not None:
         offsets, offset = prompt.place_in(text)
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.token_bytes[0].decode(errors="replace"))
-    tokens = [name(entry.token_ids[0], entry.token_bytes[0]) for entry in entries]
-    token_logprobs: list[float | None] = [finite(entry.logprobs[0]) for entry in entries]
-    top_logprobs: list[dict[str, float] | None] = [
-        dict(zip(map(name, entry.token_ids, entry.token_bytes), _all_finite(entry.logprobs), strict=True))
-        for entry in entries
+    if entries:
+        rows = LogprobRows.of(entries)
+        token_bytes, width = rows.token_bytes, rows.num_candidates
+        for piece in token_bytes[::width]:
+            offsets.append(offset)
+            offset += len(piece.decode(errors="replace"))
+        columns.add(_keys(rows.token_ids, token_bytes, names_by_id), rows.logprobs, width)
+    lists = [
+        b",".join([*(getattr(prompt.columns, name) if prompt is not None else ()), *getattr(columns, name)])
+        for name in ("tokens", "token_logprobs", "top_logprobs")
     ]
-    if prompt is not None:
-        tokens = prompt.tokens + tokens
-        token_logprobs = prompt.token_logprobs + token_logprobs
-        top_logprobs = prompt.top_logprobs + top_logprobs
-    return {
-        "tokens": tokens,
-        "token_logprobs": token_logprobs,
-        "top_logprobs": top_logprobs,
-        "text_offset": offsets,
-    }, offset
+    json = b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":%b}'
+    return (json % (*lists, orjson.dumps(offsets))).decode(), offset
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], *, names_by_id: bool) -> dict[str, Any]:
-    """Return the log-probabilities of new tokens of an answer to a conversation."""
-    name = name_by_id if names_by_id else _text_of
-    return {"content": [_chat_entry(entry, name) for entry in entries], "refusal": None}
+def chat_json(entries: Sequence[TokenLogprobs], *, names_by_id: bool) -> str:
+    """Return the JSON of new tokens of an answer to a conversation."""
+    return f'{{"content":{chat_entries_json(entries, names_by_id=names_by_id)},"refusal":null}}'
 
 
-def logprobs_json(logprobs: Mapping[str, Any]) -> str:
-    """Return the JSON of log-probabilities, whose names of tokens are texts that UTF-8 can hold."""
-    return orjson.dumps(logprobs).decode()
-
-
-def _chat_entry(entry: TokenLogprobs, name: Naming) -> dict[str, Any]:
-    chosen, *top = [
-        {"token": token, "logprob": logprob, "bytes": list(token_bytes)}
-        for token, logprob, token_bytes in zip(
-            map(name, entry.token_ids, entry.token_bytes),
-            _all_finite(entry.logprobs),
-            entry.token_bytes,
-            strict=True,
-        )
+def chat_entries_json(entries: Sequence[TokenLogprobs], *, names_by_id: bool = False) -> str:
+    """Return a JSON array with an object for each new token of an answer to a conversation."""
+    if not entries:
+        return "[]"
+    rows = LogprobRows.of(entries)
+    token_bytes, width = rows.token_bytes, rows.num_candidates
+    if names_by_id:
+        heads = [
+            _chat_head(f"token_id:{token_id}", utf8)
+            for token_id, utf8 in zip(rows.token_ids, token_bytes, strict=True)
+        ]
+    else:
+        heads = list(map(_CHAT_HEADS.__getitem__, token_bytes))
+    open_objects = list(map(add, heads, _numbers(rows.logprobs)))
+    end = b"}]}" if width > 1 else b"]}"
+    parts = [
+        open_objects[start] + b',"top_logprobs":[' + b"},".join(open_objects[start + 1 : start + width]) + end
+        for start in range(0, len(open_objects), width)
     ]
-    return {**chosen, "top_logprobs": top}
+    return (b"[" + b",".join(parts) + b"]").decode()
 
 
-def _text_of(token_id: int, token_bytes: bytes) -> str:
-    return token_bytes.decode(errors="replace")
+class _Pieces(dict[bytes, bytes]):
+    """A token's bytes -> a piece of JSON, made at the first look-up. The others cost no call of Python's."""
+
+    def __init__(self, make: Callable[[bytes], bytes]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, token_bytes: bytes) -> bytes:
+        if len(self) >= _MAX_PIECES:
+            self.clear()
+        piece = self[token_bytes] = self._make(token_bytes)
+        return piece
 
 
-def _all_finite(logprobs: Sequence[float]) -> Sequence[float]:
-    return logprobs if min(logprobs) >= LOWEST_LOGPROB else list(map(finite, logprobs))
+def _chat_head(name: str, token_bytes: bytes) -> bytes:
+    """Return the beginning of a candidate's object, up to its log-probability."""
+    return b'{"token":%b,"bytes":%b,"logprob":' % (orjson.dumps(name), orjson.dumps(list(token_bytes)))
+
+
+_CHAT_HEADS = _Pieces(lambda token_bytes: _chat_head(token_bytes.decode(errors="replace"), token_bytes))
+_KEYS = _Pieces(lambda token_bytes: orjson.dumps(name_by_text(token_bytes)) + b":")
+
+
+def _keys(token_ids: Sequence[int], token_bytes: Sequence[bytes], names_by_id: bool) -> list[bytes]:
+    """Return the names of tokens as keys of a JSON object."""
+    if names_by_id:
+        return [b'"token_id:%d":' % token_id for token_id in token_ids]
+    return list(map(_KEYS.__getitem__, token_bytes))
+
+
+def _numbers(logprobs: F32) -> list[bytes]:
+    """Return log-probabilities as JSON, in the digits that tell one float32 from its neighbours."""
+    numbers = orjson.dumps(logprobs, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+    if b"null" in numbers:  # minus infinity
+        numbers = numbers.replace(b"null", b"%.1f" % LOWEST_LOGPROB)
+    return numbers.split(b",") if numbers else []

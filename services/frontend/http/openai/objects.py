@@ -11,25 +11,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
-from triptych.types.outputs import (
-    FinishReason,
-    StageTimings,
-    TokenLogprobs,
-    ToolCall,
-    ToolCallDelta,
-    Usage,
-    append_calls,
-)
+from triptych.types.logprobs import LogprobRows, TokenLogprobs
+from triptych.types.outputs import FinishReason, StageTimings, ToolCall, ToolCallDelta, Usage, append_calls
 from triptych_services.frontend.http.answers import to_json
 from triptych_services.frontend.http.openai.convert import AnswerOptions
 from triptych_services.frontend.http.openai.logprobs import (
     EchoLogprobs,
     PromptLogprobsList,
-    chat_logprobs,
-    completion_logprobs,
-    logprobs_json,
-    name_by_id,
-    name_by_text,
+    chat_json,
+    completion_json,
 )
 
 REPETITION_DETECTED = "repetition_detected"
@@ -45,7 +35,7 @@ class Choice:
     reasonings: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[LogprobRows] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -54,9 +44,15 @@ class Choice:
         self.reasonings.append(delta.reasoning)
         append_calls(self.tool_calls, delta.tool_calls)
         self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
+        if delta.logprobs:
+            self.logprobs.append(LogprobRows.of(delta.logprobs))
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def rows(self) -> Sequence[TokenLogprobs]:
+        """Log-probabilities of its tokens, if they were asked for."""
+        return LogprobRows.joined(self.logprobs) if self.logprobs else ()
 
 
 class AnswerFormat(Protocol):
@@ -84,8 +80,8 @@ class AnswerFormat(Protocol):
     def nothing(self, index: int) -> str:
         """JSON of the choice in a chunk that brings no output, but an event id."""
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        """The choice in an answer that is not streamed."""
+    def whole(self, choice: Choice) -> str:
+        """JSON of the choice in an answer that is not streamed."""
 
     def skip(self, index: int, tokens: Iterable[bytes]) -> None:
         """Take in that the client has these tokens of a choice, by their bytes, before any delta."""
@@ -100,7 +96,6 @@ class CompletionFormat:
 
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options
-        self._name = name_by_id if options.names_tokens_by_id else name_by_text
         self._text_offsets: dict[int, int] = {}  # choice -> characters of its tokens so far
         # The rest by the first choice of each prompt.
         self._prompt_token_ids: dict[int, list[int]] = {}  # if they are needed
@@ -120,7 +115,9 @@ class CompletionFormat:
         if self._options.echoes_logprobs:
             if index not in self._echoes:
                 first_token_id = self._prompt_token_ids[index][0]
-                self._echoes[index] = EchoLogprobs(first_token_id, event.first_token_bytes, self._name)
+                self._echoes[index] = EchoLogprobs(
+                    first_token_id, event.first_token_bytes, names_by_id=self._options.names_tokens_by_id
+                )
             self._echoes[index].add(event)
         if self._options.returns_prompt_logprobs:
             self._prompt_logprobs.setdefault(index, PromptLogprobsList()).add(event)
@@ -129,11 +126,10 @@ class CompletionFormat:
         return {}
 
     def delta(self, delta: DeltaEvent) -> str:
-        has_logprobs = self._options.wants_logprobs
-        logprobs = self._logprobs(delta.index, delta.logprobs, delta.text) if has_logprobs else None
+        logprobs = self._logprobs(delta.index, delta.logprobs, delta.text)
         return (
             f'{{"index":{delta.index},"text":{json.dumps(delta.text)},'
-            f'"logprobs":{logprobs_json(logprobs) if logprobs else "null"}{self._token_ids(delta)},{_ending(delta)}}}'
+            f'"logprobs":{logprobs}{self._token_ids(delta)},{_ending(delta)}}}'
         )
 
     def nothing(self, index: int) -> str:
@@ -155,17 +151,10 @@ class CompletionFormat:
             self._text_offsets[index] = sum(sizes)
             self._are_open.add(index)
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def whole(self, choice: Choice) -> str:
         text = "".join(choice.texts)
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": self._logprobs(choice.index, choice.logprobs, text)
-            if self._options.wants_logprobs
-            else None,
-            **_ending_of(choice),
-            **self._more_fields(choice),
-        }
+        fields = {"index": choice.index, "text": text, **_ending_of(choice), **self._more_fields(choice)}
+        return f'{to_json(fields)[:-1]},"logprobs":{self._logprobs(choice.index, choice.rows, text)}}}'
 
     def _more_fields(self, choice: Choice) -> dict[str, Any]:
         """Return what was asked for beyond OpenAI's fields."""
@@ -181,12 +170,14 @@ class CompletionFormat:
         """Return the first choice of the same prompt."""
         return index - index % self._options.num_choices
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs], text: str) -> dict[str, Any]:
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs], text: str) -> str:
         """`text`: What the choice has new; its first begins with the prompt that it repeats."""
+        if not self._options.wants_logprobs:
+            return "null"
         offset = self._text_offsets.get(index)
         echo = self._echoes.get(self._first_choice(index)) if offset is None else None
-        logprobs, self._text_offsets[index] = completion_logprobs(
-            entries, offset or 0, echo, text, self._name
+        logprobs, self._text_offsets[index] = completion_json(
+            entries, offset or 0, echo, text, names_by_id=self._options.names_tokens_by_id
         )
         return logprobs
 
@@ -229,7 +220,7 @@ class ChatFormat:
         content = f'{{"content":{json.dumps(delta.text)}}}' if delta.text else "{}"
         if delta.reasoning or delta.tool_calls:
             content = to_json(_chat_delta(delta))
-        logprobs = logprobs_json(self._logprobs(delta.logprobs)) if self._options.wants_logprobs else "null"
+        logprobs = self._logprobs(delta.logprobs)
         token_ids = f',"token_ids":{to_json(delta.token_ids)}' if self._options.returns_token_ids else ""
         return (
             f'{{"index":{delta.index},"delta":{content},"logprobs":{logprobs}{token_ids},{_ending(delta)}}}'
@@ -241,17 +232,19 @@ class ChatFormat:
     def skip(self, index: int, tokens: Iterable[bytes]) -> None:
         pass  # its chunks stand for themselves
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        return {
+    def whole(self, choice: Choice) -> str:
+        fields = {
             "index": choice.index,
             "message": _message(choice, has_content=self._options.has_content),
-            "logprobs": self._logprobs(choice.logprobs) if self._options.wants_logprobs else None,
             **_ending_of(choice),
             **({"token_ids": choice.token_ids} if self._options.returns_token_ids else {}),
         }
+        return f'{to_json(fields)[:-1]},"logprobs":{self._logprobs(choice.rows)}}}'
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return chat_logprobs(entries, names_by_id=self._options.names_tokens_by_id)
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> str:
+        if not self._options.wants_logprobs:
+            return "null"
+        return chat_json(entries, names_by_id=self._options.names_tokens_by_id)
 
 
 def _chat_delta(delta: DeltaEvent) -> dict[str, Any]:
@@ -293,8 +286,8 @@ def _message(choice: Choice, *, has_content: bool) -> dict[str, Any]:
 
 async def whole_answer(
     events: AsyncGenerator[Event], format: AnswerFormat, *, answer_id: str, created_unix_s: int
-) -> dict[str, Any]:
-    """The answer to a request that does not stream."""
+) -> str:
+    """Return the JSON of the answer to a request that does not stream."""
     model, fingerprint = "", ""
     end = FinishedEvent(Usage(), StageTimings())
     choices: dict[int, Choice] = {}
@@ -312,16 +305,17 @@ async def whole_answer(
                     format.admit(event)
                 case FinishedEvent():
                     end = event
-    return {
+    fields = {
         "id": answer_id,
         "object": format.object_name,
         "created": created_unix_s,
         "model": model,
         "system_fingerprint": system_fingerprint(fingerprint),
-        "choices": [format.whole(choice) for _, choice in sorted(choices.items())],
         "usage": usage_object(end),
         **format.prompt_fields(),
     }
+    objects = ",".join(format.whole(choice) for _, choice in sorted(choices.items()))
+    return f'{to_json(fields)[:-1]},"choices":[{objects}]}}'
 
 
 def usage_object(end: FinishedEvent) -> dict[str, Any]:

@@ -179,7 +179,8 @@ async def _generate(
 
     if not options.is_streamed:
         whole = whole_answer(generate(), format, answer_id=answer_id, created_unix_s=created_unix_s)
-        return json_response(await in_flight.run(request.receive, whole), headers=notes)
+        content = await in_flight.run(request.receive, whole)
+        return Response(content, headers=notes, media_type="application/json")
     chunks = ChunkEncoder(
         format,
         answer_id=answer_id,

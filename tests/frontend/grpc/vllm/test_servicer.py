@@ -25,7 +25,8 @@ from tests.helpers.vllm_grpc import PublishedVllm, published_files
 from triptych import errors
 from triptych.compat import common_pb2, vllm_engine_pb2
 from triptych.types.events import AdmittedEvent, DeltaEvent, FinishedEvent, PromptLogprobsEvent
-from triptych.types.outputs import FinishReason, Logprob, StageTimings, TokenLogprobs, Usage
+from triptych.types.logprobs import Logprob, TokenLogprobs
+from triptych.types.outputs import FinishReason, StageTimings, Usage
 from triptych.types.step import PromptLogprobs
 from triptych_services.frontend.grpc.vllm.convert import VllmEncoder
 

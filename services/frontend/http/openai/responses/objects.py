@@ -7,11 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from triptych.types.outputs import FinishReason, TokenLogprobs, Usage
+import orjson
+
+from triptych.types.logprobs import TokenLogprobs
+from triptych.types.outputs import FinishReason, Usage
 from triptych_services.frontend.http.answers import to_json
 from triptych_services.frontend.http.blocks import Block, BlockAnswer, BlockKind, Stage, Step
 from triptych_services.frontend.http.errors import HttpError
-from triptych_services.frontend.http.openai.logprobs import chat_logprobs
+from triptych_services.frontend.http.openai.logprobs import chat_entries_json
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 _EVENTS_OF_TEXT = {
@@ -100,8 +103,7 @@ class ResponsesFormat:
         """Return the event of new text; what all of a block share was written when it began."""
         logprobs = ""
         if step.block.kind is BlockKind.TEXT:
-            entries = self._logprobs(step.block, step.logprobs)["logprobs"] if step.logprobs else []
-            logprobs = f',"logprobs":{to_json(entries) if entries else "[]"}'
+            logprobs = f',"logprobs":{chat_entries_json(step.logprobs) if self._wants_logprobs else "[]"}'
         number, text = next(self._numbers), json.dumps(step.text)
         return f'{self._delta_head},"sequence_number":{number},"delta":{text}{logprobs}}}\n\n'
 
@@ -159,7 +161,7 @@ class ResponsesFormat:
             return {}
         if not self._wants_logprobs:
             return {"logprobs": []}
-        return {"logprobs": chat_logprobs(entries, names_by_id=False)["content"]}
+        return {"logprobs": orjson.loads(chat_entries_json(entries))}
 
     def _id(self, block: Block) -> str:
         return f"{_ID_PREFIXES[block.kind]}_{self._request_id}_{block.index}"

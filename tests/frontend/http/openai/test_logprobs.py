@@ -1,0 +1,123 @@
+"""JSON of log-probabilities, made from columns and kept pieces, beside objects built one by one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from triptych.types.logprobs import LogprobRows, TokenLogprobs
+from triptych_services.frontend.http.openai import logprobs as module
+from triptych_services.frontend.http.openai.logprobs import LOWEST_LOGPROB, chat_json, completion_json
+
+PIECES = [
+    b"a",
+    b" b",
+    "ü".encode(),
+    "ü".encode()[:1],
+    "\u2028".encode(),
+    b'"\\',
+    b"\x00",
+    b"",
+    "🦊".encode()[:3],
+]
+
+
+def some_rows(num_rows: int, width: int, seed: int = 0, *, is_named: bool = False) -> LogprobRows:
+    """Return rows whose chosen token is among the best ones where its rank says so."""
+    random = np.random.default_rng(seed)
+    token_ids = np.array([random.permutation(len(PIECES))[:width] for _ in range(num_rows)], np.uint32)
+    logprobs = -np.sort(random.exponential(3, (num_rows, width)).astype(np.float32), axis=1)
+    ranks = random.integers(1, width + 2, num_rows)
+    for row, rank in enumerate(ranks):
+        if width > 1 and rank < width:
+            token_ids[row, 0], logprobs[row, 0] = token_ids[row, rank], logprobs[row, rank]
+    logprobs[0, -1] = -np.inf
+    columns = token_ids.ravel().tolist(), logprobs.ravel(), ranks.tolist()
+    return LogprobRows(width, *columns, PIECES.__getitem__, is_named=is_named)
+
+
+def name_of(token_id: int, token_bytes: bytes, *, names_by_id: bool, is_chat: bool) -> str:
+    if names_by_id:
+        return f"token_id:{token_id}"
+    try:
+        return token_bytes.decode()
+    except UnicodeDecodeError:
+        return token_bytes.decode(errors="replace") if is_chat else "bytes:" + repr(token_bytes)[2:-1]
+
+
+def value(logprob: float) -> Any:
+    return pytest.approx(max(logprob, LOWEST_LOGPROB), rel=1e-7)
+
+
+def chat_entry(row: TokenLogprobs, *, names_by_id: bool) -> dict[str, Any]:
+    chosen, *top = [
+        {
+            "token": name_of(token_id, token_bytes, names_by_id=names_by_id, is_chat=True),
+            "logprob": value(logprob),
+            "bytes": list(token_bytes),
+        }
+        for token_id, logprob, token_bytes in zip(row.token_ids, row.logprobs, row.token_bytes, strict=True)
+    ]
+    return {**chosen, "top_logprobs": top}
+
+
+@pytest.mark.parametrize("names_by_id", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 6])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_chat_json_says_what_each_token_says(num_rows: int, width: int, names_by_id: bool) -> None:
+    rows = some_rows(num_rows, width)
+    expected = [chat_entry(row, names_by_id=names_by_id) for row in rows]
+    assert json.loads(chat_json(rows, names_by_id=names_by_id)) == {"content": expected, "refusal": None}
+    assert chat_json(tuple(rows), names_by_id=names_by_id) == chat_json(rows, names_by_id=names_by_id)
+
+
+@pytest.mark.parametrize("names_by_id", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 6])
+def test_completion_json_says_what_each_token_says(width: int, names_by_id: bool) -> None:
+    rows = some_rows(5, width, 1)
+    text, offset = completion_json(rows, 7, None, "", names_by_id=names_by_id)
+    names = [
+        [
+            name_of(*candidate, names_by_id=names_by_id, is_chat=False)
+            for candidate in zip(row.token_ids, row.token_bytes, strict=True)
+        ]
+        for row in rows
+    ]
+    sizes = [len(row.token_bytes[0].decode(errors="replace")) for row in rows]
+    assert offset == 7 + sum(sizes)
+    assert json.loads(text, object_pairs_hook=_no_name_twice) == {
+        "tokens": [own[0] for own in names],
+        "token_logprobs": [value(row.logprobs[0]) for row in rows],
+        "top_logprobs": [
+            dict(zip(own, map(value, row.logprobs), strict=True))
+            for own, row in zip(names, rows, strict=True)
+        ],
+        "text_offset": [7 + sum(sizes[:place]) for place in range(5)],
+    }
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def test_no_tokens_are_empty_lists() -> None:
+    assert json.loads(chat_json((), names_by_id=False)) == {"content": [], "refusal": None}
+    lists = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    text, offset = completion_json((), 3, None, "", names_by_id=False)
+    assert (json.loads(text), offset) == (lists, 3)
+
+
+def test_pieces_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_PIECES", 4)
+    pieces = module._Pieces(lambda token_bytes: token_bytes + b"!")
+    assert [pieces[bytes([byte])] for byte in range(50)] == [bytes([byte]) + b"!" for byte in range(50)]
+    assert len(pieces) <= 4
+
+
+def test_digits_are_those_of_a_float32() -> None:
+    rows = LogprobRows(1, [0], np.array([-0.1], np.float32), [1], PIECES.__getitem__)
+    assert '"logprob":-0.1,' in chat_json(rows, names_by_id=False)
