@@ -80,6 +80,10 @@ class Checkpoint(ABC):
         """Note that this tensor has been copied: what of its file is mapped takes no memory of this process."""
         return
 
+    def read_ahead(self, name: str) -> None:
+        """Note that this tensor is read next: what of it is on a disk may be fetched meanwhile."""
+        return
+
     def read_blocks(self, name: str) -> Tensor:
         """Read the rows of a matrix as they are stored, [rows, bytes of a row] uint8, in Hugging Face's order.
 
@@ -127,13 +131,28 @@ class MappedFile:
 
 def release_pages(view: Tensor) -> None:
     """Give back the memory behind a view of a mapped file, which has not been written to. It can be read again."""
-    if sys.platform != "linux" or not view.nbytes:
-        return
-    page = mmap.PAGESIZE
-    start = -(-view.data_ptr() // page) * page
-    length = (view.data_ptr() + view.nbytes) // page * page - start
-    if length > 0:  # a failure only means that the pages stay
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+    first = -(-view.data_ptr() // mmap.PAGESIZE)
+    last = (view.data_ptr() + view.nbytes) // mmap.PAGESIZE  # pages that it shares with others stay
+    _advise(first, last, "MADV_DONTNEED")
+
+
+def expect_pages(view: Tensor) -> None:
+    """Let the system read what is behind a view of a mapped file, while this process goes on.
+
+    It goes to the page cache, and takes no memory of this process until it is used.
+    """
+    first, last = view.data_ptr() // mmap.PAGESIZE, -(-(view.data_ptr() + view.nbytes) // mmap.PAGESIZE)
+    _advise(first, last, "MADV_WILLNEED")
+
+
+def _advise(first: int, last: int, advice: str) -> None:
+    """Tell the system about pages `first` to `last - 1` of the address space; it may do nothing."""
+    if sys.platform == "linux" and first < last:
+        start, length = (
+            ctypes.c_void_p(first * mmap.PAGESIZE),
+            ctypes.c_size_t((last - first) * mmap.PAGESIZE),
+        )
+        ctypes.CDLL(None).madvise(start, length, getattr(mmap, advice))
 
 
 def digest_weights(checkpoint: Checkpoint) -> str:

@@ -15,7 +15,13 @@ from triptych_kernels.weights.coded import CodedRows
 from triptych_kernels.weights.formats import GGUF_FORMATS, QuantizedFormat
 from triptych_services.worker.context.device import STORED_DTYPES
 from triptych_services.worker.layers.quantization import CodedPart
-from triptych_services.worker.loader.base import Checkpoint, MappedFile, StoredTensor, release_pages
+from triptych_services.worker.loader.base import (
+    Checkpoint,
+    MappedFile,
+    StoredTensor,
+    expect_pages,
+    release_pages,
+)
 from triptych_services.worker.loader.gguf_blocks import (
     block_size,
     dequantize,
@@ -131,6 +137,10 @@ class GgufCheckpoint(Checkpoint):
     def release(self, name: str) -> None:
         for tensor in self._latents.get(name) or (self._entries[name],):
             release_pages(self._view(tensor))
+
+    def read_ahead(self, name: str) -> None:
+        for tensor in self._latents.get(name) or (self._entries[name],):
+            expect_pages(self._view(tensor))
 
     def read_codes(self, name: str, part: CodedPart, expert: int = 0) -> CodedRows:
         tensor = self._entries[name]

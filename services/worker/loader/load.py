@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -293,7 +294,9 @@ def _stream(
     dtype = TORCH_DTYPES[config.weight_dtype] if is_plain else torch.float32
     # beside activations in float32 nothing is rounded that the file does not round
     own_dtypes = STORED_DTYPES if is_plain and config.dtype == "float32" else {}
-    for name in names:
+    for name, next_name in zip_longest(names, names[1:]):
+        if next_name is not None:  # a disk reads while this one is packed
+            checkpoint.read_ahead(next_name)
         stored = checkpoint.tensors[name]
         read = partial(checkpoint.read_part, name, own_dtypes.get(stored.type, dtype))
         if stored.format is None or (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -207,9 +207,17 @@ class QuantizedCheckpoint(Checkpoint):
         return found
 
     def release(self, name: str) -> None:
-        weight = self._weights.get(name)
-        for part in [name] if weight is None else weight.module.parts.values():
+        for part in self._parts(name):
             self._files.release(part)
+
+    def read_ahead(self, name: str) -> None:
+        for part in self._parts(name):
+            self._files.read_ahead(part)
+
+    def _parts(self, name: str) -> Iterable[str]:
+        """Return the names of the tensors of the files that a tensor is made of."""
+        weight = self._weights.get(name)
+        return [name] if weight is None else weight.module.parts.values()
 
     def _layout(self, name: str) -> Layout:
         if name not in _ALL_LAYOUTS:

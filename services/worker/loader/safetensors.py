@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triptych.checkpoint.config_json import check_inside
 from triptych.errors import ModelError
-from triptych_services.worker.loader.base import Checkpoint, StoredTensor, release_pages
+from triptych_services.worker.loader.base import Checkpoint, StoredTensor, expect_pages, release_pages
 
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX_FILE = "model.safetensors.index.json"
@@ -67,6 +67,9 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def release(self, name: str) -> None:
         release_pages(self.view(name))
+
+    def read_ahead(self, name: str) -> None:
+        expect_pages(self.view(name))
 
     def file_of(self, name: str) -> Path:
         """Return the file that a tensor is in."""
