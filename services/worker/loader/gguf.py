@@ -108,7 +108,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _read(self, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
         change = _UNDO.get(tensor.change)
-        stored = dequantize(self._stored(tensor), tensor.type, dtype if change is None else torch.float32)
+        stored = _dequantize(self._stored(tensor), tensor, dtype if change is None else torch.float32)
         return (stored if change is None else change(stored).to(dtype)).view(tensor.shape)
 
     def read_part(self, name: str, dtype: torch.dtype, dim: int, start: int, length: int) -> Tensor:
@@ -126,7 +126,7 @@ class GgufCheckpoint(Checkpoint):
                 return self.read(name, dtype).narrow(dim, start, length)
             first, num_bytes = start * row_bytes // columns, length * row_bytes // columns
             part, shape = blocks.narrow(1, first, num_bytes), (*others, length)
-        return dequantize(part.reshape(-1), tensor.type, dtype).view(shape)
+        return _dequantize(part.reshape(-1), tensor, dtype).view(shape)
 
     def read_bytes(self, name: str, start: int, length: int) -> bytes:
         if name in self._latents:
@@ -165,6 +165,22 @@ class GgufCheckpoint(Checkpoint):
         if tensor.permuted_heads:
             data = _undo_permutation(data, num_rows=tensor.shape[0], num_heads=tensor.permuted_heads)
         return data
+
+
+def _dequantize(data: Tensor, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
+    """Convert blocks of a tensor, [n] uint8, to weights, [num_weights].
+
+    Raises:
+        ModelError: One is no number, since a scale is none; names the tensor.
+    """
+    weights = dequantize(data, tensor.type, dtype)
+    if tensor.type not in STORED_DTYPES and len(weights):
+        low, high = weights.aminmax()  # of which either is no number if a weight is none
+        if not bool(low.isfinite() & high.isfinite()):
+            raise ModelError(
+                f"{tensor.name}: a scale of its {tensor.type} blocks is no number; the file is damaged, fetch it again"
+            )
+    return weights
 
 
 def _undo_permutation(data: Tensor, *, num_rows: int, num_heads: int) -> Tensor:
