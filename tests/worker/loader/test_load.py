@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +18,14 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.checkpoint.gguf_files import byte_level_vocabulary, write_gguf
+from tests.checkpoint.gguf_files import byte_level_vocabulary, random_blocks, write_gguf
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import BlockSpec
 from triptych.checkpoint.config_json import read_architecture
+from triptych.config import EngineConfig, ModelConfig, WorkerConfig
 from triptych.errors import ModelError
 from triptych.hub import resolve_model
+from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.loader.base import Checkpoint, digest_weights, fingerprint
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.loader.random import RandomCheckpoint
@@ -337,6 +342,49 @@ def test_loading_reports_progress_tensor_by_tensor(tmp_path: Path, dtype: str) -
     assert {parameter.dtype for parameter in model.parameters()} == {torch_dtype}
     expected = checkpoint.read("model.embed_tokens.weight", torch_dtype)
     assert torch.equal(dense(model.model.embed_tokens.weight), expected)
+
+
+def test_the_log_says_how_fast_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config(tiny_architecture())
+    checkpoint = RandomCheckpoint(config.architecture, seed=3)
+    checkpoint.tensors = {name: replace(stored, size=10**9) for name, stored in checkpoint.tensors.items()}
+    clock = itertools.count(0, 2)  # seconds, one step for each tensor
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    with caplog.at_level(logging.INFO, "triptych_services.worker.loader.load"):
+        load_model(config, checkpoint)
+    monkeypatch.undo()
+    lines = [record.getMessage() for record in caplog.records if "GB/s" in record.getMessage()]
+    num = len(checkpoint.tensors)
+    assert lines == [
+        *(f"weights: {n}.00 of {num}.00 GB in {2 * n}.0 s, 0.50 GB/s" for n in range(3, num + 1, 3)),
+        f"weights are loaded: {num}.00 of {num}.00 GB in {2 * num + 2}.0 s, {num / (2 * num + 2):.2f} GB/s",
+    ]
+
+
+@pytest.mark.parametrize("quantization", ["none", "dequantized"])
+@pytest.mark.parametrize("kind", ["IQ3_S", "Q4_K", "Q5_0"])  # without a kernel, in two levels, in one
+def test_blocks_with_scales_that_are_no_numbers_are_named(
+    kind: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    chosen = GGMLQuantizationType[kind]
+
+    def pack(name: str, weights: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:
+        blocks = random_blocks(chosen, *weights.shape)
+        if kind == "IQ3_S":
+            blocks[:, :2] = blocks[:, 110:112] = 0  # scales of usual weights
+        if name == "blk.0.attn_v.weight":
+            blocks[-1] = 255
+        return blocks, chosen
+
+    write_gguf(tmp_path / "a.gguf", hidden_size=256, intermediate_size=256, num_heads=4, pack=pack)
+    directory = resolve_model(str(tmp_path / "a.gguf"), progress=False)
+    engine = EngineConfig(model=ModelConfig(quantization=quantization), worker=WorkerConfig(device="cpu"))
+    config = resolve_config(engine, read_architecture(directory))
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.v_proj\.weight: .* is no number"):
+        load_model(config, open_checkpoint(directory))
 
 
 def test_the_fingerprint_tells_apart_what_workers_must_share(tmp_path: Path, model: LlamaForCausalLM) -> None:

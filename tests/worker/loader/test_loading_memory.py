@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,20 @@ MODEL = SIZES | {
     "num_key_value_heads": 4,
     "torch_dtype": "bfloat16",
 }
+CODES = MODEL | {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "quantization_config": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+    },
+}
+"""A model of 4 bits, of as many bytes."""
 LOAD = """
 import json, sys
 from pathlib import Path
@@ -64,18 +79,32 @@ OWN_BYTES = 24 << 20
 """Libraries that a first load needs, 9 MiB, and huge pages that are not full: up to 18 MiB were seen once."""
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_model(directory: Path, config: dict[str, Any]) -> None:
+    """Write a model of zeros, its matrices as GPTQ has them if the config says so."""
     from safetensors.torch import save_file
 
     from triptych.checkpoint.config_json import read_architecture
     from triptych_services.worker.loader.random import RandomCheckpoint
 
-    directory = tmp_path_factory.mktemp("model")
-    (directory / "config.json").write_text(json.dumps(MODEL))
+    (directory / "config.json").write_text(json.dumps(config))
     shapes = RandomCheckpoint(read_architecture(directory), 0).tensors
     tensors = {name: torch.zeros(stored.shape, dtype=torch.bfloat16) for name, stored in shapes.items()}
+    for name in [name for name in tensors if "_proj" in name and "quantization_config" in config]:
+        rows, columns = tensors.pop(name).shape
+        tensors |= {
+            name.replace("weight", "qweight"): torch.zeros(columns // 8, rows, dtype=torch.int32),
+            name.replace("weight", "qzeros"): torch.full(
+                (columns // 128, rows // 8), 0x77777777, dtype=torch.int32
+            ),
+            name.replace("weight", "scales"): torch.ones(columns // 128, rows, dtype=torch.float16),
+        }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "gptq"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory, CODES if request.param == "gptq" else MODEL)
     return directory
 
 
