@@ -75,6 +75,26 @@ def test_of_the_same_prompt_its_last_blocks_tokens_are_computed_again(
     assert run(before, 1, prompt)[1] == length - (length - 1) // 256 * 256
 
 
+def test_a_moved_request_goes_on_from_the_last_state_that_is_here() -> None:
+    """It was computed elsewhere, and here another request with its prompt, and one that went on with the answer."""
+    engine = make_engine(FULL, WIDE, STATE)
+    prompt = make_prompt(600)
+    answer, _ = run(engine, 0, prompt, num_new=80)
+    for number, num_emitted, num_known in ((1, 5, 576), (2, 70, 576), (3, 79, 672)):
+        if number == 3:
+            run(engine, 9, [*prompt, *answer])
+        before = engine.worker.num_tokens_computed
+        emitted = answer[:num_emitted]
+        engine.add(
+            make_request(
+                number, prompt, emitted=emitted, is_moved=True, max_tokens=80, seed=0, ignore_eos=True
+            )
+        )
+        engine.run()
+        assert [*emitted, *engine.tokens[0, number]] == answer
+        assert engine.worker.num_tokens_computed - before == len(prompt) + 79 - num_known
+
+
 @pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("length", [289, 15, 16, 17, 31, 33, 48, 255, 256, 257, 271, 273, 287, 290, 304, 305])
 @pytest.mark.parametrize("budget", [512, 19])
