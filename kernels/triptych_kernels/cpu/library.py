@@ -7,10 +7,11 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from triptych_kernels.cpu.compile import DIGEST, FLAGS_OF_MACHINE, library_path
 
@@ -214,6 +215,25 @@ def threads_in_use() -> int:
     function = load(isa()).triptych_num_threads
     function.argtypes, function.restype = [], ctypes.c_int64
     return int(function())
+
+
+class ExpertCounts(NamedTuple):
+    """Choices of experts since the process began, of all mixtures together: one for each token, layer and expert."""
+
+    by_expert: Sequence[int]
+    """By number of the expert, up to 1,024; those of other ranks included. Empty: no mixture was computed."""
+    of_busiest_ranks: int
+    """Sum over all calls of the choices of the rank that had most of them; 0 where ranks do not share the experts."""
+
+
+def expert_counts() -> ExpertCounts:
+    """Return what the native kernels have counted; nothing without a library."""
+    if not isa():
+        return ExpertCounts((), 0)
+    function = load(isa()).triptych_expert_counts
+    function.argtypes, function.restype = [], ctypes.POINTER(ctypes.c_int64)
+    counts = function()
+    return ExpertCounts(counts[2 : 2 + counts[0]], counts[1])
 
 
 def raise_failure(failure: int, what: str) -> None:

@@ -14,13 +14,14 @@ from concurrent.futures import Future
 from triptych.config import EngineConfig
 from triptych.errors import RankUnavailable, TriptychError
 from triptych.observe.logging import with_fields
-from triptych.observe.metrics import WorkerMetrics
+from triptych.observe.metrics import ExpertChoices, WorkerMetrics
 from triptych.rpc import collector
 from triptych.rpc.channel import INTERNAL_MESSAGE_BYTES
 from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.types.exit_codes import ExitCode
 from triptych.types.facts import Phase, WorkerFacts
+from triptych_kernels.cpu.library import expert_counts
 from triptych_services.worker.context.group_place import GroupPlace
 from triptych_services.worker.runner.base import PhaseChange, Runner
 from triptych_services.worker.service.runner_thread import RunnerThread
@@ -86,6 +87,8 @@ class RunnerApp(ServiceApp):
     def on_loaded(self, runner: Runner) -> None:
         """Note that the runner has loaded."""
         collector.freeze()
+        if not self.config.simulation.enabled:
+            ExpertChoices(expert_counts)
         self.runner = runner
         self.ready.set_result(runner.facts)
 

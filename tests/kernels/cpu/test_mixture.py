@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.weights.coded_rows import random_rows
-from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
+from triptych_kernels.cpu.library import expert_counts, forced_isa, usable_isas, use_threads
 from triptych_kernels.cpu.program import record
 from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.ops import fused_moe
@@ -187,3 +187,24 @@ def test_many_rows_are_computed_in_parts() -> None:
     x, logits = normal(1100, HIDDEN, seed=1), normal(1100, NUM_EXPERTS, seed=2)
     whole = fused_moe(x, logits, w13, w2, ExpertChoice(1))
     assert torch.equal(whole[1000:], fused_moe(x[1000:], logits[1000:], w13, w2, ExpertChoice(1)))
+
+
+def test_choices_are_counted_by_expert_and_of_the_busiest_rank() -> None:
+    """More rows than one pass takes; then a rank that has two of the experts, of which the counts are of all."""
+    w13, w2 = stacks(FORMS[0])
+    x, logits = normal(1100, HIDDEN, seed=1), normal(1100, NUM_EXPERTS, seed=2)
+    logits[:, 4] += 1.0  # the last rank has most
+    choice = ExpertChoice(3)
+    chosen = choose_experts(logits, choice)[1].flatten().bincount(minlength=NUM_EXPERTS)
+    before = expert_counts()
+    held = [PackedStack(list(weights)[:2]) for weights in (w13, w2)]
+    for num_calls, (first_expert, own) in enumerate(((None, (w13, w2)), (0, held)), 1):
+        fused_moe(x, logits, *own, choice, first_expert=first_expert)
+        counts = expert_counts()
+        assert len(counts.by_expert) >= NUM_EXPERTS
+        earlier = [*before.by_expert, *[0] * NUM_EXPERTS]
+        gained = [now - then for now, then in zip(counts.by_expert, earlier, strict=False)]
+        assert gained[:NUM_EXPERTS] == (num_calls * chosen).tolist()
+    by_rank = [choose_experts(part, choice)[1].flatten() // 2 for part in logits.split(1024)]
+    busiest = sum(int(ranks.bincount().max()) for ranks in by_rank)
+    assert counts.of_busiest_ranks - before.of_busiest_ranks == busiest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from triptych.observe.metrics import WorkerMetrics
+from triptych.observe.metrics import ExpertChoices, WorkerMetrics
 from triptych.types.step import StepResult, VerifiedGuesses, empty_u32
 from triptych_services.worker.service.step_counter import StepCounter
 
@@ -28,3 +28,18 @@ def test_guesses_are_counted_by_proposer_and_place() -> None:
     assert value("guesses", "suffix", "1") == value("accepted_guesses", "suffix", "1") == 1
     assert value("guesses", "suffix", "2") is None
     assert registry.get_sample_value("triptych_worker_steps_total") == 2
+
+
+def test_choices_of_experts_are_read_when_they_are_scraped() -> None:
+    counts: tuple[list[int], int] = ([], 0)
+    registry = CollectorRegistry()
+    ExpertChoices(lambda: counts, registry)
+    assert not list(registry.collect()), "there is no mixture"
+    for times in (1, 2):
+        counts = ([times * 5, 0, times * 7], times * 9)
+        found = [
+            registry.get_sample_value("triptych_worker_expert_choices_total", {"expert": expert})
+            for expert in "012"
+        ]
+        assert found == [times * 5, 0, times * 7]
+        assert registry.get_sample_value("triptych_worker_busiest_rank_expert_choices_total") == times * 9

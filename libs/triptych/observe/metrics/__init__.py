@@ -12,7 +12,7 @@ from triptych.observe.metrics.frontend import (
 )
 from triptych.observe.metrics.frontend_engines import EngineGauges, EngineState, VllmNames
 from triptych.observe.metrics.process import BuildInfo, CertificateExpiry, LoopLag
-from triptych.observe.metrics.worker import WorkerMetrics
+from triptych.observe.metrics.worker import ExpertChoices, WorkerMetrics
 
 __all__ = [
     "BuildInfo",
@@ -23,6 +23,7 @@ __all__ = [
     "EngineGauges",
     "EngineMetrics",
     "EngineState",
+    "ExpertChoices",
     "FrontendMetrics",
     "LoopLag",
     "ModelMetrics",

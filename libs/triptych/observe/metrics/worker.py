@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 _GAP_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.005, 0.02, 0.1)
 _MASK_SECONDS = (2e-5, 1e-4, 5e-4, 0.002, 0.005, 0.02, 0.1, 0.5)
@@ -66,4 +69,33 @@ class WorkerMetrics:
             Gauge("triptych_worker_weight_bytes", "Bytes of weights held.", registry=registry),
             Gauge("triptych_worker_load_seconds", "Process start to weights loaded.", registry=registry),
             Gauge("triptych_worker_kernels", "1 for what computes.", ["kernels"], registry=registry),
+        )
+
+
+class ExpertChoices(Collector):
+    """How often routers chose each expert, as it is counted elsewhere, read when it is scraped."""
+
+    def __init__(
+        self, read: Callable[[], tuple[Sequence[int], int]], registry: CollectorRegistry = REGISTRY
+    ) -> None:
+        """`read`: Returns the choices by expert, empty without a mixture, and those of the busiest ranks."""
+        self._read = read
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        by_expert, of_busiest_ranks = self._read()
+        if not by_expert:
+            return
+        chosen = CounterMetricFamily(
+            "triptych_worker_expert_choices",
+            "Times that a token chose an expert, by its number and over all layers.",
+            labels=["expert"],
+        )
+        for expert, count in enumerate(by_expert):
+            chosen.add_metric([str(expert)], count)
+        yield chosen
+        yield CounterMetricFamily(
+            "triptych_worker_busiest_rank_expert_choices",
+            "Of these, in each layer and step those of the rank that has most; 0 unless ranks share the experts.",
+            of_busiest_ranks,
         )

@@ -52,9 +52,35 @@ constexpr int64_t kResultBytes = 64 << 20;  // of these rows: bounds what lies b
 constexpr int64_t kNowhere = -1;
 constexpr int64_t kChoicesPerIndex = 16;  // rows that one thread chooses for, or sums, at a time
 
+constexpr int64_t kCountedExperts = 1024;  // of those behind them nothing is counted
+
+// Choices since the process began, of all mixtures together. One thread at a time computes; others may read.
+struct ChoiceCounts {
+  int64_t num_experts;             // of the largest mixture, kCountedExperts at most
+  int64_t of_busiest_ranks;        // of each call's rank with most of them, where ranks share the experts
+  int64_t by_expert[kCountedExperts];
+};
+ChoiceCounts counts_of_process;
+
 template <typename T>
 T* take(Scratch& scratch, int64_t count) {
   return static_cast<T*>(scratch.get(count * sizeof(T)));
+}
+
+// Counts what rows have chosen, other ranks' experts included.
+void count_choices(const Mixture& args, const int32_t* experts, int64_t count) {
+  ChoiceCounts& counts = counts_of_process;
+  counts.num_experts = std::max(counts.num_experts, std::min(args.routing.num_experts, kCountedExperts));
+  for (int64_t pair = 0; pair < count; ++pair) {
+    if (experts[pair] < kCountedExperts) ++counts.by_expert[experts[pair]];
+  }
+  const int64_t held = args.held_experts, num_ranks = args.routing.num_experts / held;
+  if (num_ranks < 2) return;
+  static thread_local Scratch memory;
+  auto* by_rank = take<int64_t>(memory, num_ranks);
+  std::fill_n(by_rank, num_ranks, 0);
+  for (int64_t pair = 0; pair < count; ++pair) ++by_rank[experts[pair] / held];
+  counts.of_busiest_ranks += *std::max_element(by_rank, by_rank + num_ranks);
 }
 
 // The rows of one expert.
@@ -92,6 +118,7 @@ Pairs choose(const Mixture& args, int64_t first, int64_t rows) {
       router.choose(first + row, experts + row * top_k, pairs.weights + row * top_k);
     }
   });
+  count_choices(args, experts, count);
   auto* next = take<int64_t>(ends, held + 1);  // place of each expert's next row
   std::fill_n(next, held + 1, 0);
   // of this rank's experts, which it numbers from 0; held or more: another's
@@ -292,3 +319,6 @@ TRIPTYCH_KERNEL(fused_moe, triptych::Mixture,
     args.dtype == kFloat32 ? mix<float>(args, first, count) : mix<bf16>(args, first, count);
   }
 }
+
+// The counts of this library: see ChoiceCounts.
+extern "C" const int64_t* triptych_expert_counts() { return &triptych::counts_of_process.num_experts; }
