@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +27,7 @@ from triptych.client.grpc_client import GenerationClient
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent, FinishedEvent
 from triptych.types.sampling import SamplingParams
+from triptych_kernels.cpu.library import isa
 
 GEMMA_3 = FAMILIES["Gemma 3"]
 SIX_LAYERS = {"sliding_window": 24, "layer_types": [SLIDING, SLIDING, FULL] * 2}
@@ -128,6 +131,15 @@ async def num_cached(stack: LocalCluster, prompt: str) -> int:
     raise AssertionError("the stream ended before its end")
 
 
+def chosen_experts(stack: LocalCluster) -> dict[int, float]:
+    """Return how often each expert was chosen, as the worker's metrics say it."""
+    url = f"http://127.0.0.1:{stack.config.worker.metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+        text = answer.read().decode()
+    found = re.findall(r'^triptych_worker_expert_choices_total{expert="(\d+)"} (\S+)$', text, re.MULTILINE)
+    return {int(expert): float(count) for expert, count in found}
+
+
 CASES = [
     ("Qwen3-Next", "worker"),
     ("Qwen3-Next", "enginecore"),
@@ -150,6 +162,13 @@ async def test_a_killed_process_changes_no_token_of_transformers(
         expected = await stream_all(stack.address)
         assert_equal_to_oracle(oracle, expected)
         assert await num_cached(stack, REQUESTS[0][0]) >= STATE_INTERVAL
+        if isa():
+            num_experts = MODELS[family].arguments.get("num_experts", 0)
+            counts = chosen_experts(stack)
+            assert list(counts) == list(range(num_experts))
+            assert not counts or sum(counts.values()) > 2 * 3 * NUM_NEW * len(REQUESTS), (
+                "two, in three layers"
+            )
         pid = stack.pids[victim]
         answers = await stream_all(stack.address, partial(os.kill, pid, signal.SIGKILL))
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
