@@ -2,6 +2,7 @@
 
 seed=7 engines=2 frontends=2 requests=16: 0.350 kill worker-0 0.400; 0.900 hold frontend-0>enginecore-1 3.000
 seed=7 engines=2 frontends=1 requests=48 transfers=1: 0.350 kill worker-0 0.400
+seed=7 engines=2 frontends=1 requests=16 groups=1: 0.350 kill worker-0 0.400
 """
 
 from __future__ import annotations
@@ -81,11 +82,14 @@ class Scenario:
     faults: tuple[Fault, ...] = field(default=())
     has_transfers: bool = False
     """Whether the first engine computes prompts, whose KV blocks arrive at the others as soon as they may."""
+    has_groups: bool = False
+    """Whether the model has windows and states beside layers that keep every key; in memory only."""
 
     def __str__(self) -> str:
         head = (
             f"seed={self.seed} engines={self.num_engines} frontends={self.num_frontends} "
             f"requests={self.num_requests}{' transfers=1' if self.has_transfers else ''}"
+            f"{' groups=1' if self.has_groups else ''}"
         )
         return f"{head}: {'; '.join(map(str, self.faults))}"
 
@@ -124,11 +128,11 @@ class Scenario:
     @staticmethod
     def parse(text: str) -> Scenario:
         head, _, tail = text.partition(":")
-        seed, num_engines, num_frontends, num_requests, *rest = (
-            int(word.partition("=")[2]) for word in head.split()
-        )
+        number_of = {name: int(number) for name, _, number in (word.partition("=") for word in head.split())}
+        numbers = [number_of.pop(name) for name in ("seed", "engines", "frontends", "requests")]
         faults = tuple(Fault.parse(part) for part in tail.split(";") if part.strip())
-        return Scenario(seed, num_engines, num_frontends, num_requests, faults, has_transfers=rest == [1])
+        flags = {f"has_{name}": bool(number) for name, number in number_of.items()}
+        return Scenario(*numbers, faults, **flags)
 
 
 class Ground(Protocol):

@@ -26,6 +26,13 @@ def test_random_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _check(make_scenario(seed, VICTIMS, last_s=LAST_FAULT_S, at_places=True, has_changes=True), monkeypatch)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
+def test_random_faults_of_a_model_with_windows_and_states(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = make_scenario(seed, VICTIMS, last_s=LAST_FAULT_S, at_places=True, has_changes=True)
+    _check(replace(scenario, has_transfers=False, has_groups=True), monkeypatch)
+
+
 @pytest.mark.skipif("SCENARIO" not in os.environ, reason="SCENARIO gives none")
 def test_given(monkeypatch: pytest.MonkeyPatch) -> None:
     _check(Scenario.parse(os.environ["SCENARIO"]), monkeypatch)
@@ -33,8 +40,8 @@ def test_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scenarios_survive_their_text() -> None:
     scenario = Scenario(7, 2, 1, 16, (Fault(0.35, "kill", "worker-0", 0.4), Fault(1.0, "hold", "a>b", 3.0)))
-    for has_transfers in (False, True):
-        scenario = replace(scenario, has_transfers=has_transfers)
+    for has_transfers, has_groups in ((False, False), (True, False), (False, True)):
+        scenario = replace(scenario, has_transfers=has_transfers, has_groups=has_groups)
         assert Scenario.parse(str(scenario)) == scenario
 
 

@@ -48,7 +48,7 @@ from triptych.observe.metrics import EngineMetrics, FrontendMetrics, WorkerMetri
 from triptych.rpc import channel as rpc_channel
 from triptych.rpc.service_main import STOP_GRACE_S
 from triptych.types.events import Event
-from triptych.types.facts import Phase
+from triptych.types.facts import KvGroup, KvKind, KvLayout, Phase
 from triptych.v1 import generation_pb2_grpc
 from triptych_services.enginecore.frontends.servicer import EngineCoreServicer
 from triptych_services.enginecore.loop import EngineLoop
@@ -75,6 +75,11 @@ PREFILL_STEP_S = 0.002
 DRAIN_S = 30.0
 FAREWELL_S = 1.0
 _MAX_MODEL_LEN = 512
+_FULL = KvLayout(200, 16, 1, 1, 1, "float32").groups[0]
+_GROUPS = (
+    _FULL, replace(_FULL, kind=KvKind.WINDOW, window=40), replace(_FULL, kind=KvKind.WINDOW, window=24),
+    KvGroup(KvKind.STATE, 1, 32, 4096),
+)  # fmt: skip
 _MODELS = {
     "weights": (replace(NAIVE_IDENTITY, weights="v" * 64), 1),
     "numerics": (replace(NAIVE_IDENTITY, numerics="another release"), 2),
@@ -101,8 +106,14 @@ class MemoryGround:
         num_engines: int,
         num_frontends: int,
         has_transfers: bool = False,
+        has_groups: bool = False,
     ) -> None:
-        """`has_transfers`: whether the first engine computes prompts for the others."""
+        """
+        Args:
+            has_transfers: Whether the first engine computes prompts for the others.
+            has_groups: Whether the model has windows and states.
+        """
+        self._groups = _GROUPS if has_groups else ()
         self.network = Network()
         self.transfers = TransferNetwork() if has_transfers else None
         self.steps: list[Step] = []
@@ -354,6 +365,15 @@ class MemoryGround:
             num_blocks=80 if self.transfers is not None else 200,
             max_model_len=_MAX_MODEL_LEN - 16 * (change == "limits"),
         )
+        if self._groups:
+            kv = replace(
+                runner.facts.kv,
+                num_blocks=400,
+                groups=self._groups,
+                num_state_blocks=60,
+                continues_states=True,
+            )
+            runner.facts = replace(runner.facts, kv=kv)
         boot_id = f"{name}.{self._lives[name]}"
         identity, key = _MODELS.get(change, (NAIVE_IDENTITY, 0))
         model = replace(runner.facts.model, identity=identity, vocab_size=TEXT_VOCAB_SIZE)
@@ -475,6 +495,7 @@ def play_in_memory(
             num_engines=scenario.num_engines,
             num_frontends=scenario.num_frontends,
             has_transfers=scenario.has_transfers,
+            has_groups=scenario.has_groups,
         )
         try:
             return await play(ground, scenario, on_begin=on_begin)

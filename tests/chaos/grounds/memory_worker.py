@@ -23,6 +23,7 @@ from tests.helpers.scheduling import (
 )
 from tests.helpers.stack import NaiveRunner
 from triptych.errors import EngineFailure
+from triptych.types.facts import KvGroup
 from triptych.types.step import StepPlan, StepResult
 from triptych_services.frontend.requests.grammars import grammar_process
 from triptych_services.worker.sampling.form_output import FormOutput
@@ -112,9 +113,13 @@ def _tokenizer() -> LLTokenizer:
 class KeyedWorker(NaiveWorker):
     """The naive worker, where rows with penalties read their prompts' lengths, and rows with forms keep to them."""
 
-    def __init__(self, key: int) -> None:
-        """`key`: Its model: workers of other keys give other tokens."""
-        super().__init__()
+    def __init__(self, key: int, groups: Sequence[KvGroup]) -> None:
+        """
+        Args:
+            key: Its model: workers of other keys give other tokens.
+            groups: As of `NaiveWorker`.
+        """
+        super().__init__(groups=groups)
         self._key = key
         self._forms = RowForms()
 
@@ -172,7 +177,7 @@ class InlineRunner:
         self, deliver: Callable[[StepResult | Exception], None], on_open: Callable[[], None]
     ) -> int:
         self._current += 1
-        self._runner.worker = KeyedWorker(self._key)
+        self._runner.worker = KeyedWorker(self._key, self._runner.facts.kv.groups)
         self._deliver = deliver
         asyncio.get_running_loop().call_soon(on_open)
         return self._current
