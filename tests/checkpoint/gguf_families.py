@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.worker.models.encoder_families import ENCODERS, HEADS, SIZES, create_encoder
 from tests.worker.models.families import FAMILIES, FULL, LONGROPE, SLIDING, Tiny, rope
 from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 
@@ -28,10 +29,21 @@ SIX_LAYERS = {"num_hidden_layers": 7, "layer_types": [SLIDING] * 5 + [FULL, SLID
 
 
 @dataclass(frozen=True)
+class TinyEncoder:
+    """An encoder, or a form of it."""
+
+    class_name: str
+    arguments: Mapping[str, Any]
+
+    def create(self) -> Any:
+        return create_encoder(self.class_name, self.arguments)
+
+
+@dataclass(frozen=True)
 class Conversion:
     """A checkpoint that llama.cpp's converter is run on."""
 
-    tiny: Tiny
+    tiny: Tiny | TinyEncoder
     for_converter: Mapping[str, Any] = field(default_factory=dict)
     """Keys that published files have and transformers does not write, or writes in another way."""
 
@@ -127,3 +139,29 @@ CONVERSIONS: dict[str, Conversion] = {
         },
     ),
 }
+
+_OLDER_NOMIC = {
+    "activation_function": "swiglu", "causal": False, "qkv_proj_bias": False,
+    "mlp_fc1_bias": False, "mlp_fc2_bias": False, "prenorm": False, "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_emb_base": 500.0,
+    "max_trained_positions": 2048, "n_positions": 8192,
+}  # fmt: skip
+"""Keys of files that came with code of their own, which the converter asks for."""
+
+ENCODER_CONVERSIONS: dict[str, Conversion] = {
+    **{name: Conversion(TinyEncoder(*ENCODERS[name])) for name in ("BERT", "RoBERTa", "XLM-R", "DistilBERT")},
+    "BERT of one type": Conversion(TinyEncoder("BertModel", {**SIZES, "type_vocab_size": 1})),
+    "ModernBERT": Conversion(
+        TinyEncoder(*ENCODERS["ModernBERT"]), {"layer_norm_eps": 1e-5, "norm_eps": 1e-5}
+    ),
+    "ModernBERT with biases": Conversion(
+        TinyEncoder(*ENCODERS["ModernBERT with biases"]), {"layer_norm_eps": 1e-5, "norm_eps": 1e-5}
+    ),
+    "Nomic": Conversion(TinyEncoder(*ENCODERS["Nomic"]), _OLDER_NOMIC),
+    "XLM-R, classifier": Conversion(TinyEncoder(*HEADS["XLM-R"])),
+    "ModernBERT, classifier": Conversion(
+        TinyEncoder(*HEADS["ModernBERT"]), {"layer_norm_eps": 1e-5, "norm_eps": 1e-5}
+    ),
+    "RoBERTa, classifier": Conversion(TinyEncoder(*HEADS["RoBERTa"])),
+}
+"""Those of encoders."""

@@ -4,8 +4,8 @@ A conversion moves numbers, and changes some of them in one of a few ways. So a 
 each tensor of the file its shape, the change, and the places of its numbers among those of all tensors of the
 checkpoint, in the order of their names. It does not hold the numbers: tests take those of their own checkpoint.
 
-`python -m tests.checkpoint.gguf_recordings LLAMA_CPP` records them anew. LLAMA_CPP is the directory of llama.cpp's
-source, as `vendor/llama.cpp` of the source distribution of llama-cpp-python.
+`python -m tests.checkpoint.gguf_recordings LLAMA_CPP [NAME...]` records them anew. LLAMA_CPP is the directory of
+llama.cpp's source, as `vendor/llama.cpp` of the source distribution of llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zlib
 from base64 import b85decode, b85encode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.gguf_families import CONVERSIONS
+from tests.checkpoint.gguf_families import CONVERSIONS, ENCODER_CONVERSIONS
 from tests.worker.models.checkpoints import save_checkpoint
 
+ALL_CONVERSIONS = CONVERSIONS | ENCODER_CONVERSIONS
 RECORDINGS_FILE = Path(__file__).with_name("gguf_recordings.json.xz")
 
 Floats = NDArray[np.float32]
@@ -54,13 +55,19 @@ def recordings() -> dict[str, Any]:
 
 
 def write_recorded(
-    name: str, checkpoint: Path, path: Path, *, quantization: GGMLQuantizationType = GGMLQuantizationType.F32
+    name: str,
+    checkpoint: Path,
+    path: Path,
+    *,
+    quantization: GGMLQuantizationType = GGMLQuantizationType.F32,
+    is_dequantized: bool = False,
 ) -> None:
     """Write the .gguf file that llama.cpp's converter makes of the checkpoint of a conversion.
 
     Args:
         checkpoint: Directory in which the tiny model of that name was saved.
         quantization: Type of the matrices with rows of whole blocks.
+        is_dequantized: Whether the file holds what they were rounded to, in float32.
     """
     recording, numbers = recordings()[name], numbers_of(checkpoint)
     writer = gguf.GGUFWriter(path, recording["metadata"]["general.architecture"][1])
@@ -75,7 +82,10 @@ def write_recorded(
         kind = (
             quantization if array.ndim > 1 and array.shape[-1] % per_block == 0 else GGMLQuantizationType.F32
         )
-        writer.add_tensor(tensor, quantize(array, kind), raw_dtype=kind)
+        data = quantize(array, kind)
+        if is_dequantized:
+            data, kind = dequantize(data, kind), GGMLQuantizationType.F32
+        writer.add_tensor(tensor, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,14 +106,18 @@ def _restore(facts: dict[str, Any], numbers: torch.Tensor) -> Floats:
     return CHANGES[facts["change"]](chosen).view(facts["shape"]).numpy()
 
 
-def record(llama_cpp: Path) -> None:
-    """Run the converter on every checkpoint and write the recordings."""
+def record(llama_cpp: Path, names: Sequence[str]) -> None:
+    """Run the converter on checkpoints and write the recordings.
+
+    Args:
+        names: Those to record anew; the others stay as they are.
+    """
     for module in [name for name in sys.modules if name.split(".")[0] == "gguf"]:
         del sys.modules[module]  # the converter has a version of its own
     sys.path.insert(0, str(llama_cpp / "gguf-py"))
     sys.path.append(str(llama_cpp))
-    found = {}
-    for name in CONVERSIONS:
+    found = {name: old for name, old in recordings().items() if names and name in ALL_CONVERSIONS}
+    for name in names or ALL_CONVERSIONS:
         found[name] = _record(name)
         print(f"{name}: {len(found[name]['tensors'])} tensors", flush=True)
     RECORDINGS_FILE.write_bytes(lzma.compress(json.dumps(found).encode(), preset=9 | lzma.PRESET_EXTREME))
@@ -114,12 +128,13 @@ def _record(name: str) -> dict[str, Any]:
     from conversion.base import ModelBase, ModelType, get_model_architecture
     from gguf import GGUFReader, LlamaFileType
 
-    conversion_of = CONVERSIONS[name]
+    conversion_of = ALL_CONVERSIONS[name]
     with tempfile.TemporaryDirectory() as scratch:
         directory, path = Path(scratch), Path(scratch, "model.gguf")
         save_checkpoint(conversion_of.tiny.create(), directory)
         _make_distinct(directory)
-        tokens = {"model": {"vocab": {f"t{index}": index for index in range(97)}}, "added_tokens": []}
+        vocabulary = {f"t{index}": index for index in range(97)}
+        tokens = {"model": {"type": "WordPiece", "vocab": vocabulary}, "added_tokens": []}
         (directory / "tokenizer.json").write_text(json.dumps(tokens))
         config = ModelBase.load_hparams(directory, False) | conversion_of.for_converter
         kind = conversion.get_model_class(get_model_architecture(config, ModelType.TEXT))
@@ -190,4 +205,4 @@ def _find(
 
 
 if __name__ == "__main__":
-    record(Path(sys.argv[1]))
+    record(Path(sys.argv[1]), sys.argv[2:])

@@ -23,8 +23,10 @@ from tests.checkpoint.gguf_files import (
 )
 from triptych.checkpoint.config_json import read_architecture
 from triptych.checkpoint.gguf.index import GgufIndex
+from triptych.checkpoint.pooling import read_pooling
 from triptych.errors import ModelError
 from triptych.hub import resolve_model
+from triptych.types.pooling import PoolingKind
 from triptych_services.worker.loader.load import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -49,6 +51,15 @@ def test_the_config_is_that_of_the_model(tmp_path: Path) -> None:
     assert architecture.is_gguf
     assert architecture.dtype == "bfloat16"
     assert architecture.eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(1, PoolingKind.MEAN), (2, PoolingKind.FIRST), (3, PoolingKind.LAST)]
+)
+def test_the_file_says_which_states_become_a_vector(number: int, kind: PoolingKind, tmp_path: Path) -> None:
+    directory = convert(tmp_path / "model.gguf", extra={"llama.pooling_type": number})
+    pooling = read_pooling(directory)
+    assert (pooling.kind, pooling.normalize, pooling.is_stated) == (kind, True, True)
 
 
 def test_an_output_matrix_of_its_own_unties_the_embeddings(tmp_path: Path) -> None:
@@ -110,6 +121,8 @@ def test_linear_rope_scaling_is_kept(tmp_path: Path) -> None:
         ({"extra": {"llama.rope.scaling.type": "magic"}}, "llama.rope.scaling.type: 'magic'"),
         ({"extra": {"llama.rope.dimension_count": 34}}, "llama.rope.dimension_count: 34 must be even"),
         ({"extra": {"llama.attention.value_length": 8}}, "llama.attention.value_length: 8 differs"),
+        ({"extra": {"llama.pooling_type": 7}}, "llama.pooling_type: 7 is none of 0, 1, 2, 3, 4"),
+        ({"extra": {"llama.attention.causal": False}}, "llama.attention.causal: False"),
         ({"extra": {"llama.attention.twist": 8}}, "llama.attention.twist: 8 is a key that"),
         (
             {"vocabulary": byte_level_vocabulary([], pre="gemma4")},

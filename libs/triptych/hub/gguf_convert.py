@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from triptych.checkpoint.config_json import CONFIG_FILE, GENERATION_CONFIG_FILE
-from triptych.checkpoint.gguf.families import describe
+from triptych.checkpoint.config_json import CONFIG_FILE, GENERATION_CONFIG_FILE, MODULES_FILE
+from triptych.checkpoint.gguf.families import POOLING_KEY, describe
 from triptych.checkpoint.gguf.header import GgufHeader, read_header
 from triptych.checkpoint.gguf.index import GgufFile, GgufIndex
 from triptych.checkpoint.gguf.layout import index_tensors
@@ -22,11 +22,13 @@ from triptych.errors import ModelError
 from triptych.hub.cache import build_directory_once, cache_home
 from triptych.hub.progress import ProgressLine
 
-CONVERTER_VERSION = 4
+CONVERTER_VERSION = 5
 """Raise it when the converted files change: directories of another version are made anew."""
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_PARTS = 10_000
+_POOLING_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}
+"""Number of a way to make a vector, as llama.cpp has it -> its name in sentence-transformers."""
 
 
 def prepare_gguf(gguf: Path, *, sha256: str | None = None, progress: bool) -> Path:
@@ -94,11 +96,34 @@ def _convert(headers: Sequence[GgufHeader], directory: Path) -> GgufIndex:
         generation = {"bos_token_id": config.get("bos_token_id"), "eos_token_id": stop_ids}
         _write_json(directory / GENERATION_CONFIG_FILE, generation)
         write_tokenizer(header.metadata, directory)
+        _write_pooling(header, directory)
         tensors = index_tensors([part.tensors for part in headers], config, rules)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # Keys of another type or size than they always have, or text that is none.
         raise ModelError(f"{header.path}: its metadata cannot be used: {_in_one_line(error)}") from error
     return GgufIndex((), tuple(tensors))
+
+
+def _write_pooling(header: GgufHeader, directory: Path) -> None:
+    """Write the files of sentence-transformers for a model of vectors, which have length 1, as llama.cpp's have.
+
+    Raises:
+        ModelError: The vector is made in a way that is not built.
+    """
+    key = f"{header.metadata['general.architecture']}.{POOLING_KEY}"
+    kind = header.metadata.get(key, 0)
+    if kind in (0, 4):  # none; rank, of which the tensors tell
+        return
+    if kind not in _POOLING_MODES:
+        raise ModelError(
+            f"{header.path}: {key}: {kind} is none of {', '.join(map(str, (0, *_POOLING_MODES, 4)))}"
+        )
+    _write_json(directory / MODULES_FILE, [
+        {"type": f"sentence_transformers.models.{name}", "path": path}
+        for name, path in (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+    ])  # fmt: skip
+    (directory / "1_Pooling").mkdir()
+    _write_json(directory / "1_Pooling" / CONFIG_FILE, {"pooling_mode": _POOLING_MODES[kind]})
 
 
 def _join(headers: Sequence[GgufHeader]) -> GgufHeader:
@@ -141,5 +166,5 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def _write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

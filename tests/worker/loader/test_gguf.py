@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
 
-from tests.checkpoint.gguf_families import CONVERSIONS
-from tests.checkpoint.gguf_recordings import recordings, write_recorded
+from tests.checkpoint.gguf_families import CONVERSIONS, ENCODER_CONVERSIONS
+from tests.checkpoint.gguf_recordings import ALL_CONVERSIONS, recordings, write_recorded
 from tests.hub.conftest import cache  # noqa: F401 - a fixture
 from tests.worker.models.checkpoints import load_checkpoint, save_checkpoint
 from tests.worker.models.sequences import CUTS, Sequences
+from tests.worker.models.test_encoder import new_inputs, random_texts, states_of
+from tests.worker.tiny import tiny_config
+from triptych.checkpoint.config_json import read_architecture
 from triptych.hub import resolve_model
+from triptych_services.worker.loader.load import load_model, open_checkpoint
+from triptych_services.worker.models.encoder import Encoder
+from triptych_services.worker.runner.encoder_runner import RecordedEncoder
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -35,5 +45,51 @@ def test_logits_of_a_converted_file_equal_transformers(name: str, tmp_path: Path
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("name", ENCODER_CONVERSIONS)
+@torch.inference_mode()
+def test_states_of_a_converted_encoder_equal_transformers(name: str, tmp_path: Path) -> None:
+    oracle = save_checkpoint(ENCODER_CONVERSIONS[name].tiny.create(), tmp_path / "checkpoint")
+    write_recorded(name, tmp_path / "checkpoint", tmp_path / "model.gguf")
+    model, texts = load_encoder(tmp_path / "model.gguf"), random_texts(1, 7, 130)
+    for own, text in zip(states(model, texts), texts, strict=True):
+        theirs = oracle(torch.from_numpy(text)[None])
+        if model.classifier is None:
+            torch.testing.assert_close(own, theirs.last_hidden_state[0], rtol=1e-5, atol=1e-5)
+        else:
+            torch.testing.assert_close(model.classifier(own[:1]), theirs.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0])
+@pytest.mark.parametrize("name", ["BERT", "ModernBERT", "Nomic"])
+@torch.inference_mode()
+def test_a_quantized_encoder_is_the_one_with_the_rounded_weights(
+    name: str, kind: GGMLQuantizationType, tmp_path: Path
+) -> None:
+    save_checkpoint(ENCODER_CONVERSIONS[name].tiny.create(), tmp_path / "checkpoint")
+    texts = random_texts(1, 7, 130)
+    for path in (tmp_path / "codes.gguf", tmp_path / "floats.gguf"):
+        is_dequantized = path.stem == "floats"
+        write_recorded(name, tmp_path / "checkpoint", path, quantization=kind, is_dequantized=is_dequantized)
+    codes, floats = (states(load_encoder(tmp_path / f"{stem}.gguf"), texts) for stem in ("codes", "floats"))
+    for found, expected in zip(codes, floats, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def load_encoder(path: Path) -> Encoder:
+    directory = resolve_model(str(path), progress=False)
+    config = tiny_config(read_architecture(directory))
+    floats = replace(config, quantization="none", dtype="float32", weight_dtype="float32")
+    model = load_model(floats, open_checkpoint(directory))
+    assert isinstance(model, Encoder)
+    return model
+
+
+def states(model: Encoder, texts: list[NDArray[np.int64]]) -> list[torch.Tensor]:
+    inputs = new_inputs()
+    return states_of(RecordedEncoder(model, inputs), inputs, texts)
+
+
 def test_every_architecture_of_llama_cpp_is_recorded() -> None:
-    assert recordings().keys() == CONVERSIONS.keys()
+    assert recordings().keys() == ALL_CONVERSIONS.keys()

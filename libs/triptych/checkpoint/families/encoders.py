@@ -58,7 +58,7 @@ def bert(config: ConfigFile) -> ModelArchitecture:
         config,
         sizes,
         EndsSpec(num_learned_positions=sizes.max_positions, has_embedding_norm=True),
-        EncoderSpec(config.integer("type_vocab_size", default=2), head=head),
+        EncoderSpec(config.integer("type_vocab_size", default=2, minimum=0), head=head),
         _names(("bert.",), (*_BERT, ("head.dense", "pooler.dense")), head),
     )
 

@@ -16,6 +16,7 @@ from triptych.checkpoint.gguf.keys import (
     qkv_bias,
     read_rope,
 )
+from triptych.errors import ModelError
 
 
 def llama(model: GgufModel) -> Config:
@@ -289,3 +290,64 @@ def seed_oss(model: GgufModel) -> Config:
 def arcee(model: GgufModel) -> Config:
     mlp = {"mlp_bias": model.has_all("ffn_up", "ffn_down")}
     return named("ArceeForCausalLM") | attention(model) | all_biases(model) | mlp
+
+
+def bert(model: GgufModel) -> Config:
+    """Return BERT's, of which RoBERTa and DistilBERT are forms: without rows for padding, without token types."""
+    if "cls.output.weight" in model.tensors and "cls.weight" not in model.tensors:
+        raise ModelError(
+            f"{model.keys.path}: cls.output.weight: the layer before it is missing, which converters of BERT "
+            "leave out; use the model's safetensors directory"
+        )
+    return _encoder("Bert", model) | {"hidden_act": "gelu"}
+
+
+def nomic_bert(model: GgufModel) -> Config:
+    base = model.number("rope.freq_base", default=10000.0)
+    rope = {"rope_type": "default", "rope_theta": base}
+    return _encoder("NomicBert", model) | {"hidden_act": "silu", "rope_parameters": rope}
+
+
+def modern_bert(model: GgufModel) -> Config:
+    keys, config = model.keys, _encoder("ModernBert", model)
+    del config["type_vocab_size"]
+    pooling = keys.integer("classifier.pooling_type", default=2)
+    if pooling not in (1, 2):
+        keys.fail("classifier.pooling_type", pooling, "must be 1, mean, or 2, the first token")
+    return config | {
+        "norm_eps": config.pop("layer_norm_eps"),
+        "classifier_pooling": ("mean", "cls")[pooling - 1],
+        "classifier_bias": "cls.bias" in model.tensors,
+        "norm_bias": bool(model.layers_with("ffn_norm.bias")),
+        "attention_bias": model.has_all("attn_qkv", "attn_output"),
+        "mlp_bias": model.has_all("ffn_up", "ffn_down"),
+        "hidden_activation": keys.text("hidden_activation", default="gelu"),
+        "local_attention": keys.integer("attention.sliding_window", default=128),
+        "global_attn_every_n_layers": keys.integer("attention.sliding_window_pattern", default=3),
+        "global_rope_theta": model.number("rope.freq_base", default=160000.0),
+        "local_rope_theta": model.number("rope.freq_base_swa", default=10000.0),
+    }
+
+
+def _encoder(name: str, model: GgufModel) -> Config:
+    """Return the sizes of an encoder, and the labels of one with a head."""
+    keys, tensors = model.keys, model.tensors
+    keys.expect("attention.causal", False, otherwise="tokens see no later ones")
+    if "rope.scaling.type" in keys.values:
+        keys.expect("rope.scaling.type", "none", otherwise="rotations are scaled")
+    types = tensors.get("token_types.weight")
+    config = {
+        "num_attention_heads": keys.integer("attention.head_count"),
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "max_position_embeddings": keys.integer("context_length"),
+        "type_vocab_size": 0 if types is None else types.shape[0],
+        "layer_norm_eps": model.number("attention.layer_norm_epsilon"),
+    }
+    labels = keys.values.get("classifier.output_labels")
+    keys.pass_over("classifier.output_labels")
+    if "cls.output.weight" not in tensors:
+        return named(f"{name}Model") | config
+    if not isinstance(labels, list):
+        labels = [f"LABEL_{index}" for index in range(tensors["cls.output.weight"].shape[0])]
+    numbered = {str(index): label for index, label in enumerate(labels)}
+    return named(f"{name}ForSequenceClassification", id2label=numbered) | config

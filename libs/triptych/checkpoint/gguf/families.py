@@ -17,6 +17,9 @@ from triptych.checkpoint.gguf.keys import Config, GgufModel
 from triptych.checkpoint.gguf.layout import TensorRules
 from triptych.errors import ModelError
 
+POOLING_KEY = "pooling_type"
+"""Key of the states of a text that its vector is made of."""
+
 _HARMLESS = (
     "vocab_size",  # the embedding has it
     "tensor_data_layout",
@@ -36,6 +39,7 @@ _HARMLESS = (
     "expert_group_count",
     "expert_group_used_count",
     "rope.freq_base",
+    POOLING_KEY,  # which becomes a file of its own
 )  # fmt: skip
 """Keys that change nothing where a family does not read them."""
 
@@ -66,6 +70,7 @@ _DELTA = TensorRules(
 
 _FAMILIES = {
     "arcee": GgufFamily(dense.arcee, _ROTATED),
+    "bert": GgufFamily(dense.bert),
     "bloom": GgufFamily(dense.bloom),
     "chatglm": GgufFamily(dense.glm, _FUSED_HALVES),
     "cohere2": GgufFamily(dense.cohere2),
@@ -99,10 +104,12 @@ _FAMILIES = {
     "minicpm3": GgufFamily(mixtures.minicpm3),
     "minimax-m2": GgufFamily(mixtures.minimax_m2),
     "mistral3": GgufFamily(dense.mistral3, _ROTATED),
+    "modern-bert": GgufFamily(dense.modern_bert, _FUSED_HALVES),
     "mpt": GgufFamily(dense.mpt),
     "nemotron": GgufFamily(dense.nemotron, _PLUS_ONE),
     "nemotron_h": GgufFamily(recurrent.nemotron_h),
     "nemotron_h_moe": GgufFamily(recurrent.nemotron_h),
+    "nomic-bert": GgufFamily(dense.nomic_bert),
     "olmo": GgufFamily(dense.olmo, _ROTATED),
     "olmo2": GgufFamily(dense.olmo2),
     "olmoe": GgufFamily(mixtures.olmoe),

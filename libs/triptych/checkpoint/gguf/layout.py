@@ -24,6 +24,9 @@ _ENDS = {
     "position_embd": "model.embed_positions",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "cls": "head.dense",
+    "cls.norm": "head.norm",
+    "cls.output": "classifier",
 }
 _EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "gate_up": "gate_up_proj"}
 _LAYER = {
@@ -44,6 +47,8 @@ _LAYER = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
+    "attn_output_norm": "post_attention_layernorm",
+    "layer_output_norm": "post_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
