@@ -19,7 +19,7 @@ from triptych.wire.admin import status_from_proto, status_to_proto
 from triptych_services.enginecore.app import export_status
 
 PROTO = Path(__file__).parents[2] / "protos/triptych/admin/v1/admin.proto"
-SIZES = ("soft_num_blocks", "block_bytes", "block_size")  # of the cache, which do not change
+SIZES = ("soft_num_blocks", "block_bytes", "page_bytes", "block_size")  # of the cache, which do not change
 UNSENT = ("oldest_waiting_s", "journal_bytes", "journal_oldest_at_ms", "num_kept")
 each_row = pytest.mark.parametrize("name", STATUS_ROWS)
 
