@@ -2,36 +2,36 @@
 
 load ──► the worker reads it ──► frontends learn the name ──► requests bring name and digest
 unload ──► frontends forget the name; its requests go on ──► none has the digest any more ──► the worker frees it
+
+Which of them the worker has in memory is the business of `ResidentAdapters`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from triptych.config.adapters import check_adapter_name, read_adapters
 from triptych.errors import (
     ConfigError,
     EngineUnavailable,
-    FeatureDisabled,
     InvalidRequest,
+    MemoryShort,
     QueueFull,
     TriptychError,
     WrongState,
 )
 from triptych.types.adapters import AdapterFacts
-from triptych.types.facts import WorkerFacts
+from triptych.types.facts import EngineStatus, WorkerFacts
 from triptych.types.submit import SubmitRequest
-from triptych.wire.worker import adapter_from_proto
 from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.resident_adapters import ResidentAdapters
 from triptych_services.enginecore.workers.base import Executor
 
 log = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 330.0
-"""Seconds that the worker may take for one call: more than it takes before it gives up itself."""
 MAX_NAMES = 1024
 """Adapters of one engine; frontends are sent all of them when one changes."""
 _MAX_WAITING = 16
@@ -44,7 +44,13 @@ class EngineAdapters:
     """Names of adapters -> what the worker has loaded. Owned by the engine loop."""
 
     def __init__(
-        self, engine: EngineCore, executor: Executor, *, at_start: str, on_change: Callable[[], None]
+        self,
+        engine: EngineCore,
+        executor: Executor,
+        *,
+        at_start: str,
+        on_change: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -52,23 +58,19 @@ class EngineAdapters:
             executor: The calls to the worker.
             at_start: `model.adapters`.
             on_change: Called without arguments when names have changed.
+            wake: Lets the engine loop plan; called when an adapter is there that requests wait for.
 
         Raises:
             ConfigError: `model.adapters` is not understood.
         """
         self._engine = engine
-        self._executor = executor
+        self._memory = ResidentAdapters(engine, executor, find=self._find, on_change=wake)
         self._on_change = on_change
         self._at_start = read_adapters(at_start)
         """Adapters of the config that have not been loaded yet: name -> source."""
         self._by_name: dict[str, AdapterFacts] = {}
         self._is_first_worker = True
-        self._worker: WorkerFacts | None = None
-        self._turn = asyncio.Lock()
-        """Held while the worker loads or frees an adapter for an operator."""
         self._num_loads = 0
-        self._num_restores = 0
-        """Workers that have been given the adapters: a load that has seen two of them is carried out again."""
         self._released: dict[str, AdapterFacts] = {}
         """Adapters without a name, which the worker is to free when no request has their digest any more."""
         self._releasing: asyncio.Task[None] | None = None
@@ -81,8 +83,11 @@ class EngineAdapters:
     def check(self, submit: SubmitRequest) -> None:
         """Refuse a request for an adapter that this engine does not have, or has with other tensors.
 
+        One that the worker has not in memory is read again, and the request waits for it.
+
         Raises:
             EngineUnavailable: Another engine may have it.
+            EngineFailure: It could not be read again; says why.
         """
         if not submit.adapter:
             return
@@ -94,9 +99,19 @@ class EngineAdapters:
                 f"adapter: this engine has {submit.adapter!r} with the digest {facts.digest}, "
                 f"not {submit.adapter_digest!r}"
             )
+        self._memory.use(facts.digest)
+
+    def is_resident(self, facts: AdapterFacts) -> bool:
+        """Return whether the worker has an adapter in memory."""
+        return self._memory.holds(facts.digest)
+
+    def add_counts(self, status: EngineStatus) -> EngineStatus:
+        """Return a status with the numbers of adapters."""
+        return replace(self._memory.add_counts(status), num_adapters=len(self._by_name))
 
     async def load(self, name: str, source: str) -> AdapterFacts:
-        """Load an adapter for requests to come. One that is loaded from there already is returned.
+        """Load an adapter for requests to come. One that is loaded from there already is returned, unless it could not
+        be read again since.
 
         Raises:
             InvalidRequest: The name cannot be one, or the worker takes nothing from this source.
@@ -109,28 +124,26 @@ class EngineAdapters:
             raise QueueFull(f"{_MAX_WAITING} adapters are being loaded already", _RETRY_AFTER_S)
         self._num_loads += 1
         try:
-            async with self._turn:
+            async with self._memory.turn:
                 return await self._load(name, source)
         finally:
             self._num_loads -= 1
 
     async def _load(self, name: str, source: str) -> AdapterFacts:
-        if self._worker is None:
-            raise EngineUnavailable("the engine has no worker yet")
-        if name == self._worker.model.name:
+        worker = self._memory.worker
+        if worker is not None and name == worker.model.name:
             raise InvalidRequest("name", f"{name!r} is the name of the model")
         if (known := self._by_name.get(name)) is not None:
             if known.source != source:
                 raise WrongState(f"LoadAdapter: {name!r} is loaded from {known.source!r}; unload it first")
-            return known
-        if len(self._by_name) >= MAX_NAMES:
+            if known.digest not in self._memory.broken:
+                return known
+        elif len(self._by_name) >= MAX_NAMES:
             raise QueueFull(f"{MAX_NAMES} adapters are loaded, the limit; unload one", _RETRY_AFTER_S)
-        while True:
-            num_restores = self._num_restores
-            facts = await self._load_into_worker(name, source)
-            if num_restores == self._num_restores:
-                break
+        facts = await self._memory.load(name, source)
         self._by_name[name] = facts
+        if known is not None and known.digest != facts.digest:
+            self._release(known)
         self._released.pop(facts.digest, None)
         log.info("adapter %s is loaded: rank %d, digest %s", name, facts.rank, facts.digest)
         self._on_change()
@@ -153,67 +166,72 @@ class EngineAdapters:
         """Make a worker that has no rows have the adapters of this engine.
 
         The first one may have served an engine of this name before: its adapters are taken over, and those of the
-        config are loaded. A later one loads what it lacks, and frees what this engine does not know. An adapter that
-        cannot be loaded any more loses its name.
+        config are loaded. A later one loads what it lacks if there is room, those of requests first, and frees
+        what this engine does not know. An adapter that cannot be loaded any more loses its name.
 
         Raises:
             ConfigError: An adapter of the config cannot be loaded into the first worker.
         """
-        self._worker = worker
-        self._num_restores += 1
         if not worker.max_adapters:
+            self._memory.worker = worker
             self._give_up_all()
             return
         try:
-            listed = (await self._call("ListAdapters")).adapters
-            present = {facts.digest: facts for facts in map(adapter_from_proto, listed)}
+            listed = await self._memory.begin(worker)
             if self._is_first_worker:
-                self._by_name.update((facts.name, facts) for facts in present.values())
-            await self._load_missing(present)
+                self._by_name.update((facts.name, facts) for facts in listed)
+            await self._load_missing()
             await self._load_at_start()
             self._is_first_worker = False
+            self._free_unknown(listed)
         except EngineUnavailable as error:  # lost again: the next worker is given them
             log.warning("the worker has not got its adapters: %s", error)
+        self._memory.serve_waiting()
         self._on_change()
 
-    async def _load_missing(self, present: dict[str, AdapterFacts]) -> None:
-        for name, facts in list(self._by_name.items()):
-            if facts.digest in present:
+    async def _load_missing(self) -> None:
+        in_use = self._engine.adapters.in_use()
+        missing = [
+            *self._by_name.values(),
+            *(self._released[each] for each in in_use & self._released.keys()),
+        ]
+        for facts in sorted(missing, key=lambda each: each.digest not in in_use):
+            if self._memory.holds(facts.digest):
                 continue
             try:
-                found = await self._load_into_worker(name, facts.source)
+                found = await self._memory.load(facts.name, facts.source, makes_room=False)
             except EngineUnavailable:
                 raise
+            except MemoryShort as error:
+                log.info("no room for more adapters until requests name them: %s", error)
+                return
             except TriptychError as error:
-                log.error("adapter %s is given up, the new worker cannot load it: %s", name, error)
-                del self._by_name[name]
+                log.error("adapter %s is given up, the new worker cannot load it: %s", facts.name, error)
+                self._by_name.pop(facts.name, None)
                 continue
             if found.digest != facts.digest:
-                log.warning("adapter %s has changed at %s since it was loaded", name, facts.source)
-            self._by_name[name] = found
-        in_use = self._engine.adapters_in_use()
-        for digest, facts in list(self._released.items()):
-            if digest in in_use and digest not in present:
-                await self._load_again(facts)
-        known = {facts.digest for facts in self._by_name.values()}
-        for digest in present.keys() - known:
-            self._release(present[digest])
+                log.warning("adapter %s has changed at %s since it was loaded", facts.name, facts.source)
+            if facts.name in self._by_name:
+                self._by_name[facts.name] = found
 
-    async def _load_again(self, facts: AdapterFacts) -> None:
-        """Load an adapter without a name, for the requests that still have it; without it each of them fails."""
-        try:
-            await self._load_into_worker(facts.name, facts.source)
-        except EngineUnavailable:
-            raise
-        except TriptychError as error:
-            log.error("adapter %s, which requests have, cannot be loaded again: %s", facts.name, error)
+    def _free_unknown(self, listed: Iterable[AdapterFacts]) -> None:
+        """Free the adapters of a worker that this engine has no name for."""
+        known = {facts.digest for facts in self._by_name.values()}
+        for facts in listed:
+            if facts.digest not in known:
+                self._release(facts)
+
+    def _find(self, digest: str) -> AdapterFacts | None:
+        named = (facts for facts in self._by_name.values() if facts.digest == digest)
+        return next(named, self._released.get(digest))
 
     async def _load_at_start(self) -> None:
         for name, source in list(self._at_start.items()):
-            if self._worker is not None and name == self._worker.model.name:
+            worker = self._memory.worker
+            if worker is not None and name == worker.model.name:
                 raise ConfigError(f"model.adapters: {name!r} is the name of the model")
             try:
-                self._by_name[name] = await self._load_into_worker(name, source)
+                self._by_name[name] = await self._memory.load(name, source)
             except EngineUnavailable:
                 raise
             except TriptychError as error:
@@ -229,14 +247,6 @@ class EngineAdapters:
             self._by_name.clear()
             self._on_change()
 
-    async def _load_into_worker(self, name: str, source: str) -> AdapterFacts:
-        return adapter_from_proto((await self._call("LoadAdapter", name=name, source=source)).adapter)
-
-    async def _call(self, method: str, **fields: object) -> Any:
-        if self._worker is not None and not self._worker.max_adapters:
-            raise FeatureDisabled("adapter", "worker.max_adapters is 0: no adapters are served")
-        return await self._executor.call(method, timeout_s=CALL_TIMEOUT_S, **fields)
-
     def _release(self, facts: AdapterFacts) -> None:
         self._released[facts.digest] = facts
         if self._releasing is None or self._releasing.done():
@@ -245,12 +255,12 @@ class EngineAdapters:
     async def _free_unused(self) -> None:
         """Have the worker free each adapter without a name as soon as no request has it."""
         while self._released:
-            async with self._turn:
+            async with self._memory.turn:
                 for facts in self._by_name.values():
                     self._released.pop(facts.digest, None)
-                for digest in self._released.keys() - self._engine.adapters_in_use():
+                for digest in self._released.keys() - self._engine.adapters.in_use():
                     try:
-                        await self._call("UnloadAdapter", digest=digest)
+                        await self._memory.free(digest)
                     except (
                         TriptychError
                     ) as error:  # another worker, which was not given it, or has to be asked again
@@ -259,6 +269,7 @@ class EngineAdapters:
             await asyncio.sleep(_RELEASE_POLL_S)
 
     def close(self) -> None:
-        """Free no more adapters: the engine ends."""
+        """Read and free no more adapters: the engine ends."""
+        self._memory.close()
         if self._releasing is not None:
             self._releasing.cancel()

@@ -23,6 +23,8 @@ from triptych.errors import (
 from triptych.types.facts import EngineStatus, PauseMode, WorkerFacts
 from triptych.types.identity import Comparison, Likeness, compare
 from triptych.types.journal import (
+    AdapterGone,
+    AdaptersAwaited,
     CacheReset,
     Expired,
     KvProgressed,
@@ -46,6 +48,52 @@ from triptych_services.enginecore.scheduler.forecast import StepInterval
 from triptych_services.enginecore.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+
+class RequestedAdapters:
+    """The adapters that requests have. Part of the engine core."""
+
+    def __init__(self, calls: CallLog, frontends: FrontendRequests) -> None:
+        self._calls = calls
+        self._frontends = frontends
+        self._scheduler: Scheduler | None = None
+        self._waiting: tuple[str, ...] = ()
+
+    def serve_with(self, scheduler: Scheduler) -> None:
+        """Begin with the scheduler of another worker."""
+        self._scheduler = scheduler
+        scheduler.keep_waiting(self._waiting)
+
+    def in_use(self) -> set[str]:
+        """Return the digests of the adapters of all requests that run or wait."""
+        return set(self.priorities())
+
+    def priorities(self) -> dict[str, int]:
+        """Return digest -> lowest priority value of the requests with this adapter that run or wait."""
+        return self._scheduler.requests.adapters() if self._scheduler else {}
+
+    def running(self) -> set[str]:
+        """Return the digests of the adapters of all requests with a row, or with results still to come."""
+        return self._scheduler.requests.running_adapters() if self._scheduler else set()
+
+    def keep_waiting(self, digests: tuple[str, ...]) -> None:
+        """Let no more rows have these adapters, and only these, until the next call.
+
+        Args:
+            digests: Adapters that the worker has not in memory, or is to drop.
+        """
+        self._calls.start(AdaptersAwaited, digests)
+        self._waiting = digests
+        if self._scheduler is not None:
+            self._scheduler.keep_waiting(digests)
+
+    def fail(self, digest: str, why: str) -> None:
+        """End all requests for an adapter that the worker cannot have any more."""
+        self._calls.start(AdapterGone, digest, why)
+        if self._scheduler is not None:
+            requests = self._scheduler.requests
+            failed = [requests.fail(each, EngineFailure(why)) for each in requests.with_adapter(digest)]
+            self._frontends.note_failed(tuple(failed))
 
 
 class EngineCore:
@@ -83,6 +131,7 @@ class EngineCore:
         self._interrupted: dict[Request, int] = {}
         """Requests in flight when the worker was lost -> their positions. Empty once the next worker is there."""
         self._interval = StepInterval()
+        self.adapters = RequestedAdapters(self._calls, self.frontends)
 
     @property
     def num_in_flight(self) -> int:
@@ -93,10 +142,6 @@ class EngineCore:
     def num_requests(self) -> int:
         """Number of requests that run or wait."""
         return self._scheduler.num_requests if self._scheduler else 0
-
-    def adapters_in_use(self) -> set[str]:
-        """Return the digests of the adapters of all requests that run or wait."""
-        return self._scheduler.requests.adapters() if self._scheduler else set()
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -126,6 +171,7 @@ class EngineCore:
             kv_lease_s=self._config.engine.kv_lease_s,
         )
         self._facts = facts
+        self.adapters.serve_with(self._scheduler)
         self.frontends.serve_with(self._scheduler, facts)
         if previous is not None:
             self.frontends.note_failed(self._scheduler.adopt(previous))

@@ -82,6 +82,13 @@ class EngineLoop:
         )
         self._readiness = (False, f"connecting to worker {config.engine.worker_address}")
         """Whether there is a worker, and if there is none, why."""
+        self.adapters = EngineAdapters(
+            self._engine,
+            executor,
+            at_start=config.model.adapters,
+            on_change=self._publish_readiness,
+            wake=self._wake.set,
+        )
         self.operator = EngineOperator(
             self._engine,
             executor,
@@ -91,11 +98,9 @@ class EngineLoop:
             drain_s=config.engine.drain_s,
             welcome=lambda: self.welcome,
             on_change=self._publish_readiness,
+            add_counts=self.adapters.add_counts,
         )
         self._releases, self._worker_sleep = self.operator.releases, self.operator.worker_sleep
-        self.adapters = EngineAdapters(
-            self._engine, executor, at_start=config.model.adapters, on_change=self._publish_readiness
-        )
         self.facts: WorkerFacts | None = None
         self.welcome = EngineWelcome(
             engine_id=config.engine.engine_id,

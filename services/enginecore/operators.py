@@ -38,6 +38,7 @@ class EngineOperator:
         drain_s: float,
         welcome: Callable[[], EngineWelcome],
         on_change: Callable[[], None],
+        add_counts: Callable[[EngineStatus], EngineStatus],
     ) -> None:
         """
         Args:
@@ -49,8 +50,10 @@ class EngineOperator:
             drain_s: Time that requests have to end while the engine drains.
             welcome: Returns the state that frontends know.
             on_change: Called when the engine begins or ceases to refuse requests.
+            add_counts: Returns a status with the numbers of what is no part of the engine core.
         """
         self._engine = engine
+        self._add_counts = add_counts
         self._inbox = inbox
         self._pipeline_depth = pipeline_depth
         self._welcome = welcome
@@ -107,6 +110,7 @@ class EngineOperator:
             why_not_ready=welcome.why_not_ready,
             steps_in_flight=self._pipeline_depth.size,
         )
+        status = self._add_counts(status)
         return replace(status, asleep=self.worker_sleep.is_asleep, draining=bool(self.why_refusing))
 
     def _pause(self, mode: PauseMode) -> None:

@@ -23,6 +23,7 @@ from transformers import LlamaForCausalLM
 
 from tests.e2e.bystander import Bystander
 from tests.e2e.test_fine_tunes import write_fine_tune
+from tests.worker.adapters.trained import make_runner
 from tests.worker.models.checkpoints import greedy_tokens
 from triptych import LLM, AsyncLLM, SamplingParams
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
@@ -100,6 +101,12 @@ class Stack:
             request = admin_pb2.LoadAdapterRequest(name=name, source=source)
             digest: str = stub.LoadAdapter(request, timeout=60).adapter.digest
             return digest
+
+    def resident(self) -> list[str]:
+        """Return the names of the adapters in the worker's memory."""
+        with grpc.insecure_channel(self.cluster.admin_address) as channel:
+            listed = admin_pb2_grpc.AdminServiceStub(channel).ListAdapters(admin_pb2.ListAdaptersRequest())
+            return [adapter.name for adapter in listed.adapters if adapter.resident_engine_ids]
 
     def check(self, *models: str) -> None:
         """Ask all models for all prompts at once."""
@@ -246,6 +253,57 @@ def test_more_adapters_than_slots_take_turns(models):
         stack.load("law", "law")
         for _ in range(3):
             stack.check("sql", "law", "base")
+
+
+@pytest.fixture(scope="module")
+def third(models: Models) -> Iterator[float]:
+    """Write a third adapter, and return the GiB that two of the three take."""
+    base, directory = models.root / "base", models.root / "poems"
+    models.expected["poems"] = write_adapter(base, directory, 4)
+    _, store = make_runner(base, dtype="float32")
+    yield 2.5 * store.load("poems", "", directory).num_bytes / 2**30
+    del models.expected["poems"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_more_adapters_than_memory_are_read_again_beside_a_stream(models, third, num_ranks):
+    sizes = {
+        "worker.adapter_gib": f"{third * (1 if num_ranks == 1 else 0.8):.9f}",  # each has about 0.8 of the bytes
+        "parallel.tensor_parallel_size": str(num_ranks),
+        "worker.num_threads": "1",
+    }
+    source = models.root / "poems"
+    with serving(models, **sizes) as stack, Bystander(stack.cluster.http_address, "base", PROMPTS[0]):
+        stack.load("law", "law")
+        stack.load("poems", "poems")
+        assert len(stack.resident()) == 2
+        for _ in range(2):
+            for model in ("sql", "law", "poems"):
+                stack.check(model)
+                assert model in stack.resident()
+        stack.check("poems", "law", "sql")  # at once: they take turns
+        stack.check("law")
+        stack.check("sql")
+        assert "poems" not in stack.resident()
+        source.rename(models.root / "away")
+        body = {"model": "poems", "prompt": PROMPTS[0], "max_tokens": 2}
+        for _ in range(2):
+            status, answer = post(stack.cluster.http_address, "/v1/completions", body)
+            assert status == 500
+            assert "'poems'" in answer["error"]["message"]
+        (models.root / "away").rename(source)
+        stack.load("poems", "poems")
+        stack.check("poems", "law")
+    with serving(models, **sizes) as stack:
+        stack.load("law", "law")
+        stack.load("poems", "poems")
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(stack.check, "sql", "poems", "law")
+            time.sleep(0.1)
+            os.kill(stack.cluster.pids["worker" if num_ranks == 1 else "worker/1"], signal.SIGKILL)
+            running.result()
+        stack.check("poems")
 
 
 @pytest.mark.thorough

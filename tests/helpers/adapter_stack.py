@@ -31,10 +31,10 @@ from triptych_services.worker.simulation.runner import SimulatedAdapters
 class AdapterRunner(NaiveRunner):
     """Notes the adapters of the rows that enter."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, max_bytes: int = 1000) -> None:
         super().__init__(config)
         self.facts = replace(self.facts, max_adapters=2, max_adapter_rank=64)
-        self.adapters = SimulatedAdapters(2, max_bytes=1000)
+        self.adapters = SimulatedAdapters(2, max_bytes)
         self.entered: list[str] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -48,8 +48,15 @@ class AdapterRunner(NaiveRunner):
 class AdapterStack:
     """An engine, a frontend, and the worker of now."""
 
-    def __init__(self, root: Path | str, at_start: str = "", engine_id: str = "engine-0") -> None:
+    def __init__(
+        self, root: Path | str, at_start: str = "", engine_id: str = "engine-0", max_bytes: int = 1000
+    ) -> None:
+        """
+        Args:
+            max_bytes: Bytes of the files of all adapters that the worker has in memory.
+        """
         self.root = root
+        self.max_bytes = max_bytes
         self.at_start = at_start
         self.engine_id = engine_id
 
@@ -67,7 +74,7 @@ class AdapterStack:
 
     async def start_worker(self, port: int) -> None:
         config = self.config()
-        self.runner = AdapterRunner(config)
+        self.runner = AdapterRunner(config, self.max_bytes)
         self.runner.facts = replace(self.runner.facts, boot_id=f"boot-{id(self.runner)}")
         self.worker = WorkerStack(config, self.runner)
         await self.worker.start(port)
@@ -94,6 +101,21 @@ class AdapterStack:
         listed = await self.frontend.admin.ListAdapters(admin_pb2.ListAdaptersRequest())
         return [adapter.name for adapter in listed.adapters]
 
+    async def resident(self) -> list[str]:
+        """Return the names of the adapters that the worker has in memory."""
+        listed = await self.frontend.admin.ListAdapters(admin_pb2.ListAdaptersRequest())
+        return [adapter.name for adapter in listed.adapters if adapter.resident_engine_ids]
+
+    async def restart_engine(self) -> None:
+        """Let another engine take the place of the first one."""
+        await self.frontend.stop()
+        await self.engine.stop()
+        self.engine = EngineStack(self.config(self.worker.port))
+        await self.engine.start()
+        self.frontend = FakeFrontend(self.engine.address)
+        await self.frontend.start()
+        await self.frontend.wait_ready()
+
     async def run(self, number: int, adapter: str, digest: str) -> FinishedRequest | RequestFailure:
         await self.frontend.submit(number, [1, 2, 3], adapter=adapter, adapter_digest=digest)
         await self.frontend.wait_for(lambda: number in self.frontend.ends)
@@ -108,8 +130,8 @@ def make_adapter(root: Path, name: str) -> str:
 
 
 @asynccontextmanager
-async def running(root: Path, at_start: str = "", engine_id: str = "engine-0") -> AsyncIterator[AdapterStack]:
-    stack = AdapterStack(root, at_start, engine_id)
+async def running(root: Path, *options: Any, **more: Any) -> AsyncIterator[AdapterStack]:
+    stack = AdapterStack(root, *options, **more)
     await stack.start()
     try:
         await stack.frontend.wait_ready()

@@ -20,7 +20,17 @@ from triptych_services.enginecore.app import export_status
 
 PROTO = Path(__file__).parents[2] / "protos/triptych/admin/v1/admin.proto"
 SIZES = ("soft_num_blocks", "block_bytes", "page_bytes", "block_size")  # of the cache, which do not change
-UNSENT = ("oldest_waiting_s", "journal_bytes", "journal_oldest_at_ms", "num_kept")
+UNSENT = (
+    "oldest_waiting_s",
+    "journal_bytes",
+    "journal_oldest_at_ms",
+    "num_kept",
+    "num_adapters",
+    "num_resident_adapters",
+    "resident_adapter_bytes",
+    "num_adapter_reads",
+    "num_adapter_drops",
+)
 each_row = pytest.mark.parametrize("name", STATUS_ROWS)
 
 

@@ -217,11 +217,5 @@ async def test_next_engine_takes_over_what_its_worker_has(tmp_path: Path) -> Non
     make_adapter(tmp_path, "sql")
     async with running(tmp_path) as stack:
         await stack.load("sql")
-        await stack.frontend.stop()
-        await stack.engine.stop()
-        stack.engine = EngineStack(stack.config(stack.worker.port))
-        await stack.engine.start()
-        stack.frontend = FakeFrontend(stack.engine.address)
-        await stack.frontend.start()
-        await stack.frontend.wait_ready()
+        await stack.restart_engine()
         assert await stack.list() == ["sql"]

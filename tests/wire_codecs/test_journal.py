@@ -34,6 +34,8 @@ from triptych.internal.v1 import journal_pb2
 from triptych.types.facts import PauseMode
 from triptych.types.journal import (
     Aborted,
+    AdapterGone,
+    AdaptersAwaited,
     CacheReset,
     Closed,
     Expired,
@@ -67,6 +69,8 @@ WHATS: dict[type[What], st.SearchStrategy] = {
     Paused: build(Paused, mode=st.sampled_from(list(PauseMode))),
     Resumed: build(Resumed),
     KvProgressed: build(KvProgressed, progress=progress()),
+    AdaptersAwaited: build(AdaptersAwaited, digests=st.lists(words).map(tuple)),
+    AdapterGone: build(AdapterGone, digest=words, why=words),
     Closed: build(Closed, reason=words),
 }
 

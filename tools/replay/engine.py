@@ -11,6 +11,8 @@ from triptych.config.loader import load_config
 from triptych.errors import TriptychError
 from triptych.types.journal import (
     Aborted,
+    AdapterGone,
+    AdaptersAwaited,
     CacheReset,
     Closed,
     Expired,
@@ -172,6 +174,10 @@ class _Replayer:
                 engine.reset_prefix_cache()
             case KvProgressed(progress):
                 engine.note_kv_progress(progress)
+            case AdaptersAwaited(digests):
+                engine.adapters.keep_waiting(digests)
+            case AdapterGone(digest, why):
+                engine.adapters.fail(digest, why)
             case Paused(mode):
                 engine.pause(mode)
             case Resumed():

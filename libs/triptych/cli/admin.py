@@ -184,7 +184,11 @@ def _show_requests(response: Any) -> str:
 
 def _show_adapter(adapter: Any) -> str:
     engines = ", ".join(adapter.engine_ids)
-    return f"{adapter.name:<22} rank {adapter.rank:>3} {adapter.digest[:12]} {adapter.source} in {engines}"
+    resident = ", ".join(adapter.resident_engine_ids) or "none"
+    return (
+        f"{adapter.name:<22} rank {adapter.rank:>3} {adapter.digest[:12]} {adapter.source} in {engines}; "
+        f"in memory of {resident}"
+    )
 
 
 def _show_adapters(response: Any) -> str:

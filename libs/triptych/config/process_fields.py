@@ -378,7 +378,11 @@ class WorkerConfig:
         64, "The largest rank of a LoRA adapter; places on the device have this size.", WORKER, ge=1, le=256
     )
     adapter_gib: float = value(
-        4.0, "GiB of the host's memory that loaded LoRA adapters may take together.", WORKER, gt=0
+        4.0,
+        "GiB of the host's memory that LoRA adapters may take together. Those used last stay; others are read again "
+        "when a request names them.",
+        WORKER,
+        gt=0,
     )
 
     kv_transfer: bool = value(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +17,5 @@ class AdapterFacts:
     """The largest rank of its modules."""
     source: str = ""
     """Directory or hub id that it was read from, as the operator wrote it."""
+    num_bytes: int = field(default=0, compare=False)
+    """Bytes that it takes of the host's memory, on the first rank of its worker."""

@@ -376,6 +376,17 @@ class EngineStatus:
         scale=1e-3,
     )
     num_kept: int = _gauge("Requests that run on without a frontend that reads them.", "kept_requests")
+    num_adapters: int = _gauge("LoRA adapters that requests may name.", "adapters")
+    num_resident_adapters: int = _gauge(
+        "LoRA adapters that the worker has in the host's memory.", "resident_adapters"
+    )
+    resident_adapter_bytes: int = _gauge("Bytes of these, on one rank.", "resident_adapter_bytes")
+    num_adapter_reads: int = _counter(
+        "LoRA adapters that were read again because a request named them.", "adapter_reads"
+    )
+    num_adapter_drops: int = _counter(
+        "LoRA adapters that left the host's memory because another one needed the room.", "adapter_drops"
+    )
     draining: bool = False
     """It takes no more requests, and goes on with those that it has."""
     soft_num_blocks: int | None = None

@@ -113,6 +113,22 @@ class KvProgressed:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptersAwaited:
+    """The worker has other adapters in memory than before."""
+
+    digests: tuple[str, ...]
+    """Those that requests name and that it has not, or is to drop."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterGone:
+    """An adapter that requests name cannot be read again."""
+
+    digest: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The recording ended in order."""
 
@@ -133,6 +149,8 @@ What = (
     | Paused
     | Resumed
     | KvProgressed
+    | AdaptersAwaited
+    | AdapterGone
     | Closed
 )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from triptych.admin.v1 import admin_pb2
 from triptych.errors import InvalidRequest
 from triptych.types.adapters import AdapterFacts
@@ -41,14 +39,21 @@ _STATUS = codec(
     left_out=(
         *("oldest_waiting_s", "num_waiting_by_priority", "kv_transfers", "page_bytes"),
         *("journal_bytes", "journal_oldest_at_ms", "num_kept"),
+        *("num_adapters", "num_resident_adapters", "resident_adapter_bytes"),
+        *("num_adapter_reads", "num_adapter_drops"),
     ),
 )
 
 
-def adapter_to_proto(facts: AdapterFacts, engine_ids: Iterable[str]) -> admin_pb2.Adapter:
-    """Return an adapter with the engines that have it."""
+def adapter_to_proto(facts: AdapterFacts, engine_id: str, *, is_resident: bool) -> admin_pb2.Adapter:
+    """Return an adapter with the engine that has it, and whether it is in memory there."""
     return admin_pb2.Adapter(
-        name=facts.name, digest=facts.digest, rank=facts.rank, source=facts.source, engine_ids=engine_ids
+        name=facts.name,
+        digest=facts.digest,
+        rank=facts.rank,
+        source=facts.source,
+        engine_ids=[engine_id],
+        resident_engine_ids=[engine_id] if is_resident else [],
     )
 
 

@@ -17,6 +17,8 @@ from triptych.errors import ConfigError, TriptychError
 from triptych.internal.v1 import journal_pb2
 from triptych.types.journal import (
     Aborted,
+    AdapterGone,
+    AdaptersAwaited,
     CacheReset,
     Closed,
     Expired,
@@ -208,6 +210,8 @@ def _create_kinds() -> tuple[dict[type[What], tuple[str, Encode]], dict[str, Dec
         "worker_lost": WorkerGone,
         "cache_reset": CacheReset,
         "resumed": Resumed,
+        "adapters_awaited": AdaptersAwaited,
+        "adapter_gone": AdapterGone,
     }
     encoders: dict[type[What], tuple[str, Encode]] = {}
     decoders: dict[str, Decode] = {"no_step": lambda _: Planned(None)}

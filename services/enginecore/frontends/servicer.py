@@ -259,7 +259,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListAdaptersResponse(adapters=map(self._adapter, self._loop.adapters.facts))
 
     def _adapter(self, facts: AdapterFacts) -> admin_pb2.Adapter:
-        return adapter_to_proto(facts, engine_ids=[self._loop.welcome.engine_id])
+        is_resident = self._loop.adapters.is_resident(facts)
+        return adapter_to_proto(facts, self._loop.welcome.engine_id, is_resident=is_resident)
 
     def _status(self) -> admin_pb2.EngineStatus:
         model = self._loop.welcome.model

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -170,6 +170,12 @@ class AdapterLimit:
         """Adapters that have waited for their turn, the first first."""
         self._leaving: frozenset[Hashable] = frozenset()
         """Running adapters that get no more rows."""
+        self._absent: frozenset[Hashable] = frozenset()
+        """Adapters that the worker has not in memory, or is to drop."""
+
+    def keep_waiting(self, absent: Collection[str]) -> None:
+        """Admit no request for these adapters, until the next call."""
+        self._absent = frozenset(absent)
 
     def group_of(self, request: Request) -> Hashable | None:
         return request.content.adapter or None
@@ -182,9 +188,8 @@ class AdapterLimit:
             self._waiting = {each: since for each, since in self._waiting.items() if each in self._asked}
             self._asked.clear()
         turn_s, running = self._turn_s, self._running
-        self._next = tuple(
-            each for each, since in self._waiting.items() if each not in running and now_s - since >= turn_s
-        )
+        waited = [each for each, since in self._waiting.items() if now_s - since >= turn_s]
+        self._next = tuple(each for each in waited if each not in running and each not in self._absent)
         oldest = sorted(
             (each for each in running if now_s - running[each] >= turn_s), key=running.__getitem__
         )
@@ -193,7 +198,9 @@ class AdapterLimit:
 
     def has_room(self, group: Hashable) -> bool:
         self._asked.add(group)
-        if group in self._running:
+        if group in self._absent:
+            has_room = False
+        elif group in self._running:
             has_room = group not in self._leaving
         else:
             num_free = self._max_adapters - len(self._running)

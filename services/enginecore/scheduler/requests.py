@@ -61,9 +61,22 @@ class Requests:
         """Return the requests that were submitted on a session."""
         return [request for request in self._states.index if request.session == session]
 
-    def adapters(self) -> set[str]:
-        """Return the digests of the adapters of all requests that have not ended."""
-        return {request.content.adapter for request in self._states.index if request.content.adapter}
+    def adapters(self) -> dict[str, int]:
+        """Return the digest of each adapter of requests that have not ended -> their lowest priority value."""
+        digest_to_priority: dict[str, int] = {}
+        for request in self._states.index:
+            if digest := request.content.adapter:
+                priority = request.head.priority
+                digest_to_priority[digest] = min(digest_to_priority.get(digest, priority), priority)
+        return digest_to_priority
+
+    def running_adapters(self) -> set[str]:
+        """Return the digests of the adapters of all requests with a row, or with results still to come."""
+        return {request.content.adapter for request in self.started() if request.content.adapter}
+
+    def with_adapter(self, digest: str) -> list[Request]:
+        """Return the requests for an adapter that have not ended."""
+        return [request for request in self._states.index if request.content.adapter == digest]
 
     def with_output(self) -> list[Request]:
         """Return the waiting requests that have output tokens, by this engine or by one that they were moved from."""

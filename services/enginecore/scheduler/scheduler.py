@@ -25,7 +25,12 @@ from triptych_services.enginecore.scheduler.admission import (
 from triptych_services.enginecore.scheduler.microbatches import Microbatches, split_budget
 from triptych_services.enginecore.scheduler.pace import PooledShare
 from triptych_services.enginecore.scheduler.planner import StepPlanner
-from triptych_services.enginecore.scheduler.policy import AdmissionLimit, create_limits, create_policy
+from triptych_services.enginecore.scheduler.policy import (
+    AdapterLimit,
+    AdmissionLimit,
+    create_limits,
+    create_policy,
+)
 from triptych_services.enginecore.scheduler.request_states import RequestStates
 from triptych_services.enginecore.scheduler.requests import Requests
 from triptych_services.enginecore.scheduler.result_reader import ResultReader
@@ -284,6 +289,12 @@ class Scheduler:
         self._states.waiting.admit_only(admissible)
         for slot in self._rows.slot_to_request:
             self._rows.release(slot) if may_compute else self._rows.hold(slot)
+
+    def keep_waiting(self, adapters: Collection[str]) -> None:
+        """Admit no request for these adapters; see `AdapterLimit.keep_waiting`."""
+        for limit in self._limits:
+            if isinstance(limit, AdapterLimit):
+                limit.keep_waiting(adapters)
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None if there is nothing to compute until a result or a request comes in."""

@@ -157,6 +157,7 @@ def _merge(adapters: Iterable[admin_pb2.Adapter]) -> list[admin_pb2.Adapter]:
         key = adapter.name, adapter.digest, adapter.source
         if key in merged:
             merged[key].engine_ids.extend(adapter.engine_ids)
+            merged[key].resident_engine_ids.extend(adapter.resident_engine_ids)
         else:
             merged[key] = adapter
     return [merged[key] for key in sorted(merged)]

@@ -174,6 +174,14 @@ class ModelSites:
         """Return the modules of an adapter that this rank's stage computes, which `check` has found."""
         return [module for name, module in files.modules.items() if name in self.modules]
 
+    def least_bytes(self, modules: Iterable[AdapterModule]) -> int:
+        """Return the bytes of this rank's share of some modules, without the padding that a table may need."""
+        return self.dtype.itemsize * sum(
+            module.rank * target.piece.num_features
+            for module in modules
+            for target in self.modules[module.name].targets
+        )
+
     def pack(
         self, modules: Iterable[AdapterModule], tensors: Mapping[str, Tensor]
     ) -> dict[int, PackedAdapter]:

@@ -44,7 +44,6 @@ class _Loaded:
 
     facts: AdapterFacts
     packed: Mapping[int, PackedAdapter]
-    num_bytes: int
 
 
 class AdapterStore:
@@ -106,7 +105,8 @@ class AdapterStore:
             directory: Directory that it is read from.
 
         Raises:
-            ModelError: A file is missing or damaged, asks for what is not served, or does not fit the model; names it.
+            ModelError: A file is missing or damaged, asks for what is not served, does not fit the model, or needs more
+                memory than all adapters may have; names it.
             MemoryShort: All adapters together would take more than they may.
             WrongState: No model is loaded yet.
         """
@@ -120,19 +120,21 @@ class AdapterStore:
                 max_bytes=self.limits.max_bytes,
                 num_layers=self._architecture.num_layers,
             )
-            facts = AdapterFacts(name, files.digest, files.rank, source)
             with self._lock:
                 known = self._loaded.get(files.digest)
             if known is None:
                 sites.check(files)
-                self._check_memory(name, sum(part.num_bytes for part in files.tensors))
                 modules = sites.own_modules(files)
+                self._check_memory(name, sites.least_bytes(modules))
                 packed = sites.pack(modules, _read_tensors(files, modules))
-                known = _Loaded(facts, packed, sum(part.num_bytes for part in packed.values()))
-                self._check_memory(name, known.num_bytes)
+                num_bytes = sum(part.num_bytes for part in packed.values())
+                self._check_memory(name, num_bytes)
+            else:
+                packed, num_bytes = dict(known.packed), known.facts.num_bytes
+            facts = AdapterFacts(name, files.digest, files.rank, source, num_bytes)
             with self._lock:
-                self._loaded[files.digest] = _Loaded(facts, known.packed, known.num_bytes)
-        log.info("adapter %s: %s, rank %d, %.1f MB", name, directory, facts.rank, known.num_bytes / 1e6)
+                self._loaded[files.digest] = _Loaded(facts, packed)
+        log.info("adapter %s: %s, rank %d, %.1f MB", name, directory, facts.rank, num_bytes / 1e6)
         return facts
 
     def unload(self, digest: str) -> None:
@@ -179,13 +181,20 @@ class AdapterStore:
         """Check that so many bytes more are within the bound.
 
         Raises:
-            MemoryShort: They are not.
+            ModelError: They are more than all adapters may have.
+            MemoryShort: There is no room for them beside the others.
         """
+        max_bytes = self.limits.max_bytes
+        if num_bytes > max_bytes:
+            raise ModelError(
+                f"adapter {name}: needs {num_bytes} bytes; all adapters together have at most {max_bytes}, "
+                "worker.adapter_gib"
+            )
         with self._lock:
-            held = sum(loaded.num_bytes for loaded in self._loaded.values())
-        if held + num_bytes > self.limits.max_bytes:
+            held = sum(loaded.facts.num_bytes for loaded in self._loaded.values())
+        if held + num_bytes > max_bytes:
             raise MemoryShort(
-                f"adapter {name}: needs {num_bytes} bytes; adapters have {held} of {self.limits.max_bytes}, "
+                f"adapter {name}: needs {num_bytes} bytes; adapters have {held} of {max_bytes}, "
                 "worker.adapter_gib; unload another one"
             )
 

@@ -13,6 +13,7 @@ from triptych.config import EngineConfig
 from triptych.errors import (
     ConfigError,
     HandshakeMismatch,
+    MemoryShort,
     ProtocolViolation,
     RankUnavailable,
     TriptychError,
@@ -226,6 +227,7 @@ class GroupFollower:
         except TriptychError as error:  # what one rank cannot do, none does
             log.warning("no rank does what was asked: %s", error)
             done.refusal = error.message
+            done.is_memory_short = isinstance(error, MemoryShort)
         except Exception as error:  # the leader waits for an answer
             log.exception("call %d has failed", call.id)
             done.refusal = repr(error)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from triptych.config import EngineConfig
-from triptych.errors import ModelError
+from triptych.errors import MemoryShort, ModelError
 from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan
@@ -94,9 +94,9 @@ class LeaderAdapters(RankAdapters):
         if isinstance(own, BaseException):
             raise own
         if refusals:
-            raise ModelError(
-                f"adapter {name!r} with the digest {digest} is not loaded: {'; '.join(refusals)}"
-            )
+            why = f"adapter {name!r} with the digest {digest} is not loaded: {'; '.join(refusals)}"
+            is_short = any(answer.is_memory_short for answer in others.values())
+            raise MemoryShort(why) if is_short else ModelError(why)
         return own
 
     async def unload(self, digest: str) -> None:

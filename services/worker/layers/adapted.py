@@ -28,6 +28,11 @@ class AdaptedPiece:
     length: int = 0
     """Length of this rank's share."""
 
+    @property
+    def num_features(self) -> int:
+        """Inputs and outputs of this rank's share, which is as many numbers as factors of rank 1 have."""
+        return self.length + self.shape[1 - self.dim]
+
 
 class AdaptedLayer(WeightedLayer):
     """A layer with an output that each row's adapter changes."""

@@ -147,6 +147,8 @@ class AdapterControl:
         self._adapters = adapters
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
+        self._absent: dict[str, AdapterFacts] = {}
+        """Adapters that were unloaded to be loaded again, by digest."""
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def load(self, name: str, source: str) -> AdapterFacts:
@@ -159,6 +161,7 @@ class AdapterControl:
         """
         started = time.monotonic()
         facts = await self._call(self._adapters.load(name, source))
+        self._absent.pop(facts.digest, None)
         log.info(
             "adapter loaded",
             extra=with_fields(
@@ -167,13 +170,25 @@ class AdapterControl:
         )
         return facts
 
-    async def unload(self, digest: str) -> None:
-        """Free an adapter's memory. No effect if it is not loaded. Raises as `load` does."""
+    async def unload(self, digest: str, *, keeps_name: bool = False) -> None:
+        """Free an adapter's memory. No effect if it is not loaded. Raises as `load` does.
+
+        Args:
+            keeps_name: Whether the adapter stays among the `absent`, so that another engine finds it there.
+        """
+        loaded = {facts.digest: facts for facts in self._adapters.list()}
+        self._absent.pop(digest, None)
+        if keeps_name and digest in loaded:
+            self._absent[digest] = loaded[digest]
         await self._call(self._adapters.unload(digest))
 
     def list(self) -> tuple[AdapterFacts, ...]:
         """Return the adapters that rows may name, by name; none where none are served."""
         return self._adapters.list()
+
+    def list_absent(self) -> tuple[AdapterFacts, ...]:
+        """Return the adapters that are to be loaded again before a row names them."""
+        return tuple(self._absent.values())
 
     async def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Await something, behind what waits already."""

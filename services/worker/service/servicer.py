@@ -108,13 +108,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.UnloadAdapterResponse:
-        await self._adapters.unload(request.digest)
+        await self._adapters.unload(request.digest, keeps_name=request.keeps_name)
         return worker_pb2.UnloadAdapterResponse()
 
     async def ListAdapters(
         self, request: worker_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.ListAdaptersResponse:
-        return worker_pb2.ListAdaptersResponse(adapters=map(adapter_to_proto, self._adapters.list()))
+        absent = self._adapters.list_absent()
+        return worker_pb2.ListAdaptersResponse(
+            adapters=map(adapter_to_proto, (*self._adapters.list(), *absent)),
+            absent=[facts.digest for facts in absent],
+        )
 
     async def _read_steps(self, requests: AsyncIterator[worker_pb2.ExecuteRequest], grant: Grant) -> None:
         """Submit steps until the engine says goodbye or is gone. An error ends the stream, not the session."""

@@ -75,11 +75,12 @@ class SimulatedAdapters:
             raise ModelError(f"{path}: {error.strerror or error}") from None
         others = sum(size for facts, size in self._by_digest.values() if facts.digest != digest)
         if others + num_bytes > self._max_bytes:
-            raise MemoryShort(
+            short = ModelError if num_bytes > self._max_bytes else MemoryShort  # alone, or beside the others
+            raise short(
                 f"worker.adapter_gib: {source!r} has {num_bytes} bytes, the others have {others}, "
                 f"and {self._max_bytes} is the limit of all together"
             )
-        facts = AdapterFacts(name, digest, _RANK, source)
+        facts = AdapterFacts(name, digest, _RANK, source, num_bytes)
         self._by_digest[digest] = facts, num_bytes
         return facts
 

@@ -36,7 +36,7 @@ from triptych.wire.journal import (
     header_to_bytes,
     read_journal,
 )
-from triptych_services.enginecore.engine import EngineCore
+from triptych_services.enginecore.engine import EngineCore, RequestedAdapters
 from triptych_services.enginecore.frontends.requests import FrontendRequests
 from triptych_services.enginecore.journal import recorder as journal_file
 from triptych_services.enginecore.journal.recorder import create_engine
@@ -44,7 +44,17 @@ from triptych_services.enginecore.scheduler.scheduler import Scheduler
 
 FILE = f"engine-0-{STARTED_AT_MS}{JOURNAL_SUFFIX}"
 CALLED_BY_THE_ENGINE = {"note_failed", "note_finished", "serve_with"}
-READ_ONLY = {"adapters_in_use", "attach", "close", "refuse", "release", "status", "take_outputs"}
+READ_ONLY = {
+    "attach",
+    "close",
+    "in_use",
+    "priorities",
+    "refuse",
+    "release",
+    "running",
+    "status",
+    "take_outputs",
+}
 """Public methods of an engine core that change nothing but outputs."""
 
 prompts = st.builds(make_prompt, st.integers(15, 60), st.integers(0, 3))
@@ -185,6 +195,8 @@ CALLS: dict[str, Callable[[RecordedRun, EngineCore], object]] = {
     "detach": lambda run, engine: engine.frontends.detach(SESSION, 1),
     "detach_session": lambda run, engine: engine.frontends.detach_session(SESSION),
     "expire": lambda run, engine: engine.expire(),
+    "fail": lambda run, engine: engine.adapters.fail("a", "gone"),
+    "keep_waiting": lambda run, engine: engine.adapters.keep_waiting(("a",)),
     "note_kv_progress": lambda run, engine: engine.note_kv_progress(KvProgress()),
     "open_session": lambda run, engine: engine.frontends.open_session(SESSION),
     "pause": lambda run, engine: engine.pause(PauseMode.KEEP),
@@ -203,7 +215,7 @@ SUBMIT = single_choice(1, "1", [1, 2, 3], SamplingParams(max_tokens=2), seed=1)
 def test_every_public_method_of_an_engine_is_known() -> None:
     methods = {
         name
-        for owner in (EngineCore, FrontendRequests)
+        for owner in (EngineCore, FrontendRequests, RequestedAdapters)
         for name, _ in inspect.getmembers(owner, inspect.isfunction)
         if name[0] != "_"
     }

@@ -100,6 +100,19 @@ def test_adapters_that_left_the_queue_wait_for_no_turn() -> None:
     assert running_of(engine.scheduler) == [0, 2]
 
 
+def test_requests_for_an_adapter_that_is_in_no_memory_let_all_others_pass() -> None:
+    engine = Engine(make_scheduler(max_adapters=2, max_num_seqs=8))
+    for number, adapter in enumerate(["a", "b", "", "a"]):
+        engine.add(make_request(number, make_prompt(9, number), adapter_digest=adapter, max_tokens=5))
+    engine.scheduler.keep_waiting(["a"])
+    engine.plan()
+    assert running_of(engine.scheduler) == [1, 2]
+    engine.finish_step()
+    engine.scheduler.keep_waiting([])
+    engine.plan()
+    assert running_of(engine.scheduler) == [1, 2, 0, 3]
+
+
 def test_a_journal_with_adapters_replays_the_same(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path, num_blocks=200, max_model_len=200, max_num_seqs=6)
     run.runner.facts = replace(run.runner.facts, max_adapters=2)
@@ -110,10 +123,14 @@ def test_a_journal_with_adapters_replays_the_same(tmp_path: Path) -> None:
         run.submit(make_prompt(20, number % 2), sampling=sampling, adapter=adapter, adapter_digest=adapter)
         run.run(6)
         run.clock.now += 0.2  # so that adapters make way for others
+        absent = ("ab", "c", "")[number % 3]
+        run.engine.adapters.keep_waiting(tuple(absent))
+        if number == 7:
+            run.engine.adapters.fail("c", "gone")
         if number == 10:
             run.lose_worker()
             run.connect(after_crash=True)
-    assert run.engine.adapters_in_use() == set("abcd")
+    assert run.engine.adapters.in_use() == set("abcd")
     run.run().engine.close()
     assert run.engine.scheduler is not None
     assert run.engine.scheduler.counters.prefix_hits > 0

@@ -90,11 +90,12 @@ def create(
     max_bytes: int = 1 << 30,
     max_num_seqs: int = 8,
     budget: int = 64,
+    dtype: str = "auto",
     **worker: Any,
 ) -> SleepableRunner:
     sizes = {"max_adapters": max_adapters, "max_adapter_rank": max_rank, "adapter_gib": max_bytes / 2**30}
     engine = EngineConfig(
-        model=ModelConfig(model="somewhere/tiny"),
+        model=ModelConfig(model="somewhere/tiny", dtype=dtype),
         cache=CacheConfig(block_size=BLOCK_SIZE),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
         worker=WorkerConfig(**{"device": "cpu", "num_threads": 2, **sizes, **worker}),

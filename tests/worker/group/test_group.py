@@ -15,7 +15,7 @@ from tests.helpers.adapter_stack import AdapterRunner, make_adapter
 from tests.helpers.stack import make_config
 from tests.worker.tiny import new_row, step_plan
 from triptych.config import EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
-from triptych.errors import ConfigError, HandshakeMismatch, ModelError, RankUnavailable
+from triptych.errors import ConfigError, HandshakeMismatch, MemoryShort, ModelError, RankUnavailable
 from triptych.types.facts import SleepLevel
 from triptych.types.step import StepPlan
 from triptych.wire.step import Step, StepEncoder
@@ -206,6 +206,19 @@ async def test_an_adapter_is_loaded_when_all_ranks_have_it(roots: list[Path]) ->
         with pytest.raises(ModelError, match="rank 1 of its group"):
             await leader.load("sql", "sql")
         assert [each.list() for each in every] == [(facts,)] * 3, "what was loaded stays"
+
+
+async def test_one_rank_without_memory_asks_for_another_adapter_to_make_way(roots: list[Path]) -> None:
+    async with group_with_adapters(roots) as (group, leader):
+        facts = await leader.load("sql", "sql")
+        for root in roots:
+            make_adapter(root, "more")
+        group.adapters[2].holder()._max_bytes = 5  # type: ignore[attr-defined]
+        with pytest.raises(MemoryShort, match=r"rank 2 of its group: .* 5 is the limit"):
+            await leader.load("more", "more")
+        await leader.unload(facts.digest)
+        more = await leader.load("more", "more")
+        assert [each.list() for each in (leader, *group.adapters.values())] == [(more,)] * 3
 
 
 async def test_an_adapter_is_freed_between_the_same_steps_on_all_ranks(roots: list[Path]) -> None:

@@ -328,18 +328,20 @@ class ListAdaptersResponse(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "digest", "rank", "source", "engine_ids")
+    __slots__ = ("name", "digest", "rank", "source", "engine_ids", "resident_engine_ids")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     rank: int
     source: str
     engine_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., source: _Optional[str] = ..., engine_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    resident_engine_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., source: _Optional[str] = ..., engine_ids: _Optional[_Iterable[str]] = ..., resident_engine_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")

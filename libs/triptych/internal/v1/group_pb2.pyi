@@ -101,16 +101,18 @@ class LoadAdapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class CallDone(_message.Message):
-    __slots__ = ("id", "released_bytes", "digest", "refusal")
+    __slots__ = ("id", "released_bytes", "digest", "refusal", "is_memory_short")
     ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    IS_MEMORY_SHORT_FIELD_NUMBER: _ClassVar[int]
     id: int
     released_bytes: int
     digest: str
     refusal: str
-    def __init__(self, id: _Optional[int] = ..., released_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
+    is_memory_short: bool
+    def __init__(self, id: _Optional[int] = ..., released_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., refusal: _Optional[str] = ..., is_memory_short: bool = ...) -> None: ...
 
 class RankReady(_message.Message):
     __slots__ = ("num_blocks", "max_model_len", "weight_bytes")

@@ -6,7 +6,7 @@ from triptych.internal.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -35,7 +35,7 @@ class JournalHeader(_message.Message):
     def __init__(self, magic: _Optional[str] = ..., version: _Optional[int] = ..., started_at_ms: _Optional[int] = ..., engine_id: _Optional[str] = ..., engine_version: _Optional[str] = ..., config: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class JournalEvent(_message.Message):
-    __slots__ = ("at_s", "step", "no_step", "result", "expire", "submit", "abort", "session_opened", "session_closed", "worker_ready", "worker_lost", "cache_reset", "paused", "resumed", "closed", "kv_progress")
+    __slots__ = ("at_s", "step", "no_step", "result", "expire", "submit", "abort", "session_opened", "session_closed", "worker_ready", "worker_lost", "cache_reset", "paused", "resumed", "closed", "kv_progress", "adapters_awaited", "adapter_gone")
     AT_S_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NO_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,8 @@ class JournalEvent(_message.Message):
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     KV_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_AWAITED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_GONE_FIELD_NUMBER: _ClassVar[int]
     at_s: float
     step: _step_pb2.Step
     no_step: JournalNoStep
@@ -68,7 +70,9 @@ class JournalEvent(_message.Message):
     resumed: JournalResume
     closed: str
     kv_progress: _kv_transfer_pb2.KvProgress
-    def __init__(self, at_s: _Optional[float] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., no_step: _Optional[_Union[JournalNoStep, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.Result, _Mapping]] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., submit: _Optional[_Union[JournalSubmit, _Mapping]] = ..., abort: _Optional[_Union[JournalAbort, _Mapping]] = ..., session_opened: _Optional[int] = ..., session_closed: _Optional[int] = ..., worker_ready: _Optional[_Union[JournalWorkerReady, _Mapping]] = ..., worker_lost: _Optional[_Union[JournalWorkerLost, _Mapping]] = ..., cache_reset: _Optional[_Union[JournalCacheReset, _Mapping]] = ..., paused: _Optional[_Union[_admin_pb2.PauseMode, str]] = ..., resumed: _Optional[_Union[JournalResume, _Mapping]] = ..., closed: _Optional[str] = ..., kv_progress: _Optional[_Union[_kv_transfer_pb2.KvProgress, _Mapping]] = ...) -> None: ...
+    adapters_awaited: JournalAdaptersAwaited
+    adapter_gone: JournalAdapterGone
+    def __init__(self, at_s: _Optional[float] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., no_step: _Optional[_Union[JournalNoStep, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.Result, _Mapping]] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., submit: _Optional[_Union[JournalSubmit, _Mapping]] = ..., abort: _Optional[_Union[JournalAbort, _Mapping]] = ..., session_opened: _Optional[int] = ..., session_closed: _Optional[int] = ..., worker_ready: _Optional[_Union[JournalWorkerReady, _Mapping]] = ..., worker_lost: _Optional[_Union[JournalWorkerLost, _Mapping]] = ..., cache_reset: _Optional[_Union[JournalCacheReset, _Mapping]] = ..., paused: _Optional[_Union[_admin_pb2.PauseMode, str]] = ..., resumed: _Optional[_Union[JournalResume, _Mapping]] = ..., closed: _Optional[str] = ..., kv_progress: _Optional[_Union[_kv_transfer_pb2.KvProgress, _Mapping]] = ..., adapters_awaited: _Optional[_Union[JournalAdaptersAwaited, _Mapping]] = ..., adapter_gone: _Optional[_Union[JournalAdapterGone, _Mapping]] = ...) -> None: ...
 
 class JournalNoStep(_message.Message):
     __slots__ = ()
@@ -105,6 +109,20 @@ class JournalWorkerReady(_message.Message):
 class JournalWorkerLost(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class JournalAdaptersAwaited(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, digests: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class JournalAdapterGone(_message.Message):
+    __slots__ = ("digest", "why")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    why: str
+    def __init__(self, digest: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
 
 class JournalResume(_message.Message):
     __slots__ = ()

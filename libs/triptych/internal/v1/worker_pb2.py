@@ -28,7 +28,7 @@ from triptych.internal.v1 import session_pb2 as triptych_dot_internal_dot_v1_dot
 from triptych.internal.v1 import step_pb2 as triptych_dot_internal_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!triptych/internal/v1/worker.proto\x12\x14triptych.internal.v1\x1a\x1dtriptych/admin/v1/admin.proto\x1a&triptych/internal/v1/kv_transfer.proto\x1a\"triptych/internal/v1/session.proto\x1a\x1ftriptych/internal/v1/step.proto\"\xa7\x01\n\x0e\x45xecuteRequest\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.triptych.internal.v1.HelloH\x00\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.triptych.internal.v1.StepH\x00\x12\x30\n\x07goodbye\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.GoodbyeH\x00\x42\t\n\x07message\"\xeb\x01\n\x0f\x45xecuteResponse\x12\x30\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.triptych.internal.v1.WelcomeH\x00\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1c.triptych.internal.v1.ResultH\x00\x12\x32\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x1e.triptych.internal.v1.DrainingH\x00\x12\x37\n\x0bkv_progress\x18- \x01(\x0b\x32 .triptych.internal.v1.KvProgressH\x00\x42\t\n\x07message\"\n\n\x08\x44raining\"\xb2\x02\n\x05Hello\x12\x33\n\x07session\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.SessionHello\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x44\n\rshared_config\x18\x05 \x03(\x0b\x32-.triptych.internal.v1.Hello.SharedConfigEntry\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x07 \x01(\t\x12\x14\n\x0clast_session\x18\x08 \x01(\t\x1a\x33\n\x11SharedConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8f\x01\n\x07Welcome\x12\x35\n\x07session\x18\x01 \x01(\x0b\x32$.triptych.internal.v1.SessionWelcome\x12\x1b\n\x13max_steps_in_flight\x18\x02 \x01(\r\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\"\xb1\x03\n\x0bWorkerFacts\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12/\n\x05model\x18\x02 \x01(\x0b\x32 .triptych.internal.v1.ModelFacts\x12)\n\x02kv\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.KvShape\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x05 \x01(\r\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65vice_name\x18\x07 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06load_s\x18\t \x01(\x01\x12\x0f\n\x07kernels\x18\n \x01(\t\x12\x1b\n\x13max_samples_per_row\x18\x0b \x01(\r\x12\x12\n\nnum_stages\x18\r \x01(\r\x12\x35\n\x0bkv_endpoint\x18\x0e \x01(\x0b\x32 .triptych.internal.v1.KvEndpoint\x12\x14\n\x0cmax_adapters\x18\x0f \x01(\r\x12\x18\n\x10max_adapter_rank\x18\x10 \x01(\r\"J\n\x0c\x41\x64\x61pterFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06source\x18\x04 \x01(\t\"\xe1\x02\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x14\n\x0cquantization\x18\x08 \x01(\t\x12\x10\n\x08numerics\x18\t \x01(\t\x12\x1a\n\x12is_batch_invariant\x18\n \x01(\x08\x12\x0f\n\x07weights\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\r\n\x05tasks\x18\r \x03(\t\x12\x16\n\x0e\x65mbedding_size\x18\x0e \x01(\r\x12\x12\n\nnum_labels\x18\x0f \x01(\r\x12\x12\n\nis_encoder\x18\x10 \x01(\x08\x12\x18\n\x10last_state_tasks\x18\x11 \x03(\t\"\x82\x01\n\x07KvGroup\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.triptych.internal.v1.KvKind\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06window\x18\x05 \x01(\r\"\x91\x02\n\x07KvShape\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1c\n\x0fsoft_num_blocks\x18\x07 \x01(\rH\x00\x88\x01\x01\x12-\n\x06groups\x18\x08 \x03(\x0b\x32\x1d.triptych.internal.v1.KvGroup\x12\x18\n\x10num_state_blocks\x18\t \x01(\r\x12\x18\n\x10\x63ontinues_states\x18\n \x01(\x08\x42\x12\n\x10_soft_num_blocks\"\x10\n\x0eGetInfoRequest\"A\n\x0fGetInfoResponse\x12.\n\x04info\x18\x01 \x01(\x0b\x32 .triptych.internal.v1.WorkerInfo\"p\n\nWorkerInfo\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x02\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\x12\x0f\n\x07held_by\x18\x04 \x01(\t\"R\n\x0cSleepRequest\x12\x14\n\x0csession_name\x18\x01 \x01(\t\x12,\n\x05level\x18\x02 \x01(\x0e\x32\x1d.triptych.admin.v1.SleepLevel\"\'\n\rSleepResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x04\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse\"2\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\"J\n\x13LoadAdapterResponse\x12\x33\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.AdapterFacts\"&\n\x14UnloadAdapterRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"L\n\x14ListAdaptersResponse\x12\x34\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\".triptych.internal.v1.AdapterFacts*m\n\x06KvKind\x12\x17\n\x13KV_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKV_KIND_FULL\x10\x01\x12\x12\n\x0eKV_KIND_WINDOW\x10\x02\x12\x11\n\rKV_KIND_CHUNK\x10\x03\x12\x11\n\rKV_KIND_STATE\x10\x04\x32\x99\x05\n\rWorkerService\x12Z\n\x07\x45xecute\x12$.triptych.internal.v1.ExecuteRequest\x1a%.triptych.internal.v1.ExecuteResponse(\x01\x30\x01\x12V\n\x07GetInfo\x12$.triptych.internal.v1.GetInfoRequest\x1a%.triptych.internal.v1.GetInfoResponse\x12P\n\x05Sleep\x12\".triptych.internal.v1.SleepRequest\x1a#.triptych.internal.v1.SleepResponse\x12M\n\x04Wake\x12!.triptych.internal.v1.WakeRequest\x1a\".triptych.internal.v1.WakeResponse\x12\x62\n\x0bLoadAdapter\x12(.triptych.internal.v1.LoadAdapterRequest\x1a).triptych.internal.v1.LoadAdapterResponse\x12h\n\rUnloadAdapter\x12*.triptych.internal.v1.UnloadAdapterRequest\x1a+.triptych.internal.v1.UnloadAdapterResponse\x12\x65\n\x0cListAdapters\x12).triptych.internal.v1.ListAdaptersRequest\x1a*.triptych.internal.v1.ListAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!triptych/internal/v1/worker.proto\x12\x14triptych.internal.v1\x1a\x1dtriptych/admin/v1/admin.proto\x1a&triptych/internal/v1/kv_transfer.proto\x1a\"triptych/internal/v1/session.proto\x1a\x1ftriptych/internal/v1/step.proto\"\xa7\x01\n\x0e\x45xecuteRequest\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.triptych.internal.v1.HelloH\x00\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.triptych.internal.v1.StepH\x00\x12\x30\n\x07goodbye\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.GoodbyeH\x00\x42\t\n\x07message\"\xeb\x01\n\x0f\x45xecuteResponse\x12\x30\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.triptych.internal.v1.WelcomeH\x00\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1c.triptych.internal.v1.ResultH\x00\x12\x32\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x1e.triptych.internal.v1.DrainingH\x00\x12\x37\n\x0bkv_progress\x18- \x01(\x0b\x32 .triptych.internal.v1.KvProgressH\x00\x42\t\n\x07message\"\n\n\x08\x44raining\"\xb2\x02\n\x05Hello\x12\x33\n\x07session\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.SessionHello\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x44\n\rshared_config\x18\x05 \x03(\x0b\x32-.triptych.internal.v1.Hello.SharedConfigEntry\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x07 \x01(\t\x12\x14\n\x0clast_session\x18\x08 \x01(\t\x1a\x33\n\x11SharedConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8f\x01\n\x07Welcome\x12\x35\n\x07session\x18\x01 \x01(\x0b\x32$.triptych.internal.v1.SessionWelcome\x12\x1b\n\x13max_steps_in_flight\x18\x02 \x01(\r\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\"\xb1\x03\n\x0bWorkerFacts\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12/\n\x05model\x18\x02 \x01(\x0b\x32 .triptych.internal.v1.ModelFacts\x12)\n\x02kv\x18\x03 \x01(\x0b\x32\x1d.triptych.internal.v1.KvShape\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x05 \x01(\r\x12\x1b\n\x13max_steps_in_flight\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65vice_name\x18\x07 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06load_s\x18\t \x01(\x01\x12\x0f\n\x07kernels\x18\n \x01(\t\x12\x1b\n\x13max_samples_per_row\x18\x0b \x01(\r\x12\x12\n\nnum_stages\x18\r \x01(\r\x12\x35\n\x0bkv_endpoint\x18\x0e \x01(\x0b\x32 .triptych.internal.v1.KvEndpoint\x12\x14\n\x0cmax_adapters\x18\x0f \x01(\r\x12\x18\n\x10max_adapter_rank\x18\x10 \x01(\r\"]\n\x0c\x41\x64\x61pterFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\xe1\x02\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x14\n\x0cquantization\x18\x08 \x01(\t\x12\x10\n\x08numerics\x18\t \x01(\t\x12\x1a\n\x12is_batch_invariant\x18\n \x01(\x08\x12\x0f\n\x07weights\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\r\n\x05tasks\x18\r \x03(\t\x12\x16\n\x0e\x65mbedding_size\x18\x0e \x01(\r\x12\x12\n\nnum_labels\x18\x0f \x01(\r\x12\x12\n\nis_encoder\x18\x10 \x01(\x08\x12\x18\n\x10last_state_tasks\x18\x11 \x03(\t\"\x82\x01\n\x07KvGroup\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.triptych.internal.v1.KvKind\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06window\x18\x05 \x01(\r\"\x91\x02\n\x07KvShape\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1c\n\x0fsoft_num_blocks\x18\x07 \x01(\rH\x00\x88\x01\x01\x12-\n\x06groups\x18\x08 \x03(\x0b\x32\x1d.triptych.internal.v1.KvGroup\x12\x18\n\x10num_state_blocks\x18\t \x01(\r\x12\x18\n\x10\x63ontinues_states\x18\n \x01(\x08\x42\x12\n\x10_soft_num_blocks\"\x10\n\x0eGetInfoRequest\"A\n\x0fGetInfoResponse\x12.\n\x04info\x18\x01 \x01(\x0b\x32 .triptych.internal.v1.WorkerInfo\"p\n\nWorkerInfo\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x02\x12\x30\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\x12\x0f\n\x07held_by\x18\x04 \x01(\t\"R\n\x0cSleepRequest\x12\x14\n\x0csession_name\x18\x01 \x01(\t\x12,\n\x05level\x18\x02 \x01(\x0e\x32\x1d.triptych.admin.v1.SleepLevel\"\'\n\rSleepResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x04\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse\"2\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\"J\n\x13LoadAdapterResponse\x12\x33\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\".triptych.internal.v1.AdapterFacts\":\n\x14UnloadAdapterRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nkeeps_name\x18\x02 \x01(\x08\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"\\\n\x14ListAdaptersResponse\x12\x34\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\".triptych.internal.v1.AdapterFacts\x12\x0e\n\x06\x61\x62sent\x18\x02 \x03(\t*m\n\x06KvKind\x12\x17\n\x13KV_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKV_KIND_FULL\x10\x01\x12\x12\n\x0eKV_KIND_WINDOW\x10\x02\x12\x11\n\rKV_KIND_CHUNK\x10\x03\x12\x11\n\rKV_KIND_STATE\x10\x04\x32\x99\x05\n\rWorkerService\x12Z\n\x07\x45xecute\x12$.triptych.internal.v1.ExecuteRequest\x1a%.triptych.internal.v1.ExecuteResponse(\x01\x30\x01\x12V\n\x07GetInfo\x12$.triptych.internal.v1.GetInfoRequest\x1a%.triptych.internal.v1.GetInfoResponse\x12P\n\x05Sleep\x12\".triptych.internal.v1.SleepRequest\x1a#.triptych.internal.v1.SleepResponse\x12M\n\x04Wake\x12!.triptych.internal.v1.WakeRequest\x1a\".triptych.internal.v1.WakeResponse\x12\x62\n\x0bLoadAdapter\x12(.triptych.internal.v1.LoadAdapterRequest\x1a).triptych.internal.v1.LoadAdapterResponse\x12h\n\rUnloadAdapter\x12*.triptych.internal.v1.UnloadAdapterRequest\x1a+.triptych.internal.v1.UnloadAdapterResponse\x12\x65\n\x0cListAdapters\x12).triptych.internal.v1.ListAdaptersRequest\x1a*.triptych.internal.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO_SHAREDCONFIGENTRY']._loaded_options = None
   _globals['_HELLO_SHAREDCONFIGENTRY']._serialized_options = b'8\001'
-  _globals['_KVKIND']._serialized_start=3000
-  _globals['_KVKIND']._serialized_end=3109
+  _globals['_KVKIND']._serialized_start=3055
+  _globals['_KVKIND']._serialized_end=3164
   _globals['_EXECUTEREQUEST']._serialized_start=200
   _globals['_EXECUTEREQUEST']._serialized_end=367
   _globals['_EXECUTERESPONSE']._serialized_start=370
@@ -54,39 +54,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERFACTS']._serialized_start=1075
   _globals['_WORKERFACTS']._serialized_end=1508
   _globals['_ADAPTERFACTS']._serialized_start=1510
-  _globals['_ADAPTERFACTS']._serialized_end=1584
-  _globals['_MODELFACTS']._serialized_start=1587
-  _globals['_MODELFACTS']._serialized_end=1940
-  _globals['_KVGROUP']._serialized_start=1943
-  _globals['_KVGROUP']._serialized_end=2073
-  _globals['_KVSHAPE']._serialized_start=2076
-  _globals['_KVSHAPE']._serialized_end=2349
-  _globals['_GETINFOREQUEST']._serialized_start=2351
-  _globals['_GETINFOREQUEST']._serialized_end=2367
-  _globals['_GETINFORESPONSE']._serialized_start=2369
-  _globals['_GETINFORESPONSE']._serialized_end=2434
-  _globals['_WORKERINFO']._serialized_start=2436
-  _globals['_WORKERINFO']._serialized_end=2548
-  _globals['_SLEEPREQUEST']._serialized_start=2550
-  _globals['_SLEEPREQUEST']._serialized_end=2632
-  _globals['_SLEEPRESPONSE']._serialized_start=2634
-  _globals['_SLEEPRESPONSE']._serialized_end=2673
-  _globals['_WAKEREQUEST']._serialized_start=2675
-  _globals['_WAKEREQUEST']._serialized_end=2688
-  _globals['_WAKERESPONSE']._serialized_start=2690
-  _globals['_WAKERESPONSE']._serialized_end=2704
-  _globals['_LOADADAPTERREQUEST']._serialized_start=2706
-  _globals['_LOADADAPTERREQUEST']._serialized_end=2756
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=2758
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=2832
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2834
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2872
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2874
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2897
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=2899
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=2920
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=2922
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=2998
-  _globals['_WORKERSERVICE']._serialized_start=3112
-  _globals['_WORKERSERVICE']._serialized_end=3777
+  _globals['_ADAPTERFACTS']._serialized_end=1603
+  _globals['_MODELFACTS']._serialized_start=1606
+  _globals['_MODELFACTS']._serialized_end=1959
+  _globals['_KVGROUP']._serialized_start=1962
+  _globals['_KVGROUP']._serialized_end=2092
+  _globals['_KVSHAPE']._serialized_start=2095
+  _globals['_KVSHAPE']._serialized_end=2368
+  _globals['_GETINFOREQUEST']._serialized_start=2370
+  _globals['_GETINFOREQUEST']._serialized_end=2386
+  _globals['_GETINFORESPONSE']._serialized_start=2388
+  _globals['_GETINFORESPONSE']._serialized_end=2453
+  _globals['_WORKERINFO']._serialized_start=2455
+  _globals['_WORKERINFO']._serialized_end=2567
+  _globals['_SLEEPREQUEST']._serialized_start=2569
+  _globals['_SLEEPREQUEST']._serialized_end=2651
+  _globals['_SLEEPRESPONSE']._serialized_start=2653
+  _globals['_SLEEPRESPONSE']._serialized_end=2692
+  _globals['_WAKEREQUEST']._serialized_start=2694
+  _globals['_WAKEREQUEST']._serialized_end=2707
+  _globals['_WAKERESPONSE']._serialized_start=2709
+  _globals['_WAKERESPONSE']._serialized_end=2723
+  _globals['_LOADADAPTERREQUEST']._serialized_start=2725
+  _globals['_LOADADAPTERREQUEST']._serialized_end=2775
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=2777
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=2851
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2853
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2911
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2913
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2936
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=2938
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=2959
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=2961
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=3053
+  _globals['_WORKERSERVICE']._serialized_start=3167
+  _globals['_WORKERSERVICE']._serialized_end=3832
 # @@protoc_insertion_point(module_scope)

@@ -122,16 +122,18 @@ class WorkerFacts(_message.Message):
     def __init__(self, boot_id: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., kv: _Optional[_Union[KvShape, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., device_name: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., kernels: _Optional[str] = ..., max_samples_per_row: _Optional[int] = ..., num_stages: _Optional[int] = ..., kv_endpoint: _Optional[_Union[_kv_transfer_pb2.KvEndpoint, _Mapping]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ...) -> None: ...
 
 class AdapterFacts(_message.Message):
-    __slots__ = ("name", "digest", "rank", "source")
+    __slots__ = ("name", "digest", "rank", "source", "num_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     rank: int
     source: str
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
+    num_bytes: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., source: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "kv_dtype", "quantization", "numerics", "is_batch_invariant", "weights", "adapter", "tasks", "embedding_size", "num_labels", "is_encoder", "last_state_tasks")
@@ -268,10 +270,12 @@ class LoadAdapterResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[AdapterFacts, _Mapping]] = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
-    __slots__ = ("digest",)
+    __slots__ = ("digest", "keeps_name")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_NAME_FIELD_NUMBER: _ClassVar[int]
     digest: str
-    def __init__(self, digest: _Optional[str] = ...) -> None: ...
+    keeps_name: bool
+    def __init__(self, digest: _Optional[str] = ..., keeps_name: bool = ...) -> None: ...
 
 class UnloadAdapterResponse(_message.Message):
     __slots__ = ()
@@ -282,7 +286,9 @@ class ListAdaptersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListAdaptersResponse(_message.Message):
-    __slots__ = ("adapters",)
+    __slots__ = ("adapters", "absent")
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterFacts]
-    def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterFacts, _Mapping]]] = ...) -> None: ...
+    absent: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterFacts, _Mapping]]] = ..., absent: _Optional[_Iterable[str]] = ...) -> None: ...
