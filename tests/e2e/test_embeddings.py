@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import grpc
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer
 
+from tests.checkpoint.test_gguf_tokenizer import described_by_converter
 from tests.e2e.bystander import Bystander
 from tests.e2e.test_adapters import post
 from tests.e2e.test_fine_tunes import write_fine_tune
@@ -71,6 +76,52 @@ def test_what_the_model_does_not_do_is_refused_by_name(llm):
     with pytest.raises(TriptychError, match="classify"):
         llm.classify(["Hello"])
     assert embed(llm, ["Hello"]).shape == (1, 384)
+
+
+def write_gguf(directory: Path, path: Path) -> Path:
+    """Write the .gguf file that llama.cpp makes of a checkpoint of BERT; tensors keep their numbers."""
+    config = json.loads((directory / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    for key, value in described_by_converter(backend, "bert", "jina-v2-en", path.parent).items():
+        kinds = {
+            bool: gguf.GGUFValueType.BOOL,
+            int: gguf.GGUFValueType.UINT32,
+            str: gguf.GGUFValueType.STRING,
+        }
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_key_value(key, value, kinds[type(value)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, config["num_hidden_layers"])
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if found := names.get_name(name, (".weight", ".bias")):
+            writer.add_tensor(found, tensor.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_has_the_vectors_of_its_checkpoint(oracle, tmp_path):
+    path = write_gguf(resolve_model("embedded-embedding", progress=False), tmp_path / "model.gguf")
+    texts = ["Hello world", "Größe naïve 好的 世界", "a fox " * 60]
+    flags = {"model.model": str(path), "model.dtype": "float32"}
+    with LocalCluster(with_free_ports(load_config(env={}, flags=flags))) as cluster:
+        cluster.wait_ready(120)
+        status, answer = post(cluster.http_address, "/v1/embeddings", {"input": texts})
+    assert status == 200, answer
+    vectors = [entry["embedding"] for entry in answer["data"]]
+    np.testing.assert_allclose(vectors, oracle.encode(texts), atol=1e-5)
 
 
 @pytest.fixture(scope="module")
