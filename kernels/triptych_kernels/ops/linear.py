@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.registry import find_impl, load_impl
-from triptych_kernels.weights.adapters import AdapterRef, PanelTable, StackedTable
+from triptych_kernels.weights.adapters import AdapterRef, PanelTable
 from triptych_kernels.weights.base import LinearWeight
 from triptych_kernels.weights.packed import HeadWeight
 
@@ -68,11 +68,15 @@ def linear(
         out = find_impl("linear", weight, impl)(*operands)
     else:
         _check_adapters("linear", x, adapters)
-        out = load_impl("linear", impl or _ADAPTED_IMPL[type(adapters.table)])(*operands, adapters)
+        out = load_impl("linear", impl or _adapted_impl(adapters))(*operands, adapters)
     return out
 
 
-_ADAPTED_IMPL = {PanelTable: "cpu", StackedTable: "torch"}
+def _adapted_impl(adapters: AdapterRef) -> str:
+    """Return the package that computes with such a table on the device of the rows."""
+    if isinstance(adapters.table, PanelTable):
+        return "cpu"
+    return "triton" if adapters.slots.device.type == "cuda" else "torch"
 
 
 def _check_adapters(op: str, x: Tensor, adapters: AdapterRef) -> None:
@@ -148,7 +152,7 @@ def gated_linear(
         out = find_impl("gated_linear", weight, impl)(x, weight, bias, activation)
     else:
         _check_adapters("gated_linear", x, adapters)
-        implementation = load_impl("gated_linear", impl or _ADAPTED_IMPL[type(adapters.table)])
+        implementation = load_impl("gated_linear", impl or _adapted_impl(adapters))
         out = implementation(x, weight, bias, activation, adapters)
     return out
 
@@ -195,7 +199,6 @@ def adapt_embedding(x: Tensor, token_ids: Tensor, adapters: AdapterRef, *, impl:
         raise ValueError(
             f"adapt_embedding: x {list(x.shape)} {x.dtype} must be [num_tokens, hidden_size] in float32"
         )
-    out: Tensor = load_impl("adapt_embedding", impl or _ADAPTED_IMPL[type(adapters.table)])(
-        x, token_ids, adapters
-    )
+    own = "cpu" if isinstance(adapters.table, PanelTable) else "torch"
+    out: Tensor = load_impl("adapt_embedding", impl or own)(x, token_ids, adapters)
     return out
