@@ -58,8 +58,8 @@ inline uint32_t word_at(const char* from) {
   return word;
 }
 
-// Words of rows `row` … `row + count - 1` of the file, of kByInput from the beginning of a word on; returns the place of
-// the first.
+// Words of rows `row` … `row + count - 1` of the file, of kByInput from the beginning of a word on. Returns the place
+// of the first.
 int read_words(const PackCodes& args, int64_t row, int64_t count, int64_t group, Words& words) {
   const int64_t num = args.bits;  // a group of 32 codes is as many words as a code has bits
   if (args.order == kByRow) {
@@ -102,7 +102,9 @@ void put_nibbles(const Words& words, int start, int64_t count, char* panel_words
     const uint32_t *low = words[word / 2] + start, *high = words[2 + word / 2] + start;
     const int shift = word % 2 * 16;
     uint32_t out[kPanel];
-    for (int64_t i = 0; i < count; ++i) out[i] = spread(low[i] >> shift & 0xffff) | spread(high[i] >> shift & 0xffff) << 4;
+    for (int64_t i = 0; i < count; ++i) {
+      out[i] = spread(low[i] >> shift & 0xffff) | spread(high[i] >> shift & 0xffff) << 4;
+    }
     std::memcpy(panel_words + (word * kPanel + lane) * sizeof *out, out, count * sizeof *out);
   }
 }
@@ -129,7 +131,8 @@ void put_each(char* to, int64_t lane, const char* from, int64_t stride, int64_t 
 }
 
 // `num` elements of each row, of which there are `per_row`, from number `at` on; returns what follows in the panel.
-char* put(char* to, int64_t lane, const char* rows, int64_t count, int64_t per_row, int64_t at, int64_t num, int64_t bytes) {
+char* put(char* to, int64_t lane, const char* rows, int64_t count, int64_t per_row, int64_t at, int64_t num,
+          int64_t bytes) {
   for (int64_t i = at; i < at + num; ++i, to += kPanel * bytes) {
     const char* const from = rows + i * bytes;
     if (bytes == 1) put_each<uint8_t>(to, lane, from, per_row * bytes, count);
@@ -158,17 +161,17 @@ void pack_group(const PackCodes& args, const CodedForm& form, int64_t group, int
   to += block * (form.head_bytes + in_block * form.group_bytes);
   if (group % in_block == 0) {
     const int64_t per_row = blocks * scales;
-    char* const next = put(to, place.lane, of_row(args.scales, per_row * scale_bytes), count, per_row, block * scales, scales,
-                           scale_bytes);
-    if (args.offsets) {
-      put(next, place.lane, of_row(args.offsets, per_row * offset_bytes), count, per_row, block * scales, scales,
-          offset_bytes);
-    }
+    const auto put_scales = [&](char* at, const char* rows, int64_t bytes) {
+      return put(at, place.lane, of_row(rows, per_row * bytes), count, per_row, block * scales, scales, bytes);
+    };
+    char* const next = put_scales(to, args.scales, scale_bytes);
+    if (args.offsets) put_scales(next, args.offsets, offset_bytes);
   }
   to += form.head_bytes + group % in_block * form.group_bytes;
   const int64_t units = form.num_scales, per_row = groups * units;
-  if (args.multiples) to = put(to, place.lane, of_row(args.multiples, per_row), count, per_row, group * units, units, 1);
-  if (args.minima) to = put(to, place.lane, of_row(args.minima, per_row), count, per_row, group * units, units, 1);
+  for (const char* const rows : {args.multiples, args.minima}) {
+    if (rows) to = put(to, place.lane, of_row(rows, per_row), count, per_row, group * units, units, 1);
+  }
 
   Words words;
   const int start = read_words(args, row, count, group, words);
