@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -46,6 +46,14 @@ class StageTimings:
     """First token until the last."""
     num_accepted_guesses: int = 0
     """Output tokens that were guessed ahead, and so took no step of their own."""
+
+    @classmethod
+    def of_all(cls, parts: Sequence[StageTimings]) -> StageTimings:
+        """Return the times of the slowest of several choices or prompts, and the guesses of all."""
+        if len(parts) == 1:
+            return parts[0]
+        slowest = max(parts, key=lambda t: t.queued_ns + t.prefill_ns + t.decode_ns, default=cls())
+        return replace(slowest, num_accepted_guesses=sum(part.num_accepted_guesses for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +261,7 @@ class RequestMetrics:
     num_generation_tokens: int
     """Output tokens of all choices."""
     num_accepted_guesses: int = 0
-    """Output tokens of the slowest choice that were guessed ahead, and so took no step of their own."""
+    """Output tokens of all choices that were guessed ahead, and so took no step of their own."""
 
     @property
     def first_token_latency(self) -> float:

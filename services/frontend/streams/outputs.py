@@ -327,12 +327,8 @@ class RequestOutputs(ChoiceListener):
 
     @property
     def timings(self) -> StageTimings:
-        """Return the timings of the slowest choice."""
-        return max(
-            (choice.timings for choice in self.choices),
-            key=lambda t: t.queued_ns + t.prefill_ns + t.decode_ns,
-            default=StageTimings(),
-        )
+        """Return the times of the slowest choice, and the guesses of all."""
+        return StageTimings.of_all([choice.timings for choice in self.choices])
 
     @property
     def first_token_ns(self) -> int:

@@ -475,3 +475,10 @@ async def test_engine_loss_after_the_end_changes_nothing() -> None:
     feed(route, TOKENIZER.encode("Hello"))
     route.on_end(EngineLoss("gone"))
     assert [delta.finish_reason for delta in await rest(outputs)] == [FinishReason.STOP]
+
+
+def test_timings_are_those_of_the_slowest_choice_and_guesses_those_of_all() -> None:
+    slow, quick = StageTimings(1, 9, 3, 4), StageTimings(2, 3, 4, 5)
+    assert StageTimings.of_all([quick, slow]) == StageTimings(1, 9, 3, 9)
+    assert StageTimings.of_all([quick]) == quick
+    assert StageTimings.of_all([]) == StageTimings()

@@ -15,6 +15,9 @@ class PromptTokensDetails(Answer):
 class CompletionTokensDetails(Answer):
     reasoning_tokens: int
     """Thought before the answer, where the model's reasoning is known apart."""
+    accepted_prediction_tokens: int
+    """Guessed ahead by the engine, so that they took no step of their own. If the request has moved to another engine:
+    those of the last one."""
 
 
 class MovesAnswer(Answer):

@@ -116,8 +116,7 @@ def _together(refusals: Sequence[InvalidRequest]) -> InvalidRequest:
 
 
 def _sum(ends: Sequence[FinishedEvent]) -> FinishedEvent:
-    """Tokens add up; times are those of the slowest."""
-    slowest = max(ends, key=lambda end: _total_ns(end.timings))
+    """Return one end: tokens add up, and times are those of the slowest."""
     return FinishedEvent(
         usage=Usage(
             sum(end.usage.num_prompt_tokens for end in ends),
@@ -125,15 +124,11 @@ def _sum(ends: Sequence[FinishedEvent]) -> FinishedEvent:
             sum(end.usage.num_cached_tokens for end in ends),
             sum(end.usage.num_reasoning_tokens for end in ends),
         ),
-        timings=slowest.timings,
+        timings=StageTimings.of_all([end.timings for end in ends]),
         tokenize_ns=sum(end.tokenize_ns for end in ends),
         num_moves=max(end.num_moves for end in ends),
         is_exact=all(end.is_exact for end in ends),
     )
-
-
-def _total_ns(timings: StageTimings) -> int:
-    return timings.queued_ns + timings.prefill_ns + timings.decode_ns
 
 
 class ChunkEncoder:
