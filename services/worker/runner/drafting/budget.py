@@ -10,7 +10,7 @@ row is accepted if all before it are: with a chance of p^i, where p is what was 
 It is asked twice for a step: how many guesses the rows should look for, if the best proposer of each has some, and how
 many of those that were found are verified, with what is known of the proposer that has found them.
 
-An account holds what guesses have brought, and what it took to look for them and to verify them. They may lose 1% of
+An account holds what guesses have brought, and what it took to look for them and to verify them. They may lose 0.5% of
 the time of steps, and where that is used up, a step has none: chances may be misjudged, time is not. Needs no torch.
 """
 
@@ -56,12 +56,14 @@ _VAIN_PAUSE = 25
 """Steps until it is asked then."""
 _LEAST_CHANCE = 0.01
 """A guess that is right less often is not considered."""
-_LOSS_SHARE = 0.01
+_LOSS_SHARE = 0.005
 """The part of the time of steps that guesses may lose."""
-_MAX_LOSS = 12.0
+_MAX_LOSS = 8.0
 """The steps without guesses that they may lose beyond that: when nothing is known yet, and when a text changes."""
 _MAX_CREDIT = 12.0
 """The gains that may be lost again, in steps without guesses."""
+_NEVER = 2.0
+"""A chance that no guess has."""
 _LEAST_GAIN = 1.02
 """Tokens per second with guesses, over those without, below which a step has none. Covers the search for guesses."""
 
@@ -187,8 +189,8 @@ class GuessBudget:
         self._step = 0
         self._balance = 0.0
         """Seconds that guesses have gained, and may still lose where it is below 0."""
-        self._may_gain: dict[tuple[int, int, int], bool] = {}
-        """Arguments -> whether right guesses would gain, as of `_num_looks`."""
+        self._chances: dict[tuple[int, int, int], float] = {}
+        """Arguments of `least_chance` -> what the costs say, as of `_num_looks`."""
         self._num_looks = 0
 
     def enter(self, slot: int) -> None:
@@ -252,28 +254,24 @@ class GuessBudget:
         if (estimates := self.costs.estimate(num_rows, 1)) is not None:
             self._balance -= min(seconds, estimates[0])
 
-    def may_gain(self, num_rows: int, num_positions: int, most: int) -> bool:
-        """Return whether guesses would gain if all of them were right, and may lose. Arguments as of `allot`."""
+    def least_chance(self, num_rows: int, num_positions: int, most: int) -> float:
+        """Return the chance of being right below which no guess gains; above 1: none does, or may lose any more.
+
+        Arguments as of `allot`.
+        """
         seconds = self.costs.estimate(num_positions, most + 1)
         if seconds is None or self._balance < -_MAX_LOSS * seconds[0]:
-            return False
+            return _NEVER
         if self._num_looks != self.costs.num_looks:
             self._num_looks = self.costs.num_looks
-            self._may_gain.clear()
+            self._chances.clear()
         key = num_rows, num_positions, most
-        if (found := self._may_gain.get(key)) is None:
-            found = self._may_gain[key] = self._can_pay(num_rows, seconds)
+        if (found := self._chances.get(key)) is None:
+            most = min(most, num_rows * self._max_guesses)
+            least = _LEAST_GAIN * num_rows / seconds[0]
+            needed = [(least * seconds[count] - num_rows) / count for count in range(1, most + 1)]
+            found = self._chances[key] = min(needed, default=_NEVER)
         return found
-
-    def _can_pay(self, num_rows: int, seconds: Sequence[float]) -> bool:
-        """Return whether guesses gain if all are right.
-
-        Args:
-            seconds: Of steps with 0 guesses and more.
-        """
-        most = min(len(seconds) - 1, num_rows * self._max_guesses)
-        least = _LEAST_GAIN * num_rows / seconds[0]
-        return any(num_rows + count >= least * seconds[count] for count in range(1, most + 1))
 
     def needs_plain(self, num_positions: int) -> bool:
         """Return whether the next step must have no guesses, since what such a step takes is not known any more."""

@@ -168,10 +168,12 @@ class Speculation:
             Guesses that were looked for, by row.
         """
         budget, sizes = self._budget, (num_positions, MAX_GUESSES_PER_STEP)
-        if not budget.may_gain(len(slots), *sizes):
+        if (least := budget.least_chance(len(slots), *sizes)) > 1:
             return [0] * len(slots)
         hopes = [budget.hopes(slot) for slot in slots]
         hoped = [max(of_row) for of_row in hopes]
+        if max(hoped) < least:
+            return [0] * len(slots)
         limits = budget.allot(hoped, None, *sizes)
         if not any(limits) or budget.needs_plain(num_positions):
             return limits

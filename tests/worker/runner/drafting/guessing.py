@@ -130,7 +130,7 @@ def runner_with(
     runner = ModelRunner(model=model, kv_caches=caches, facts=facts, lasting=lasting, **arguments)
     if runner._speculation is not None:  # as many guesses as there are, whatever they cost
         budget = runner._speculation._budget
-        budget.may_gain = lambda *sizes: True  # type: ignore[method-assign]
+        budget.least_chance = lambda *sizes: 0.0  # type: ignore[method-assign]
         budget.needs_plain = lambda num_positions: False  # type: ignore[method-assign]
         budget.allot = lambda rates, found, *sizes: [limit - 1] * len(rates)  # type: ignore[method-assign]
     return runner

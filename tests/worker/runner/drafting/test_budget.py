@@ -37,9 +37,11 @@ def allotted(costs: dict[int, float], num_rows: int, rate: float) -> list[int]:
 
 def allot(budget: GuessBudget, num_rows: int, most: int = 64) -> list[int]:
     """Return the guesses of rows that the first proposer finds as many for as are wanted."""
-    if not budget.may_gain(num_rows, num_rows, most):
-        return [0] * num_rows
-    return budget.allot([budget.rates(slot)[0] for slot in range(num_rows)], None, num_rows, most)
+    rates = [budget.rates(slot)[0] for slot in range(num_rows)]
+    counts = budget.allot(rates, None, num_rows, most)
+    least = budget.least_chance(num_rows, num_rows, most)
+    assert least <= max(rates) or not any(counts), "none of those that are worth it is left out"
+    return counts if least <= 1 else [0] * num_rows
 
 
 def speed(costs: dict[int, float], rate: float, counts: list[int]) -> float:
@@ -87,7 +89,7 @@ def test_the_sum_is_bounded() -> None:
 
 def test_nothing_is_guessed_before_anything_is_measured() -> None:
     budget = GuessBudget(4, 1, 8)
-    assert not budget.may_gain(2, 2, 64)
+    assert budget.least_chance(2, 2, 64) > 1
     assert budget.allot([0.9, 0.9], None, 2, 64) == [0, 0]
 
 
@@ -173,7 +175,7 @@ def test_a_measurement_is_doubted_after_a_while() -> None:
     assert estimates(costs, 8) == [6.0]
 
 
-LOSS_SHARE, MOST_LOST = 0.01, 12
+LOSS_SHARE, MOST_LOST = 0.005, 8
 """The time that guesses may lose: its share of that of steps, and steps without guesses."""
 
 
@@ -202,7 +204,7 @@ class Decoding:
         """
         budget, slots = self.budget, range(self.num_rows)
         counts = [0] * self.num_rows
-        if budget.may_gain(self.num_rows, self.num_rows, 64):
+        if budget.least_chance(self.num_rows, self.num_rows, 64) <= 1:
             hopes = [max(budget.hopes(slot)) for slot in slots]
             counts = budget.allot(hopes, None, self.num_rows, 64)
             if budget.needs_plain(self.num_rows):

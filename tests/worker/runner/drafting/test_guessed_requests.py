@@ -141,7 +141,7 @@ def let_the_budget_decide(runner: ModelRunner) -> None:
     if runner._speculation is None:
         return
     budget = runner._speculation._budget
-    for name in ("may_gain", "needs_plain", "allot"):
+    for name in ("least_chance", "needs_plain", "allot"):
         delattr(budget, name)
     note_step = budget.note_step
 

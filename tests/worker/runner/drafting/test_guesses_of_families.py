@@ -1,0 +1,102 @@
+"""Guesses change no token and no log-probability of any family of models, in float32 and in bfloat16.
+
+Queries of several tokens take other ways through attention, routers and convolutions than those of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.helpers.in_process import InProcessEngine
+from tests.worker.models.checkpoints import random_prompts, save_checkpoint
+from tests.worker.models.families import FAMILIES
+from tests.worker.runner.drafting.guessing import Replaying, changes
+from triptych.checkpoint.config_json import read_architecture
+from triptych.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
+from triptych.types.sampling import SamplingParams
+from triptych.types.step import StepPlan, StepResult
+from triptych_kernels.cpu.library import isa
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.runner.base import CompletedStep, do_nothing
+from triptych_services.worker.runner.drafting import create as drafting
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup.create import create_runner
+
+pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+
+NUM_NEW, MOST_GUESSES = 14, 4
+PROMPTS = random_prompts(3, 11, 21)
+Entry = tuple[list[int], list[float]]
+
+
+class Recorded:
+    """A runner that keeps the log-probabilities of the tokens it has sampled, with those of the likeliest ones."""
+
+    def __init__(self, runner: SleepableRunner) -> None:
+        self._runner, self.facts, self.entries = runner, runner.facts, list[Entry]()
+        self.prepare, self.reset = runner.prepare, runner.reset
+        self.num_steps = 0
+
+    def launch(self, plan: StepPlan, on_prepared=do_nothing) -> CompletedStep:
+        result: StepResult = self._runner.launch(plan, on_prepared).wait()
+        self.num_steps += 1
+        if (columns := result.logprobs) is not None:
+            for first, end in zip(columns.offsets[:-1], columns.offsets[1:], strict=True):
+                ids, values = columns.token_ids[first:end], columns.logprobs[first:end]
+                self.entries.append((ids.tolist(), values.tolist()))
+        return CompletedStep(result)
+
+
+def run(directory: Path, dtype: str, *, guesses: bool) -> tuple[list[list[int]], list[Entry], int]:
+    """Return the tokens of each prompt, all log-probabilities, and the number of steps."""
+    engine = EngineConfig(
+        model=ModelConfig(model="somewhere/tiny", dtype=dtype, batch_invariant="true"),
+        cache=CacheConfig(block_size=5),
+        scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=16),
+        worker=WorkerConfig(device="cpu", num_threads=1),
+        speculative=SpeculativeConfig(
+            enabled=guesses, max_tokens=MOST_GUESSES, proposers="ngram"
+        ),
+    )
+    config = resolve_config(engine, read_architecture(directory))
+    runner = create_runner(config, directory, boot_id="b", on_phase=lambda phase, progress: None)
+    if guesses:
+        budget = runner._runner._speculation._budget  # type: ignore[union-attr]
+        budget.least_chance = lambda *sizes: 0.0  # type: ignore[method-assign]
+        budget.needs_plain = lambda num_positions: False  # type: ignore[method-assign]
+        budget.allot = lambda rates, found, *sizes: [MOST_GUESSES] * len(rates)  # type: ignore[method-assign]
+    recorded = Recorded(runner)
+    in_process = InProcessEngine(recorded, max_num_seqs=5)  # type: ignore[arg-type]
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=4)
+    tokens = in_process.generate(PROMPTS, sampling)
+    return tokens, sorted(recorded.entries), recorded.num_steps
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_say_the_same(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(FAMILIES[name].create(), tmp_path)
+    tokens, entries, num_steps = run(tmp_path, dtype, guesses=False)
+    known: dict[int, Sequence[int]] = dict(enumerate(tokens))
+    vocab_size = 1 + max(max(row) for row in tokens)
+    for change in ("right", "some"):
+        change_of = changes(Random(1), vocab_size)[change]
+        monkeypatch.setitem(drafting._OWN, "ngram", lambda s, c=change_of: Replaying(s.history, known, c))
+        found, found_entries, found_steps = run(tmp_path, dtype, guesses=True)
+        assert found == tokens
+        assert found_entries == entries
+        assert found_steps < num_steps
