@@ -62,6 +62,9 @@ _MAX_LOSS = 8.0
 """The steps without guesses that they may lose beyond that: when nothing is known yet, and when a text changes."""
 _MAX_CREDIT = 12.0
 """The gains that may be lost again, in steps without guesses."""
+_MIN_REST, _MAX_REST = 7, 31
+"""Steps in which nothing is decided or measured, where guesses have no chance: a look at all costs a percent of a step
+of a small model."""
 _NEVER = 2.0
 """A chance that no guess has."""
 _LEAST_GAIN = 1.02
@@ -189,6 +192,8 @@ class GuessBudget:
         self._step = 0
         self._balance = 0.0
         """Seconds that guesses have gained, and may still lose where it is below 0."""
+        self._plain_seconds = 0.0
+        """The time of the latest step that was noted, without its guesses; 0: not known."""
         self._chances: dict[tuple[int, int, int], float] = {}
         """Arguments of `least_chance` -> what the costs say, as of `_num_looks`."""
         self._num_looks = 0
@@ -197,10 +202,25 @@ class GuessBudget:
         """Forget the row that was in a slot."""
         self._rows[slot] = _Row(len(self._overall))
 
-    def start_step(self) -> None:
-        """Let what is known of guesses fade, so that those which were bad are tried again."""
-        self._step += 1
-        self._overall = [rate + _DRIFT * (_PRIOR_RATE - rate) for rate in self._overall]
+    def start_step(self, num_rested: int = 0) -> None:
+        """Let what is known of guesses fade, so that those which were bad are tried again.
+
+        Args:
+            num_rested: Steps before this one of which nothing was noted.
+        """
+        self._step += 1 + num_rested
+        drift = _DRIFT * (1 + num_rested)
+        self._overall = [rate + drift * (_PRIOR_RATE - rate) for rate in self._overall]
+        self._balance += num_rested * _LOSS_SHARE * self._plain_seconds
+
+    def rest(self) -> int:
+        """Return how many steps may pass before it is worth asking again, where guesses have no chance just now."""
+        if not self._plain_seconds:
+            return 0
+        lacking = -_MAX_LOSS * self._plain_seconds - self._balance
+        if lacking <= 0:
+            return _MIN_REST
+        return min(_MIN_REST + int(lacking / (_LOSS_SHARE * self._plain_seconds)), _MAX_REST)
 
     def note_searched(self, slot: int, proposer: int, *, has_found: bool) -> None:
         """Take in whether a proposer has found guesses for a row that it was asked for."""
@@ -243,6 +263,7 @@ class GuessBudget:
         if (estimates := self.costs.estimate(num_rows, num_guesses + 1)) is None:
             return
         plain, took = estimates[0], estimates[-1]
+        self._plain_seconds = plain
         if seconds is not None and not self.costs.knows(size):  # it may be slow for another reason, once
             took = max(took, min(seconds, plain * size / num_rows))
         if num_guesses:

@@ -53,12 +53,15 @@ class Speculation:
         """Slots of rows that proposers have not been asked for since they entered."""
         self._ready: dict[int, tuple[int, list[int]]] = {}
         """Slot -> index of a proposer, and what it expects behind the row's known tokens."""
+        self._rest = self._num_rested = 0
+        """Steps in which nothing is decided, since guesses have no chance, and how many of these have passed."""
         rows.observer = self
 
     def enter(self, row: NewRow) -> None:
         if not row.sampling.speculation:
             return
         self._takes_part[row.slot] = True
+        self._rest = 0
         self._not_asked.add(row.slot)
         self._budget.enter(row.slot)
         for proposer in self._proposers:
@@ -104,35 +107,49 @@ class Speculation:
             The report. The engine may have planned the next step, so rows may have as many guesses as were looked for,
             not only those that were found.
         """
-        num_known, slots = int(step.query_lens.sum()), step.sampling_slots
+        slots = step.sampling_slots
         verified: tuple[VerifiedGuesses, ...] = ()
+        if self._num_rested < self._rest and step.places is None:
+            self._num_rested += 1
+            self._accept(slots, token_counts)
+            return GuessReport(empty_u32())
+        num_known = int(step.query_lens.sum())
         if slots.size:
             num_guesses = 0 if step.places is None else int(step.places.counts.sum())
             num_tokens = slots.size if token_counts is None else int(token_counts.sum())
             is_plain = num_known == step.slots.size  # a prompt's positions cost something else than guesses
             seconds = forward_ns * 1e-9 if is_plain else None
             self._budget.note_step(slots.size, num_guesses, num_tokens, seconds)
-        self._budget.start_step()
+        self._budget.start_step(self._num_rested)
+        self._rest = self._num_rested = 0
         if step.places is not None:
             assert token_counts is not None, "a step that verifies guesses counts its tokens"
             verified = self._note_verified(slots.tolist(), step.places.counts.tolist(), token_counts.tolist())
         takes_part = self._takes_part[slots]
-        own = slots[takes_part]
+        own = self._accept(slots, token_counts)
         if not own.size:
             return GuessReport(empty_u32(), verified)
-        counts = np.ones(own.size, np.int64) if token_counts is None else token_counts[takes_part]
-        for proposer in self._proposers:
-            proposer.accept(own, counts)
         if self._ready or self._not_asked:
             for slot in own.tolist():
                 self._ready.pop(slot, None)
                 self._not_asked.discard(slot)
         limits = self._guess_next(own.tolist(), slots.size)
         if not any(limits):
+            self._rest = 0 if self._ready or self._not_asked else self._budget.rest()
             return GuessReport(empty_u32(), verified)
         next_counts = np.zeros(slots.size, np.uint32)
         next_counts[takes_part] = limits
         return GuessReport(next_counts, verified)
+
+    def _accept(self, slots: I64, token_counts: I64 | None) -> I64:
+        """Tell proposers of the tokens of sampling rows, and return the slots of those that take part."""
+        takes_part = self._takes_part[slots]
+        own = slots[takes_part]
+        if own.size:
+            counts = np.ones(own.size, np.int64) if token_counts is None else token_counts[takes_part]
+            for proposer in self._proposers:
+                proposer.accept(own, counts)
+        return own
 
     def _note_verified(
         self, slots: list[int], drafted: list[int], token_counts: list[int]

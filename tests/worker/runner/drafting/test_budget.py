@@ -193,6 +193,7 @@ class Decoding:
         """The time of all steps, and of those that would give the same tokens without guesses."""
         self.most_seconds = 0.0
         self.num_guesses = 0
+        self.rest = self.num_rested = 0
         for slot in range(num_rows):
             self.budget.enter(slot)
 
@@ -203,15 +204,21 @@ class Decoding:
             accept: Slot and its guesses -> how many of them are right.
         """
         budget, slots = self.budget, range(self.num_rows)
-        counts = [0] * self.num_rows
+        if self.num_rested < self.rest:
+            self.num_rested += 1
+            self.seconds += self.cost(self.num_rows) * noise
+            self.plain_seconds += self.cost(self.num_rows)
+            return
+        counts = wanted = [0] * self.num_rows
         if budget.least_chance(self.num_rows, self.num_rows, 64) <= 1:
             hopes = [max(budget.hopes(slot)) for slot in slots]
-            counts = budget.allot(hopes, None, self.num_rows, 64)
+            counts = wanted = budget.allot(hopes, None, self.num_rows, 64)
             if budget.needs_plain(self.num_rows):
                 counts = [0] * self.num_rows
             elif any(counts):
                 budget.note_search(self.num_rows, search_s)
                 self.seconds += search_s
+        self.rest = 0 if any(wanted) else budget.rest()
         right = [accept(slot, count) if count else 0 for slot, count in enumerate(counts)]
         took = self.cost(self.num_rows + sum(counts)) * noise
         num_tokens = self.num_rows + sum(right)
@@ -220,7 +227,8 @@ class Decoding:
         self.plain_seconds += self.cost(self.num_rows) * num_tokens / self.num_rows
         self.num_guesses += sum(counts)
         budget.note_step(self.num_rows, sum(counts), num_tokens, took)
-        budget.start_step()
+        budget.start_step(self.num_rested)
+        self.num_rested = 0
         for slot, count in enumerate(counts):
             if count:
                 budget.note_verified(slot, 0, count, right[slot])
