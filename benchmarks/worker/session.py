@@ -11,7 +11,7 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, StepResult, empty_u32
 from triptych_services.worker.runner.base import PendingStep, Runner
 
-_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, speculation=False)
 
 
 class RunnerSession:

@@ -58,7 +58,7 @@ def decode_step_ms(
     """Return the median time of a decode step of a new session."""
     session = RunnerSession(runner)
     num_blocks = -(-(_INPUT_LEN + output_len) // runner.facts.kv.block_size)
-    sampling = SamplingParams(temperature=1.0, ignore_eos=True, structured_outputs=form)
+    sampling = SamplingParams(temperature=1.0, ignore_eos=True, structured_outputs=form, speculation=False)
     rows = []
     for slot in range(num_streams):
         row = session.row(slot, _INPUT_LEN, num_blocks=num_blocks)

@@ -27,6 +27,7 @@ class TriptychEngine(LoadedEngine):
                 "model.model": load.model,
                 "model.max_model_len": load.max_model_len,
                 "scheduler.max_num_seqs": load.max_num_seqs,
+                "speculative.enabled": "false",  # peers guess nothing
                 **load.options,
             }
         )
