@@ -129,7 +129,7 @@ def runner_of(config: EngineConfig, is_on: bool) -> Runner:
 
     It remembers no outputs, since each prompt comes again.
     """
-    speculative = replace(config.speculative, enabled=is_on, suffix_mib=0)
+    speculative = replace(config.speculative, enabled="true" if is_on else "false", suffix_mib=0)
     return load_runner(replace(config, speculative=speculative), lambda phase, progress: None)
 
 

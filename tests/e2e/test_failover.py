@@ -23,7 +23,7 @@ OPTIONS = (
     "--model.batch-invariant=true",
     "--worker.num-threads=1",
     "--engine.drain-s=1",
-    "--speculative.enabled=true",
+    "--speculative.enabled=auto",
 )
 SCHEMA = {"type": "object", "properties": {"town": {"type": "string"}, "people": {"type": "integer"}}}
 PROMPT = "The largest towns of the north, and how many people live there:"

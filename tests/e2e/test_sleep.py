@@ -15,7 +15,7 @@ from triptych.types.events import DeltaEvent
 pytestmark = pytest.mark.model
 
 PROMPT = "The history of the sea begins with"
-SAMPLING = {"max_tokens": 24, "temperature": 0.7, "seed": 11, "ignore_eos": True}
+SAMPLING = {"max_tokens": 120, "temperature": 0.7, "seed": 11, "ignore_eos": True}
 
 
 async def stream(client: GenerationClient, tokens: list[int], started: asyncio.Event) -> list[int]:

@@ -26,7 +26,7 @@ FLAGS = {
     "model.quantization": "q4",
     "model.max_model_len": "1024",
     "scheduler.max_num_seqs": "8",
-    "speculative.enabled": "true",
+    "speculative.enabled": "auto",
     "worker.device": "cpu",
     "worker.num_threads": "1",
 }

@@ -288,13 +288,16 @@ class ParallelConfig:
 class SpeculativeConfig:
     """Tokens that are guessed ahead, so that a step verifies several of a request."""
 
-    enabled: bool = value(
-        False,
+    enabled: str = value(
+        "false",
         "Guess tokens ahead: of requests that repeat their own text, answer in a form, or say what their tenant was "
         "answered lately. A guess is taken only if it is the token that would have been chosen, so outputs stay the "
         "same where `model.batch_invariant` is true; where it is false, near ties may fall otherwise. Steps have no "
-        "guesses where these would cost more than they bring. On CPUs, with one rank and no recurrent states.",
+        "guesses where these would cost more than they bring. auto: true on CPUs with one rank, no recurrent states "
+        "and `model.batch_invariant`, else false; the log says why. true is refused on other devices, with several "
+        "ranks and with recurrent states.",
         WORKER,
+        choices=("auto", "true", "false"),
     )
     max_tokens: int = value(8, "Guesses of one request in a step, at most.", WORKER, ge=1, le=16)
     proposers: str = value(

@@ -68,7 +68,7 @@ def resolve_for_device(
         compute_capability=traits.compute_capability,
         packages=traits.attention_packages,
     )
-    return ResolvedConfig(
+    config = ResolvedConfig(
         engine=replace(engine, scheduler=size_for_device(engine.scheduler, traits.device_bytes)),
         architecture=architecture,
         rank=rank,
@@ -88,6 +88,7 @@ def resolve_for_device(
         batch_invariant=choose_batch_invariance(engine, site, quantization),
         has_step_by_device=not engine.scheduler.max_num_batched_tokens,
     )
+    return _with_speculation(config)
 
 
 def _check_support(engine: EngineConfig, architecture: ModelArchitecture, rank: RankFacts) -> None:
@@ -95,7 +96,6 @@ def _check_support(engine: EngineConfig, architecture: ModelArchitecture, rank: 
     _check_encoder(architecture, rank)
     _check_experts(engine, architecture)
     _check_length(engine, architecture)
-    _check_speculation(engine, architecture, rank)
 
 
 def _check_stages(engine: EngineConfig, rank: RankFacts) -> None:
@@ -135,22 +135,6 @@ def _check_latent(architecture: ModelArchitecture, kv_dtype: str) -> None:
             f"{architecture.name} keeps one vector per token, which is key and value, in 16 bits or more; set it to "
             "auto",
         )
-
-
-def _check_speculation(engine: EngineConfig, architecture: ModelArchitecture, rank: RankFacts) -> None:
-    if not engine.speculative.enabled:
-        return
-    obstacle = None
-    if rank.device != "cpu":
-        obstacle = f"several tokens of a request are not verified on {rank.device} yet"
-    elif engine.parallel.num_ranks > 1:
-        obstacle = f"{engine.parallel.num_ranks} ranks do not guess together yet"
-    elif any(layer.state is not None for layer in architecture.layers):
-        obstacle = f"{architecture.name} keeps recurrent states, which cannot go back behind a wrong guess"
-    elif architecture.encoder is not None:
-        obstacle = f"{architecture.name} is an encoder and generates nothing"
-    if obstacle is not None:
-        raise FeatureDisabled("speculative.enabled = true", f"{obstacle}; set it to false")
 
 
 def _check_length(engine: EngineConfig, architecture: ModelArchitecture) -> None:
@@ -307,6 +291,38 @@ def choose_batch_invariance(engine: EngineConfig, site: AttentionSite, quantizat
             "model.batch_invariant = true", f"{obstacle}, or model.batch_invariant to auto or false"
         )
     return requested == "true"
+
+
+def _with_speculation(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the same with `speculative.enabled` resolved.
+
+    Raises:
+        FeatureDisabled: It is true, and this worker cannot guess.
+    """
+    speculative = config.engine.speculative
+    obstacle = _no_guesses(config)
+    if speculative.enabled == "true" and obstacle:
+        raise FeatureDisabled("speculative.enabled = true", f"{obstacle}; set it to auto or false")
+    if speculative.enabled != "auto":
+        return config
+    if not obstacle and not config.batch_invariant:
+        obstacle = "near ties may fall otherwise, since model.batch_invariant is false"
+    speculative = replace(speculative, enabled="false" if obstacle else "true")
+    return replace(config, engine=replace(config.engine, speculative=speculative), no_guesses=obstacle)
+
+
+def _no_guesses(config: ResolvedConfig) -> str:
+    """Return why a worker cannot guess; empty if it can."""
+    rank, architecture = config.rank, config.architecture
+    if rank.device != "cpu":
+        return f"several tokens of a request are not verified on {rank.device} yet"
+    if config.engine.parallel.num_ranks > 1:
+        return f"{config.engine.parallel.num_ranks} ranks do not guess together yet"
+    if any(layer.state is not None for layer in architecture.layers):
+        return f"{architecture.name} keeps recurrent states, which cannot go back behind a wrong guess"
+    if architecture.head != "logits":
+        return f"{architecture.name} generates nothing"
+    return ""
 
 
 def _batch_dependence(attention: str, site: AttentionSite, quantization: str) -> str | None:

@@ -98,6 +98,8 @@ class ResolvedConfig:
     flash-attn-3 or flashinfer; none on a simulated device."""
     batch_invariant: bool = True
     """`engine.model.batch_invariant` with `auto` resolved."""
+    no_guesses: str = ""
+    """The reason for which `engine.speculative.enabled`, which is resolved there, became false; empty: it did not."""
     has_step_by_device: bool = False
     """The operator has left `engine.scheduler.max_num_batched_tokens` to the device, so that a smaller number may be
     taken where memory is short."""

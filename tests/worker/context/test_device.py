@@ -510,20 +510,53 @@ def test_a_cpu_needs_no_choosing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "num_ranks", "state", "why"),
+    ("device", "num_ranks", "changes", "why"),
     [
-        ("cuda:0", 1, None, "several tokens of a request are not verified on cuda"),
-        ("cpu", 2, None, "2 ranks do not guess together"),
-        ("cpu", 1, StateSpec("mamba", taps=3, num_heads=1, value_dim=8, key_dim=2), "recurrent states"),
+        ("cuda:0", 1, {}, "several tokens of a request are not verified on cuda"),
+        ("cpu", 2, {}, "2 ranks do not guess together"),
+        (
+            "cpu",
+            1,
+            {"state": StateSpec("mamba", taps=3, num_heads=1, value_dim=8, key_dim=2)},
+            "recurrent states",
+        ),
+        ("cpu", 1, {"head": "score", "num_labels": 2}, "generates nothing"),
     ],
 )
-def test_what_cannot_guess_refuses_to(device, num_ranks, state, why):
+def test_what_cannot_guess_refuses_to(device, num_ranks, changes, why):
+    architecture = tiny_architecture(**changes)
     engine = EngineConfig(
         parallel=ParallelConfig(tensor_parallel_size=num_ranks),
-        speculative=SpeculativeConfig(enabled=True),
+        speculative=SpeculativeConfig(enabled="true"),
     )
     traits = DeviceTraits(device=device, prefers_bfloat16=True, native_kernels=True)
-    with pytest.raises(FeatureDisabled, match=rf"speculative\.enabled = true: .*{why}.*; set it to false"):
-        resolve_for_device(engine, tiny_architecture(state=state), traits)
-    without = replace(engine, speculative=SpeculativeConfig(enabled=False))
-    assert not resolve_for_device(without, tiny_architecture(state=state), traits).engine.speculative.enabled
+    with pytest.raises(
+        FeatureDisabled, match=rf"speculative\.enabled = true: .*{why}.*; set it to auto or false"
+    ):
+        resolve_for_device(engine, architecture, traits)
+    for enabled in ("auto", "false"):
+        without = replace(engine, speculative=SpeculativeConfig(enabled=enabled))
+        config = resolve_for_device(without, architecture, traits)
+        assert config.engine.speculative.enabled == "false"
+        assert (why in config.no_guesses) == (enabled == "auto")
+
+
+@pytest.mark.parametrize(
+    ("native_kernels", "batch_invariant", "enabled"),
+    [(True, "auto", "true"), (True, "false", "false"), (False, "auto", "false")],
+)
+def test_a_worker_guesses_by_itself_where_no_tie_may_fall_otherwise(native_kernels, batch_invariant, enabled):
+    assert EngineConfig().speculative.enabled == "false"
+    engine = EngineConfig(
+        model=ModelConfig(batch_invariant=batch_invariant), speculative=SpeculativeConfig(enabled="auto")
+    )
+    config = resolve_for_device(
+        engine, tiny_architecture(), DeviceTraits(device="cpu", native_kernels=native_kernels)
+    )
+    assert config.engine.speculative.enabled == enabled
+    assert config.no_guesses == (
+        "" if enabled == "true" else "near ties may fall otherwise, since model.batch_invariant is false"
+    )
+    asked = replace(engine, speculative=SpeculativeConfig(enabled="true"))
+    config = resolve_for_device(asked, tiny_architecture(), DeviceTraits(device="cpu"))
+    assert config.engine.speculative == asked.speculative

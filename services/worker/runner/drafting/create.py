@@ -89,12 +89,12 @@ def ngram_only(
 
 
 def proposers_of(config: SpeculativeConfig) -> CreateProposers:
-    """Return what creates the proposers that an operator wants, in their order.
+    """Return what creates the proposers that an operator wants, in their order; none unless `enabled` is true.
 
     Raises:
         FeatureDisabled: No proposer of this name is built or installed, or it cannot be imported; names it.
     """
-    name_to_create = _named_by(config) if config.enabled else {}
+    name_to_create = _named_by(config) if config.enabled == "true" else {}
 
     def create(
         facts: WorkerFacts, history: TokenHistory, forms: FormMatchers | None = None

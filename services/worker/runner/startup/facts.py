@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from triptych.checkpoint.architecture import TRANSFORMERS_ENCODER, TRANSFORMERS_MODEL, ModelArchitecture
 from triptych.checkpoint.config_json import CONFIG_FILE
 from triptych.checkpoint.pooling import PoolingSpec, read_pooling
-from triptych.config import EngineConfig
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.facts import ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
@@ -142,7 +141,7 @@ def worker_facts(
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
         max_steps_in_flight=max_steps_in_flight(num_stages or config.rank.num_stages),
         num_stages=num_stages or config.rank.num_stages,
-        max_samples_per_row=max_samples_per_row or _samples_per_row(engine),
+        max_samples_per_row=max_samples_per_row or _samples_per_row(config),
         device_name=device_name,
         kernels=kernels,
         weight_bytes=weight_bytes,
@@ -152,8 +151,11 @@ def worker_facts(
     )
 
 
-def _samples_per_row(engine: EngineConfig) -> int:
-    return 1 + engine.speculative.max_tokens if engine.speculative.enabled else 1
+def _samples_per_row(config: ResolvedConfig) -> int:
+    if config.no_guesses and config.architecture.head == "logits":
+        log.info("speculative.enabled = auto is false: %s", config.no_guesses)
+    speculative = config.engine.speculative
+    return 1 + speculative.max_tokens if speculative.enabled == "true" else 1
 
 
 def _model_facts(

@@ -90,7 +90,7 @@ def start_stored(
     try:
         resolved = resolve_for_device(config, read_architecture(directory), cpu_traits())
         key = program_key(resolved, directory, num_threads_of(config))
-        proposers = proposers_of(config.speculative)
+        proposers = proposers_of(resolved.engine.speculative)
     except (OSError, TriptychError) as error:
         log.debug("no stored program: %s", error)
         return None

@@ -114,7 +114,7 @@ def test_package_guesses_until_it_misbehaves(
     alone = say(runner_with(EchoModel(VOCAB), config, 1), rows_of(3), 30, 1)
     with caplog.at_level(logging.WARNING):
         runner = runner_with(
-            EchoModel(VOCAB), config, 4, proposers_of(SpeculativeConfig(enabled=True, proposers="package"))
+            EchoModel(VOCAB), config, 4, proposers_of(SpeculativeConfig(enabled="true", proposers="package"))
         )
         found = say(runner, rows_of(3), 30, 4)
         runner.reset()
@@ -158,7 +158,7 @@ def test_names_are_those_that_are_built_or_installed(monkeypatch: pytest.MonkeyP
     history = TokenHistory(np.zeros((4, 9), np.int32), np.zeros(4, np.int64), np.zeros(4, np.int64))
 
     def names(text: str, suffix_mib: int = 1) -> list[str]:
-        config = SpeculativeConfig(enabled=True, proposers=text, suffix_mib=suffix_mib)
+        config = SpeculativeConfig(enabled="true", proposers=text, suffix_mib=suffix_mib)
         return [each.name for each in proposers_of(config)(facts, history, None)]
 
     assert names("suffix, package,ngram,package") == ["suffix", "package", "ngram"]

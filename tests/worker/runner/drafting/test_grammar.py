@@ -275,7 +275,7 @@ def test_answers_in_a_form_are_the_same_in_fewer_steps(dtype: str, quantization:
     expected = say(runner_with(model, config, 1, grammars=grammars), rows, num_new, 1)
     assert not any(each.error for each in expected)
     by_rows_alone = say(runner_with(model, config, 6, ngram_only, grammars=grammars), rows, num_new, 6)
-    proposers = proposers_of(SpeculativeConfig(enabled=True))
+    proposers = proposers_of(SpeculativeConfig(enabled="true"))
     found = say(runner_with(model, config, 6, proposers, grammars=grammars), rows, num_new, 6)
     assert_same(by_rows_alone, expected)
     assert_same(found, expected)

@@ -128,7 +128,7 @@ class Guessed:
     ) -> Sequence[Proposer]:
         if self.change != OWN:
             return [Replaying(history, self.known, changes(self.random, VOCAB)[self.change])]
-        return proposers_of(SpeculativeConfig(enabled=True, suffix_mib=1))(facts, history, forms)
+        return proposers_of(SpeculativeConfig(enabled="true", suffix_mib=1))(facts, history, forms)
 
 
 def create_runner(num_guesses: int, proposers: Guessed) -> ModelRunner:

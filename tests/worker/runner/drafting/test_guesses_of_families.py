@@ -66,7 +66,7 @@ def run(directory: Path, dtype: str, *, guesses: bool) -> tuple[list[list[int]],
         scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=16),
         worker=WorkerConfig(device="cpu", num_threads=1),
         speculative=SpeculativeConfig(
-            enabled=guesses, max_tokens=MOST_GUESSES, proposers="ngram"
+            enabled="true" if guesses else "false", max_tokens=MOST_GUESSES, proposers="ngram"
         ),
     )
     config = resolve_config(engine, read_architecture(directory))
