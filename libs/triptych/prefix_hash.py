@@ -51,6 +51,11 @@ def root_of_request(cache_salt: str, adapter_digest: str = "") -> bytes:
     return root_hash(cache_salt.encode()) if cache_salt else PLAIN_ROOT_HASH
 
 
+def hash_block(parent: bytes, content: bytes) -> bytes:
+    """Return the hash of a full block without extras; the arguments are those of `hash_blocks`."""
+    return blake2b(parent + content, digest_size=HASH_BYTES).digest()
+
+
 def hash_blocks(
     parent: bytes,
     content: bytes,

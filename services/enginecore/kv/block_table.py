@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from triptych.prefix_hash import PLAIN_ROOT_HASH, Extras, hash_blocks
+from triptych.prefix_hash import PLAIN_ROOT_HASH, Extras, hash_block, hash_blocks
 
 NULL_BLOCK = 0  # padding in block tables: never allocated, never written, never read
 
@@ -69,4 +69,8 @@ class BlockTable:
             self.hashes, self.shares_hashes = self.hashes[:], False
         content = token_ids[first * block_size : num_blocks * block_size].tobytes()
         parent = self.hashes[-1] if first else self.root_hash
+        if num_blocks == first + 1 and not self.extras:  # as while rows decode
+            assert len(token_ids) >= num_blocks * block_size, "the block is not full"
+            self.hashes.append(hash_block(parent, content))
+            return
         self.hashes += hash_blocks(parent, content, block_size, self.extras, first)

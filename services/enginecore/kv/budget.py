@@ -44,7 +44,7 @@ class BlockBudget:
             are enough.
         """
         nums_new = -(-np.maximum(ends - capacities, 0) // self._block_size)
-        return nums_new, int(nums_new.sum()) - self._pool.num_free
+        return nums_new, int(np.add.reduce(nums_new)) - self._pool.num_free
 
     def needs(self, growth: Ints) -> Sequence[Count]:
         """Return the blocks that each row grows by, [n]."""

@@ -194,8 +194,12 @@ class BlockManager:
                 continue
             if num_full > len(table.hashes):
                 table.extend_hashes(token_ids, num_full, block_size)
-            blocks += table.block_ids[num_cached:num_full]
-            hashes += table.hashes[num_cached:num_full]
+            if num_full == num_cached + 1:  # as while rows decode
+                blocks.append(table.block_ids[num_cached])
+                hashes.append(table.hashes[num_cached])
+            else:
+                blocks += table.block_ids[num_cached:num_full]
+                hashes += table.hashes[num_cached:num_full]
             table.num_cached = num_full
         if blocks:
             self._newly_cached += self.pool.cache(blocks, hashes)

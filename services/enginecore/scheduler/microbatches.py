@@ -71,6 +71,8 @@ class Microbatches:
 
     def note_planned(self, new_rows: Sequence[NewRow], sampling_slots: Slots) -> None:
         """Note the rows that enter with the next step, and the slots that sample in it."""
+        if self._num_stages == 1:
+            return
         self._sampled_in[[row.slot for row in new_rows]] = 0
         self._sampled_in[sampling_slots] = self._in_flight.next_step_id
 

@@ -47,7 +47,7 @@ def max_short_tokens(config: SchedulerConfig) -> int:
 
 def share_budget(wanted: Ints, budget: int) -> Ints:
     """Return how many of `budget` tokens each row gets, first come, first served: [len(wanted)]."""
-    if wanted.sum() <= budget:
+    if np.add.reduce(wanted) <= budget:
         return wanted
     wanted_before = wanted.cumsum() - wanted
     return np.clip(budget - wanted_before, 0, wanted)
@@ -135,7 +135,7 @@ class StepPlanner:
                 wanted = self._pooled_share.limit(rows, slots, wanted)
             counts, num_reserved = self._share(slots, wanted, may_reserve=not num_preempted)
             ends, capacities = rows.computed[slots] + counts, rows.capacity[slots]
-            growing = np.flatnonzero(ends > capacities)
+            growing = (ends > capacities).nonzero()[0]
             growth, num_lacking = blocks.budget.growth(capacities[growing], ends[growing])
             if num_lacking <= 0:
                 break
@@ -156,7 +156,7 @@ class StepPlanner:
             ends=ends,
             guesses=None,
             max_tokens=budget,
-            budget=budget - int(counts.sum()),
+            budget=budget - int(np.add.reduce(counts)),
             num_preempted=num_preempted,
             num_reserved=num_reserved,
         )
@@ -212,7 +212,7 @@ class StepPlanner:
     def _share(self, slots: Slots, wanted: Ints, *, may_reserve: bool) -> tuple[Ints, int]:
         """Return what each row gets of the budget, [len(slots)], and how much is left to waiting requests."""
         budget = self._config.max_num_batched_tokens
-        if wanted.sum() < budget:
+        if np.add.reduce(wanted) < budget:
             return wanted, 0
         is_long = wanted > self._max_short
         if not is_long.any():

@@ -102,8 +102,12 @@ class ResultReader:
         """
         rows = self._rows
         is_live = rows.slot_version[step.sampling_slots] == step.slot_versions
-        places = np.flatnonzero(is_live)  # [t] in the result
-        slots, token_ids = step.sampling_slots[places], result.token_ids[places]
+        slots, token_ids = step.sampling_slots, result.token_ids
+        if np.count_nonzero(is_live) == len(slots):
+            places = np.arange(len(slots))  # [t] in the result
+        else:
+            places = is_live.nonzero()[0]
+            slots, token_ids = slots[places], token_ids[places]
         sessions, numbers = rows.session[slots], rows.number[slots]
         finished = self._append(slots, token_ids)
         return StepOutput(sessions, numbers, token_ids, places, finished=tuple(finished)), is_live
@@ -154,7 +158,8 @@ class ResultReader:
         """Append one token to each row, and return the requests that these end."""
         is_filled, is_at_limit = self._rows.append(slots, token_ids)
         self._note_first_tokens(slots)
-        self._states.fill_blocks(slots[is_filled])
+        if len(filled := is_filled.nonzero()[0]):
+            self._states.fill_blocks(slots[filled])
         return self._finish_stopped(slots, token_ids, is_at_limit)
 
     def _measure(self, step: InFlightStep) -> None:
@@ -166,9 +171,7 @@ class ResultReader:
         self._last_result_at = now
 
     def _note_first_tokens(self, slots: Slots) -> None:
-        first = slots[self._rows.awaits_first_token[slots]]
-        if len(first):
-            self._rows.awaits_first_token[first] = False
+        if self._rows.num_awaiting and len(first := self._rows.take_first(slots)):
             now = self._clock()
             for slot in first.tolist():
                 request = self._rows.slot_to_request[slot]
@@ -178,7 +181,9 @@ class ResultReader:
     def _finish_stopped(self, slots: Slots, token_ids: U32, is_at_limit: Flags) -> list[Finished]:
         """End the running requests that these new tokens end. Only the few tokens that may end one are checked."""
         finished = []
-        for index in np.flatnonzero(is_at_limit | self._rows.may_end(slots, token_ids)).tolist():
+        may_end = self._rows.may_end(slots, token_ids)
+        may_end |= is_at_limit
+        for index in may_end.nonzero()[0].tolist():
             slot, token_id = int(slots[index]), int(token_ids[index])
             request, num_known = self._rows.slot_to_request[slot], int(self._rows.known[slot])
             stop = find_stop(request, token_id, num_known, self._eos_token_ids)

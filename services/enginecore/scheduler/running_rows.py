@@ -16,6 +16,7 @@ Ints = NDArray[np.int64]
 Slots = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
+_FEW = 4  # watched ids that are compared one by one
 _NO_TOKEN = 0xFFFFFFFF  # outside of every vocabulary; keeps the table of watched tokens from being empty
 
 
@@ -68,8 +69,7 @@ class RunningRows:
         self.capacity: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] positions that its blocks hold, those of each group."""
         self.released: Ints = np.zeros((num_groups, max_num_seqs), np.int64)
-        """[num_groups, max_num_seqs] leading blocks of each group that it has released, or never held; one entry for
-        all twins."""
+        """[num_groups, max_num_seqs] leading blocks of each group that it has released or never held; one for twins."""
         self.snapshot_end: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] tokens of the prompt behind which the state is kept, and at which a step ends; 0: none is.
         Written at admission if the block manager has `snapshots`, and 0 if not."""
@@ -82,7 +82,9 @@ class RunningRows:
         self.tenant_index: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] index of the request's tenant in `FairShares`."""
         self.awaits_first_token: Flags = np.zeros(max_num_seqs, np.bool_)
-        """[max_num_seqs] whether the request has had no token yet."""
+        """[max_num_seqs] whether the request has had no token yet; false for empty slots."""
+        self.num_awaiting = 0
+        """Rows that have had no token yet."""
         self.may_compute: Flags = np.ones(max_num_seqs, np.bool_)
         """[max_num_seqs] whether a step may compute tokens of the row. A held row keeps its blocks and wants 0 tokens.
         `hold` and `release` write it; it is true for empty slots."""
@@ -102,12 +104,11 @@ class RunningRows:
         self._block_size = block_size
         self._charged: Ints = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] known tokens that came with the row or that `take_tokens_to_charge` has returned."""
-        self._num_held = 0
-        """Rows that may not compute."""
-        self._num_detecting = 0
-        """Rows that detect repetition."""
+        self._num_held = self._num_detecting = 0
+        """Rows that may not compute; rows that detect repetition."""
         self._free_slots = list(range(max_num_seqs))
         self._running_order: Slots | None = None
+        self._ascending: Slots | None = None
 
     @property
     def num_free(self) -> int:
@@ -119,6 +120,12 @@ class RunningRows:
             slots = self.slot_to_request
             self._running_order = np.fromiter(slots, np.intp, len(slots))
         return self._running_order
+
+    def ascending(self) -> Slots:
+        """Return the [num_running] slots in their order. Callers must not write to the array."""
+        if self._ascending is None:
+            self._ascending = np.array(sorted(self.slot_to_request), np.intp)
+        return self._ascending
 
     def place(self, request: Request, num_computed_tokens: int, capacity: int) -> None:
         """Give a request the lowest free slot. It must have its blocks and tokens already.
@@ -139,6 +146,7 @@ class RunningRows:
         self.number[slot] = request.number
         self.tenant_index[slot] = request.tenant_index
         self.awaits_first_token[slot] = request.first_token_at is None
+        self.num_awaiting += request.first_token_at is None
         request.slot, request.slot_version = slot, int(self.slot_version[slot])
         request.state = RequestState.RUNNING
         self.slot_to_request[slot] = request
@@ -147,7 +155,7 @@ class RunningRows:
         self._num_detecting += bool(self.detects_repetition[slot])
         self.is_pooled[slot] = request.is_pooled
         self.num_pooled += request.is_pooled
-        self._running_order = None
+        self._running_order = self._ascending = None
 
     def remove(self, request: Request) -> None:
         """Bring a request's tokens up to date and empty its slot. Later results for the row match no row."""
@@ -163,7 +171,9 @@ class RunningRows:
         self.detects_repetition[slot] = False
         self.num_pooled -= request.is_pooled
         self.is_pooled[slot] = False
-        self._running_order = None
+        self.num_awaiting -= bool(self.awaits_first_token[slot])
+        self.awaits_first_token[slot] = False
+        self._running_order = self._ascending = None
 
     def hold(self, slot: int) -> None:
         """Keep a row from computing until `release`. Steps in flight are not affected."""
@@ -220,6 +230,13 @@ class RunningRows:
         self._charged[slots] = known
         return tokens_to_charge
 
+    def take_first(self, slots: Slots) -> Slots:
+        """Return which of these rows have had no token before, and note that they have one."""
+        first = slots[self.awaits_first_token[slots]]
+        self.awaits_first_token[first] = False
+        self.num_awaiting -= len(first)
+        return first
+
     def append(self, slots: Slots, token_ids: U32) -> tuple[Flags, Flags]:
         """Add one known token to each row.
 
@@ -227,9 +244,10 @@ class RunningRows:
             Whether the token filled the row's open block, [len(slots)], and whether it is the last token that the
             request may have, [len(slots)].
         """
-        offset = self.known[slots] % self._block_size
-        self.open_block[slots, offset] = token_ids
-        known = self.known[slots] + 1
+        known = self.known[slots]
+        offset = known % self._block_size
+        self.open_block.reshape(-1)[slots * self._block_size + offset] = token_ids
+        known += 1
         self.known[slots] = known
         return offset == self._block_size - 1, known > self.last[slots]
 
@@ -254,13 +272,15 @@ class RunningRows:
     def close_blocks(self, requests: Sequence[Request]) -> None:
         """Move the tokens of the rows' open blocks to their requests."""
         slots = [request.slot for request in requests]
-        for request, tokens, known in zip(
-            requests, self.open_block[slots], self.known[slots].tolist(), strict=True
-        ):
-            start = len(request.token_ids)
+        content, width = self.open_block[slots].tobytes(), self.open_block.itemsize * self._block_size
+        begin = 0
+        for request, known in zip(requests, self.known[slots].tolist(), strict=True):
+            token_ids = request.token_ids
+            start = len(token_ids)
             if known > start:
-                offset = start % self._block_size
-                request.token_ids.frombytes(tokens[offset : offset + known - start].tobytes())
+                first = begin + start % self._block_size * self.open_block.itemsize
+                token_ids.frombytes(content[first : first + (known - start) * self.open_block.itemsize])
+            begin += width
 
     def check_integrity(self) -> None:
         """Check every row.
@@ -300,6 +320,9 @@ class RunningRows:
         assert len(held) == self._num_held, "held rows are counted wrongly"
         in_use = set(self.slot_to_request)
         assert held <= in_use, "an empty slot is held"
+        awaiting = set(self.awaits_first_token.nonzero()[0].tolist())
+        assert len(awaiting) == self.num_awaiting, "rows without a token are counted wrongly"
+        assert awaiting <= in_use, "an empty slot awaits a token"
         free = set(self._free_slots)
         assert len(free) == len(self._free_slots), "a slot is free twice"
         assert not in_use & free, "a slot is free and in use"
@@ -309,8 +332,8 @@ class RunningRows:
 class WatchedTokens:
     """Every token id that may end some running request, so that one look finds the few tokens to check.
 
-    It changes when requests with stop ids of their own come and go. A step costs one binary search per token,
-    however many ids are watched.
+    It changes when requests with stop ids of their own come and go. A step costs a comparison per token and watched id
+    while these are few, and one binary search per token where they are more.
     """
 
     def __init__(self, eos_token_ids: Iterable[int]) -> None:
@@ -341,8 +364,14 @@ class WatchedTokens:
 
     def among(self, token_ids: U32) -> Flags:
         """Return which of the tokens are watched, [len(token_ids)]."""
+        if len(self._few):
+            found = token_ids == self._few[0]
+            for token_id in self._few[1:]:
+                found |= token_ids == token_id
+            return found
         places = self._sorted.searchsorted(token_ids)
         return self._sorted.take(places, mode="clip") == token_ids
 
     def _sort(self) -> None:
         self._sorted: U32 = np.sort(np.fromiter(self._watchers, np.uint32, len(self._watchers)))
+        self._few = self._sorted if len(self._sorted) <= _FEW else self._sorted[:0]

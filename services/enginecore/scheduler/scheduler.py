@@ -323,8 +323,15 @@ class Scheduler:
         build.close()
         rows, slots = self._rows, build.slots
         rows.computed[slots] = build.ends
-        sampling_slots = np.sort(slots[build.ends == rows.num_expected[slots]])
-        rows.num_expected[sampling_slots] += 1  # a placeholder for the token that each will sample
+        num_expected = rows.num_expected[slots]
+        is_sampling = build.ends == num_expected
+        rows.num_expected[slots] = (
+            num_expected + is_sampling
+        )  # a placeholder for the token that each will sample
+        if np.count_nonzero(is_sampling) == len(rows.slot_to_request):
+            sampling_slots = rows.ascending()
+        else:
+            sampling_slots = np.sort(slots[is_sampling])
         sampling_slots, pooled_rows = self._split_pooled(sampling_slots)
         sample_limits = None
         if build.guesses is not None:

@@ -107,7 +107,7 @@ class StepBuilder:
         """Return the closed step as the worker takes it, which lists only rows that do not compute one token."""
         nothing = empty_u32()
         chunk_slots = chunk_lengths = skipped_slots = nothing
-        if (self.counts != 1).any():
+        if np.count_nonzero(self.counts == 1) < len(self.counts):
             is_chunk, is_skipped = self.counts > 1, self.counts == 0
             chunk_slots = _column(self.slots[is_chunk])
             chunk_lengths = _column(self.counts[is_chunk])
