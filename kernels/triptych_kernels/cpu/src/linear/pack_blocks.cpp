@@ -183,11 +183,15 @@ struct Layout<kQ4K> : Stored<144, coded::kSuperGroup>, SixBitMultiples {
     for (int pair = 0; pair < 4; ++pair) read_nibbles(from + 16 + pair * kGroup, kGroup, to + 2 * pair * kGroup);
   }
   static void nibbles(const uint8_t* from, int64_t group, uint8_t* to) {
-    const uint8_t *low = from + 16 + group / 2 * kGroup, *high = low + kGroup / 2;
-    if (group % 2 == 0) {
-      for (int i = 0; i < kGroup / 2; ++i) to[i] = (low[i] & 15) | high[i] << 4;
-    } else {
-      for (int i = 0; i < kGroup / 2; ++i) to[i] = low[i] >> 4 | (high[i] & 0xf0);
+    const uint8_t* const pair = from + 16 + group / 2 * kGroup;
+    constexpr uint64_t kLow = 0x0f0f0f0f0f0f0f0f;
+    const int64_t shift = group % 2 * 4;
+    for (int i = 0; i < kGroup / 2; i += 8) {  // in words, since compilers build the vectors of bytes one by one
+      uint64_t low, high;
+      std::memcpy(&low, pair + i, sizeof low);
+      std::memcpy(&high, pair + kGroup / 2 + i, sizeof high);
+      low = (low >> shift & kLow) | (high >> shift & kLow) << 4;
+      std::memcpy(to + i, &low, sizeof low);
     }
   }
 };
