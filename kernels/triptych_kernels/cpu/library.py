@@ -227,10 +227,20 @@ class ExpertCounts(NamedTuple):
 
 
 def expert_counts() -> ExpertCounts:
-    """Return what the native kernels have counted; nothing without a library."""
+    """Return what the native kernels have counted; nothing without a library.
+
+    Raises:
+        RuntimeError: The library is older than this file.
+    """
     if not isa():
         return ExpertCounts((), 0)
-    function = load(isa()).triptych_expert_counts
+    try:
+        function = load(isa()).triptych_expert_counts
+    except AttributeError as error:
+        raise RuntimeError(
+            f"the native library for {isa()} counts no experts: it is out of date; "
+            "`python -m triptych_kernels.cpu.build` builds it anew"
+        ) from error
     function.argtypes, function.restype = [], ctypes.POINTER(ctypes.c_int64)
     counts = function()
     return ExpertCounts(counts[2 : 2 + counts[0]], counts[1])
