@@ -91,6 +91,22 @@ def test_activations_are_those_of_transformers(activation: str, case: Case) -> N
     torch.testing.assert_close(out.double().cpu(), expected, rtol=rtol, atol=1e-6)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_rounded_results_err_less_than_the_rounding(activation: str, case: Case) -> None:
+    from transformers.activations import ACT2FN
+
+    if case.dtype != torch.bfloat16 or not case.implementation.isa:
+        pytest.skip("other kernels compute activations once")
+    x = torch.cat((torch.linspace(-12, 12, 4001), torch.logspace(-20, 0, 200))).bfloat16()
+    expected = ACT2FN[activation](x.double())[:, None]
+    weight = torch.ones(1, 1, dtype=torch.bfloat16).repeat(1, 2)
+    pairs = torch.stack((x, torch.zeros_like(x)), 1)
+    out = case(linear, pairs, **weight_for(case.implementation, weight), activation=activation)
+    assert out.dtype == torch.bfloat16
+    # rounding takes up to 2^-8 of the result; near zero gelu's polynomial errs by up to 5.3e-6
+    torch.testing.assert_close(out.double(), expected, rtol=1.05 * 2**-8, atol=5.4e-6)
+
+
 def test_not_a_number_stays(case: Case) -> None:
     operands = weight_for(case.implementation, torch.ones(5, 2).to(case.device, case.dtype))
     x = torch.tensor([[torch.nan, 1.0]]).to(case.device, case.dtype)

@@ -93,16 +93,18 @@ template <bool Both>
   }
 }
 
-// The tiles of sums become x . panel, over `in_features`; x and its rows as in `multiply_tile`.
+// The tiles of sums become x . panel, over `in_features`; x and its rows as in `multiply_tile`. After each step of
+// products vectors compute `beside`.
 // Ahead: the weights come from memory, so those that follow are asked for.
-template <bool Both, bool Ahead>
+template <bool Both, bool Ahead, typename F>
 [[gnu::always_inline]] inline void sum_products(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_features,
-                                                int64_t rows) {
+                                                int64_t rows, const F& beside) {
   set_sums_to_zero<Both>();
   const int64_t whole = in_features / kStep * kStep;
   for (int64_t k = 0; k < whole; k += kStep) {
     add_step<Both>(x + k, x_stride, panel + k * kPanel);
     if constexpr (Ahead) prefetch_step(panel + k * kPanel);
+    beside();
   }
   if (whole < in_features) {
     add_rest<Both>(x + whole, x_stride, panel + whole * kPanel, rows, in_features - whole);
@@ -126,75 +128,125 @@ inline void multiply_panel(const bf16* x, int64_t x_stride, const bf16* panel, i
                            float* out, int64_t out_stride) {
   const int64_t stride = out_stride * static_cast<int64_t>(sizeof(float));
   if (rows > kTileRows) {
-    sum_products<true, false>(x, x_stride, panel, in_features, rows);
+    sum_products<true, false>(x, x_stride, panel, in_features, rows, [] {});
     return store_sums<true>(out, stride);
   }
-  sum_products<false, false>(x, x_stride, panel, in_features, rows);
+  sum_products<false, false>(x, x_stride, panel, in_features, rows, [] {});
   store_sums<false>(out, stride);
 }
 
-// Finishes the rows of a tile as `finish_row` does, and looks at what is the same for all of them once.
-template <typename O>
-void finish_tile(const Linear& args, int64_t row, int64_t rows, int64_t panel, const float (*sums)[kPanel]) {
-  if (args.adapted || (panel + 1) * kPanel > args.out_features) {
-    for (int64_t i = 0; i < rows; ++i) {
-      finish_row<O>(args, row + i, panel, triptych::load(sums[i]), triptych::load(sums[i] + kLanes));
-    }
-    return;
+// How rows are finished: each by `finish_row`, or by its arithmetic for a case that is looked at once.
+enum Ending { kRowByRow, kPlain, kWithGelu, kActivated, kGated };
+
+// The rows of a tile on their way from sums to results of type O.
+template <typename O, Ending E>
+class TileRows {
+ public:
+  explicit TileRows(const Linear& args) : args_(args) {}
+
+  // Takes the tiles of sums over: of `rows` rows from `row` on.
+  template <bool Both>
+  void take(int64_t row, int64_t rows, int64_t panel) {
+    store_sums<Both>(sums_[0], sizeof sums_[0]);
+    row_ = row;
+    panel_ = panel;
+    next_ = 0;
+    rows_ = rows;
+    bias_ = args_.bias ? args_.bias + panel * kPanel : kNoBias;
+    out_ = static_cast<O*>(args_.out) + row * args_.out_stride + panel * (E == kGated ? kLanes : kPanel);
   }
-  const vec first_bias = args.bias ? triptych::load(args.bias + panel * kPanel) : zero();
-  const vec second_bias = args.bias ? triptych::load(args.bias + panel * kPanel + kLanes) : zero();
-  O* out = static_cast<O*>(args.out) + row * args.out_stride + panel * (args.gated ? kLanes : kPanel);
-  const auto for_each = [&](const auto& finish) {
-    for (int64_t i = 0; i < rows; ++i, out += args.out_stride) {
-      finish(triptych::load(sums[i]) + first_bias, triptych::load(sums[i] + kLanes) + second_bias);
+
+  // Finishes so many more rows, or those that are left.
+  [[gnu::always_inline]] void finish(int64_t count) {
+    for (const int64_t end = std::min(next_ + count, rows_); next_ < end; ++next_, out_ += args_.out_stride) {
+      const vec first = triptych::load(sums_[next_]), second = triptych::load(sums_[next_] + kLanes);
+      if constexpr (E == kRowByRow) {
+        finish_row<O>(args_, row_ + next_, panel_, first, second);
+      } else {
+        store_row(first + triptych::load(bias_), second + triptych::load(bias_ + kLanes));
+      }
+    }
+  }
+
+ private:
+  static constexpr bool kRounded = sizeof(O) == sizeof(bf16);
+  alignas(64) static constexpr float kNoBias[kPanel] = {};
+
+  void store_row(vec first, vec second) const {
+    if constexpr (E == kGated) {
+      triptych::store(out_, activate_gated<kRounded>(args_.activation, first, second));
+    } else {
+      triptych::store(out_, activated(first));
+      triptych::store(out_ + kLanes, activated(second));
+    }
+  }
+
+  vec activated(vec x) const {
+    if constexpr (E == kPlain) return x;
+    else if constexpr (E == kWithGelu) return gelu<kRounded>(x);  // of most encoders: a call would take as long as itself
+    else return activate<kRounded>(args_.activation, x);
+  }
+
+  const Linear& args_;
+  O* out_ = nullptr;
+  const float* bias_ = nullptr;
+  int64_t row_ = 0, panel_ = 0, next_ = 0, rows_ = 0;  // no rows yet
+  alignas(64) float sums_[kMaxRows][kPanel];
+};
+
+// f(rows on their way) for the case that these panels are.
+template <typename F>
+void with_tile_rows(const Linear& args, int64_t end_panel, const F& f) {
+  const auto of_type = [&]<typename O>(O) {
+    if (args.adapted || end_panel * kPanel > args.out_features) {
+      f(TileRows<O, kRowByRow>(args));
+    } else if (args.gated) {
+      f(TileRows<O, kGated>(args));
+    } else if (args.activation == kNoActivation) {
+      f(TileRows<O, kPlain>(args));
+    } else if (args.activation == kGelu) {
+      f(TileRows<O, kWithGelu>(args));
+    } else {
+      f(TileRows<O, kActivated>(args));
     }
   };
-  const auto for_each_output = [&](const auto& activated) {
-    for_each([&](vec first, vec second) {
-      triptych::store(out, activated(first));
-      triptych::store(out + kLanes, activated(second));
-    });
-  };
-  if (args.gated) {
-    for_each([&](vec gate, vec up) { triptych::store(out, activate_gated(args.activation, gate, up)); });
-  } else if (args.activation == kNoActivation) {
-    for_each_output([](vec x) { return x; });
-  } else if (args.activation == kGelu) {  // of most encoders: its calls would take as long as itself
-    for_each_output([](vec x) { return gelu(x); });
-  } else {
-    for_each_output([&](vec x) { return activate(args.activation, x); });
+  args.out_dtype == kFloat32 ? of_type(float()) : of_type(bf16());
+}
+
+// Rows first … end - 1 of a block in tiles of `tile_rows`, which divides them and for which there are Tiles. While
+// tiles multiply, vectors finish the rows of the tile before.
+// x, weights: as in multiply_rows of tile.h
+template <bool Both, typename Rows>
+void multiply_tiles(const Linear& args, const bf16* x, int64_t x_stride, const bf16* weights, const Block& block,
+                    int64_t first, int64_t end, int64_t tile_rows, Rows& before) {
+  const int64_t steps = std::max<int64_t>(args.in_features / kStep, 1), per_step = (tile_rows + steps - 1) / steps;
+  const auto beside = [&]() __attribute__((always_inline)) { before.finish(per_step); };
+  for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel, weights += args.in_features * kPanel) {
+    for (int64_t row = first; row < end; row += tile_rows) {
+      const bf16* const own = x + row * x_stride;
+      if (row == first) {
+        sum_products<Both, true>(own, x_stride, weights, args.in_features, tile_rows, beside);
+      } else {
+        sum_products<Both, false>(own, x_stride, weights, args.in_features, tile_rows, beside);
+      }
+      before.finish(tile_rows);
+      before.template take<Both>(row, tile_rows, panel);
+    }
   }
+  before.finish(tile_rows);
 }
 
-// Finishes what is in the tiles of sums: of `rows` rows from `row` on.
-template <bool Both>
-void finish_sums(const Linear& args, int64_t row, int64_t rows, int64_t panel) {
-  alignas(64) float sums[kMaxRows][kPanel];
-  store_sums<Both>(sums[0], sizeof sums[0]);
-  if (args.out_dtype == kFloat32) return finish_tile<float>(args, row, rows, panel, sums);
-  finish_tile<bf16>(args, row, rows, panel, sums);
-}
-
-// A tile of `rows` rows, for which there are Tiles; x, weights, row and panel as in multiply_rows of tile.h.
-template <bool Both>
-void multiply_tile(const Linear& args, const bf16* x, int64_t x_stride, const bf16* weights, int64_t row, int64_t rows,
-                   int64_t panel) {
-  sum_products<Both, true>(x, x_stride, weights, args.in_features, rows);
-  finish_sums<Both>(args, row, rows, panel);
-}
-
-// Rows first … end - 1 of a block in tiles of `tile_rows`, which divides them.
+// The same for any number of rows.
 inline void multiply_rows(const Linear& args, const bf16* x, int64_t x_stride, const bf16* weights, const Block& block,
                           int64_t first, int64_t end, int64_t tile_rows) {
   if (first == end) return;
   const Tiles tiles(tile_rows);
-  const auto multiply = tile_rows > kTileRows ? multiply_tile<true> : multiply_tile<false>;
-  for (int64_t panel = block.first_panel; panel < block.end_panel; ++panel, weights += args.in_features * kPanel) {
-    for (int64_t row = first; row < end; row += tile_rows) {
-      multiply(args, x + row * x_stride, x_stride, weights, row, tile_rows, panel);
-    }
-  }
+  with_tile_rows(args, block.end_panel, [&](auto&& rows) {
+    const auto multiply = [&](auto both) {
+      multiply_tiles<both()>(args, x, x_stride, weights, block, first, end, tile_rows, rows);
+    };
+    tile_rows > kTileRows ? multiply(std::true_type()) : multiply(std::false_type());
+  });
 }
 
 // Whole tiles of rows, then those that are left, so that tiles are configured twice at most.
@@ -230,7 +282,10 @@ void multiply_and_unpack(const Linear& args, const bf16* x, int64_t x_stride, in
       add_step<Both>(x + step * kStep, x_stride, place(step));
     }
   }
-  finish_sums<Both>(args, 0, rows, panel);
+  with_tile_rows(args, panel + 1, [&](auto&& of_tile) {
+    of_tile.template take<Both>(0, rows, panel);
+    of_tile.finish(rows);
+  });
 }
 
 template <typename Unpack>

@@ -168,15 +168,16 @@ void finish_row(const Linear& args, int64_t row, int64_t panel, vec first, vec s
     second = second + load(args.bias + panel * kPanel + kLanes);
   }
   if (args.adapted && args.adapted[row].panels) add_adapted(args, args.adapted[row], panel, first, second);
+  constexpr bool kRounded = sizeof(O) == sizeof(bf16);
   O* out = static_cast<O*>(args.out) + row * args.out_stride;
   if (args.gated) {
-    store_vec(out + panel * kLanes, activate_gated(args.activation, first, second),
+    store_vec(out + panel * kLanes, activate_gated<kRounded>(args.activation, first, second),
               args.out_features / 2 - panel * kLanes);
     return;
   }
   if (args.activation != kNoActivation) {
-    first = activate(args.activation, first);
-    second = activate(args.activation, second);
+    first = activate<kRounded>(args.activation, first);
+    second = activate<kRounded>(args.activation, second);
   }
   out += panel * kPanel;
   const int64_t left = args.out_features - panel * kPanel;
