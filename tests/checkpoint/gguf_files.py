@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 from numpy.typing import NDArray
+
+from triptych.hub import cache_home
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -140,6 +144,13 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def use_own_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Keep models that are made of files in this directory, but not what is found out about this machine once."""
+    machine = os.environ.get("TRIPTYCH_MACHINE_DIR", cache_home() / "machine")
+    monkeypatch.setenv("TRIPTYCH_MACHINE_DIR", str(machine))
+    monkeypatch.setenv("TRIPTYCH_HOME", str(cache))
 
 
 def random_weights(

@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.checkpoint.gguf_files import random_blocks, random_weights, write_gguf
+from tests.checkpoint.gguf_files import random_blocks, random_weights, use_own_cache, write_gguf
 from tests.worker.adapters.trained import PROJECTIONS
 from tests.worker.quantized_files import SCHEMES, save_quantized
 from tests.worker.tiny import new_row, step_plan
@@ -97,7 +97,7 @@ def logprobs_by(model: Any) -> np.ndarray:
 def test_quantized_bases_with_adapters_are_the_dequantized_ones_with_them(
     kind: str, quantization: str, enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
     file = write_base(tmp_path / f"{kind}.gguf", GGMLQuantizationType[kind])
     runner = make_runner(resolve_model(str(file), progress=False), quantization, enforce_eager)
     assert_adapts(runner, dequantized(file), tmp_path / "adapter")
@@ -106,7 +106,7 @@ def test_quantized_bases_with_adapters_are_the_dequantized_ones_with_them(
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q3_K", "IQ4_XS"])
 def test_k_quants_with_adapters(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
 
     def pack(name: str, weights: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:
         chosen = GGMLQuantizationType["Q6_K" if "attn_v" in name else kind]

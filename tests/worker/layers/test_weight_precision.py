@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.checkpoint.gguf_files import write_gguf
+from tests.checkpoint.gguf_files import use_own_cache, write_gguf
 from tests.worker.models.checkpoints import SIZES, save_checkpoint
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import dense
@@ -79,7 +79,7 @@ def test_a_checkpoint_in_16_bits_is_computed_without_a_loss(tmp_path: Path, dtyp
 def test_blocks_are_dequantized_to_the_precision_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
     path = write_gguf(
         tmp_path / "m.gguf", hidden_size=256, intermediate_size=256, quantization=GGMLQuantizationType[kind]
     )

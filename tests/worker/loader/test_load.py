@@ -18,7 +18,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.checkpoint.gguf_files import byte_level_vocabulary, random_blocks, write_gguf
+from tests.checkpoint.gguf_files import byte_level_vocabulary, random_blocks, use_own_cache, write_gguf
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import BlockSpec
 from triptych.checkpoint.config_json import read_architecture
@@ -199,7 +199,7 @@ class TestSafetensors:
 class TestGguf:
     @pytest.fixture(autouse=True)
     def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+        use_own_cache(monkeypatch, tmp_path / "cache")
 
     def write(self, path: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType) -> Path:
         """Convert the model as llama.cpp does, and return our directory of the file."""
@@ -368,7 +368,7 @@ def test_the_log_says_how_fast_weights_are_loaded(
 def test_blocks_with_scales_that_are_no_numbers_are_named(
     kind: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
     chosen = GGMLQuantizationType[kind]
 
     def pack(name: str, weights: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:

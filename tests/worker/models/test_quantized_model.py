@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from tests.checkpoint.gguf_files import random_blocks, write_gguf
+from tests.checkpoint.gguf_files import random_blocks, use_own_cache, write_gguf
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import GREEDY, dense, tiny_config
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built f
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """(form of the matrices) -> model directory."""
-    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
 
     def write(kind: str) -> Path:
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def write_mixed(path: Path, kind: str) -> Path:
 def test_the_codes_of_mixed_files_are_kept(
     kind: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
     directory = write_mixed(tmp_path / "a.gguf", kind)
     plain = load_model(config_for(directory, "dequantized"), open_checkpoint(directory))
     kept = load_model(config_for(directory, quantization), open_checkpoint(directory))
@@ -138,7 +138,7 @@ def test_the_codes_of_mixed_files_are_kept(
 def test_the_facts_say_the_types_that_are_kept(
     kind: str, options: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
     directory = write_mixed(tmp_path / "a.gguf", kind)
     config = config_for(directory, **{"quantization": "none"} | options)
     runner = create_runner(config, directory, boot_id="test", on_phase=lambda phase, progress: None)
@@ -149,7 +149,7 @@ def test_the_facts_say_the_types_that_are_kept(
 def test_files_without_codes_are_as_they_were(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("TRIPTYCH_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
 
     def pack(name: str, weights: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:
         chosen = GGMLQuantizationType[kind]
