@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.gguf_files import use_own_cache
+
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of this test's own."""
     home = tmp_path / "cache"
-    monkeypatch.setenv("TRIPTYCH_HOME", str(home))
+    use_own_cache(monkeypatch, home)
     return home
