@@ -275,7 +275,15 @@ class ResidentAdapters:
         while True:
             for digest in list(self._awaited):
                 async with self.turn:
-                    await self._bring(digest)
+                    try:
+                        await self._bring(digest)
+                    except (
+                        Exception
+                    ):  # a defect, which must not keep the requests for this and others waiting
+                        log.exception("adapter with the digest %s cannot be read again", digest)
+                        self._fail(
+                            digest, f"adapter with the digest {digest[:12]}: reading it again has failed"
+                        )
             if not self._awaited:
                 return
             await asyncio.sleep(min(wait.pause_s for wait in self._awaited.values()))

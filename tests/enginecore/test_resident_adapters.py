@@ -20,6 +20,7 @@ from triptych.errors import EngineFailure, MemoryShort, ModelError
 from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import EngineStatus
 from triptych.types.outputs import FinishedRequest, RequestFailure
+from triptych_services.enginecore.adapters import EngineAdapters
 from triptych_services.worker.simulation.runner import CONFIG_FILE
 
 NAMES = ("aaa", "bbb", "ccc")
@@ -114,6 +115,24 @@ async def test_an_adapter_with_other_files_fails_its_requests_alone(tmp_path: Pa
         digest = make_adapter(tmp_path, "aaa")
         assert (await stack.load("aaa")).digest == digest
         assert isinstance(await stack.run(4, "aaa", digest), FinishedRequest)
+
+
+async def test_a_defect_fails_the_requests_of_one_adapter_and_no_other_waits_for_ever(
+    tmp_path: Path, digests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = EngineAdapters._find
+
+    def find_or_break(self: EngineAdapters, digest: str) -> AdapterFacts | None:
+        if digest == digests["aaa"]:
+            raise RuntimeError("a defect")
+        return find(self, digest)
+
+    monkeypatch.setattr(EngineAdapters, "_find", find_or_break)
+    async with running(tmp_path, max_bytes=4) as stack:
+        await load_all(stack)
+        ends = await asyncio.gather(stack.run(1, "aaa", digests["aaa"]), stack.run(2, "bbb", digests["bbb"]))
+        assert [type(end) for end in ends] == [RequestFailure, FinishedRequest]
+        assert ends[0].code == EngineFailure.code
 
 
 async def test_an_adapter_with_rows_stays_until_they_end(tmp_path: Path, digests) -> None:
