@@ -72,6 +72,10 @@ class RequestedAdapters:
         """Return digest -> lowest priority value of the requests with this adapter that run or wait."""
         return self._scheduler.requests.adapters() if self._scheduler else {}
 
+    def tenants(self) -> dict[str, set[str]]:
+        """Return digest -> tenants of the requests with this adapter that run or wait."""
+        return self._scheduler.requests.adapter_tenants() if self._scheduler else {}
+
     def running(self) -> set[str]:
         """Return the digests of the adapters of all requests with a row, or with results still to come."""
         return self._scheduler.requests.running_adapters() if self._scheduler else set()

@@ -7,6 +7,9 @@
 
 The worker bounds the bytes, and refuses a load that does not fit. The engine chooses what makes way, since it knows
 which adapters its requests have: one with rows is never dropped, so every rank has the adapters of its rows.
+
+Adapters are read one after the other, those of tenants in turn: the adapter of a tenant that names one waits for the
+read in progress, and for no more of a tenant that names a thousand.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,6 +73,30 @@ class _Held:
     """When a request had it last."""
 
 
+class ReadTurns:
+    """The order of reads: in each round every tenant that waits has one, that which has waited for longest first."""
+
+    def __init__(self) -> None:
+        self._served: set[str] = set()
+        """Tenants that have had a read in this round, and wait for more."""
+
+    def choose(self, since_s: Mapping[str, float], tenants: Mapping[str, set[str]]) -> str:
+        """Return the digest of the adapter that is read next. Its tenants have had their turn.
+
+        Args:
+            since_s: Digest -> when requests began to wait for the adapter, at least one.
+            tenants: Digest -> the tenants of these requests. One that no request has any more is missing.
+        """
+        waiting = {digest: tenants.get(digest, set()) for digest in since_s}
+        self._served &= set().union(*waiting.values())
+        candidates = [digest for digest, own in waiting.items() if not own or not own <= self._served]
+        if not candidates:
+            self._served.clear()
+        chosen = min(candidates or waiting, key=since_s.__getitem__)
+        self._served |= waiting[chosen]
+        return chosen
+
+
 class ResidentAdapters:
     """Owned by the engine loop. The engine core is told which adapters requests wait for before it plans with them."""
 
@@ -103,7 +130,8 @@ class ResidentAdapters:
         self._held: dict[str, _Held] = {}
         """By digest."""
         self._awaited: dict[str, _Wait] = {}
-        """By digest, in turn."""
+        """By digest."""
+        self._turns = ReadTurns()
         self._leaving = ""
         """Digest of an adapter that gets no more rows and makes way when those that it has end. Empty: none."""
         self._reported: tuple[str, ...] = ()
@@ -272,21 +300,44 @@ class ResidentAdapters:
 
     async def _bring_all(self) -> None:
         """Have the worker read the adapters that requests wait for, one after the other."""
-        while True:
-            for digest in list(self._awaited):
-                async with self.turn:
-                    try:
-                        await self._bring(digest)
-                    except (
-                        Exception
-                    ):  # a defect, which must not keep the requests for this and others waiting
-                        log.exception("adapter with the digest %s cannot be read again", digest)
-                        self._fail(
-                            digest, f"adapter with the digest {digest[:12]}: reading it again has failed"
-                        )
-            if not self._awaited:
-                return
-            await asyncio.sleep(min(wait.pause_s for wait in self._awaited.values()))
+        while self._awaited:
+            if await self._bring_each() and self._awaited:
+                await asyncio.sleep(min(wait.pause_s for wait in self._awaited.values()))
+
+    async def _bring_each(self) -> bool:
+        """Look once at each adapter that requests wait for, those that come meanwhile among them.
+
+        Returns:
+            Whether all were looked at. Not so after `_RETRY_S`, since those that were refused are due again.
+        """
+        end_s, seen = self._clock() + _RETRY_S, set[str]()
+        while not seen or self._clock() < end_s:
+            async with self.turn:
+                rest = {digest: wait.since_s for digest, wait in self._awaited.items() if digest not in seen}
+                if not rest:
+                    return True
+                tenants = self._engine.adapters.tenants()
+                digest = self._turns.choose(rest, tenants)
+                try:
+                    await self._bring(digest)
+                except Exception:  # a defect, which must not keep the requests for this and others waiting
+                    log.exception("adapter with the digest %s cannot be read again", digest)
+                    self._fail(digest, f"adapter with the digest {digest[:12]}: reading it again has failed")
+                seen |= {digest, *self._behind(digest, tenants)}
+        return False
+
+    def _behind(self, digest: str, tenants: Mapping[str, set[str]]) -> Iterator[str]:
+        """Yield what waits for memory behind an adapter of the same tenants, if that waits for it itself."""
+        if (wait := self._awaited.get(digest)) is None or not wait.is_short:
+            return
+        own, priorities = tenants.get(digest, set()), self._engine.adapters.priorities()
+        for each, other in self._awaited.items():
+            if (
+                other.is_short
+                and tenants.get(each, set()) <= own
+                and priorities.get(each, 0) >= priorities.get(digest, 0)
+            ):
+                yield each
 
     async def _bring(self, digest: str) -> None:
         """Have the worker read one adapter, unless no request waits for it any more.

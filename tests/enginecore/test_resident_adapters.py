@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.adapter_stack import AdapterStack, make_adapter, running, until
-from tests.helpers.stack import DEADLINE_S
+from tests.helpers.adapter_stack import AdapterStack, make_adapter, running, slow_loads, until
 from triptych.errors import EngineFailure, MemoryShort, ModelError
 from triptych.types.adapters import AdapterFacts
 from triptych.types.facts import EngineStatus
 from triptych.types.outputs import FinishedRequest, RequestFailure
 from triptych_services.enginecore.adapters import EngineAdapters
+from triptych_services.enginecore.resident_adapters import ReadTurns
 from triptych_services.worker.simulation.runner import CONFIG_FILE
 
 NAMES = ("aaa", "bbb", "ccc")
@@ -40,25 +36,6 @@ async def load_all(stack: AdapterStack) -> None:
 
 def counts_of(stack: AdapterStack) -> EngineStatus:
     return stack.engine.loop.operator.status()
-
-
-@contextmanager
-def slow_loads(stack: AdapterStack) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Let loads wait; the events say that one has begun, and that it may go on."""
-    is_loading, may_load = threading.Event(), threading.Event()
-    load = stack.runner.adapters.load
-
-    def load_slowly(*arguments: Any) -> AdapterFacts:
-        is_loading.set()
-        may_load.wait(DEADLINE_S)
-        return load(*arguments)
-
-    stack.runner.adapters.load = load_slowly  # type: ignore[method-assign]
-    try:
-        yield is_loading, may_load
-    finally:
-        may_load.set()
-        stack.runner.adapters.load = load  # type: ignore[method-assign]
 
 
 async def test_what_was_used_last_stays_and_all_keep_their_names(tmp_path: Path, digests) -> None:
@@ -218,6 +195,44 @@ async def test_what_no_memory_holds_drives_out_no_other(tmp_path: Path, digests)
         with pytest.raises(ModelError, match="7 is the limit"):
             await stack.load("12345678")
         assert await stack.resident() == ["bbb", "ccc"]
+
+
+async def test_a_tenant_that_names_many_adapters_keeps_others_waiting_for_one_read(tmp_path: Path) -> None:
+    names = ["own", *(f"{number:03}" for number in range(20))]
+    digests = {name: make_adapter(tmp_path, name) for name in (*names, "new")}
+    async with running(tmp_path, max_bytes=30) as stack:  # for ten
+        for name in names:
+            await stack.load(name)
+        with slow_loads(stack) as (is_loading, may_load):
+            stack.loads.clear()
+            awaited = stack.engine.loop.adapters._memory._awaited
+            for number, name in enumerate(names[1:11], 1):
+                await stack.frontend.submit(
+                    number, [1, 2, 3], adapter=name, adapter_digest=digests[name], tenant="greedy"
+                )
+            await until(lambda: is_loading.is_set() and len(awaited) == 10)
+            own = asyncio.create_task(stack.run(11, "own", digests["own"], tenant="bystander"))
+            await until(lambda: len(awaited) == 11)
+            loading = asyncio.create_task(stack.load("new"))
+            await until(lambda: stack.engine.loop.adapters._num_loads == 1)
+            may_load.set()
+            ends = await asyncio.gather(own, loading)
+            assert isinstance(ends[0], FinishedRequest)
+            await until(lambda: len(stack.frontend.ends) == 11)
+        order = [name for name, _ in itertools.groupby(stack.loads)]  # each twice, since another makes way
+        assert (order[0], sorted(order[1:3]), order[3:]) == ("000", ["new", "own"], names[2:11])
+
+
+def test_turns_of_reads() -> None:
+    turns = ReadTurns()
+    tenants = {"a": {"x"}, "b": {"x"}, "c": {"x"}, "d": {"y"}, "e": {"x", "z"}}
+    since_s = {"a": 0.0, "b": 1.0, "c": 2.0, "d": 3.0, "e": 4.0, "gone": 5.0}
+    order = []
+    while since_s:
+        order.append(turns.choose(since_s, tenants))
+        del since_s[order[-1]]
+    assert order == ["a", "d", "e", "gone", "b", "c"]
+    assert turns.choose({"f": 6.0, "g": 7.0}, {"f": {"x"}, "g": {"w"}}) == "g", "x has had its turn just now"
 
 
 async def test_adapters_at_the_start_need_no_memory_for_all(tmp_path: Path, digests) -> None:

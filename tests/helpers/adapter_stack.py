@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.helpers.stack import (
 from triptych.admin.v1 import admin_pb2
 from triptych.config import EngineConfig
 from triptych.rpc.status import from_rpc_error
+from triptych.types.adapters import AdapterFacts
 from triptych.types.outputs import FinishedRequest, RequestFailure
 from triptych.types.step import StepPlan, StepResult
 from triptych_services.worker.simulation.runner import SimulatedAdapters
@@ -59,6 +61,8 @@ class AdapterStack:
         self.max_bytes = max_bytes
         self.at_start = at_start
         self.engine_id = engine_id
+        self.loads: list[str] = []
+        """Names of the adapters that the worker was asked to read during `slow_loads`."""
 
     async def start(self) -> None:
         await self.start_worker(0)
@@ -116,8 +120,10 @@ class AdapterStack:
         await self.frontend.start()
         await self.frontend.wait_ready()
 
-    async def run(self, number: int, adapter: str, digest: str) -> FinishedRequest | RequestFailure:
-        await self.frontend.submit(number, [1, 2, 3], adapter=adapter, adapter_digest=digest)
+    async def run(
+        self, number: int, adapter: str, digest: str, **fields: Any
+    ) -> FinishedRequest | RequestFailure:
+        await self.frontend.submit(number, [1, 2, 3], adapter=adapter, adapter_digest=digest, **fields)
         await self.frontend.wait_for(lambda: number in self.frontend.ends)
         return self.frontend.ends[number]
 
@@ -127,6 +133,27 @@ def make_adapter(root: Path, name: str) -> str:
     (root / name).mkdir()
     (root / name / "adapter_config.json").write_text(name)
     return hashlib.sha256(name.encode()).hexdigest()
+
+
+@contextmanager
+def slow_loads(stack: AdapterStack) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Let loads wait; the events say that one has begun, and that it may go on."""
+    is_loading, may_load = threading.Event(), threading.Event()
+    adapters = stack.runner.adapters
+    load = adapters.load
+
+    def load_slowly(*arguments: Any) -> AdapterFacts:
+        stack.loads.append(arguments[0])
+        is_loading.set()
+        may_load.wait(DEADLINE_S)
+        return load(*arguments)
+
+    adapters.load = load_slowly  # type: ignore[method-assign]
+    try:
+        yield is_loading, may_load
+    finally:
+        may_load.set()
+        adapters.load = load  # type: ignore[method-assign]
 
 
 @asynccontextmanager

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.adapter_stack import AdapterStack, make_adapter, running, until
-from tests.helpers.stack import DEADLINE_S, EngineStack, FakeFrontend
+from tests.helpers.adapter_stack import AdapterStack, make_adapter, running, slow_loads, until
+from tests.helpers.stack import EngineStack, FakeFrontend
 from triptych.errors import EngineUnavailable, InvalidRequest
 from triptych.types.adapters import AdapterFacts
 from triptych.types.outputs import FinishedRequest, RequestFailure
@@ -156,28 +154,20 @@ async def test_worker_that_dies_while_it_loads_refuses_the_load_only(tmp_path: P
     make_adapter(tmp_path, "more")
     async with running(tmp_path) as stack:
         await stack.load("sql")
-        is_loading, may_load = threading.Event(), threading.Event()
-        load = stack.runner.adapters.load
-
-        def load_slowly(*arguments: Any) -> AdapterFacts:
-            is_loading.set()
-            may_load.wait(DEADLINE_S)
-            return load(*arguments)
-
-        stack.runner.adapters.load = load_slowly  # type: ignore[method-assign]
-        loading = asyncio.create_task(stack.load("more"))
-        await until(is_loading.is_set)
-        assert isinstance(await stack.run(1, "sql", digest), FinishedRequest), "steps wait for the load"
-        port = stack.worker.port
-        await stack.worker.stop()
-        await stack.start_worker(port)
-        with pytest.raises(EngineUnavailable):
-            await loading
-        may_load.set()
-        assert isinstance(await stack.run(2, "sql", digest), FinishedRequest)
-        assert await stack.list() == ["sql"]
-        await stack.load("more")
-        assert await stack.list() == ["more", "sql"]
+        with slow_loads(stack) as (is_loading, may_load):
+            loading = asyncio.create_task(stack.load("more"))
+            await until(is_loading.is_set)
+            assert isinstance(await stack.run(1, "sql", digest), FinishedRequest), "steps wait for the load"
+            port = stack.worker.port
+            await stack.worker.stop()
+            await stack.start_worker(port)
+            with pytest.raises(EngineUnavailable):
+                await loading
+            may_load.set()
+            assert isinstance(await stack.run(2, "sql", digest), FinishedRequest)
+            assert await stack.list() == ["sql"]
+            await stack.load("more")
+            assert await stack.list() == ["more", "sql"]
 
 
 async def test_engine_that_is_killed_while_its_worker_loads_leaves_no_harm(tmp_path: Path) -> None:
@@ -185,32 +175,24 @@ async def test_engine_that_is_killed_while_its_worker_loads_leaves_no_harm(tmp_p
     more = make_adapter(tmp_path, "more")
     async with running(tmp_path) as stack:
         await stack.load("sql")
-        is_loading, may_load = threading.Event(), threading.Event()
-        load = stack.runner.adapters.load
-
-        def load_slowly(*arguments: Any) -> AdapterFacts:
-            is_loading.set()
-            may_load.wait(DEADLINE_S)
-            return load(*arguments)
-
-        stack.runner.adapters.load = load_slowly  # type: ignore[method-assign]
-        loading = asyncio.create_task(stack.load("more"))
-        await until(is_loading.is_set)
-        await stack.engine.kill()
-        with pytest.raises(Exception, match=r"(?i)unavailable|cancel|closed|reset|refused"):
-            await loading
-        await stack.frontend.stop()
-        stack.engine = EngineStack(stack.config(stack.worker.port))
-        await stack.engine.start()
-        stack.frontend = FakeFrontend(stack.engine.address)
-        await stack.frontend.start()
-        await stack.frontend.wait_ready()
-        assert await stack.list() == ["sql"], "what was not loaded has no name"
-        assert isinstance(await stack.run(1, "sql", digest), FinishedRequest), "the worker loads still"
-        may_load.set()
-        await stack.load("more")
-        assert isinstance(await stack.run(2, "more", more), FinishedRequest)
-        assert await stack.list() == ["more", "sql"]
+        with slow_loads(stack) as (is_loading, may_load):
+            loading = asyncio.create_task(stack.load("more"))
+            await until(is_loading.is_set)
+            await stack.engine.kill()
+            with pytest.raises(Exception, match=r"(?i)unavailable|cancel|closed|reset|refused"):
+                await loading
+            await stack.frontend.stop()
+            stack.engine = EngineStack(stack.config(stack.worker.port))
+            await stack.engine.start()
+            stack.frontend = FakeFrontend(stack.engine.address)
+            await stack.frontend.start()
+            await stack.frontend.wait_ready()
+            assert await stack.list() == ["sql"], "what was not loaded has no name"
+            assert isinstance(await stack.run(1, "sql", digest), FinishedRequest), "the worker loads still"
+            may_load.set()
+            await stack.load("more")
+            assert isinstance(await stack.run(2, "more", more), FinishedRequest)
+            assert await stack.list() == ["more", "sql"]
 
 
 async def test_next_engine_takes_over_what_its_worker_has(tmp_path: Path) -> None:

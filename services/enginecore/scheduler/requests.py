@@ -70,6 +70,14 @@ class Requests:
                 digest_to_priority[digest] = min(digest_to_priority.get(digest, priority), priority)
         return digest_to_priority
 
+    def adapter_tenants(self) -> dict[str, set[str]]:
+        """Return the digest of each adapter of requests that have not ended -> the tenants of these."""
+        digest_to_tenants: dict[str, set[str]] = {}
+        for request in self._states.index:
+            if digest := request.content.adapter:
+                digest_to_tenants.setdefault(digest, set()).add(request.head.tenant)
+        return digest_to_tenants
+
     def running_adapters(self) -> set[str]:
         """Return the digests of the adapters of all requests with a row, or with results still to come."""
         return {request.content.adapter for request in self.started() if request.content.adapter}
