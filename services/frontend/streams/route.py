@@ -15,7 +15,7 @@ from triptych.errors import EngineUnavailable, QueueFull
 from triptych.types.facts import ModelFacts
 from triptych.types.identity import Likeness, compare
 from triptych.types.kv_transfer import KvSource
-from triptych.types.outputs import FinishedRequest, StageTimings
+from triptych.types.outputs import FinishedRequest
 from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import U32
@@ -401,9 +401,12 @@ class ChoiceRoute:
         return True
 
     def _whole_account(self, finish: FinishedRequest) -> FinishedRequest:
-        """Return the end with the times of all engines, as they were seen here, and the cached tokens of the first."""
+        """Return the end with the times of all engines, as they were seen here, the cached tokens of the first one, and
+        the guesses of the last one."""
         assert self._first_token_ns is not None, "a token, or the end, has come"
-        timings = StageTimings(
+        timings = replace(
+            finish.timings,
+            queued_ns=0,
             prefill_ns=self._first_token_ns - self._started_ns,
             decode_ns=time.monotonic_ns() - self._first_token_ns,
         )

@@ -22,7 +22,7 @@ from triptych_services.frontend.streams.route import ChoiceRoute, RouteChange, R
 
 TOKENIZER = byte_tokenizer()
 PROMPT = TOKENIZER.encode("Hi")
-FINISH = FinishedRequest(1, FinishReason.LENGTH, None, 3, StageTimings(1, 2, 3))
+FINISH = FinishedRequest(1, FinishReason.LENGTH, None, 3, StageTimings(1, 2, 3, 4, 5))
 PROMPT_LOGPROBS = PromptLogprobs(
     1, np.array([[PROMPT[1], 65]], np.uint32), np.array([[-1, -1]], np.float32), np.array([1], np.uint32)
 )
@@ -375,6 +375,12 @@ async def test_a_stream_of_another_frontend_is_admitted_when_it_is_taken_up() ->
     assert (way.route.state, way.route.is_admitted, way.route.num_moves) == (RouteState.ADMITTED, True, 0)
     way.go("died")
     assert (way.route.num_deaths, way.heard) == (0, ["BEGUN", "LOST"])
+
+
+@pytest.mark.parametrize("events", ["begin token finish", "begin token lost begin token finish"])
+async def test_guesses_are_those_of_the_last_engine(events: str) -> None:
+    timings = Way().go(events).route.choice.timings
+    assert (timings.num_accepted_guesses, timings.num_rejected_guesses) == (4, 5)
 
 
 async def test_engines_that_refuse_are_noted_until_one_takes_it() -> None:
