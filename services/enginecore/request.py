@@ -86,6 +86,8 @@ class Request:
     """Log-probabilities of the prompt's positions below this have been reported; 0: none."""
     num_accepted_guesses: int = 0
     """Output tokens that the worker had guessed, and that came in a step with the token before."""
+    num_rejected_guesses: int = 0
+    """Tokens that the worker had guessed and computed, and that are not in the output."""
     queued_at: float = 0.0
     planned_at: float | None = None
     first_token_at: float | None = None
@@ -197,6 +199,7 @@ class Request:
             prefill_ns=_ns(first_token - planned),
             decode_ns=_ns(self.ended_at - first_token),
             num_accepted_guesses=self.num_accepted_guesses,
+            num_rejected_guesses=self.num_rejected_guesses,
         )
 
 

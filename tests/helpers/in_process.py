@@ -14,6 +14,7 @@ import numpy as np
 from tests.helpers.scheduling import owners_of
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_worker
+from triptych.types.outputs import StageTimings
 from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import F32, PromptLogprobs
@@ -50,6 +51,8 @@ class InProcessEngine:
         """Parts of each request's prompt as they were reported, by its number."""
         self.vectors: dict[int, F32] = {}
         """Those of each pooled request, by its number."""
+        self.timings: dict[int, StageTimings] = {}
+        """Those of each request, by its number."""
         self._runner = runner
         self._window = steps_in_flight
         runner.reset()
@@ -87,6 +90,7 @@ class InProcessEngine:
             assert not output.failed, output.failed[0].error
             for request, part in output.prompt_logprobs:
                 self.prompt_logprobs[request.number].append(part)
+            self.timings |= {end.request.number: end.request.timings for end in output.finished}
             self.vectors |= {request.number: vectors for request, vectors in output.vectors}
             for (_, number), token_id in zip(owners_of(output), output.token_ids.tolist(), strict=True):
                 tokens[number].append(token_id)

@@ -160,7 +160,14 @@ sampling = st.builds(
     SamplingParams, **{name: sampling_values(name, spec) for name, spec in SAMPLING_FIELDS.items()}
 )
 
-timings = st.builds(StageTimings, queued_ns=u64, prefill_ns=u64, decode_ns=u64, num_accepted_guesses=u32)
+timings = st.builds(
+    StageTimings,
+    queued_ns=u64,
+    prefill_ns=u64,
+    decode_ns=u64,
+    num_accepted_guesses=u32,
+    num_rejected_guesses=u32,
+)
 usage = st.builds(
     Usage, num_prompt_tokens=u32, num_output_tokens=u32, num_cached_tokens=u32, num_reasoning_tokens=u32
 )
@@ -263,10 +270,9 @@ def logprob_columns(draw: Any) -> LogprobColumns:
 
 @st.composite
 def verified_guesses(draw: Any) -> VerifiedGuesses:
-    num_places = draw(st.integers(0, 3))
-    return VerifiedGuesses(
-        draw(st.sampled_from(["ngram", "suffix"])), draw(u32_column(num_places)), draw(u32_column(num_places))
-    )
+    num_places, num_rows = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    columns = (draw(u32_column(size)) for size in (num_places, num_places, num_rows, num_rows))
+    return VerifiedGuesses(draw(st.sampled_from(["ngram", "suffix"])), *columns)
 
 
 def row_contents() -> st.SearchStrategy:

@@ -46,6 +46,8 @@ class StageTimings:
     """First token until the last."""
     num_accepted_guesses: int = 0
     """Output tokens that were guessed ahead, and so took no step of their own."""
+    num_rejected_guesses: int = 0
+    """Tokens that were guessed ahead, and did not come."""
 
     @classmethod
     def of_all(cls, parts: Sequence[StageTimings]) -> StageTimings:
@@ -53,7 +55,11 @@ class StageTimings:
         if len(parts) == 1:
             return parts[0]
         slowest = max(parts, key=lambda t: t.queued_ns + t.prefill_ns + t.decode_ns, default=cls())
-        return replace(slowest, num_accepted_guesses=sum(part.num_accepted_guesses for part in parts))
+        return replace(
+            slowest,
+            num_accepted_guesses=sum(part.num_accepted_guesses for part in parts),
+            num_rejected_guesses=sum(part.num_rejected_guesses for part in parts),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +268,8 @@ class RequestMetrics:
     """Output tokens of all choices."""
     num_accepted_guesses: int = 0
     """Output tokens of all choices that were guessed ahead, and so took no step of their own."""
+    num_rejected_guesses: int = 0
+    """Tokens that were guessed ahead for all choices, and did not come."""
 
     @property
     def first_token_latency(self) -> float:
@@ -303,4 +311,5 @@ class RequestOutput:
             decode_time=timings.decode_ns / 1e9,
             num_generation_tokens=self.usage.num_output_tokens,
             num_accepted_guesses=timings.num_accepted_guesses,
+            num_rejected_guesses=timings.num_rejected_guesses,
         )

@@ -288,6 +288,11 @@ class VerifiedGuesses:
     """[num_places] guesses that were computed."""
     accepted: U32
     """[num_places] those of them that were the tokens chosen, as were all before them."""
+    rows: U32 = field(default_factory=empty_u32)
+    """[num_rows] the sampling rows that it had guesses for, indices, ascending. A worker of the version before names
+    none."""
+    row_counts: U32 = field(default_factory=empty_u32)
+    """[num_rows] its guesses for each of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

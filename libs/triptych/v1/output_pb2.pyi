@@ -139,15 +139,17 @@ class Moves(_message.Message):
     def __init__(self, num_moves: _Optional[int] = ..., is_exact: bool = ...) -> None: ...
 
 class StageTimings(_message.Message):
-    __slots__ = ("tokenize_ns", "queued_ns", "prefill_ns", "decode_ns", "num_accepted_guesses")
+    __slots__ = ("tokenize_ns", "queued_ns", "prefill_ns", "decode_ns", "num_accepted_guesses", "num_rejected_guesses")
     TOKENIZE_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_NS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_GUESSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_GUESSES_FIELD_NUMBER: _ClassVar[int]
     tokenize_ns: int
     queued_ns: int
     prefill_ns: int
     decode_ns: int
     num_accepted_guesses: int
-    def __init__(self, tokenize_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., num_accepted_guesses: _Optional[int] = ...) -> None: ...
+    num_rejected_guesses: int
+    def __init__(self, tokenize_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., num_accepted_guesses: _Optional[int] = ..., num_rejected_guesses: _Optional[int] = ...) -> None: ...

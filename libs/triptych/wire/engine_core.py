@@ -158,6 +158,7 @@ def _finished_to_proto(finished: tuple[FinishedRequest, ...]) -> engine_core_pb2
     def u32(values: list[int]) -> bytes:
         return u32_to_bytes(np.array(values, dtype=np.uint32))
 
+    rejected = [f.timings.num_rejected_guesses for f in finished]
     return engine_core_pb2.FinishedColumns(
         numbers=u32([f.number for f in finished]),
         reasons=bytes(f.reason for f in finished),
@@ -167,6 +168,7 @@ def _finished_to_proto(finished: tuple[FinishedRequest, ...]) -> engine_core_pb2
         prefill_ns=u64_to_bytes([f.timings.prefill_ns for f in finished]),
         decode_ns=u64_to_bytes([f.timings.decode_ns for f in finished]),
         num_accepted_guesses=u32([f.timings.num_accepted_guesses for f in finished]),
+        num_rejected_guesses=u32(rejected) if any(rejected) else b"",
     )
 
 
@@ -182,10 +184,12 @@ def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[Fini
         "queued": u64_from_bytes(message.queued_ns),
         "prefill": u64_from_bytes(message.prefill_ns),
         "decode": u64_from_bytes(message.decode_ns),
-        "guesses": u32_from_bytes(message.num_accepted_guesses),
+        "accepted": u32_from_bytes(message.num_accepted_guesses),
+        "rejected": u32_from_bytes(message.num_rejected_guesses),
     }
-    if not len(columns["guesses"]):
-        columns["guesses"] = np.zeros(len(columns["numbers"]), np.uint32)
+    for name in ("accepted", "rejected"):
+        if not len(columns[name]):
+            columns[name] = np.zeros(len(columns["numbers"]), np.uint32)
     check_equal_lengths(**columns)
     if unknown := set(message.reasons) - _FINISH_REASONS:
         raise ProtocolViolation(f"there is no finish reason {min(unknown)}")
@@ -195,9 +199,9 @@ def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[Fini
             FinishReason(reason),
             stop - 1 if stop else None,
             cached,
-            StageTimings(queued, prefill, decode, guesses),
+            StageTimings(queued, prefill, decode, accepted, rejected),
         )
-        for number, reason, stop, cached, queued, prefill, decode, guesses in zip(
+        for number, reason, stop, cached, queued, prefill, decode, accepted, rejected in zip(
             *(column.tolist() for column in columns.values()), strict=True
         )
     )

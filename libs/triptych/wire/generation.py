@@ -178,6 +178,7 @@ class EventEncoder:
             prefill_ns=event.timings.prefill_ns,
             decode_ns=event.timings.decode_ns,
             num_accepted_guesses=event.timings.num_accepted_guesses,
+            num_rejected_guesses=event.timings.num_rejected_guesses,
         )
         return output_pb2.Finished(usage=usage, timings=timings, moves=moves)
 
@@ -246,7 +247,11 @@ def event_from_proto(message: generation_pb2.StreamGenerateResponse) -> Event | 
                     usage.num_reasoning_tokens,
                 ),
                 StageTimings(
-                    timings.queued_ns, timings.prefill_ns, timings.decode_ns, timings.num_accepted_guesses
+                    timings.queued_ns,
+                    timings.prefill_ns,
+                    timings.decode_ns,
+                    timings.num_accepted_guesses,
+                    timings.num_rejected_guesses,
                 ),
                 timings.tokenize_ns,
                 moves.num_moves,

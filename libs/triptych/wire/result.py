@@ -65,6 +65,7 @@ _PROMPT_LOGPROBS = codec(
 
 def _check_guesses(guesses: VerifiedGuesses, message: object) -> VerifiedGuesses:
     check_equal_lengths(verified=guesses.verified, accepted=guesses.accepted)
+    check_equal_lengths(rows=guesses.rows, row_counts=guesses.row_counts)
     return guesses
 
 

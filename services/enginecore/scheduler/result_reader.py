@@ -78,6 +78,7 @@ class ResultReader:
         self._measure(step)
         if self._rows.has_guesses or len(result.guess_counts):
             self._note_guesses(step, result)
+        guessed = self._most_accepted(step, result) if result.guesses else ()
         failed = self._fail_rows(step, result.row_errors) if result.row_errors else []
         if step.sample_limits is None and not len(result.token_counts):
             output, is_live = self._read_one_each(step, result)
@@ -88,6 +89,8 @@ class ResultReader:
         )
         if self._states.draining:
             output = self._with_late_tokens(output, step, result, np.flatnonzero(~is_live))
+        for request, most in guessed:
+            request.num_rejected_guesses += max(most - request.num_accepted_guesses, 0)
         if step.pooled_rows:
             output = self._with_vectors(output, step, result)
         if self._first:
@@ -153,6 +156,16 @@ class ResultReader:
         is_live = self._rows.slot_version[step.sampling_slots] == step.slot_versions
         counts = result.guess_counts[is_live] if len(result.guess_counts) else result.guess_counts
         self._rows.note_guesses(step.sampling_slots[is_live], counts)
+
+    def _most_accepted(self, step: InFlightStep, result: StepResult) -> list[tuple[Request, int]]:
+        """Return the requests that had guesses in a step, each with its accepted ones if all of these are."""
+        slots, versions = step.sampling_slots.tolist(), step.slot_versions.tolist()
+        return [
+            (request, request.num_accepted_guesses + count)
+            for guesses in result.guesses
+            for row, count in zip(guesses.rows.tolist(), guesses.row_counts.tolist(), strict=True)
+            if (request := self._states.by_row(RowKey(slots[row], versions[row]))) is not None
+        ]
 
     def _append(self, slots: Slots, token_ids: U32) -> list[Finished]:
         """Append one token to each row, and return the requests that these end."""

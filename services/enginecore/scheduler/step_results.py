@@ -170,6 +170,12 @@ class StepsInFlight:
                 f"result of step {step.step_id} has {len(result.guess_counts)} guess_counts, "
                 f"{len(step.sampling_slots)} rows were planned"
             )
+        for guesses in result.guesses:
+            if len(guesses.rows) and int(guesses.rows.max()) >= len(step.sampling_slots):
+                raise ProtocolViolation(
+                    f"result of step {step.step_id} has guesses for row {guesses.rows.max()}, "
+                    f"{len(step.sampling_slots)} rows were planned"
+                )
         self._last_result_seen = step.step_id
         return self._steps.popleft()
 

@@ -23,7 +23,7 @@ from triptych.errors import ProtocolViolation
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.outputs import FinishReason
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import RowError, StepPlan, StepResult
+from triptych.types.step import RowError, StepPlan, StepResult, VerifiedGuesses
 
 
 def engine_of(limit: int, **scheduler: object) -> Engine:
@@ -48,6 +48,13 @@ def answer(plan: StepPlan, *rows: list[int], **tables: object) -> StepResult:
 
 def guessing(*counts: int) -> np.ndarray:
     return np.array(counts, np.uint32)
+
+
+def verified(row_to_count: dict[int, int], proposer: str = "ngram") -> VerifiedGuesses:
+    """Return what a result says of one proposer's guesses; the counts by place are of no account here."""
+    return VerifiedGuesses(
+        proposer, guessing(), guessing(), guessing(*row_to_count), guessing(*row_to_count.values())
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -220,6 +227,31 @@ def test_a_stop_cuts_the_tokens_behind_it() -> None:
     engine.scheduler.check_integrity()
 
 
+def test_guesses_that_did_not_come_are_counted_by_request() -> None:
+    engine = engine_of(6, eos_token_ids=(EOS,))
+    requests = [make_request(number, make_prompt(5, number), max_tokens=40) for number in range(4)]
+    engine.add(*requests)
+    engine.plan()
+    engine.finish_step()
+    plan = engine.plan()
+    assert plan is not None
+    guesses = verified({0: 3, 2: 5}), verified({1: 4}, "suffix")
+    engine.scheduler.update(answer(plan, [20], [21, 22, 23], [24, EOS, 25, 26], [27], guesses=guesses))
+    counts = [(each.timings if each.ended_at else each).num_rejected_guesses for each in requests]
+    assert counts == [3, 2, 4, 0], "what follows an end did not come"
+    assert [each.num_accepted_guesses for each in requests] == [0, 2, 1, 0]
+
+
+def test_guesses_for_rows_that_are_not_there_are_refused() -> None:
+    engine = engine_of(3)
+    engine.add(make_request(0, make_prompt(5)), make_request(1, make_prompt(6)))
+    plan = engine.plan()
+    assert plan is not None
+    with pytest.raises(ProtocolViolation, match="guesses for row 2, 2 rows were planned"):
+        engine.scheduler.update(answer(plan, [20], [30], guesses=(verified({0: 1, 2: 1}),)))
+    engine.finish_step()
+
+
 @pytest.mark.parametrize("drawn", [[30], [30, 31, 32], [30, EOS, 32, 33], [30, 31, 32, 33]])
 def test_tokens_of_a_preempted_request_are_kept_up_to_its_stop(drawn: list[int]) -> None:
     engine = engine_of(4, block_size=4, num_blocks=5, max_model_len=16, eos_token_ids=(EOS,))
@@ -234,13 +266,15 @@ def test_tokens_of_a_preempted_request_are_kept_up_to_its_stop(drawn: list[int])
     engine.plan()  # needs a fifth block
     scheduler = engine.scheduler
     assert [request.number for request in scheduler.snapshot().draining] == [1]
-    output = scheduler.update(answer(second, [22, 23], drawn))
+    (preempted,) = scheduler.snapshot().draining
+    output = scheduler.update(answer(second, [22, 23], drawn, guesses=(verified({0: 3, 1: 3}),)))
     scheduler.check_integrity()
     kept = drawn[: drawn.index(EOS) + 1] if EOS in drawn else drawn
     assert owners_of(output) == [(0, 0)] * 2 + [(0, 1)] * len(kept)
     assert output.token_ids.tolist() == [22, 23, *kept]
     assert output.rows.tolist() == list(range(2 + len(kept)))
     assert [finished.request.number for finished in output.finished] == [1] * (EOS in drawn)
+    assert (preempted.num_accepted_guesses, preempted.num_rejected_guesses) == (len(kept) - 1, 4 - len(kept))
     assert not scheduler.snapshot().draining
 
 

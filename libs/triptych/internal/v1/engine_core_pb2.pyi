@@ -282,7 +282,7 @@ class RequestPromptLogprobs(_message.Message):
     def __init__(self, number: _Optional[int] = ..., logprobs: _Optional[_Union[_step_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class FinishedColumns(_message.Message):
-    __slots__ = ("numbers", "reasons", "stop_token_ids_plus_one", "num_cached_tokens", "queued_ns", "prefill_ns", "decode_ns", "num_accepted_guesses")
+    __slots__ = ("numbers", "reasons", "stop_token_ids_plus_one", "num_cached_tokens", "queued_ns", "prefill_ns", "decode_ns", "num_accepted_guesses", "num_rejected_guesses")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_PLUS_ONE_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +291,7 @@ class FinishedColumns(_message.Message):
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_NS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_GUESSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_GUESSES_FIELD_NUMBER: _ClassVar[int]
     numbers: bytes
     reasons: bytes
     stop_token_ids_plus_one: bytes
@@ -299,7 +300,8 @@ class FinishedColumns(_message.Message):
     prefill_ns: bytes
     decode_ns: bytes
     num_accepted_guesses: bytes
-    def __init__(self, numbers: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., stop_token_ids_plus_one: _Optional[bytes] = ..., num_cached_tokens: _Optional[bytes] = ..., queued_ns: _Optional[bytes] = ..., prefill_ns: _Optional[bytes] = ..., decode_ns: _Optional[bytes] = ..., num_accepted_guesses: _Optional[bytes] = ...) -> None: ...
+    num_rejected_guesses: bytes
+    def __init__(self, numbers: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., stop_token_ids_plus_one: _Optional[bytes] = ..., num_cached_tokens: _Optional[bytes] = ..., queued_ns: _Optional[bytes] = ..., prefill_ns: _Optional[bytes] = ..., decode_ns: _Optional[bytes] = ..., num_accepted_guesses: _Optional[bytes] = ..., num_rejected_guesses: _Optional[bytes] = ...) -> None: ...
 
 class RequestFailure(_message.Message):
     __slots__ = ("number", "code", "message", "field", "retry_after_ms")

@@ -175,14 +175,18 @@ class Result(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prepare_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sample_ns: _Optional[int] = ..., idle_ns: _Optional[int] = ..., gap_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPromptLogprobs, _Mapping]]] = ..., mask_ns: _Optional[int] = ..., vectors: _Optional[_Iterable[_Union[RowVectors, _Mapping]]] = ..., guess_counts: _Optional[bytes] = ..., guesses: _Optional[_Iterable[_Union[VerifiedGuesses, _Mapping]]] = ...) -> None: ...
 
 class VerifiedGuesses(_message.Message):
-    __slots__ = ("proposer", "verified", "accepted")
+    __slots__ = ("proposer", "verified", "accepted", "rows", "row_counts")
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     proposer: str
     verified: bytes
     accepted: bytes
-    def __init__(self, proposer: _Optional[str] = ..., verified: _Optional[bytes] = ..., accepted: _Optional[bytes] = ...) -> None: ...
+    rows: bytes
+    row_counts: bytes
+    def __init__(self, proposer: _Optional[str] = ..., verified: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., row_counts: _Optional[bytes] = ...) -> None: ...
 
 class RowVectors(_message.Message):
     __slots__ = ("row", "vectors")

@@ -157,10 +157,13 @@ class Speculation:
         """Take in what came of the guesses of a step, by sampling row."""
         verified = [[0] * max(drafted) for _ in self._proposers]
         accepted = [[0] * max(drafted) for _ in self._proposers]
-        for slot, num_drafted, num_tokens in zip(slots, drafted, token_counts, strict=True):
+        rows, row_counts = ([list[int]() for _ in self._proposers] for _ in range(2))
+        for row, (slot, num_drafted, num_tokens) in enumerate(zip(slots, drafted, token_counts, strict=True)):
             if num_drafted:
                 index = self._ready[slot][0]
                 self._budget.note_verified(slot, index, num_drafted, num_tokens - 1)
+                rows[index].append(row)
+                row_counts[index].append(num_drafted)
                 for place in range(num_drafted):
                     verified[index][place] += 1
                     accepted[index][place] += place < num_tokens - 1
@@ -170,6 +173,8 @@ class Speculation:
                 self._proposers[index].name,
                 np.array(verified[index][:num_places], np.uint32),
                 np.array(accepted[index][:num_places], np.uint32),
+                np.array(rows[index], np.uint32),
+                np.array(row_counts[index], np.uint32),
             )
             for index, num_places in enumerate(nums_places)
             if num_places

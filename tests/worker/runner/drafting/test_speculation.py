@@ -36,6 +36,7 @@ from tests.worker.tiny import (
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych.types.facts import WorkerFacts
 from triptych.types.output_limits import ThinkingBudget
+from triptych.types.outputs import StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow
 from triptych.types.structured import compiled
@@ -135,7 +136,7 @@ def test_an_engine_and_a_runner_take_fewer_steps() -> None:
     model = load_model(config, RandomCheckpoint(config.architecture, seed=3))
     greedy = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     prompts = [[5, 6, 7, 8], [9, 8, 7]]
-    answers, nums_steps, counters = [], [], []
+    answers, nums_steps, counters, timings = [], [], [], []
     for limit in (1, 5):
         kv = plan_kv_cache(config, free_bytes=1 << 30)
         facts = tiny_facts(config, kv.max_model_len, kv.shape, max_samples_per_row=limit)
@@ -145,10 +146,13 @@ def test_an_engine_and_a_runner_take_fewer_steps() -> None:
         answers.append(engine.generate(prompts, greedy))
         nums_steps.append(runner._last_step_id)
         counters.append(engine.scheduler.counters)
+        timings.append(StageTimings.of_all(list(engine.timings.values())))
     assert answers[0] == answers[1]
     assert nums_steps[1] < 0.8 * nums_steps[0]
     assert counters[0].num_guesses == 0
     assert nums_steps[0] - nums_steps[1] <= counters[1].num_accepted_guesses <= counters[1].num_guesses
+    assert timings[1].num_accepted_guesses == counters[1].num_accepted_guesses
+    assert timings[1].num_rejected_guesses == counters[1].num_guesses - counters[1].num_accepted_guesses
 
 
 def looking_back(grammars: GrammarCompiler | None) -> dict[str, SamplingParams]:
