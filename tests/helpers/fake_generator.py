@@ -193,7 +193,7 @@ class FakeGenerator(Generator):
             if self.error_after_words is not None and number == self.error_after_words[0]:
                 raise self.error_after_words[1]
             await self._hold_at(number)
-        timings = StageTimings(num_accepted_guesses=2)
+        timings = StageTimings(num_accepted_guesses=2, num_rejected_guesses=1)
         yield FinishedEvent(Usage(len(prompt), num_tokens, num_cached_tokens=1), timings)
 
     async def _vectors(self, raw: RawRequest, pooling: PoolingParams) -> AsyncGenerator[Event, None]:

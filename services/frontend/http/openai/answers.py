@@ -18,6 +18,8 @@ class CompletionTokensDetails(Answer):
     accepted_prediction_tokens: int
     """Guessed ahead by the engine, so that they took no step of their own. If the request has moved to another engine:
     those of the last one."""
+    rejected_prediction_tokens: int
+    """Guessed ahead by the engine, computed, and not in the output; likewise. They are not counted as output."""
 
 
 class MovesAnswer(Answer):

@@ -330,6 +330,7 @@ def usage_object(end: FinishedEvent) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": usage.num_reasoning_tokens,
             "accepted_prediction_tokens": end.timings.num_accepted_guesses,
+            "rejected_prediction_tokens": end.timings.num_rejected_guesses,
         },
         **moves,
     }

@@ -55,6 +55,7 @@ async def test_a_completion_has_text_usage_and_a_finish_reason(api: HttpApi) -> 
     assert usage.prompt_tokens_details.cached_tokens == 1
     assert usage.completion_tokens_details is not None
     assert usage.completion_tokens_details.accepted_prediction_tokens == 2
+    assert usage.completion_tokens_details.rejected_prediction_tokens == 1
 
 
 async def test_the_synchronous_client_gets_the_same(api: HttpApi) -> None:
