@@ -194,10 +194,7 @@ class Generator:
         """
         if self._is_draining:
             raise EngineUnavailable(self.why_not_ready)
-        token = self.alive.token_of_duplicate(current_caller(), raw)
-        if self.siblings is not None and not token:
-            token = await self.siblings.claim_or_find(current_caller(), raw)
-        if token:
+        if token := await self._claim_or_find(raw):
             async with aclosing(self.attach(ResumeToken.parse(token), {}, raw.api, receiver)) as events:
                 async for event in events:
                     if not isinstance(event, AttachedEvent):
@@ -230,6 +227,7 @@ class Generator:
                 yield _admitted(request, outputs)
                 async for event in _outputs_of(request, outputs, record, receiver):
                     yield event
+                finished = _finish(request, outputs, record)
             finally:
                 outputs.close()
                 if not record.finish:  # else it is complete
@@ -238,6 +236,7 @@ class Generator:
                 self._rate_limits.charge(caller, record.usage.num_output_tokens)
                 if deadline_timer is not None:
                     deadline_timer.cancel()
+        yield finished  # its id is free by now: a client may send it again at once
 
     async def attach(
         self,
@@ -289,6 +288,7 @@ class Generator:
                     )
                     async for event in _outputs_of(attached, outputs, record, receiver):
                         yield event
+                    finished = _finish(attached, outputs, record)
                 finally:
                     outputs.close()
                     record.usage = _usage(attached.prompt_token_ids, outputs)
@@ -297,6 +297,14 @@ class Generator:
                     self._rate_limits.charge(caller, num_new)
                     if deadline_timer is not None:
                         deadline_timer.cancel()
+            yield finished
+
+    async def _claim_or_find(self, raw: RawRequest) -> str:
+        """See `Siblings.claim_or_find`. A request that is alive may be one of this process."""
+        token = self.alive.token_of_duplicate(current_caller(), raw)
+        if self.siblings is not None and not token:
+            return await self.siblings.claim_or_find(current_caller(), raw)
+        return token or ""
 
     async def abort(self, names: Collection[str], *, of_any_tenant: bool = False) -> list[str]:
         """See `AliveRequests.abort_of`. A request may be that of a sibling."""
@@ -405,7 +413,7 @@ async def _outputs_of(
     record: RequestRecord,
     receiver: EventReceiver | None,
 ) -> AsyncGenerator[Event, None]:
-    """The events behind admission, while they are recorded."""
+    """The events between the first and the last one, while they are recorded."""
     is_streamed = request.sampling.output_kind is not OutputKind.FINAL_ONLY
     outputs.on_delta = record.note_output if is_streamed else None
     if receiver is not None:
@@ -415,12 +423,18 @@ async def _outputs_of(
             yield event
     if not is_streamed and outputs.first_token_ns:
         record.note_first_token(outputs.first_token_ns)
+
+
+def _finish(
+    request: PreparedRequest | AttachedStream, outputs: RequestOutputs, record: RequestRecord
+) -> FinishedEvent:
+    """Record how a request has ended, and return its last event."""
     record.usage = _usage(request.prompt_token_ids, outputs)
     record.finish = outputs.finish_words
     for choice in outputs.choices:
         reason = choice.finish_reason.word if choice.finish_reason is not None else ""
         record.note_choice(reason, choice.num_tokens, choice.timings)
-    yield FinishedEvent(
+    return FinishedEvent(
         record.usage, outputs.timings, request.tokenize_ns, outputs.num_moves, outputs.is_exact
     )
 

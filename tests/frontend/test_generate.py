@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from triptych.errors import (
 )
 from triptych.rpc.interceptors import new_request_id
 from triptych.text.chat_template import Message
-from triptych.types.events import AdmittedEvent
+from triptych.types.events import AdmittedEvent, FinishedEvent
 from triptych.types.outputs import FinishReason, Usage
 from triptych.types.sampling import OutputKind
 from triptych.types.submit import SubmitRequest
@@ -170,6 +171,14 @@ async def test_a_request_that_ended_is_not_aborted() -> None:
         for _ in range(3):
             await answer(core.generator, raw_request())
         assert engine.aborted == []
+
+
+async def test_an_id_is_free_when_the_last_event_arrives() -> None:
+    async with FakeEngine(seeded) as engine, frontend_core(engine) as core:
+        async with aclosing(core.generator.generate(raw_request(request_id="mine"))) as events:
+            async for event in events:
+                assert core.generator.num_active == (not isinstance(event, FinishedEvent))
+        assert isinstance(event, FinishedEvent)
 
 
 async def test_a_stop_string_aborts_upstream_at_once() -> None:

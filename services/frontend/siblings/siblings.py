@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 SUPERVISOR_S = 2 * ANSWER_S
 """Time for the supervisor to answer, which may ask the other processes for it."""
 
+_NUM_CLAIMS = 3
+"""Times that an id is claimed: after its owner has said that it has ended, another client may have claimed it."""
+
 
 class Siblings:
     """Owned by the app of a process that has siblings. Bound to one event loop."""
@@ -83,6 +86,23 @@ class Siblings:
         raw = caller.own(raw)
         if not has_chosen_id(raw):
             return ""
+        for _ in range(_NUM_CLAIMS):
+            if (owner := await self._claim(raw)) is None:
+                return ""
+            question = "token_of_duplicate", pickle.dumps((caller, raw))
+            answers = _unpack(await self._ask("ask_one", owner, *question))
+            token: str | None = next(iter(answers), None)
+            if token:
+                return token
+            if token is not None:
+                break
+            # It has ended there, or died with its process; the supervisor has heard so before it passed on the answer.
+        raise DuplicateRequest(
+            f"request_id: a request {raw.head.request_id!r} is alive; choose another id, or wait"
+        )
+
+    async def _claim(self, raw: RawRequest) -> int | None:
+        """Hold an id, or return the process that has it. Raises EngineUnavailable: The supervisor does not answer."""
         asking = asyncio.ensure_future(self._link.ask("claim", raw.head.tenant, raw.head.request_id))
         try:
             async with asyncio.timeout(SUPERVISOR_S):
@@ -93,15 +113,7 @@ class Siblings:
             raise _no_answer("claim") if isinstance(error, TimeoutError) else error from None
         except LinkClosed:
             raise _no_answer("claim") from None
-        if owner is None:
-            return ""
-        question = "token_of_duplicate", pickle.dumps((caller, raw))
-        answers = _unpack(await self._ask("ask_one", owner, *question))
-        if not (token := next(iter(answers), "")):
-            raise DuplicateRequest(
-                f"request_id: a request {raw.head.request_id!r} is alive; choose another id, or wait"
-            )
-        return str(token)
+        return owner
 
     def release(self, raw: RawRequest) -> None:
         """Hold the id of a request no longer, which has ended."""

@@ -149,17 +149,18 @@ class AliveRequests:
                 aborted.append(name)
         return aborted
 
-    def token_of_duplicate(self, caller: Caller, raw: RawRequest) -> str:
-        """Return the token by which a request goes on that is alive and the same as this one; empty if there is none.
+    def token_of_duplicate(self, caller: Caller, raw: RawRequest) -> str | None:
+        """Return the token by which a request goes on that is alive and the same as this one; empty if another request
+        has its id, or if it cannot go on; None if none has it.
 
         A client sends a request again, under its name, when it has lost the connection and cannot know what came of it.
         """
         if not raw.head.request_id:
-            return ""
+            return None
         raw = caller.own(raw)
         alive = self._requests.get((raw.head.tenant, raw.head.request_id))
         if alive is None:
-            return ""
+            return None
         duplicate = replace(raw, deadline_s=alive.raw.deadline_s)
         return alive.outputs.resume_token if duplicate == alive.raw else ""
 

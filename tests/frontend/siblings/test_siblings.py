@@ -166,6 +166,24 @@ async def test_an_id_is_held_by_one_request() -> None:
         assert await one.claim_or_find(ANYONE, raw) == ""
 
 
+async def test_an_id_is_free_when_its_request_has_ended() -> None:
+    """Its client may send the id again at once, to another process than the one that has told it of the end."""
+    async with joined() as found:
+        one, other = found.siblings
+        raw = grpc_request()
+
+        def end(caller: Caller, sent: RawRequest) -> None:
+            one.release(raw)
+
+        one.answer("token_of_duplicate", end)
+        assert await one.claim_or_find(ANYONE, raw) == ""
+        assert await other.claim_or_find(ANYONE, raw) == ""
+        # one that holds an id and knows no such request, as while its claim is on the way
+        other.answer("token_of_duplicate", lambda caller, sent: None)
+        with pytest.raises(DuplicateRequest, match="'r' is alive"):
+            await one.claim_or_find(ANYONE, raw)
+
+
 async def test_a_client_that_leaves_while_its_id_is_asked_for_holds_nothing() -> None:
     async with joined() as found:
         one, other = found.siblings
