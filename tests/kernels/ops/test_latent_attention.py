@@ -175,7 +175,9 @@ def test_queries_may_be_views(implementation: Implementation) -> None:
     wider = torch.full((*step.query.shape[:2], 30), torch.nan)
     wider[..., 3:27] = step.query
     step.query = wider[..., 3:27]
-    assert torch.equal(step.attend(implementation), expected)
+    # torch multiplies a view by another routine on some CPUs, which rounds differently
+    rtol, atol = (0, 0) if implementation.isa else (1e-5, 1e-6)
+    torch.testing.assert_close(step.attend(implementation), expected, rtol=rtol, atol=atol)
 
 
 def test_it_is_recorded(implementation: Implementation) -> None:
