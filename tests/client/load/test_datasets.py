@@ -34,7 +34,8 @@ def test_drawn_prompts_follow_the_seed_and_have_the_lengths():
 
 
 def test_prefixes_are_shared_evenly():
-    requests = draw_shared_prefixes(30, 3, 8, Lengths(5), Lengths(2), 1000, rng())
+    given = [[number] * 8 for number in range(3)]
+    requests = draw_shared_prefixes(30, given, Lengths(5), Lengths(2), 1000, rng())
     prefixes = [tuple(request.prompt[:8]) for request in requests]
     assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [10, 10, 10]
     assert prefixes[:10] != sorted(prefixes)[:10]  # in random order

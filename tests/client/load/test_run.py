@@ -2,57 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import math
 import statistics
 
 import numpy as np
 import pytest
 
-from triptych.client.load import run
+from tests.helpers.slow_server import Clock, Server
 from triptych.client.load.backends import TokenCounts
 from triptych.client.load.datasets import LoadRequest
-from triptych.client.load.run import LoadResult, RequestRecord, draw_arrivals, run_load
+from triptych.client.load.run import (
+    LoadResult,
+    RequestRecord,
+    draw_arrivals,
+    draw_arrivals_within,
+    run_load,
+    run_users,
+)
 from triptych.client.load.statistics import in_flight, summarize
 from triptych.errors import EngineFailure
-
-
-class Clock:
-    """Time that only sleeping takes: the loop's own clock jumps to the next timer."""
-
-    def __init__(self, monkeypatch) -> None:
-        loop = asyncio.get_running_loop()
-        self.now_s = loop.time()
-        monkeypatch.setattr(loop, "time", lambda: self.now_s)
-        monkeypatch.setattr(run.time, "perf_counter", lambda: self.now_s)
-        select = loop._selector.select
-
-        def jump(timeout):
-            events = select(0)
-            if not events and timeout:
-                self.now_s += timeout
-            return events
-
-        monkeypatch.setattr(loop._selector, "select", jump)
-
-
-class Server:
-    """Takes a second for the first token and a tenth for each further one; `max_running` at a time."""
-
-    def __init__(self, max_running: int = 1000) -> None:
-        self._places = asyncio.Semaphore(max_running)
-        self.errors: list[Exception] = []
-
-    async def answer(self, request, on_piece):
-        async with self._places:
-            if self.errors:
-                raise self.errors.pop(0)
-            await asyncio.sleep(1.0)
-            on_piece()
-            for _ in range(request.max_tokens - 1):
-                await asyncio.sleep(0.1)
-                on_piece()
-            return TokenCounts(len(request.prompt), request.max_tokens)
 
 
 def requests(num, max_tokens=5):
@@ -96,6 +65,21 @@ async def test_closed_loop_counts_from_the_sending(monkeypatch):
     assert summary.total_tokens_per_s == pytest.approx((30 + 18) / 4.2)
 
 
+async def test_users_go_on_until_it_is_over(monkeypatch):
+    Clock(monkeypatch)
+    result = await run_users(Server(), itertools.repeat(requests(1)[0]), 2, lambda now_s: now_s >= 2.0)
+    assert [record.sent_s for record in result.records] == pytest.approx([0, 0, 1.4, 1.4])
+    assert result.duration_s == pytest.approx(2.8)
+
+
+async def test_a_request_is_given_up_so_long_after_it_was_due(monkeypatch):
+    Clock(monkeypatch)
+    result = await run_load(Server(max_running=1), requests(3), [0.0, 0.1, 0.2], None, timeout_s=2.0)
+    assert [record.ended_s for record in result.records] == pytest.approx([1.4, 2.1, 2.2])
+    assert [record.error for record in result.records] == ["", *["no whole answer within 2 s"] * 2]
+    assert len(result.records[1].piece_times_s) == 0
+
+
 async def test_failed_requests_are_counted_and_not_measured(monkeypatch):
     Clock(monkeypatch)
     server, seen = Server(), []
@@ -120,6 +104,15 @@ def test_poisson_counts_are_as_varied_as_their_mean():
     times_s = draw_arrivals(50_000, 10.0, 1.0, np.random.default_rng(5))
     counts = np.histogram(times_s, bins=np.arange(0, times_s[-1], 1.0))[0]
     assert counts.var() == pytest.approx(counts.mean(), rel=0.1)
+
+
+def test_arrivals_within_a_time_are_as_many_as_it_holds():
+    counts = [len(draw_arrivals_within(5.0, 20.0, 1.0, np.random.default_rng(seed))) for seed in range(400)]
+    assert np.mean(counts) == pytest.approx(100, rel=0.02)
+    assert np.var(counts) == pytest.approx(100, rel=0.25)  # Poisson: none is left out for being one too many
+    times_s = draw_arrivals_within(5.0, 20.0, 1.0, np.random.default_rng(1))
+    assert 0 < times_s[0] < times_s[-1] < 5.0
+    assert len(draw_arrivals_within(0.1, 1e-6, 1.0, np.random.default_rng(1))) == 0
 
 
 def test_an_infinite_rate_is_all_at_once():

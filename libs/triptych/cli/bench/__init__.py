@@ -2,6 +2,7 @@
 
 triptych bench serve --request-rate 4            requests come at random, 4 per second
 triptych bench serve --max-concurrency 16        16 users, each sends the next when the last is answered
+triptych bench serve --sweep                     latencies at 20, 50, 80, 95 and 120% of the capacity
 triptych bench serve --backend openai --base-url http://HOST:8000 --model NAME   any OpenAI server
 triptych bench throughput                        64 prompts of 128 tokens, 128 new, all at once
 triptych bench latency --input-len 1024          one stream at a time

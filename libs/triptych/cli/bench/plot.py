@@ -1,14 +1,20 @@
-"""A plot of one measurement: how latencies are distributed, and what happened when."""
+"""Plots: how latencies of one measurement are distributed, what happened when, and latencies of a sweep by load."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from triptych.cli.bench.sweep import Point
 from triptych.client.load.run import LoadResult
 from triptych.client.load.statistics import figures_ms, in_flight
 from triptych.errors import ConfigError, FeatureDisabled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL"}
 
@@ -61,8 +67,45 @@ def write_plot(file: Path, result: LoadResult) -> None:
     times_s, per_s = _tokens_per_s(result)
     rate.step(times_s, per_s, where="post")
     rate.set(title="Output tokens/s", xlabel="s", ylim=(0, None))
+    _save(figure, file)
+
+
+def write_sweep_plot(file: Path, points: Sequence[Point]) -> None:
+    """Write latencies and goodput by load as SVG. Points that are not valid are rings.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    first, gaps, goodput = figure.subplots(1, 3)
+    rates = [point.offered_per_s for point in points]
+    bad = [index for index, point in enumerate(points) if point.why_invalid]
+    for axes, title, name in (
+        (first, "Time to first token", "ttft_ms"),
+        (gaps, "Gap between outputs", "itl_ms"),
+    ):
+        for percentile in ("p50", "p99"):
+            values = [getattr(point.summary, name).percentiles[percentile] for point in points]
+            axes.plot(rates, values, "o-", label=percentile)
+            axes.plot([rates[i] for i in bad], [values[i] for i in bad], "o", color="white", markersize=3)
+        axes.set(title=title, xlabel="offered requests/s", ylabel="ms", xlim=(0, None), ylim=(0, None))
+        axes.legend()
+    goodput.plot(rates, rates, ":", color="gray", label="offered")
+    goodput.plot(rates, [point.summary.requests_per_s for point in points], "o-", label="answered")
+    if points and points[0].goodput_per_s is not None:
+        goodput.plot(rates, [point.goodput_per_s for point in points], "o-", label="within all goals")
+    goodput.set(title="Requests/s", xlabel="offered requests/s", xlim=(0, None), ylim=(0, None))
+    goodput.legend()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "triptych"}):  # small, and the same each time
+        _save(figure, file, {"Date": None})
+
+
+def _save(figure: Figure, file: Path, metadata: dict[str, None] | None = None) -> None:
     try:
-        figure.savefig(file, format="svg")
+        figure.savefig(file, format="svg", metadata=metadata)
     except OSError as error:
         raise ConfigError(f"--plot {file}: {error.strerror or error}") from None
 

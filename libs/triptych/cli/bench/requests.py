@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from triptych.errors import ConfigError
 CountTokens = Callable[[str], Awaitable[int]]
 _NUM_PROMPTS = 100
 _OUTPUT_LEN = 128
+_DRAWN_TOGETHER = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ async def make_requests(
     dataset, file = DATASETS[arguments.dataset_name], arguments.dataset_path
     if dataset.read is None:
         arguments.num_prompts = arguments.num_prompts or _NUM_PROMPTS
-        return _draw(arguments, generator, vocab_size)
+        num = arguments.num_prompts + arguments.num_warmups
+        return DrawnRequests(arguments, generator, vocab_size).draw(num)
     requests = dataset.read(file)
     arguments.num_prompts = arguments.num_prompts or max(1, len(requests) - arguments.num_warmups)
     requests = take(requests, arguments.num_prompts + arguments.num_warmups, file, generator)
@@ -101,17 +103,33 @@ async def make_requests(
     return await _measure_references(requests, count_tokens)
 
 
-def _draw(
-    arguments: argparse.Namespace, generator: np.random.Generator, vocab_size: int
-) -> list[LoadRequest]:
-    num = arguments.num_prompts + arguments.num_warmups
-    inputs = Lengths(arguments.input_len, arguments.range_ratio)
-    outputs = Lengths(arguments.output_len or _OUTPUT_LEN, arguments.range_ratio)
-    if arguments.dataset_name == "random":
-        return draw_random(num, inputs, outputs, vocab_size, generator)
-    return draw_shared_prefixes(
-        num, arguments.num_prefixes, arguments.prefix_len, inputs, outputs, vocab_size, generator
-    )
+class DrawnRequests:
+    """Requests of the datasets `random` and `prefix_repetition`, drawn as they are needed. None is drawn twice."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, generator: np.random.Generator, vocab_size: int
+    ) -> None:
+        self._inputs = Lengths(arguments.input_len, arguments.range_ratio)
+        self._outputs = Lengths(arguments.output_len or _OUTPUT_LEN, arguments.range_ratio)
+        self._generator = generator
+        self._vocab_size = vocab_size
+        self._prefixes: list[list[int]] = []
+        """Beginnings, one of which each request has; empty: requests begin as they like."""
+        if arguments.dataset_name == "prefix_repetition":
+            size = arguments.num_prefixes, arguments.prefix_len
+            self._prefixes = generator.integers(0, vocab_size, size).tolist()
+
+    def draw(self, num: int) -> list[LoadRequest]:
+        """Return the next `num` requests."""
+        lengths = self._inputs, self._outputs
+        if not self._prefixes:
+            return draw_random(num, *lengths, self._vocab_size, self._generator)
+        return draw_shared_prefixes(num, self._prefixes, *lengths, self._vocab_size, self._generator)
+
+    def __iter__(self) -> Iterator[LoadRequest]:
+        """Yield requests without end."""
+        while True:
+            yield from self.draw(_DRAWN_TOGETHER)
 
 
 async def _measure_references(

@@ -4,6 +4,11 @@ With --request-rate requests come at random times that were drawn before (open l
 also of requests that could only be sent later. Without it, --max-concurrency users send one request after the other
 (closed loop). Without both, all requests are sent at once.
 
+With --sweep the capacity is found by closed loops, of --max-concurrency users or of 8, 16, 32 … until two doublings
+bring less than 5% more requests/s; or --request-rate gives it. Then an open loop runs for --sweep-s at each of
+the shares of it. Ctrl-C ends a sweep with the table of what was measured. A point at which this command itself was late
+(p99 above 10 ms) is marked with ! as not valid.
+
 Datasets:
   random             token ids of --input-len, no two beginning alike
   prefix_repetition  token ids: one of --num-prefixes of --prefix-len, then --input-len of their own
@@ -21,45 +26,25 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from triptych.cli.access import Frontend, add_address_argument
-from triptych.cli.bench.plot import check_plot, write_plot
+from triptych.cli.access import Frontend
+from triptych.cli.bench.plot import check_plot, write_plot, write_sweep_plot
 from triptych.cli.bench.requests import DATASETS, add_dataset_arguments, make_requests
-from triptych.cli.sampling_flags import add_sampling_arguments, sampling_of
+from triptych.cli.bench.server import add_server_arguments, open_backend, warm_up
+from triptych.cli.bench.sweep import DEFAULT_SHARES, Sweep
 from triptych.cli.stack import stack_to_measure
-from triptych.client.http_client import HttpClient
-from triptych.client.load.backends import CHAT, COMPLETIONS, Backend, GrpcBackend, OpenAiBackend
-from triptych.client.load.datasets import LoadRequest
+from triptych.client.load.backends import CHAT, COMPLETIONS
 from triptych.client.load.run import LoadResult, RequestRecord, draw_arrivals, run_load
 from triptych.client.load.statistics import GOAL_NAMES, LATE_S, Distribution, LoadSummary, summarize
 from triptych.config.loader import add_config_flags
-from triptych.errors import ConfigError, TriptychError
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
-"""Sampling fields that have a flag."""
+from triptych.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("server")
-    where.add_argument(
-        "--backend", choices=("grpc", "openai"), default="grpc", help="how it is called (default: grpc)"
-    )
-    where.add_argument(
-        "--base-url", metavar="URL", help="of an OpenAI server, for --backend openai (default: as --address)"
-    )
-    where.add_argument(
-        "--endpoint",
-        choices=(COMPLETIONS, CHAT),
-        default=COMPLETIONS,
-        help=f"for --backend openai (default: {COMPLETIONS})",
-    )
-    where.add_argument("--model", default="", help="which of the models served there")
+    add_server_arguments(parser)
     load = parser.add_argument_group("load")
     load.add_argument(
         "--request-rate", type=float, metavar="R", help="requests per second (default: none, see above)"
@@ -74,6 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight at most")
     load.add_argument("--num-warmups", type=int, default=1, metavar="N", help="sent before (default: 1)")
     load.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and times (default: 0)")
+    load.add_argument(
+        "--sweep",
+        nargs="?",
+        const=DEFAULT_SHARES,
+        metavar="P,P,…",
+        help=f"find the capacity, and measure at these percents of it (default: {DEFAULT_SHARES})",
+    )
+    load.add_argument(
+        "--sweep-s", type=float, default=20.0, metavar="S", help="time of each point (default: 20)"
+    )
     add_dataset_arguments(parser)
     report = parser.add_argument_group("report")
     report.add_argument(
@@ -88,8 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     report.add_argument("--json", action="store_true", help="one JSON object instead of text")
     report.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot; needs triptych[bench]")
-    add_address_argument(parser, default=None)
-    add_sampling_arguments(parser, _SAMPLING)
     parser.usage = f"{parser.prog} [options] [--SECTION.OPTION VALUE ...]"
     add_config_flags(parser)
 
@@ -98,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     percentiles, goals_ms = _check(arguments)
     if arguments.plot is not None:
         check_plot(arguments.plot)
+    if arguments.sweep is not None:
+        return _run_sweep(arguments, goals_ms)
     with stack_to_measure(arguments) as frontend:
         result = asyncio.run(_measure(frontend, arguments))
     summary = summarize(result, percentiles, goals_ms)
@@ -120,6 +115,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if summary.num_completed else 1
 
 
+def _run_sweep(arguments: argparse.Namespace, goals_ms: dict[str, float]) -> int:
+    sweep = Sweep(arguments, arguments.sweep, goals_ms)
+    code = 0
+    with stack_to_measure(arguments) as frontend:
+        try:
+            asyncio.run(sweep.run(frontend))
+        except KeyboardInterrupt:
+            code = 130  # as the command has always ended by it
+    if arguments.plot is not None:
+        write_sweep_plot(arguments.plot, sweep.points)
+    print(json.dumps(sweep.as_json()) if arguments.json else sweep.as_text())
+    return code
+
+
 def _check(arguments: argparse.Namespace) -> tuple[list[float], dict[str, float]]:
     """Return percentiles and goals; raises ConfigError for all that is out of range at once."""
     problems = [
@@ -136,19 +145,40 @@ def _check(arguments: argparse.Namespace) -> tuple[list[float], dict[str, float]
             ("num_prefixes", ">= 1", lambda value: value >= 1),
             ("prefix_len", ">= 1", lambda value: value >= 1),
             ("vocab_size", ">= 1", lambda value: value >= 1),
+            ("sweep_s", "0.1 to 3600", lambda value: 0.1 <= value <= 3600),
         )
         if (value := getattr(arguments, name)) is not None and not is_good(value)
     ]
-    percentiles: list[float] = []
-    for word in arguments.percentiles.split(","):
+    percentiles = _read_numbers("--percentiles", arguments.percentiles, (0, 100), problems)
+    goals_ms = _read_goals(arguments.goodput, problems)
+    if arguments.sweep is not None:
+        arguments.sweep = _read_numbers("--sweep", arguments.sweep, (1, 1000), problems)
+        if DATASETS[arguments.dataset_name].reads_file:
+            problems.append(
+                f"--sweep: sends more requests than dataset {arguments.dataset_name} has; "
+                "takes random or prefix_repetition"
+            )
+    problems += _check_server(arguments)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return percentiles, goals_ms
+
+
+def _read_numbers(option: str, text: str, bounds: tuple[float, float], problems: list[str]) -> list[float]:
+    numbers: list[float] = []
+    for word in text.split(","):
         try:
-            percentiles.append(float(word))
-            if not 0 <= percentiles[-1] <= 100:
+            numbers.append(float(word))
+            if not bounds[0] <= numbers[-1] <= bounds[1]:
                 raise ValueError
         except ValueError:
-            problems.append(f"--percentiles: {word!r} is no number from 0 to 100")
+            problems.append(f"{option}: {word!r} is no number from {bounds[0]} to {bounds[1]}")
+    return numbers
+
+
+def _read_goals(words: list[str], problems: list[str]) -> dict[str, float]:
     goals_ms: dict[str, float] = {}
-    for word in arguments.goodput:
+    for word in words:
         name, _, limit = word.partition(":")
         try:
             goals_ms[name] = float(limit)
@@ -156,10 +186,7 @@ def _check(arguments: argparse.Namespace) -> tuple[list[float], dict[str, float]
                 raise ValueError
         except ValueError:
             problems.append(f"--goodput: {word!r} is not FIGURE:MS with a figure of {', '.join(GOAL_NAMES)}")
-    problems += _check_server(arguments)
-    if problems:
-        raise ConfigError("; ".join(problems))
-    return percentiles, goals_ms
+    return goals_ms
 
 
 def _check_server(arguments: argparse.Namespace) -> list[str]:
@@ -186,10 +213,10 @@ def _check_server(arguments: argparse.Namespace) -> list[str]:
 
 async def _measure(frontend: Frontend, arguments: argparse.Namespace) -> LoadResult:
     generator = np.random.default_rng(arguments.seed)
-    async with _open_backend(frontend, arguments) as (backend, vocab_size, count_tokens):
+    async with open_backend(frontend, arguments) as (backend, vocab_size, count_tokens):
         requests = await make_requests(arguments, generator, vocab_size, count_tokens)
         measured = requests[arguments.num_warmups :]
-        await _warm_up(backend, requests[: arguments.num_warmups])
+        await warm_up(backend, requests[: arguments.num_warmups])
         rate = arguments.request_rate or math.inf
         is_open = arguments.request_rate is not None or arguments.max_concurrency is None
         arrivals_s = draw_arrivals(len(measured), rate, arguments.burstiness, generator) if is_open else None
@@ -201,58 +228,6 @@ async def _measure(frontend: Frontend, arguments: argparse.Namespace) -> LoadRes
                 arguments.max_concurrency,
                 progress.add,
             )
-
-
-@asynccontextmanager
-async def _open_backend(
-    frontend: Frontend, arguments: argparse.Namespace
-) -> AsyncIterator[tuple[Backend, int, Any]]:
-    """Give the backend, the size of its vocabulary, and what counts the tokens of a text, if anything can."""
-    fixed_length = arguments.dataset_name != "custom"
-    sampling = {
-        "temperature": 0.0,
-        **({"ignore_eos": True} if fixed_length else {}),
-        **sampling_of(arguments),
-    }
-    if arguments.backend == "openai":
-        url = arguments.base_url or frontend.base_url
-        async with HttpClient(url, api_key=frontend.api_key, tls=frontend.tls) as http:
-            model = arguments.model or await _only_model(http)
-            yield (
-                OpenAiBackend(http, arguments.endpoint, sampling, model),
-                arguments.vocab_size or 32_000,
-                None,
-            )
-        return
-    async with frontend.open_client() as client:
-        models = await client.list_models()
-        sizes = [model.vocab_size for model in models if arguments.model in ("", model.name)]
-        if not sizes:
-            known = ", ".join(model.name for model in models)
-            raise ConfigError(f"--model: {arguments.model!r} is not served there; there are {known}")
-
-        async def count_tokens(text: str) -> int:
-            return len((await client.tokenize(text, model=arguments.model)).token_ids)
-
-        backend = GrpcBackend(client, sampling, arguments.model)
-        yield backend, arguments.vocab_size or sizes[0], count_tokens
-
-
-async def _only_model(http: HttpClient) -> str:
-    """Return the name of the first model that the server lists."""
-    answer = await http.get("/v1/models")
-    try:
-        return str(json.loads(answer.body)["data"][0]["id"])
-    except (ValueError, TypeError, KeyError, IndexError):
-        raise ConfigError(f"--model: {http.base_url} does not say which models it serves; name one") from None
-
-
-async def _warm_up(backend: Backend, requests: list[LoadRequest]) -> None:
-    """Send them all at once; the first error ends the measurement before it begins."""
-    result = await run_load(backend, requests, [0.0] * len(requests), None)
-    for record in result.records:
-        if record.error:
-            raise TriptychError(f"warm-up: {record.error}")
 
 
 class _Progress:

@@ -56,16 +56,14 @@ def draw_random(
 
 def draw_shared_prefixes(
     num: int,
-    num_prefixes: int,
-    prefix_len: int,
+    prefixes: Sequence[Sequence[int]],
     suffixes: Lengths,
     outputs: Lengths,
     vocab_size: int,
     generator: np.random.Generator,
 ) -> list[LoadRequest]:
-    """Return prompts of random token ids that begin with one of a few prefixes each, in random order."""
-    prefixes = generator.integers(0, vocab_size, (num_prefixes, prefix_len)).tolist()
-    owners = generator.permutation(np.arange(num) % num_prefixes).tolist()
+    """Return prompts of random token ids that begin with one of `prefixes` each, in random order."""
+    owners = generator.permutation(np.arange(num) % len(prefixes)).tolist()
     own = draw_random(num, suffixes, outputs, vocab_size, generator)
     return [
         LoadRequest([*prefixes[owner], *request.prompt], request.max_tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,12 +61,59 @@ def draw_arrivals(
     return times_s
 
 
+def draw_arrivals_within(
+    duration_s: float, rate: float, burstiness: float, generator: np.random.Generator
+) -> NDArray[np.float64]:
+    """Return the ascending times in seconds below `duration_s`, as `draw_arrivals` draws them; perhaps none."""
+    times_s = np.empty(0)
+    while not times_s.size or times_s[-1] < duration_s:
+        more = draw_arrivals(math.ceil(rate * duration_s) + 1, rate, burstiness, generator)
+        times_s = np.concatenate((times_s, more + (times_s[-1] if times_s.size else 0.0)))
+    return times_s[times_s < duration_s]
+
+
+class _Sender:
+    """Sends requests and records what becomes of them; its clock starts with it."""
+
+    def __init__(
+        self, backend: Backend, on_ended: Callable[[RequestRecord], None], timeout_s: float | None
+    ) -> None:
+        self._backend = backend
+        self._on_ended = on_ended
+        self._timeout_s = timeout_s
+        self._started_s = time.perf_counter()
+
+    def now_s(self) -> float:
+        return time.perf_counter() - self._started_s
+
+    async def send(self, request: LoadRequest, due_s: float | None) -> RequestRecord:
+        """Send one request and return its record. `due_s`: None: now."""
+        sent_s = self.now_s()
+        record = RequestRecord(sent_s if due_s is None else due_s, sent_s)
+        left_s = None if self._timeout_s is None else record.due_s + self._timeout_s - sent_s
+        try:
+            async with asyncio.timeout(left_s) as timer:
+                record.counts = await self._backend.answer(
+                    request, lambda: record.piece_times_s.append(self.now_s())
+                )
+        except TriptychError as error:
+            record.error = str(error) or type(error).__name__
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            record.error = f"no whole answer within {self._timeout_s:g} s"
+        record.ended_s = self.now_s()
+        self._on_ended(record)
+        return record
+
+
 async def run_load(
     backend: Backend,
     requests: Sequence[LoadRequest],
     arrivals_s: Sequence[float] | None,
     max_concurrency: int | None,
     on_ended: Callable[[RequestRecord], None] = lambda record: None,
+    timeout_s: float | None = None,
 ) -> LoadResult:
     """Send every request once and wait for the end of all.
 
@@ -74,31 +121,55 @@ async def run_load(
         arrivals_s: When each is due, ascending. None: a closed loop of `max_concurrency` users.
         max_concurrency: Requests in flight at most; others wait, which counts as latency in an open loop. None: any
             number.
+        timeout_s: A request that has not ended so long after it was due fails. None: all are waited for.
     """
+    if arrivals_s is None:
+        num_users = max_concurrency or len(requests)
+        return await run_users(backend, requests, num_users, lambda now_s: False, on_ended, timeout_s)
     places = asyncio.Semaphore(max_concurrency or len(requests) or 1)
-    started_s = time.perf_counter()
+    sender = _Sender(backend, on_ended, timeout_s)
 
-    def now_s() -> float:
-        return time.perf_counter() - started_s
-
-    async def run_one(request: LoadRequest, due_s: float | None) -> RequestRecord:
+    async def run_one(request: LoadRequest, due_s: float) -> RequestRecord:
         async with places:
-            sent_s = now_s()
-            record = RequestRecord(sent_s if due_s is None else due_s, sent_s)
-            try:
-                record.counts = await backend.answer(request, lambda: record.piece_times_s.append(now_s()))
-            except TriptychError as error:
-                record.error = str(error) or type(error).__name__
-            record.ended_s = now_s()
-        on_ended(record)
-        return record
+            return await sender.send(request, due_s)
 
     tasks = []
     async with asyncio.TaskGroup() as group:
-        for number, request in enumerate(requests):
-            due_s = None if arrivals_s is None else float(arrivals_s[number])
-            if due_s is not None and (pause_s := due_s - now_s()) > 0:
+        for request, due_s in zip(requests, arrivals_s, strict=True):
+            if (pause_s := due_s - sender.now_s()) > 0:
                 await asyncio.sleep(pause_s)
-            tasks.append(group.create_task(run_one(request, due_s)))
-    records = [task.result() for task in tasks]
+            tasks.append(group.create_task(run_one(request, float(due_s))))
+    return _result_of([task.result() for task in tasks])
+
+
+async def run_users(
+    backend: Backend,
+    requests: Iterable[LoadRequest],
+    num_users: int,
+    is_over: Callable[[float], bool],
+    on_ended: Callable[[RequestRecord], None] = lambda record: None,
+    timeout_s: float | None = None,
+) -> LoadResult:
+    """Let each user send its next request when its last is answered, until there is none or it is over.
+
+    Args:
+        requests: Shared by the users; may be without end.
+        is_over: Called with the seconds since the start before each request; True: it and all later ones are not sent.
+        timeout_s: As for `run_load`.
+    """
+    sender = _Sender(backend, on_ended, timeout_s)
+    left = iter(requests)
+    records: list[RequestRecord] = []
+
+    async def run_user() -> None:
+        while not is_over(sender.now_s()) and (request := next(left, None)) is not None:
+            records.append(await sender.send(request, None))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_users):
+            group.create_task(run_user())
+    return _result_of(sorted(records, key=lambda record: record.sent_s))
+
+
+def _result_of(records: list[RequestRecord]) -> LoadResult:
     return LoadResult(records, max((record.ended_s for record in records), default=0.0))
