@@ -85,7 +85,8 @@ class Request:
     prompt_logprobs_start: int = 0
     """Log-probabilities of the prompt's positions below this have been reported; 0: none."""
     num_accepted_guesses: int = 0
-    """Output tokens that the worker had guessed, and that came in a step with the token before."""
+    """Output tokens that the worker had guessed, and that came in a step with the token before. As for the next one,
+    those of the engines before are counted in."""
     num_rejected_guesses: int = 0
     """Tokens that the worker had guessed and computed, and that are not in the output."""
     queued_at: float = 0.0
@@ -140,6 +141,11 @@ class Request:
                 request.token_ids.frombytes(emitted.tobytes())
         for request, num_cached_tokens in zip(requests, submit.cached_tokens, strict=False):
             request.num_cached_tokens = num_cached_tokens
+        if submit.guesses is not None:
+            number_to_counts = submit.guesses.by_number
+            for request in requests:
+                counts = number_to_counts.get(request.number, (0, 0))
+                request.num_accepted_guesses, request.num_rejected_guesses = counts
         return requests
 
     @property

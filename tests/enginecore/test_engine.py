@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.helpers.stack import NaiveRunner, make_config
 from triptych.errors import ConfigError
 from triptych.types.facts import PauseMode
 from triptych.types.sampling import SamplingParams
+from triptych.types.step import RequestGuesses
 from triptych.types.submit import single_choice
 from triptych_services.enginecore.engine import EngineCore
 
@@ -242,6 +244,25 @@ def test_the_oldest_waiting_request_is_told() -> None:
     assert oldest_s() == 3
     step(engine, runner)
     assert oldest_s() == 0
+
+
+def test_guesses_are_told_with_tokens_and_counted_over_engines() -> None:
+    engine, runner = make_engine(max_samples_per_row=5)
+    submit(engine, 1, max_tokens=60, guesses=RequestGuesses.of({1: (7, 9)}))
+    submit(engine, 2, max_tokens=60)
+    told, num_together = dict[int, tuple[int, int]](), Counter[int]()
+    while engine.num_requests:
+        step(engine, runner)
+        batch = engine.take_outputs()[SESSION]
+        num_together.update({n: count - 1 for n, count in Counter(batch.owners.tolist()).items()})
+        told |= {} if batch.guesses is None else batch.guesses.by_number
+        for end in batch.finished:
+            assert told[end.number] == (end.timings.num_accepted_guesses, end.timings.num_rejected_guesses)
+    assert engine.scheduler is not None
+    counters = engine.scheduler.counters
+    accepted, rejected = zip(told[1], told[2], strict=True)
+    assert accepted == (7 + num_together[1], num_together[2])
+    assert sum(rejected) - 9 == counters.num_guesses - counters.num_accepted_guesses > 0
 
 
 def test_first_tokens_are_named_once_and_with_the_first_engine_s_count() -> None:

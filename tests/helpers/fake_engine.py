@@ -26,7 +26,7 @@ from triptych.types.outputs import (
     StageTimings,
 )
 from triptych.types.sampling import MAX_CHOICES
-from triptych.types.step import LogprobColumns
+from triptych.types.step import LogprobColumns, RequestGuesses
 from triptych.types.submit import EngineLimits, EngineWelcome, SubmitRequest
 from triptych.wire.admin import status_to_proto
 from triptych.wire.columns import u32_from_bytes
@@ -251,12 +251,14 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
         stop_token_id: int | None = None,
         logprobs: LogprobColumns | None = None,
         first_cached_tokens: int | None = None,
+        guesses: tuple[int, int] = (0, 0),
     ) -> None:
         """Send one batch that holds this request alone.
 
         Args:
             first_cached_tokens: Say that these are its first tokens, and that so many of its prompt were cached. None:
                 say nothing, as an engine of the version before.
+            guesses: Accepted and rejected ones so far; (0, 0): there were none.
         """
         finished = ()
         if finish is not None:
@@ -272,6 +274,7 @@ class FakeEngine(engine_core_pb2_grpc.EngineCoreServiceServicer):
                 logprobs=logprobs,
                 first_numbers=u32([] if first_cached_tokens is None else [request.number]),
                 first_cached_tokens=u32([] if first_cached_tokens is None else [first_cached_tokens]),
+                guesses=RequestGuesses.of({request.number: guesses} if any(guesses) else {}),
             ),
         )
 

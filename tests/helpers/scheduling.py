@@ -8,7 +8,7 @@ prefix, or that was never written, is caught at once.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -25,6 +25,7 @@ from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import (
     F32,
+    U32,
     NewRow,
     PromptLogprobs,
     RowError,
@@ -32,6 +33,7 @@ from triptych.types.step import (
     RowKey,
     StepPlan,
     StepResult,
+    VerifiedGuesses,
 )
 from triptych.types.submit import single_choice
 from triptych_services.enginecore.request import Request
@@ -275,7 +277,7 @@ class NaiveWorker:
         self._apply_changes(plan)
         counts = self._counts(plan)
         limits = self._limits(plan, counts)
-        guess_counts = list[int]()
+        guess_counts, verified, accepted = list[int](), dict[int, int](), dict[int, int]()
         garbage_slots = {*failing_slots, *spoiled_slots}
         self.has_failed |= bool(garbage_slots)
         spans = {
@@ -318,6 +320,9 @@ class NaiveWorker:
                     assert plan.may_defer_rows
                     errors[row.new.key] = RowError("made to wait", RowErrorCode.NOT_READY, kv_is_valid=True)
                 drawn = self._draw(row, limits.get(slot, 1), is_misled=slot in misled or is_deferred)
+                if slot in limits:
+                    verified[len(token_counts)] = limits[slot] - 1
+                    accepted[len(token_counts)] = len(drawn) - 1
                 token_ids += [] if is_failing else drawn
                 token_counts.append(0 if is_failing else len(drawn))
                 guess_counts.append(
@@ -332,6 +337,7 @@ class NaiveWorker:
             prompt_logprobs=scored,
             vectors=vectors,
             guess_counts=np.array(guess_counts if any(guess_counts) else [], np.uint32),
+            guesses=_verified(verified, accepted),
         )
 
     def _draw(self, row: WorkerRow, limit: int, *, is_misled: bool) -> list[int]:
@@ -517,6 +523,21 @@ class NaiveWorker:
                 block, offset = divmod(position, group.block_size)
                 assert table[block] != 0, "the null block is never used"
                 self.cells[table[block], offset] = index, content
+
+
+def _verified(row_to_count: dict[int, int], row_to_accepted: dict[int, int]) -> tuple[VerifiedGuesses, ...]:
+    """Return what a result says of guesses, by sampling row."""
+    if not row_to_count:
+        return ()
+
+    def by_place(counts: Iterable[int]) -> U32:
+        counts = list(counts)
+        return np.array([sum(count > place for count in counts) for place in range(most)], np.uint32)
+
+    most = max(row_to_count.values())
+    rows, counts = (np.array(list(each), np.uint32) for each in (row_to_count, row_to_count.values()))
+    places = by_place(row_to_count.values()), by_place(row_to_accepted.values())
+    return (VerifiedGuesses("naive", *places, rows, counts),)
 
 
 @dataclass

@@ -39,6 +39,7 @@ from triptych.types.step import (
     LogprobColumns,
     NewRow,
     PromptLogprobs,
+    RequestGuesses,
     RowContent,
     RowError,
     StepPlan,
@@ -275,6 +276,12 @@ def verified_guesses(draw: Any) -> VerifiedGuesses:
     return VerifiedGuesses(draw(st.sampled_from(["ngram", "suffix"])), *columns)
 
 
+@st.composite
+def request_guesses(draw: Any) -> RequestGuesses:
+    num_requests = draw(st.integers(0, 3))
+    return RequestGuesses(*(draw(u32_column(num_requests)) for _ in range(3)))
+
+
 def row_contents() -> st.SearchStrategy:
     return build(RowContent, step_pb2.RowContent)
 
@@ -439,6 +446,7 @@ CONSTRAINED |= {
     SamplingParams: lambda: sampling,
     LogprobColumns: logprob_columns,
     PromptLogprobs: prompt_logprobs,
+    RequestGuesses: request_guesses,
     VerifiedGuesses: verified_guesses,
     StepPlan: plans,
     StepResult: results,

@@ -9,7 +9,7 @@ from enum import IntEnum
 import numpy as np
 
 from triptych.types.logprobs import TokenLogprobs
-from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, empty_u32
+from triptych.types.step import F32, U32, LogprobColumns, PromptLogprobs, RequestGuesses, empty_u32
 from triptych.types.submit import SubmitRequest
 
 _BATCH_BYTES = 1024  # of an output batch without content, with its objects
@@ -160,6 +160,8 @@ class OutputBatch:
     """[f] prompt tokens of each that the first engine with output of it found in its cache."""
     vectors: Mapping[int, F32] = field(default_factory=dict)
     """Number -> [num_vectors, num_columns] of each pooled request that ends in this batch."""
+    guesses: RequestGuesses | None = None
+    """Counts of the requests that had guesses since the last batch; None: none had."""
     cache: CacheNews | None = None
     load: LoadReport | None = None
     """As it is with everything that came before this; None: no news."""
@@ -176,6 +178,8 @@ class OutputBatch:
         for vectors in self.vectors.values():
             num_bytes += vectors.nbytes
         num_bytes += sum(request.num_bytes for request in self.attached)
+        if self.guesses is not None:
+            num_bytes += 12 * len(self.guesses.numbers)
         if self.cache is not None:
             num_bytes += self.cache.num_bytes
         return num_bytes + sum(128 + len(failure.message) for failure in self.failures)

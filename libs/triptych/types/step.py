@@ -296,6 +296,33 @@ class VerifiedGuesses:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RequestGuesses:
+    """The accepted and rejected guesses at tokens of some requests so far, at all engines that had them."""
+
+    numbers: U32
+    """[num_requests] names of the requests."""
+    accepted: U32
+    """[num_requests] output tokens of each that were guessed ahead, and so took no step of their own."""
+    rejected: U32
+    """[num_requests] guesses of each that were computed, and did not come."""
+
+    @staticmethod
+    def of(number_to_counts: Mapping[int, tuple[int, int]]) -> RequestGuesses | None:
+        """Return the columns of accepted and rejected guesses by number; None if there are none."""
+        if not number_to_counts:
+            return None
+        numbers = np.array(list(number_to_counts), np.uint32)
+        accepted, rejected = np.array(list(number_to_counts.values()), np.uint32).T
+        return RequestGuesses(numbers, accepted, rejected)
+
+    @property
+    def by_number(self) -> dict[int, tuple[int, int]]:
+        """The accepted and the rejected guesses of each request."""
+        counts = zip(self.accepted.tolist(), self.rejected.tolist(), strict=True)
+        return dict(zip(self.numbers.tolist(), counts, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """The worker's answer to one step.
 

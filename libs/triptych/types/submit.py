@@ -14,7 +14,7 @@ from triptych.types.facts import ModelFacts
 from triptych.types.kv_transfer import LEASE_BYTES, EngineRole, KvEndpoint, KvSource, Width
 from triptych.types.pooling import GENERATION, PoolingParams
 from triptych.types.sampling import MAX_CHOICES, SamplingParams
-from triptych.types.step import U32, U64
+from triptych.types.step import U32, U64, RequestGuesses
 
 MAX_SUBMIT_BYTES = 32 << 20
 """Limit of one request in bytes: half of the largest message between the tiers."""
@@ -81,6 +81,8 @@ class SubmitRequest:
     cached_tokens: tuple[int | None, ...] = ()
     """[num_choices] prompt tokens that the engine with the first token of each found in its cache; None: not known.
     Empty: not known of any."""
+    guesses: RequestGuesses | None = None
+    """Counts of those of its choices that had guesses at other engines; None: none had."""
     model_digest: str = ""
     """`ModelIdentity.digest` of the engine's model when the engine was chosen to go on with `emitted`. An engine that
     has another model by now refuses the request, which goes on where its tokens stay the same. Empty: any model."""
@@ -98,6 +100,7 @@ class SubmitRequest:
         emitted = sum(8 + token_ids.nbytes for token_ids in self.emitted)
         kept = len(self.resume_secret) + len(self.frontend_state) + 4 * len(self.cached_tokens)
         kept += len(self.model_digest) + len(self.adapter_digest)
+        kept += 0 if self.guesses is None else 12 * len(self.guesses.numbers)
         return columns + emitted + kept + 4 * num_chars + self.sampling.num_bytes + _SCALAR_BYTES
 
 

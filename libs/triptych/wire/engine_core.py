@@ -11,6 +11,7 @@ from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import engine_core_pb2
 from triptych.prefix_hash import HASH_BYTES
 from triptych.types.outputs import CacheNews, FinishedRequest, FinishReason, OutputBatch, StageTimings
+from triptych.types.step import RequestGuesses
 from triptych.types.submit import AttachRequest, EngineWelcome, SubmitRequest
 from triptych.wire import result as result  # its codecs are part of a batch's
 from triptych.wire import worker as worker  # and its of a welcome's
@@ -25,6 +26,11 @@ from triptych.wire.columns import (
 )
 from triptych.wire.result import vectors_from_proto, vectors_to_proto
 from triptych.wire.step import check_task, task_number
+
+
+def _check_guesses(guesses: RequestGuesses, message: object) -> RequestGuesses:
+    check_equal_lengths(numbers=guesses.numbers, accepted=guesses.accepted, rejected=guesses.rejected)
+    return guesses
 
 
 def _check_batch(batch: OutputBatch, message: object) -> OutputBatch:
@@ -56,6 +62,7 @@ def _check_choices(request: SubmitRequest, message: object) -> SubmitRequest:
     return request
 
 
+_GUESSES = codec(RequestGuesses, engine_core_pb2.RequestGuesses, finish=_check_guesses)
 _SUBMIT = codec(
     SubmitRequest,
     engine_core_pb2.Submit,

@@ -15,7 +15,7 @@ from triptych.types.outputs import (
     RequestFailure,
     RequestPromptLogprobs,
 )
-from triptych.types.step import F32, U32, LogprobColumns, StepResult, empty_u32
+from triptych.types.step import F32, U32, LogprobColumns, RequestGuesses, StepResult, empty_u32
 from triptych.types.submit import SubmitRequest
 from triptych_services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
 from triptych_services.enginecore.frontends.routing_updates import RoutingUpdate
@@ -58,6 +58,8 @@ class _Gathered:
     first_numbers: list[int] = field(default_factory=list)
     first_cached_tokens: list[int] = field(default_factory=list)
     """This and the one before: as in `OutputBatch`."""
+    guesses: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Number of each request that had some -> its accepted and rejected ones so far."""
     attached: list[SubmitRequest] = field(default_factory=list)
 
     @property
@@ -198,6 +200,10 @@ class SessionOutputs:
             return
         for request in output.first:
             self._note_first(request)
+        for request in output.guessed:
+            reader = self._kept.reader_of(ChoiceKey(request.session, request.number))
+            if reader is not None and (gathered := self._gathered.get(reader.session)) is not None:
+                gathered.guesses[reader.number] = request.num_accepted_guesses, request.num_rejected_guesses
         if result.logprobs is not None and self._kept.logprobs:
             chosen = _select_logprobs(result.logprobs, output.rows, 0)
             if chosen is not None:
@@ -312,6 +318,7 @@ def _to_batch(gathered: _Gathered, num_free_places: int, update: RoutingUpdate |
         released=np.array(gathered.released, dtype=np.uint32),
         first_numbers=np.array(gathered.first_numbers, dtype=np.uint32),
         first_cached_tokens=np.array(gathered.first_cached_tokens, dtype=np.uint32),
+        guesses=RequestGuesses.of(gathered.guesses) if gathered.guesses else None,
         cache=update.cache if update is not None else None,
         load=update.load if update is not None else None,
     )

@@ -18,7 +18,7 @@ from triptych.errors import (
 from triptych.types.facts import WorkerFacts
 from triptych.types.journal import Aborted, SessionClosed, SessionOpened, Submitted
 from triptych.types.outputs import FinishedRequest, OutputBatch
-from triptych.types.step import U32, LogprobColumns
+from triptych.types.step import U32, LogprobColumns, RequestGuesses
 from triptych.types.submit import MAX_SUBMIT_BYTES, AttachRequest, SubmitRequest
 from triptych_services.enginecore.frontends.kept_requests import ChoiceKey, KeptRequest, KeptRequests
 from triptych_services.enginecore.frontends.outputs import SessionOutputs
@@ -237,6 +237,7 @@ class FrontendRequests:
         """
         seen: list[U32] = []
         cached_tokens: list[int | None] = []
+        guesses: dict[int, tuple[int, int]] = {}
         unseen: list[U32] = []
         logprobs: list[list[LogprobColumns]] = []
         for index, key in enumerate(kept.keys):
@@ -251,6 +252,9 @@ class FrontendRequests:
                 assert request is not None, "a choice has not ended and is not alive"
                 output = self._scheduler.requests.output_of(request)
                 cached_tokens.append(request.num_cached_tokens)
+                if request.num_accepted_guesses or request.num_rejected_guesses:
+                    counts = request.num_accepted_guesses, request.num_rejected_guesses
+                    guesses[attach.numbers[index]] = counts
             if num_seen > len(output):
                 raise InvalidRequest("seen", f"{num_seen} tokens of a choice that has {len(output)}")
             seen.append(output[:num_seen])
@@ -265,6 +269,7 @@ class FrontendRequests:
             emitted=tuple(seen),
             deadline_remaining_ms=remaining_ms,
             cached_tokens=tuple(cached_tokens),
+            guesses=RequestGuesses.of(guesses),
         )
         if attached.num_bytes + sum(4 * len(token_ids) for token_ids in unseen) > MAX_SUBMIT_BYTES:
             raise NotKept(

@@ -89,8 +89,10 @@ class ResultReader:
         )
         if self._states.draining:
             output = self._with_late_tokens(output, step, result, np.flatnonzero(~is_live))
-        for request, most in guessed:
-            request.num_rejected_guesses += max(most - request.num_accepted_guesses, 0)
+        if guessed:
+            for request, most in guessed:
+                request.num_rejected_guesses += max(most - request.num_accepted_guesses, 0)
+            output = replace(output, guessed=tuple(request for request, _ in guessed))
         if step.pooled_rows:
             output = self._with_vectors(output, step, result)
         if self._first:

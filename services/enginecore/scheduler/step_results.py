@@ -55,6 +55,8 @@ class StepOutput:
     """Parts of prompts; the parts of one request are in order."""
     first: tuple[Request, ...] = ()
     """The requests that got their first tokens by this step."""
+    guessed: tuple[Request, ...] = ()
+    """The requests that had guesses in this step."""
     vectors: tuple[tuple[Request, F32], ...] = ()
     """[num_vectors, num_columns] of each pooled request; all of them are among `finished`."""
 

@@ -55,6 +55,8 @@ class ChoiceOutput(NamedTuple):
     """The engine cannot end the choice in time and would give it to another one. Until then it computes it."""
     vectors: F32 | None = None
     """[num_vectors, num_columns] of a pooled request. They come with its end."""
+    guesses: tuple[int, int] | None = None
+    """Its accepted and its rejected guesses so far, at all engines. They come before the tokens of their step."""
 
 
 ADMITTED = ChoiceOutput()
@@ -242,6 +244,10 @@ class EngineSession:
             for number, num_cached_tokens in firsts:
                 if (sink := sinks.get(number)) is not None:
                     sink.on_output(ChoiceOutput(num_cached_tokens=num_cached_tokens))
+        if batch.guesses is not None:
+            for number, counts in batch.guesses.by_number.items():
+                if (sink := sinks.get(number)) is not None:
+                    sink.on_output(ChoiceOutput(guesses=counts))
         finishes = {finish.number: finish for finish in batch.finished}
         if len(batch.numbers):
             self._dispatch_tokens(batch, finishes)

@@ -234,7 +234,9 @@ class AttachedStream:
             route.choice.num_cached_tokens = num_cached_tokens
             routes.append(route)
         outputs.send_by(routes)
+        number_to_guesses = {} if request.guesses is None else request.guesses.by_number
         for number, route in zip(self.numbers, routes, strict=True):
+            route.guesses = number_to_guesses.get(number, route.guesses)
             route.take_up(self.engine, number)
             if seen.get(route.choice.index, _NOTHING).is_finished:
                 route.choice.end_as_seen(len(route.emitted))

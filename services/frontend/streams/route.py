@@ -18,7 +18,7 @@ from triptych.types.kv_transfer import KvSource
 from triptych.types.outputs import FinishedRequest
 from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import U32
+from triptych.types.step import U32, RequestGuesses
 from triptych.types.submit import ModelTerms, RequestHead, RequestNeeds, SubmitRequest
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.engines.session import ChoiceOutput, EngineLoss
@@ -82,6 +82,9 @@ class Submission:
         emitted = tuple(np.array(route.emitted, np.uint32) for route in routes)
         is_moved = routes[0].is_admitted
         cached_tokens = [route.choice.num_cached_tokens for route in routes] if is_moved else []
+        guesses = {
+            number: route.guesses for number, route in zip(numbers, routes, strict=True) if any(route.guesses)
+        }
         return SubmitRequest(
             head=self.head,
             numbers=np.array(numbers, np.uint32),
@@ -96,6 +99,7 @@ class Submission:
             is_moved=is_moved,
             kv_source=None if is_moved else self.kv_source,
             cached_tokens=tuple(cached_tokens),
+            guesses=RequestGuesses.of(guesses),
             adapter="" if self.wanted.adapter is None else self.wanted.adapter.name,
             adapter_digest=self.wanted.adapter_digest,
             model_digest="" if moved_to is None else moved_to.identity.digest,
@@ -225,6 +229,8 @@ class ChoiceRoute:
         """Times that it has moved to another engine."""
         self.engine_names: list[str] = []
         """Engines that it was submitted to, in turn."""
+        self.guesses = 0, 0
+        """Guesses of its engines so far that were accepted, and that were rejected."""
         self.is_exact = True
         """It goes on as if it had not moved: the engines that it has come to compute the same bits."""
         self._on_change = on_change
@@ -309,6 +315,9 @@ class ChoiceRoute:
         self._become(RouteState.MOVING)
 
     def on_output(self, output: ChoiceOutput) -> None:
+        if output.guesses is not None:  # counts only
+            self.guesses = output.guesses
+            return
         choice, finish, was_admitted = self.choice, output.finish, self.is_admitted
         has_tokens = bool(output.token_ids) or finish is not None
         is_computed = has_tokens or output.prompt_logprobs is not None
@@ -401,8 +410,8 @@ class ChoiceRoute:
         return True
 
     def _whole_account(self, finish: FinishedRequest) -> FinishedRequest:
-        """Return the end with the times of all engines, as they were seen here, the cached tokens of the first one, and
-        the guesses of the last one."""
+        """Return the end with the times of all engines, as they were seen here, and the cached tokens of the first one.
+        The last one has counted the guesses of all, unless one of them is of the version before."""
         assert self._first_token_ns is not None, "a token, or the end, has come"
         timings = replace(
             finish.timings,

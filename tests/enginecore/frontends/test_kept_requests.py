@@ -15,6 +15,7 @@ import pytest
 from tests.helpers.stack import NaiveRunner, make_config
 from triptych.types.outputs import FinishReason, OutputBatch
 from triptych.types.sampling import SamplingParams
+from triptych.types.step import RequestGuesses
 from triptych.types.submit import AttachRequest, RequestHead, SubmitRequest
 from triptych_services.enginecore.engine import EngineCore
 
@@ -34,12 +35,12 @@ class Time:
 class Bench:
     """An engine with a naive worker, and what each session has heard."""
 
-    def __init__(self, max_kept_bytes: int = 1 << 20) -> None:
+    def __init__(self, max_kept_bytes: int = 1 << 20, max_samples_per_row: int = 1) -> None:
         config = make_config()
         config = replace(config, engine=replace(config.engine, max_kept_bytes=max_kept_bytes))
         self.time = Time()
         self.engine = EngineCore(config, self.time)
-        self.runner = NaiveRunner(config, 200, 512)
+        self.runner = NaiveRunner(config, 200, 512, max_samples_per_row)
         self.heard: dict[int, list[OutputBatch]] = {}
         for session in (OLD, NEW, NEWEST):
             self.engine.frontends.open_session(session)
@@ -136,6 +137,25 @@ def test_another_session_goes_on_at_every_place(num_steps: int, is_lost: bool) -
     for number, emitted, whole in zip((11, 12, 13), attached.emitted, unbroken([1, 2, 3]), strict=True):
         assert emitted.tolist() + bench.tokens(NEW, number) == whole
     assert bench.ends(NEW) == dict.fromkeys((11, 12, 13), FinishReason.LENGTH)
+    bench.check_all_back()
+
+
+def test_counts_of_guesses_come_with_a_request() -> None:
+    bench = Bench(max_samples_per_row=4)
+    bench.submit((1, 2), guesses=RequestGuesses.of({2: (7, 9)}))
+    bench.run(4)
+    counts = {
+        number: told for b in bench.heard[OLD] if b.guesses for number, told in b.guesses.by_number.items()
+    }
+    assert counts.keys() == {1, 2}
+    bench.attach((11, 12), (1, 1))
+    bench.run()
+    guesses = bench.attached(NEW).guesses
+    assert guesses is not None
+    assert guesses.by_number == {11: counts[1], 12: counts[2]}
+    ends = {end.number: end.timings for batch in bench.heard[NEW] for end in batch.finished}
+    assert ends[12].num_accepted_guesses > counts[2][0] >= 7
+    assert ends[12].num_rejected_guesses >= counts[2][1] >= 9
     bench.check_all_back()
 
 

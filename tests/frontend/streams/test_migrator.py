@@ -327,6 +327,21 @@ async def test_usage_has_the_cached_tokens_of_the_first_engine(says_first: bool)
         assert got.finished.usage.num_cached_tokens == (2 if says_first else NUM_CACHED)
 
 
+async def test_counts_of_guesses_go_to_the_next_engine() -> None:
+    async with two_engines() as (first, second, core):
+        task, choice = await submitted_to(first, second, core)
+        assert choice.request.guesses is None
+        for counts in ((1, 0), (2, 3)):
+            first.emit(choice, [70, 70], guesses=counts)
+        await eventually(lambda: core.metric("generation_tokens_total") == 4)
+        await first.die()
+        moved = await second.next_submit()
+        assert moved.request.guesses is not None
+        assert moved.request.guesses.by_number == {moved.number: (2, 3)}
+        second.emit(moved, [71], finish=FinishReason.LENGTH)
+        await task
+
+
 async def test_usage_after_a_move_without_output_is_of_the_second_engine() -> None:
     async with two_engines() as (first, second, core):
         task, _ = await submitted_to(first, second, core)

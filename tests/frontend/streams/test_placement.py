@@ -41,9 +41,9 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand(keep_s: float = 10.0) -> AsyncIterator[Stand]:
+async def stand(keep_s: float = 10.0, max_samples_per_row: int = 1) -> AsyncIterator[Stand]:
     config = make_config()
-    runner = NaiveRunner(config, 600)
+    runner = NaiveRunner(config, 600, max_samples_per_row=max_samples_per_row)
     worker = WorkerStack(config, runner)
     await worker.start()
     engine = EngineStack(make_config(worker.port))
@@ -149,6 +149,28 @@ async def test_another_frontend_goes_on_where_the_client_is(shape: str, num_delt
                     await read(events, Seen(), never)
         assert seen.outcome == whole.outcome
         s.check_idle()
+
+
+async def test_counts_of_guesses_are_taken_along() -> None:
+    """They are those of the engine when it is lost by the second frontend, which had only the last tokens."""
+    async with stand(max_samples_per_row=5) as s:
+        seen = Seen()
+        async with aclosing(s.first.generator.generate(request())) as events:
+            await read(events, seen, lambda seen: bool(seen.token) and seen.num_deltas >= 3)
+            s.runner.may_step.clear()
+            rest = s.second.generator.attach(ResumeToken.parse(seen.token), seen.position, "grpc")
+            async with aclosing(rest):
+                assert isinstance(await anext(rest), AttachedEvent)
+                (request_of,) = s.engine.loop._engine.scheduler.snapshot().running
+                counts = request_of.num_accepted_guesses, request_of.num_rejected_guesses
+                await s.engine.stop()
+                async with asyncio.timeout(20):
+                    while not s.second.migrator.num_waiting:
+                        await asyncio.sleep(0.01)
+                (route,) = s.second.migrator._waiting
+                assert route.guesses == counts
+                assert sum(counts) > 0
+            s.runner.may_step.set()
 
 
 @pytest.mark.parametrize("num_deltas", range(0, 12, 2))

@@ -109,6 +109,9 @@ class Way:
         """A stop string is complete, which the engine does not know."""
         self.route.on_output(ChoiceOutput(TOKENIZER.encode("X")))
 
+    def guessed(self) -> None:
+        self.route.on_output(ChoiceOutput(guesses=(2, 3)))
+
     def finish(self) -> None:
         self.route.on_output(ChoiceOutput(finish=FINISH))
 
@@ -377,9 +380,10 @@ async def test_a_stream_of_another_frontend_is_admitted_when_it_is_taken_up() ->
     assert (way.route.num_deaths, way.heard) == (0, ["BEGUN", "LOST"])
 
 
-@pytest.mark.parametrize("events", ["begin token finish", "begin token lost begin token finish"])
-async def test_guesses_are_those_of_the_last_engine(events: str) -> None:
-    timings = Way().go(events).route.choice.timings
+async def test_the_last_engine_counts_the_guesses_of_all() -> None:
+    way = Way().go("begin guessed token lost")
+    assert way.route.guesses == (2, 3)
+    timings = way.go("begin token finish").route.choice.timings
     assert (timings.num_accepted_guesses, timings.num_rejected_guesses) == (4, 5)
 
 

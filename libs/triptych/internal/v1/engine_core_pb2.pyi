@@ -150,7 +150,7 @@ class SubmitBatch(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output", "task", "num_engine_deaths", "is_moved", "keep_ms", "resume_secret", "frontend_state", "kv_lease", "kv_source", "num_cached_tokens_plus_one", "model_digest", "pooling", "adapter_digest")
+    __slots__ = ("numbers", "request_id", "prompt_token_ids", "emitted_token_ids", "sampling", "seeds", "priority", "tenant", "cache_salt", "deadline_remaining_ms", "adapter", "whole_output", "task", "num_engine_deaths", "is_moved", "keep_ms", "resume_secret", "frontend_state", "kv_lease", "kv_source", "num_cached_tokens_plus_one", "model_digest", "pooling", "adapter_digest", "guesses")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,7 @@ class Submit(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
     numbers: bytes
     request_id: str
     prompt_token_ids: bytes
@@ -199,10 +200,11 @@ class Submit(_message.Message):
     model_digest: str
     pooling: _step_pb2.PoolingParams
     adapter_digest: str
-    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ..., task: _Optional[_Union[_step_pb2.Task, str]] = ..., num_engine_deaths: _Optional[int] = ..., is_moved: bool = ..., keep_ms: _Optional[int] = ..., resume_secret: _Optional[bytes] = ..., frontend_state: _Optional[bytes] = ..., kv_lease: _Optional[bytes] = ..., kv_source: _Optional[_Union[_kv_transfer_pb2.KvSource, _Mapping]] = ..., num_cached_tokens_plus_one: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., pooling: _Optional[_Union[_step_pb2.PoolingParams, _Mapping]] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
+    guesses: RequestGuesses
+    def __init__(self, numbers: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., emitted_token_ids: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., adapter: _Optional[str] = ..., whole_output: bool = ..., task: _Optional[_Union[_step_pb2.Task, str]] = ..., num_engine_deaths: _Optional[int] = ..., is_moved: bool = ..., keep_ms: _Optional[int] = ..., resume_secret: _Optional[bytes] = ..., frontend_state: _Optional[bytes] = ..., kv_lease: _Optional[bytes] = ..., kv_source: _Optional[_Union[_kv_transfer_pb2.KvSource, _Mapping]] = ..., num_cached_tokens_plus_one: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., pooling: _Optional[_Union[_step_pb2.PoolingParams, _Mapping]] = ..., adapter_digest: _Optional[str] = ..., guesses: _Optional[_Union[RequestGuesses, _Mapping]] = ...) -> None: ...
 
 class OutputBatch(_message.Message):
-    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places", "released", "attached", "stored_hashes", "evicted_hashes", "load", "is_cache_cleared", "first_numbers", "first_cached_tokens", "vectors")
+    __slots__ = ("batch_id", "admitted", "numbers", "token_counts", "token_ids", "logprobs", "finished", "failures", "messages_received", "prompt_logprobs", "num_free_places", "released", "attached", "stored_hashes", "evicted_hashes", "load", "is_cache_cleared", "first_numbers", "first_cached_tokens", "vectors", "guesses")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +225,7 @@ class OutputBatch(_message.Message):
     FIRST_NUMBERS_FIELD_NUMBER: _ClassVar[int]
     FIRST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     admitted: bytes
     numbers: bytes
@@ -243,7 +246,18 @@ class OutputBatch(_message.Message):
     first_numbers: bytes
     first_cached_tokens: bytes
     vectors: _containers.RepeatedCompositeFieldContainer[RequestVectors]
-    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_step_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ..., released: _Optional[bytes] = ..., attached: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stored_hashes: _Optional[bytes] = ..., evicted_hashes: _Optional[bytes] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., is_cache_cleared: bool = ..., first_numbers: _Optional[bytes] = ..., first_cached_tokens: _Optional[bytes] = ..., vectors: _Optional[_Iterable[_Union[RequestVectors, _Mapping]]] = ...) -> None: ...
+    guesses: RequestGuesses
+    def __init__(self, batch_id: _Optional[int] = ..., admitted: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_step_pb2.LogprobColumns, _Mapping]] = ..., finished: _Optional[_Union[FinishedColumns, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., messages_received: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RequestPromptLogprobs, _Mapping]]] = ..., num_free_places: _Optional[int] = ..., released: _Optional[bytes] = ..., attached: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stored_hashes: _Optional[bytes] = ..., evicted_hashes: _Optional[bytes] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., is_cache_cleared: bool = ..., first_numbers: _Optional[bytes] = ..., first_cached_tokens: _Optional[bytes] = ..., vectors: _Optional[_Iterable[_Union[RequestVectors, _Mapping]]] = ..., guesses: _Optional[_Union[RequestGuesses, _Mapping]] = ...) -> None: ...
+
+class RequestGuesses(_message.Message):
+    __slots__ = ("numbers", "accepted", "rejected")
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    numbers: bytes
+    accepted: bytes
+    rejected: bytes
+    def __init__(self, numbers: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., rejected: _Optional[bytes] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
     __slots__ = ("num_prefill_tokens", "num_running", "num_waiting", "num_free_blocks", "num_free_rows", "prefill_token_s", "decode_step_s", "row_interval_s")

@@ -16,10 +16,9 @@ class CompletionTokensDetails(Answer):
     reasoning_tokens: int
     """Thought before the answer, where the model's reasoning is known apart."""
     accepted_prediction_tokens: int
-    """Guessed ahead by the engine, so that they took no step of their own. If the request has moved to another engine:
-    those of the last one."""
+    """Guessed ahead by the engine, so that they took no step of their own."""
     rejected_prediction_tokens: int
-    """Guessed ahead by the engine, computed, and not in the output; likewise. They are not counted as output."""
+    """Guessed ahead by the engine, computed, and not in the output. They are not counted as output."""
 
 
 class MovesAnswer(Answer):
