@@ -3,7 +3,8 @@
     python -m benchmarks.worker.speculation [--streams 1] [--model.quantization q4] [any other option of the config]
 
 Greedy answers to prompts of four kinds, those of the last one in the form of a JSON schema. Both runners answer each
-prompt in turn; prompts are cached, so the time is that of decoding. An answer that differs is an error.
+prompt in turn; prompts are cached, so the time is that of decoding. An answer that differs is an error. With `--wrong`
+each guess is a wrong one, so the ratio is what guesses lose at most.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
@@ -26,8 +28,12 @@ from triptych.config import EngineConfig
 from triptych.config.loader import add_config_flags, config_from_arguments
 from triptych.hub import resolve_model
 from triptych.types.sampling import SamplingParams
+from triptych.types.step import NewRow
 from triptych.types.structured import StructuredOutputs, compiled
 from triptych_services.worker.runner.base import Runner
+from triptych_services.worker.runner.drafting import create as drafting
+from triptych_services.worker.runner.drafting.base import I64, Guesses
+from triptych_services.worker.sampling.params import TokenHistory
 from triptych_services.worker.service.startup import load_runner
 
 _TEXT = (
@@ -89,6 +95,9 @@ _KIND_TO_QUESTIONS = {
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     config = config_from_arguments(arguments)
+    if arguments.wrong:
+        drafting._OWN["ngram"] = lambda sources: WrongProposer(sources.history)
+        config = replace(config, speculative=replace(config.speculative, proposers="ngram"))
     directory = resolve_model(config.model.model)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     engines = {
@@ -124,6 +133,28 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
         yield Figure(f"{title}, on against off", "x", tuple(gains))
 
 
+class WrongProposer:
+    """A `Proposer` that guesses as many tokens as it may, each the token before it: few texts go on like that."""
+
+    name = "wrong"
+
+    def __init__(self, history: TokenHistory) -> None:
+        self._history = history
+
+    def enter(self, row: NewRow) -> None:
+        """Do nothing: it knows nothing of rows."""
+
+    def leave(self, slot: int) -> None:
+        """Do nothing."""
+
+    def accept(self, slots: I64, counts: I64) -> None:
+        """Do nothing."""
+
+    def propose(self, slots: I64, limits: I64) -> Guesses:
+        newest = self._history.token_ids[slots, self._history.num_known[slots] - 1]
+        return Guesses(np.repeat(newest.astype(np.int64), limits), limits)
+
+
 def runner_of(config: EngineConfig, is_on: bool) -> Runner:
     """Load the model into a runner that guesses, or into one that does not.
 
@@ -153,6 +184,7 @@ if __name__ == "__main__":
     kinds = tuple(_KIND_TO_QUESTIONS)
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--wrong", action="store_true", help="guess wrong tokens only")
     parser.add_argument("--temperature", type=float, default=0.0)
     add_config_flags(parser)
     sys.exit(run(parser, measure))
