@@ -196,11 +196,18 @@ class LayerSpec:
     """Not None: the attention is latent, with `num_kv_heads` 1 and `head_dim` the elements of a query."""
     kv_from: int = -1
     """The layer with the keys and values that this one reads; -1: its own."""
+    value_is_key: bool = False
+    """Whether values are made of the projection of keys, before its norm and rotation; there is no other."""
     mlp: str = "gated"
     """gated: `down(act(gate(x)) * up(x))`. plain: `down(act(up(x)))`. experts: as `experts`. none."""
     experts: ExpertsSpec | None = None
     state: StateSpec | None = None
     """A mixer with a recurrent state, in place of the attention or beside it; their outputs are added."""
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether it has keys and values of its own in the cache."""
+        return self.attention != "none" and self.kv_from < 0
 
     @property
     def active_columns(self) -> int:
@@ -241,10 +248,14 @@ class BlockSpec:
     """Factor of what the attention gives."""
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
     """Factors of what enters the MLP, and of what it gives."""
+    has_layer_scalar: bool = False
+    """Whether each layer multiplies the residual that leaves it by a number of the checkpoint, `layer_scalar`."""
     qk_norm: str = "none"
     """none. head: each head's queries and keys are normalised. all: those of all heads together."""
     qk_norm_spec: NormSpec = field(default_factory=NormSpec)
     qk_norm_after_rope: bool = False
+    v_norm: NormSpec | None = None
+    """Norm of each head's values; None: there is none."""
     qk_norm_needs_rope: bool = False
     """Whether layers without positions do not normalise queries and keys."""
     qkv_bias: bool = False
@@ -275,6 +286,22 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputsSpec:
+    """An input of each layer by token, beside the residual, which is added behind the MLP.
+
+        input      (norm(projection of the embedding) + row of a table by token id) / sqrt(2)
+        added      norm(out(act(gate(residual)) * input))
+
+    Source: per-layer embeddings of Gemma 3n and 4, https://ai.google.dev/gemma/docs/gemma-3n.
+    """
+
+    size: int
+    """Elements of a layer's input. The table's rows have those of all layers."""
+    vocab_size: int
+    """Rows of the table."""
+
+
+@dataclass(frozen=True, slots=True)
 class EndsSpec:
     """The form of a decoder before its first layer and after its last."""
 
@@ -284,6 +311,7 @@ class EndsSpec:
     learned_position_offset: int = 0
     """Row of position 0 in that table."""
     has_embedding_norm: bool = False
+    layer_inputs: LayerInputsSpec | None = None
     logits_multiplier: float = 1.0
     logits_soft_cap: float = 0.0
     head_bias: bool = False
@@ -380,13 +408,12 @@ class ModelArchitecture:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key heads, the most of any layer: those of the cache, which is of one shape for all layers, unless the
-        attention is latent."""
+        """Key heads, the most of any layer."""
         return max(layer.num_kv_heads for layer in self.layers)
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head's keys or values, the most of any layer: those of the cache, as of `num_kv_heads`."""
+        """Elements of a head's keys or values, the most of any layer."""
         return max(max(layer.head_dim, layer.value_dim) for layer in self.layers)
 
     @property

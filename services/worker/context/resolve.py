@@ -57,7 +57,7 @@ def resolve_for_device(
         native_float8=traits.native_float8,
         stands_for_bfloat16=engine.model.dtype == "auto" and stored_dtype(architecture) == "bfloat16",
     )
-    _check_latent(architecture, kv_dtype)
+    _check_kv_dtype(architecture, kv_dtype)
     site = AttentionSite(
         architecture,
         device=device,
@@ -92,13 +92,23 @@ def resolve_for_device(
 
 
 def _check_support(engine: EngineConfig, architecture: ModelArchitecture, rank: RankFacts) -> None:
-    _check_stages(engine, rank)
+    _check_stages(engine, architecture, rank)
     _check_encoder(architecture, rank)
     _check_experts(engine, architecture)
     _check_length(engine, architecture)
 
 
-def _check_stages(engine: EngineConfig, rank: RankFacts) -> None:
+def _check_stages(engine: EngineConfig, architecture: ModelArchitecture, rank: RankFacts) -> None:
+    num_reading = sum(layer.kv_from >= 0 for layer in architecture.layers)
+    for what, is_there in (
+        ("inputs of each layer by token", architecture.ends.layer_inputs is not None),
+        (f"{num_reading} layers that read keys and values of others", num_reading > 0),
+    ):
+        if is_there and rank.num_stages > 1:
+            raise FeatureDisabled(
+                f"parallel.pipeline_parallel_size = {rank.num_stages}",
+                f"{architecture.name} has {what}, which are not sent from stage to stage; set it to 1",
+            )
     if rank.num_stages > 1 and rank.device.startswith("cuda") and not engine.worker.enforce_eager:
         raise FeatureDisabled(
             f"parallel.pipeline_parallel_size = {rank.num_stages}",
@@ -128,8 +138,18 @@ def _check_experts(engine: EngineConfig, architecture: ModelArchitecture) -> Non
         )
 
 
-def _check_latent(architecture: ModelArchitecture, kv_dtype: str) -> None:
-    if architecture.latent is not None and kv_dtype in ("int8", "float8_e4m3fn"):
+def _check_kv_dtype(architecture: ModelArchitecture, kv_dtype: str) -> None:
+    if kv_dtype not in ("int8", "float8_e4m3fn"):
+        return
+    sizes = {(layer.num_kv_heads, layer.head_dim) for layer in architecture.layers if layer.keeps_keys}
+    if architecture.latent is None and len(sizes) > 1:
+        listed = " and ".join(f"{number} x {dim}" for number, dim in sorted(sizes))
+        raise FeatureDisabled(
+            f"cache.dtype = {kv_dtype}",
+            f"{architecture.name} has layers with key heads of {listed} elements, of which blocks of one size do not "
+            "have equally many scales; set it to auto",
+        )
+    if architecture.latent is not None:
         raise FeatureDisabled(
             f"cache.dtype = {kv_dtype}",
             f"{architecture.name} keeps one vector per token, which is key and value, in 16 bits or more; set it to "
@@ -376,6 +396,7 @@ def _obstacle_on_cuda(quantization: str, device: str, *, native_float8: bool) ->
 def _indivisible_inputs(architecture: ModelArchitecture, parallel: ParallelConfig) -> str | None:
     """Return why quantized groups would be split, by a layer or by the ranks that share its inputs; None if not."""
     latent, first, num_ranks = architecture.latent, architecture.layers[0], parallel.tensor_parallel_size
+    layer_inputs = architecture.ends.layer_inputs
     num_expert_shares = 1 if parallel.expert_parallel else num_ranks
     inputs = [
         ("hidden_size", architecture.hidden_size, 1),
@@ -383,10 +404,13 @@ def _indivisible_inputs(architecture: ModelArchitecture, parallel: ParallelConfi
         *(("intermediate_size", width, num_expert_shares) for width in architecture.expert_widths),
     ]
     if latent is None:
-        inputs.append(("num_heads * head_dim", architecture.num_heads * architecture.head_dim, num_ranks))
+        sizes = sorted({layer.num_heads * layer.head_dim for layer in architecture.layers})
+        inputs += [("num_heads * head_dim", size, num_ranks) for size in sizes]
     else:
         inputs.append(("num_heads * value_dim", first.num_heads * first.value_dim, num_ranks))
         inputs.append(("q_rank", latent.q_rank, 1))
+    if layer_inputs is not None:
+        inputs.append(("hidden_size_per_layer_input", layer_inputs.size, num_ranks))
     for name, size, num_shares in inputs:
         if size % (_GROUP_SIZE * num_shares):
             shares = (" / parallel.tensor_parallel_size", f" / {num_shares}") if num_shares > 1 else ("", "")

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture, StateSpec
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, FeatureDisabled
 from triptych_services.worker.context.resolved_config import RankFacts
 
 _VOCAB_ALIGNMENT = 16  # rows of a share: products on GPUs store their outputs in pieces of 16 bytes and more
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHeads:
+    """The key heads of a layer on this rank."""
+
+    number: int
+    dim: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's keys."""
+        return self.number * self.dim
 
 
 def share(size: int, *, what: str, rank: RankFacts) -> tuple[int, int]:
@@ -57,6 +71,43 @@ def share_kv_heads(num_kv_heads: int, *, what: str = "num_kv_heads", rank: RankF
     if num_ranks > num_kv_heads and num_ranks % num_kv_heads == 0:
         return rank.tensor_parallel_rank // (num_ranks // num_kv_heads), 1
     return share(num_kv_heads, what=what, rank=rank)
+
+
+def key_heads(layer: LayerSpec, *, rank: RankFacts) -> KeyHeads:
+    """Return a layer's key heads on a rank.
+
+    Raises:
+        ConfigError: Ranks cannot share them.
+    """
+    return KeyHeads(share_kv_heads(layer.num_kv_heads, rank=rank)[1], layer.head_dim)
+
+
+def heads_of_layers(architecture: ModelArchitecture, *, rank: RankFacts) -> dict[int, KeyHeads | None]:
+    """Return the layers that keep keys and values, and their heads on a rank where these differ; else None.
+
+    Raises:
+        ConfigError: Ranks cannot share the heads.
+        FeatureDisabled: Blocks of one size cannot hold the sizes there are.
+    """
+    keeping = {index: layer for index, layer in enumerate(architecture.layers) if layer.keeps_keys}
+    if architecture.latent is not None:
+        return dict.fromkeys(keeping)
+    heads = {index: key_heads(layer, rank=rank) for index, layer in keeping.items()}
+    if len(set(heads.values())) <= 1:
+        return dict.fromkeys(keeping)
+    widest = max(each.width for each in heads.values())
+    if any(widest % each.width for each in heads.values()):
+        raise FeatureDisabled(
+            f"{architecture.name}: {list_sizes(heads.values())} in its layers",
+            "blocks of one size hold whole tokens of each only if the most elements are a multiple of the others",
+        )
+    return dict(heads)
+
+
+def list_sizes(heads: Iterable[KeyHeads | None]) -> str:
+    """Return a description for errors."""
+    sizes = sorted({(each.number, each.dim) for each in heads if each})
+    return f"key heads of {' and '.join(f'{number} x {dim}' for number, dim in sizes)} elements"
 
 
 def share_state(spec: StateSpec, *, rank: RankFacts) -> tuple[StateSpec, StateSpec]:

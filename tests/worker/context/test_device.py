@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.worker.tiny import tiny_architecture
-from triptych.checkpoint.architecture import ExpertsSpec, StateSpec
+from triptych.checkpoint.architecture import EndsSpec, ExpertsSpec, LayerInputsSpec, StateSpec
 from triptych.checkpoint.tensor_names import TensorNames
 from triptych.config import (
     CacheConfig,
@@ -41,6 +41,7 @@ from triptych_services.worker.context.resolve import (
 from triptych_services.worker.context.resolved_config import DeviceTraits
 
 CPU = WorkerConfig(device="cpu")
+LAYER = tiny_architecture().layers[0]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,31 @@ def test_neighbouring_ranks_share_a_stage():
     rank = resolve_config(engine, tiny_architecture(num_layers=3)).rank
     assert (rank.stage, rank.tensor_parallel_rank, rank.rank, rank.num_ranks) == (1, 1, 3, 6)
     assert (rank.is_first_stage, rank.is_last_stage) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layers": (LAYER, replace(LAYER, kv_from=0))}, "1 layers that read keys and values of others"),
+        ({"ends": EndsSpec(layer_inputs=LayerInputsSpec(8, 97))}, "inputs of each layer by token"),
+    ],
+)
+def test_what_stages_do_not_send_is_refused(changes, says):
+    engine = EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=2), worker=replace(CPU, rank=1))
+    architecture = replace(tiny_architecture(num_layers=2), **changes)
+    with pytest.raises(FeatureDisabled, match=rf"parallel\.pipeline_parallel_size = 2: .* has {says}"):
+        resolve_config(engine, architecture)
+
+
+def test_8_bits_are_refused_where_layers_keep_different_amounts():
+    wider = replace(LAYER, head_dim=2 * LAYER.head_dim)
+    architecture = replace(tiny_architecture(), layers=(LAYER, wider))
+    traits = DeviceTraits(device="cpu", prefers_bfloat16=True, native_kernels=True)
+    engine = EngineConfig(cache=CacheConfig(dtype="int8"))
+    with pytest.raises(
+        FeatureDisabled, match=r"cache\.dtype = int8: .* key heads of 1 x 8 and 1 x 16 elements"
+    ):
+        resolve_for_device(engine, architecture, traits)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
     tensor 1   [ null | block 1 | block 2 | … ]   block 0 belongs to no request: padding points at it
 
 Each layer has a tensor, or shares it with one layer of each other KV group, which holds other blocks in it. The blocks
-of latent attention are [1, 1, block_size, width].
+of a layer that keeps fewer elements of a token have more tokens; those of latent attention are [1, 1, tokens, width].
 
 A page of recurrent states holds those of all layers, one after the other; page 0 is zero, and belongs to no request.
 
@@ -128,6 +128,10 @@ def _by_layer(
             layer = KvCache(torch.zeros(0, device=device))
         else:
             layer = replace(tensors[place.tensor], group=place.group)
+            if place.heads is not None:
+                tokens = shape.groups[place.group].block_size
+                sizes = (shape.num_blocks, 2, place.heads.number, tokens, place.heads.dim)
+                layer = replace(layer, blocks=layer.blocks.view(sizes))
         if place.state_elements:
             assert pages is not None, "there is a group of states"
             layer = replace(layer, state=pages[:, first : first + place.state_elements])

@@ -5,6 +5,9 @@ six layers, windows but for the third and the sixth, divided into groups of two
              group 0, full     group 1, window     group 2, window
 tensor 0     layer 2           layer 0             layer 3
 tensor 1     layer 5           layer 1             layer 4
+
+Layers that keep different amounts of a token are in groups of their own. A group that keeps less of it has more tokens
+in a block, so that all blocks have equal bytes: docs/adr/0120.
 """
 
 from __future__ import annotations
@@ -12,10 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.errors import FeatureDisabled
 from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from triptych_services.worker.parallel.shares import share_state, stage_layers
+from triptych_services.worker.parallel.shares import (
+    KeyHeads,
+    heads_of_layers,
+    list_sizes,
+    share_state,
+    stage_layers,
+)
 
 _MAX_PADDING = 0.1  # of what a request holds: bytes of a group's blocks that no layer uses
 _MAX_GROUPS = 16  # of a model: each step fills in a table and a slot mapping for each
@@ -34,18 +44,22 @@ class LayerPlace:
     """Number of the tensor, which a layer of each group has a part of; -1: none."""
     state_elements: int = 0
     """Numbers of a page of its states; 0: it has none."""
+    heads: KeyHeads | None = None
+    """Those of its blocks; None: as the layout says."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The positions that the queries of a layer see."""
+    """The positions that the queries of a layer see, and how much it keeps of each."""
 
     kind: KvKind
     window: int = 0
+    tokens: int = 1
+    """Tokens of a block, in those of the layers that keep most of each."""
 
-    def num_held(self, num_tokens: int) -> int:
-        """Return how many tokens of a request are kept, about."""
-        return min(num_tokens, self.window) if self.window else num_tokens
+    def num_held(self, num_tokens: int) -> float:
+        """Return how much of a request is kept, about, in tokens of the layers that keep most of each."""
+        return (min(num_tokens, self.window) if self.window else num_tokens) / self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +87,7 @@ class GroupChoice:
             KvGroup(
                 kind.kind,
                 num_layers=len({place.tensor for place in self.places if place.group == number}),
-                block_size=shape.block_size,
+                block_size=shape.block_size * kind.tokens,
                 block_bytes=layer_bytes * self.num_tensors,
                 window=kind.window,
             )
@@ -95,41 +109,48 @@ def choose_groups(config: ResolvedConfig) -> GroupChoice:
     architecture = config.architecture
     stage = stage_layers(architecture, rank=config.rank)
     max_model_len = config.engine.model.max_model_len or architecture.max_context
-    kind_of_layer = {
-        index: _kind_of(layer, max_model_len)
-        for index, layer in enumerate(architecture.layers)
-        if layer.attention != "none"
-    }
-    kinds = sorted(set(kind_of_layer.values()), key=lambda kind: (kind.kind is not KvKind.FULL, kind.window))
-    keeping = [index for index in stage if index in kind_of_layer]
-    one = _with_places(config, stage, {index: (0, number) for number, index in enumerate(keeping)})
-    if not kinds:
-        return one
-    one = replace(one, kinds=(_Kind(KvKind.FULL),), num_tensors=len(keeping))
-    if kinds == [_Kind(KvKind.FULL)]:
-        return one
-    reason = _obstacle(config)
-    if reason:
-        return replace(one, reason=reason)
-    kind_to_layers = {
-        kind: [
-            index
-            for index, kind_of_it in kind_of_layer.items()
-            if kind_of_it == kind and architecture.layers[index].kv_from < 0
-        ]
-        for kind in kinds
-    }
-    kind_to_layers = {kind: layers for kind, layers in kind_to_layers.items() if layers}
-    counts = _choose_counts(kind_to_layers, _stages(architecture, config.rank), max_model_len)
-    if isinstance(counts, str):
-        return replace(one, reason=counts)
-    return _place(config, stage, kind_to_layers, counts)
+    heads = heads_of_layers(architecture, rank=config.rank)
+    kind_to_layers = _by_kind(architecture, heads, max_model_len)
+    if not kind_to_layers:
+        return _with_places(config, stage, heads, {})
+    stages, reason = _stages(architecture, config.rank), ""
+    without_windows = _by_kind(architecture, heads, 0)
+    if kind_to_layers != without_windows:
+        reason = _obstacle(config)
+        if not reason:
+            counts = _choose_counts(kind_to_layers, stages, max_model_len)
+            if not isinstance(counts, str):
+                return _place(config, stage, heads, kind_to_layers, counts)
+            reason = counts
+    counts = dict.fromkeys(without_windows, 1)
+    if len(without_windows) > 1:
+        found = _choose_counts(without_windows, stages, max_model_len, must_save=False)
+        if isinstance(found, str):
+            raise FeatureDisabled(f"{architecture.name}: {list_sizes(heads.values())}", found)
+        counts = found
+    return replace(_place(config, stage, heads, without_windows, counts), reason=reason)
 
 
-def _kind_of(layer: LayerSpec, max_model_len: int) -> _Kind:
-    """Return what the layer's queries see; a window of the whole context is none."""
-    kind = _ATTENTION_TO_KIND.get(layer.attention)
-    return _Kind(KvKind.FULL) if kind is None or layer.window >= max_model_len else _Kind(kind, layer.window)
+def _by_kind(
+    architecture: ModelArchitecture, heads: Mapping[int, KeyHeads | None], max_model_len: int
+) -> dict[_Kind, list[int]]:
+    """Return the layers of each kind, full ones first, then by window; a window of the whole context is none.
+
+    Args:
+        heads: As `heads_of_layers` returns them.
+    """
+    widest = max((each.width for each in heads.values() if each), default=0)
+    kind_to_layers: dict[_Kind, list[int]] = {}
+    for index, own in heads.items():
+        layer, tokens = architecture.layers[index], 1 if own is None else widest // own.width
+        kind = _ATTENTION_TO_KIND.get(layer.attention)
+        found = _Kind(KvKind.FULL, 0, tokens)
+        if kind is not None and layer.window < max_model_len:
+            found = _Kind(kind, layer.window, tokens)
+        kind_to_layers.setdefault(found, []).append(index)
+    return dict(
+        sorted(kind_to_layers.items(), key=lambda item: (item[0].kind is not KvKind.FULL, item[0].window))
+    )
 
 
 def _obstacle(config: ResolvedConfig) -> str:
@@ -147,9 +168,17 @@ def _stages(architecture: ModelArchitecture, rank: RankFacts) -> list[range]:
 
 
 def _choose_counts(
-    kind_to_layers: Mapping[_Kind, Sequence[int]], stages: Sequence[range], max_model_len: int
+    kind_to_layers: Mapping[_Kind, Sequence[int]],
+    stages: Sequence[range],
+    max_model_len: int,
+    *,
+    must_save: bool = True,
 ) -> dict[_Kind, int] | str:
-    """Return into how many groups each kind is divided, as few as padding allows; or why that is impossible."""
+    """Return into how many groups each kind is divided, as few as padding allows; or why that is impossible.
+
+    Args:
+        must_save: Whether more groups than one must be worth their work.
+    """
     lengths = {min(kind.window or max_model_len for kind in kind_to_layers), max_model_len}
     least_padding = 1.0
     for num_layers in range(max(map(len, kind_to_layers.values())), 0, -1):
@@ -163,8 +192,10 @@ def _choose_counts(
         if padding > _MAX_PADDING:
             continue
         held = sum(kind.num_held(max_model_len) * len(layers) for kind, layers in kind_to_layers.items())
-        in_one_group = max_model_len * sum(map(len, kind_to_layers.values()))
-        if held > (1 - _LEAST_SAVING) * in_one_group:
+        in_one_group = sum(
+            max_model_len / kind.tokens * len(layers) for kind, layers in kind_to_layers.items()
+        )
+        if must_save and held > (1 - _LEAST_SAVING) * in_one_group:
             return f"they would save less than {_LEAST_SAVING:.0%} of {max_model_len} tokens"
         return counts
     return (
@@ -187,6 +218,7 @@ def _padding(
 def _place(
     config: ResolvedConfig,
     stage: range,
+    heads: Mapping[int, KeyHeads | None],
     kind_to_layers: Mapping[_Kind, Sequence[int]],
     counts: Mapping[_Kind, int],
 ) -> GroupChoice:
@@ -205,19 +237,24 @@ def _place(
         source = config.architecture.layers[index].kv_from
         if source >= 0:
             layer_to_place[index] = layer_to_place[source]
-    choice = _with_places(config, stage, layer_to_place)
+    choice = _with_places(config, stage, heads, layer_to_place)
     return replace(choice, kinds=tuple(kinds), num_tensors=num_tensors)
 
 
 def _with_places(
-    config: ResolvedConfig, stage: range, layer_to_place: Mapping[int, tuple[int, int]]
+    config: ResolvedConfig,
+    stage: range,
+    heads: Mapping[int, KeyHeads | None],
+    layer_to_place: Mapping[int, tuple[int, int]],
 ) -> GroupChoice:
     """Return a choice without groups yet, of which each layer has a group and a tensor, or neither."""
     places, layers = [], config.architecture.layers
     for index in stage:
         state = layers[index].state
         elements = 0 if state is None else share_state(state, rank=config.rank)[1].page_elements
-        places.append(LayerPlace(*layer_to_place.get(index, (-1, -1)), state_elements=elements))
+        group, tensor = layer_to_place.get(index, (-1, -1))
+        source = index if layers[index].kv_from < 0 else layers[index].kv_from
+        places.append(LayerPlace(group, tensor, elements, heads.get(source)))
     return GroupChoice((), tuple(places), 0, has_states=any(layer.state for layer in layers))
 
 

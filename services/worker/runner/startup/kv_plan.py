@@ -9,7 +9,7 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ConfigError
 from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from triptych_services.worker.parallel.shares import share_kv_heads, stage_layers
+from triptych_services.worker.parallel.shares import key_heads, stage_layers
 from triptych_services.worker.runner.base import max_steps_in_flight
 from triptych_services.worker.runner.startup.kv_groups import (
     LayerPlace,
@@ -179,13 +179,11 @@ def report_groups(config: ResolvedConfig, shape: KvLayout) -> None:
 
 
 def _without_blocks(config: ResolvedConfig) -> KvLayout:
-    """Return the layout of the caches of this rank's layers: one full group, of equal layers."""
+    """Return the layout of the caches of this rank's layers: one full group, of layers that all keep the most."""
     architecture = config.architecture
     vectors = vector_shape(architecture, config.rank)
-    num_layers = sum(
-        architecture.layers[index].attention != "none"
-        for index in stage_layers(architecture, rank=config.rank)
-    )
+    stage = stage_layers(architecture, rank=config.rank)
+    num_layers = sum(architecture.layers[index].keeps_keys for index in stage)
     layout = KvLayout(
         num_blocks=1,  # the null block; the others are counted later
         block_size=config.engine.cache.block_size,
@@ -211,22 +209,20 @@ class VectorShape:
 
 
 def vector_shape(architecture: ModelArchitecture, rank: RankFacts) -> VectorShape:
-    """Return what each layer with attention keeps on this rank, the same in all stages.
+    """Return what each layer with attention keeps on this rank, or those that keep most, the same in all stages.
 
     All heads read one latent vector, so each rank has it.
 
     Raises:
         ConfigError: Ranks cannot share the heads.
     """
-    if all(layer.attention == "none" for layer in architecture.layers):
-        return VectorShape(2, 1, 1)  # no layer has one
-    _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, rank=rank)
-    latent = architecture.latent
-    return (
-        VectorShape(2, num_kv_heads, architecture.head_dim)
-        if latent is None
-        else VectorShape(1, 1, latent.width)
-    )
+    keeping = [layer for layer in architecture.layers if layer.keeps_keys]
+    if not keeping:
+        return VectorShape(2, 1, 1)
+    if architecture.latent is not None:
+        return VectorShape(1, 1, architecture.latent.width)
+    widest = max((key_heads(layer, rank=rank) for layer in keeping), key=lambda heads: heads.width)
+    return VectorShape(2, widest.number, widest.dim)
 
 
 def vectors_per_token(layout: KvLayout) -> int:

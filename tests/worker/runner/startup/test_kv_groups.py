@@ -70,6 +70,66 @@ def test_layers_that_read_keys_of_others_share_their_places() -> None:
     assert [(place.group, place.tensor) for place in choice.places] == [(1, 0), (0, 0), (1, 0), (0, 0)]
 
 
+def gemma4(
+    num_layers: int, every: int, heads: tuple[int, int], num_shared: int = 0, window: int = 1024
+) -> tuple[LayerSpec, ...]:
+    """Layers of which each so manieth sees all keys, with heads of twice the size; the last ones read those of others.
+
+    Args:
+        heads: Number of key heads of layers with a window, and of others.
+    """
+    sliding = LayerSpec(32, heads[0], 256, 40, attention="sliding", window=window)
+    kinds = [index % every == every - 1 for index in range(num_layers)]
+    layers = [LayerSpec(32, heads[1], 512, 40) if is_full else sliding for is_full in kinds]
+    last = {is_full: index for index, is_full in enumerate(kinds[: num_layers - num_shared])}
+    for index in range(num_layers - num_shared, num_layers):
+        layers[index] = replace(layers[index], kv_from=last[kinds[index]])
+    return tuple(layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_windows", "num_tensors", "tokens"),
+    [
+        (gemma4(35, 5, (1, 1), 20, 512), 4, 3, (4, 8)),  # Gemma 4 E2B: keys of 15 layers
+        (gemma4(42, 6, (2, 2), 18, 512), 5, 4, (4, 8)),  # E4B: of 24
+        (gemma4(60, 6, (16, 4)), 5, 10, (8, 4)),  # 31B: windows keep twice as much of a token
+        (gemma4(30, 6, (8, 2)), 5, 5, (8, 4)),  # 26B-A4B
+    ],
+)
+def test_layers_of_two_sizes_have_blocks_of_equal_bytes(
+    layers: tuple[LayerSpec, ...], num_windows: int, num_tensors: int, tokens: tuple[int, int]
+) -> None:
+    config = config_of(*layers)
+    choice, plan = choose_groups(config), plan_kv_cache(config, 1 << 28)
+    assert choice.num_tensors == num_tensors
+    assert [group.kind for group in plan.shape.groups] == [KvKind.FULL] + [KvKind.WINDOW] * num_windows
+    assert [group.block_size for group in plan.shape.groups] == [tokens[0]] + [tokens[1]] * num_windows
+    caches = allocate_kv_cache(plan.shape, torch.device("cpu"), plan.places)
+    for layer, cache in zip(layers, caches, strict=True):
+        num_tokens = plan.shape.groups[cache.group].block_size
+        assert cache.blocks.shape[1:] == (2, layer.num_kv_heads, num_tokens, layer.head_dim)
+        assert cache.blocks.is_contiguous()
+        assert cache.blocks[0].nbytes * num_tensors == plan.shape.block_bytes  # nothing is padding
+        if layer.kv_from >= 0:
+            assert cache.blocks.data_ptr() == caches[layer.kv_from].blocks.data_ptr()
+    keeping = {(cache.group, cache.blocks.data_ptr()) for cache in caches}
+    assert len(keeping) == sum(layer.keeps_keys for layer in layers)
+
+
+def test_layers_of_two_sizes_without_windows_have_a_group_for_each() -> None:
+    config = config_of(*gemma4(12, 6, (2, 1)), groups="one")
+    assert choose_groups(config).reason == "cache.groups is one"
+    plan = plan_kv_cache(config, 1 << 28)
+    assert plan.shape.is_plain  # 2 x 256 are as much as 1 x 512, but heads differ
+    config = config_of(*gemma4(12, 6, (1, 1)), groups="one")
+    groups = plan_kv_cache(config, 1 << 28).shape.groups
+    assert {(group.kind, group.block_size, group.num_layers) for group in groups} == {
+        (KvKind.FULL, 4, 2),
+        (KvKind.FULL, 8, 2),
+    }
+    assert len(groups) == 6
+
+
 def test_chunks_and_windows_are_groups_of_their_own() -> None:
     choice = choose_groups(config_of(*(CHUNK, WINDOW, FULL) * 2))
     assert [(kind.kind, kind.window) for kind in choice.kinds] == [
