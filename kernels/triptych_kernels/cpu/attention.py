@@ -93,11 +93,13 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     key_out = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    has_keys = key.shape[1] > 0  # a recording holds no tensors without elements
     launch(
         "rotary_embedding", positions, dtype=DTYPES[query.dtype],
         query=query, query_stride=query.stride(0), query_head_stride=query.stride(1),
-        key=key, key_stride=key.stride(0), key_head_stride=key.stride(1),
-        positions=positions, cos_sin=cos_sin_cache, query_out=query_out, key_out=key_out,
+        key=key if has_keys else None, key_stride=key.stride(0), key_head_stride=key.stride(1),
+        positions=positions, cos_sin=cos_sin_cache,
+        query_out=query_out, key_out=key_out if has_keys else None,
         num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[2],
         rotary_dim=cos_sin_cache.shape[1], interleaved=interleaved,
     )  # fmt: skip

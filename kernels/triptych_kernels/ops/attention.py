@@ -211,7 +211,7 @@ def rotary_embedding(
 
     Args:
         query: [num_tokens, num_heads, head_dim], may be a view of a larger tensor, the last axis dense.
-        key: [num_tokens, num_kv_heads, head_dim] like query, of its dtype.
+        key: [num_tokens, num_kv_heads, head_dim] like query, of its dtype; there may be no heads.
         positions: [num_tokens] int64, each below max_position. Not checked, since that would wait for the device.
         cos_sin_cache: [max_position, rotary_dim] float32, contiguous: half cosines, then as many sines; rotary_dim is
             head_dim or smaller.
