@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from triptych.errors import FeatureDisabled
 from triptych_kernels.attend_options import AttendOptions
-from triptych_kernels.ops import rotary_and_write_kv, write_kv
+from triptych_kernels.ops import rotary_and_write_kv, rotary_embedding, write_kv
 from triptych_services.worker.attention.base import AttentionBackend
 from triptych_services.worker.layers.rotary import RotaryEmbedding
 from triptych_services.worker.layers.step_context import StepContext
@@ -17,16 +17,25 @@ from triptych_services.worker.layers.step_context import StepContext
 class Attention(nn.Module):
     """Causal attention of one layer, without projections; it has no weights."""
 
-    def __init__(self, options: AttendOptions, *, layer_index: int, rotary: RotaryEmbedding | None) -> None:
+    def __init__(
+        self,
+        options: AttendOptions,
+        *,
+        layer_index: int,
+        rotary: RotaryEmbedding | None,
+        is_written: bool = True,
+    ) -> None:
         """
         Args:
             options: Scale of the scores, and what the layer computes beyond plain attention.
             layer_index: Index of this layer's KV cache in `StepContext.kv_caches`.
             rotary: Table that layers share; None: queries and keys are not rotated.
+            is_written: Whether this layer writes the cache, rather than an earlier one that has the same.
         """
         super().__init__()
         self.layer_index = layer_index
         self.rotary = rotary
+        self.is_written = is_written
         self.options = options
 
     def forward(
@@ -38,7 +47,7 @@ class Attention(nn.Module):
 
         Args:
             query: [num_tokens, num_heads, head_dim], not rotated.
-            key: [num_tokens, num_kv_heads, head_dim], not rotated.
+            key: [num_tokens, num_kv_heads, head_dim], not rotated; without heads if the cache is not written here.
             value: As `key`.
             positions: [num_tokens] int64.
 
@@ -48,7 +57,11 @@ class Attention(nn.Module):
         kv_cache = context.kv_caches[self.layer_index]
         batch = context.attention[kv_cache.group]
         cache: dict[str, Any] = {"kv_scales": kv_cache.scales, "impl": batch.backend.writer}
-        if self.rotary is None:
+        if not self.is_written:
+            if self.rotary is not None:
+                table, is_interleaved = self.rotary.cos_sin_cache, self.rotary.is_interleaved
+                query, _ = rotary_embedding(query, key, positions, table, interleaved=is_interleaved)
+        elif self.rotary is None:
             write_kv(key, value, kv_cache.blocks, batch.slot_mapping, **cache)
         else:
             query = rotary_and_write_kv(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
+from triptych.checkpoint.architecture import LayerInputsSpec, NormSpec
 from triptych_kernels.ops import adapt_embedding, clear_other_rows, embedding, linear, local_ids
 from triptych_kernels.weights.adapters import AdaptedRows
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.adapted import AdaptedLayer, AdaptedPiece
+from triptych_services.worker.layers.linear import PackedLinear, Piece
+from triptych_services.worker.layers.norm import create_norm
 from triptych_services.worker.layers.weights import (
     AnyWeight,
     WeightedLayer,
@@ -30,7 +35,19 @@ class VocabEmbedding(AdaptedLayer):
 
     is_lookup = True
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, context: ModelContext, prefix: str) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        has_head: bool = True,
+        context: ModelContext,
+        prefix: str,
+    ) -> None:
+        """
+        Args:
+            has_head: Whether the model's head reads the weight if it is tied.
+        """
         super().__init__()
         self.prefix = prefix
         self.vocab_size = vocab_size
@@ -39,7 +56,7 @@ class VocabEmbedding(AdaptedLayer):
         lengths, rank = vocab_lengths(vocab_size, rank=context.rank), context.rank.tensor_parallel_rank
         self.start, length = sum(lengths[:rank]), lengths[rank]
         self.weight: AnyWeight
-        if context.architecture.tie_word_embeddings:
+        if has_head and context.architecture.tie_word_embeddings:
             self.weight, _ = create_linear_weight(
                 length, hidden_size, sources=[f"{prefix}.weight"], context=context, is_head=True
             )
@@ -73,6 +90,43 @@ class VocabEmbedding(AdaptedLayer):
         # as a product it maps a token to a state, so its inputs are the vocabulary
         shape, rows = (hidden_size, self.vocab_size), AdaptedRows(0, hidden_size)
         return (AdaptedPiece(self.prefix, shape, rows, dim=1, start=self.start, length=length),)
+
+
+class LayerInputs(nn.Module):
+    """The inputs of all layers by token, as `LayerInputsSpec` has them; `prefix` is that of the decoder."""
+
+    def __init__(
+        self, spec: LayerInputsSpec, hidden_size: int, norm: NormSpec, *, context: ModelContext, prefix: str
+    ) -> None:
+        super().__init__()
+        self.size, self.dtype = spec.size, context.dtype
+        size = spec.size * context.architecture.num_layers
+        self.table = VocabEmbedding(
+            spec.vocab_size, size, has_head=False, context=context, prefix=f"{prefix}.embed_tokens_per_layer"
+        )
+        self.projection = PackedLinear(
+            hidden_size,
+            (Piece("per_layer_model_projection", size, 0, size),),
+            bias=False,
+            context=context,
+            prefix=prefix,
+        )
+        # what is normalised is divided by sqrt(hidden_size) in the model, which only `eps` can tell
+        self.norm = create_norm(
+            spec.size,
+            replace(norm, eps=norm.eps * hidden_size),
+            context=context,
+            prefix=f"{prefix}.per_layer_projection_norm",
+        )
+
+    def forward(self, token_ids: Tensor, embedded: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        """Map tokens and their embeddings, float32, to [num_tokens, num_layers * size] in the model's precision."""
+        rows = self.table(token_ids, adapter_slots)
+        projected = self.projection(embedded.to(self.dtype), adapter_slots)
+        # [num_tokens, num_layers, size]
+        normalised = self.norm(projected.view(len(projected), -1, self.size))
+        summed = normalised.view(projected.shape) * 0.5**0.5 + rows * (0.5 * self.size) ** 0.5
+        return summed.to(self.dtype)
 
 
 class PositionEmbedding(WeightedLayer):

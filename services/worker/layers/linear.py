@@ -123,15 +123,18 @@ class QKVLinear(PackedLinear):
         *,
         bias: bool,
         has_gate: bool = False,
+        lacking: tuple[str, ...] = (),
         context: ModelContext,
         prefix: str,
     ) -> None:
         """
         Args:
-            has_gate: Whether there is a fourth projection, `gate_proj`, like that of the queries.
+            has_gate: Whether there is another projection, `gate_proj`, like that of the queries.
+            lacking: `v_proj`: values are what the projection of keys gives. `k_proj`, `v_proj`: there are only queries.
         """
         heads = share(num_heads, what="num_heads", rank=context.rank)
         kv_heads = share_kv_heads(num_kv_heads, rank=context.rank)
+        self.lacks_values = "v_proj" in lacking
         gates = (("gate_proj", num_heads, heads),) if has_gate else ()
         pieces = tuple(
             Piece(name, total * head_dim, first * head_dim, length * head_dim)
@@ -141,20 +144,22 @@ class QKVLinear(PackedLinear):
                 ("v_proj", num_kv_heads, kv_heads),
                 *gates,
             )
+            if name not in lacking
         )
         super().__init__(hidden_size, pieces, bias=bias, context=context, prefix=prefix)
         self.head_dim = head_dim
         self.num_heads = heads[1]
         """Number of query heads of this rank."""
-        self.num_kv_heads = kv_heads[1]
+        self.num_kv_heads = 0 if "k_proj" in lacking else kv_heads[1]
         """Number of key heads of this rank."""
 
     def split_heads(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of the output of `forward`: query [num_tokens, num_heads, head_dim], key and value likewise."""
         heads = packed.view(packed.shape[0], -1, self.head_dim)
-        first_key, first_value = self.num_heads, self.num_heads + self.num_kv_heads
+        first_key, end = self.num_heads, self.num_heads + self.num_kv_heads
+        first_value = first_key if self.lacks_values else end
         last = first_value + self.num_kv_heads
-        return heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:last]
+        return heads[:, :first_key], heads[:, first_key:end], heads[:, first_value:last]
 
 
 class GatedLinear(AdaptedLayer):

@@ -1,13 +1,23 @@
-"""The MLP of a layer: gated, plain, or a mixture of experts."""
+"""The MLP of a layer, gated, plain, or a mixture of experts; and what some families have behind it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.architecture import LayerSpec
+from triptych.checkpoint.architecture import LayerInputsSpec, LayerSpec
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.linear import ColumnLinear, GatedLinear, RowLinear
 from triptych_services.worker.layers.moe import SparseMoE
+from triptych_services.worker.layers.norm import create_norm
+from triptych_services.worker.layers.weights import (
+    WeightedLayer,
+    WeightTarget,
+    empty_parameter,
+    parameter_target,
+)
 
 
 class MLP(nn.Module):
@@ -84,3 +94,58 @@ def create_mlp(spec: LayerSpec, *, context: ModelContext, prefix: str) -> nn.Mod
             prefix=prefix,
         )
     return MLP(spec.intermediate_size, is_gated=spec.mlp == "gated", context=context, prefix=prefix)
+
+
+class LayerInput(nn.Module):
+    """The part of a layer that adds a token's input, as `LayerInputsSpec` has it; `prefix` is the layer's."""
+
+    def __init__(self, spec: LayerInputsSpec, *, layer: int, context: ModelContext, prefix: str) -> None:
+        """
+        Args:
+            layer: Index of the layer in the whole model.
+        """
+        super().__init__()
+        hidden_size, block = context.architecture.hidden_size, context.architecture.block
+        self.dtype = context.dtype
+        self.gate = ColumnLinear(
+            hidden_size,
+            spec.size,
+            activation=block.activation,
+            bias=False,
+            context=context,
+            prefix=f"{prefix}.per_layer_input_gate",
+        )
+        self.start = layer * spec.size + self.gate.start
+        """Column of this rank's part of the layer's input among those of all layers."""
+        self.out = RowLinear(
+            spec.size, hidden_size, bias=False, context=context, prefix=f"{prefix}.per_layer_projection"
+        )
+        self.norm = create_norm(
+            hidden_size, block.norm, context=context, prefix=f"{prefix}.post_per_layer_input_norm"
+        )
+
+    def forward(self, residual: Tensor, inputs: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        """Return [num_tokens, hidden_size].
+
+        Args:
+            inputs: Of all layers: [num_tokens, num_layers * size].
+        """
+        own = inputs[:, self.start : self.start + self.gate.length]
+        gated = self.gate(residual.to(self.dtype), adapter_slots) * own
+        added: Tensor = self.norm(self.out(gated, adapter_slots))
+        return added
+
+
+class LayerScalar(WeightedLayer):
+    """The factor of the residual that leaves a layer, in float32."""
+
+    def __init__(self, *, context: ModelContext, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.weight = empty_parameter(1, context=context, dtype=torch.float32)
+
+    def forward(self, residual: Tensor) -> Tensor:
+        return residual * self.weight
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        return {self.prefix: replace(parameter_target(self.weight, (1,)), constant=1.0)}

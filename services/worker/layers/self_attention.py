@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.architecture import LayerSpec
+from triptych.checkpoint.architecture import LayerSpec, NormSpec
 from triptych.errors import FeatureDisabled
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.ops import embedding, rotary_embedding
@@ -47,6 +47,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         hidden_size, block = context.architecture.hidden_size, context.architecture.block
         head_dim = spec.head_dim
+        is_written = spec.kv_from < 0
         self.qkv_proj = QKVLinear(
             hidden_size,
             spec.num_heads,
@@ -54,6 +55,7 @@ class SelfAttention(nn.Module):
             head_dim,
             bias=block.qkv_bias,
             has_gate=block.has_output_gate,
+            lacking=("v_proj",) * spec.value_is_key if is_written else ("k_proj", "v_proj"),
             context=context,
             prefix=prefix,
         )
@@ -61,8 +63,7 @@ class SelfAttention(nn.Module):
         self.clip_qkv = block.clip_qkv
         lacks_norm = spec.rope is None and block.qk_norm_needs_rope
         self.qk_norm = "none" if lacks_norm else block.qk_norm
-        if self.qk_norm != "none":
-            self.q_norm, self.k_norm = self._create_norms(head_dim, context, prefix)
+        self.q_norm, self.k_norm, self.v_norm = self._create_norms(head_dim, is_written, context, prefix)
         self.rotary = None if spec.rope is None else tables.find(head_dim, spec.rope)
         self.is_normalised_last = block.qk_norm_after_rope
         self.query_scales: QueryScales | None = None
@@ -74,7 +75,10 @@ class SelfAttention(nn.Module):
             self.sinks = Sinks(spec.num_heads, context=context, prefix=f"{prefix}.sinks")
         options = self._options(spec, context)
         self.attention = Attention(
-            options, layer_index=layer_index, rotary=None if self.is_normalised_last else self.rotary
+            options,
+            layer_index=layer_index,
+            rotary=None if self.is_normalised_last else self.rotary,
+            is_written=is_written,
         )
         self.o_proj = RowLinear(
             spec.num_heads * head_dim,
@@ -84,8 +88,10 @@ class SelfAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
         )
 
-    def _create_norms(self, head_dim: int, context: ModelContext, prefix: str) -> tuple[nn.Module, nn.Module]:
-        """Return the norms of queries and keys: of each head, or of all heads together."""
+    def _create_norms(
+        self, head_dim: int, has_keys: bool, context: ModelContext, prefix: str
+    ) -> tuple[nn.Module | None, nn.Module | None, nn.Module | None]:
+        """Return the norms of queries, keys and values that there are: of each head, or of all heads together."""
         architecture = context.architecture
         if self.qk_norm == "all" and context.rank.tensor_parallel_size > 1:
             raise FeatureDisabled(
@@ -93,10 +99,17 @@ class SelfAttention(nn.Module):
                 f"{architecture.name} normalises the queries of all heads together; set it to 1",
             )
         heads = (self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads) if self.qk_norm == "all" else (1, 1)
-        spec = architecture.block.qk_norm_spec
+        spec = architecture.block.qk_norm_spec if self.qk_norm != "none" else None
+
+        def norm(name: str, num_heads: int, spec: NormSpec | None, is_there: bool) -> nn.Module | None:
+            if spec is None or not is_there:
+                return None
+            return create_norm(num_heads * head_dim, spec, context=context, prefix=f"{prefix}.{name}")
+
         return (
-            create_norm(heads[0] * head_dim, spec, context=context, prefix=f"{prefix}.q_norm"),
-            create_norm(heads[1] * head_dim, spec, context=context, prefix=f"{prefix}.k_norm"),
+            norm("q_norm", heads[0], spec, True),
+            norm("k_norm", heads[1], spec, has_keys),
+            norm("v_norm", 1, architecture.block.v_norm, has_keys),
         )
 
     def _options(self, spec: LayerSpec, context: ModelContext) -> AttendOptions:
@@ -121,9 +134,12 @@ class SelfAttention(nn.Module):
                 query, key, positions, self.rotary.cos_sin_cache, interleaved=self.rotary.is_interleaved
             )
         if self.qk_norm == "head":
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = query if self.q_norm is None else self.q_norm(query)
+            key = key if self.k_norm is None else self.k_norm(key)
         elif self.qk_norm == "all":
             query, key = self._normalise_together(packed, query, key)
+        if self.v_norm is not None:
+            value = self.v_norm(value)
         if self.clip_qkv:
             query, key, value = (x.clamp(-self.clip_qkv, self.clip_qkv) for x in (query, key, value))
         if self.query_scales is not None:
@@ -137,6 +153,8 @@ class SelfAttention(nn.Module):
     def _normalise_together(self, packed: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise the queries of all heads as one vector, and the keys."""
         num_query, num_key = query.shape[1] * query.shape[2], key.shape[1] * key.shape[2]
+        assert self.q_norm is not None, "this layer has one"
+        assert self.k_norm is not None, "see `check_supported`"
         normalised_query = self.q_norm(packed[:, :num_query])
         normalised_key = self.k_norm(packed[:, num_query : num_query + num_key])
         return normalised_query.view(query.shape), normalised_key.view(key.shape)

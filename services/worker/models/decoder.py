@@ -16,16 +16,22 @@ from triptych.checkpoint.tensor_names import TensorNames
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.checkpoint_tensors import load_weights
-from triptych_services.worker.layers.embedding import LogitsHead, PositionEmbedding, ScoreHead, VocabEmbedding
+from triptych_services.worker.layers.embedding import (
+    LayerInputs,
+    LogitsHead,
+    PositionEmbedding,
+    ScoreHead,
+    VocabEmbedding,
+)
 from triptych_services.worker.layers.latent_attention import LatentSelfAttention
-from triptych_services.worker.layers.mlp import create_mlp
+from triptych_services.worker.layers.mlp import LayerInput, LayerScalar, create_mlp
 from triptych_services.worker.layers.norm import create_norm
 from triptych_services.worker.layers.recurrent import create_mixer
 from triptych_services.worker.layers.rotary import RotaryTables
 from triptych_services.worker.layers.self_attention import SelfAttention
 from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.layers.weights import LoadedTensor
-from triptych_services.worker.parallel.shares import stage_layers
+from triptych_services.worker.parallel.shares import heads_of_layers, stage_layers
 
 
 class DecoderForCausalLM(nn.Module):
@@ -38,6 +44,7 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         architecture = context.architecture
         check_supported(architecture)
+        heads_of_layers(architecture, rank=context.rank)  # refuses those that no cache holds
         self.model = Decoder(context=context, prefix=f"{prefix}model")
         self.lm_head: LogitsHead | None = None
         self.score: ScoreHead | None = None
@@ -140,10 +147,15 @@ class Decoder(nn.Module):
                 self.embed_norm = create_norm(
                     hidden_size, norm, context=context, prefix=f"{prefix}.embed_norm"
                 )
+        self.layer_inputs: LayerInputs | None = None
+        if self.ends.layer_inputs is not None:
+            self.layer_inputs = LayerInputs(
+                self.ends.layer_inputs, hidden_size, norm, context=context, prefix=prefix
+            )
         tables = RotaryTables(context=context)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                architecture.layers[index],
+                index,
                 layer_index=index - self.layer_indices.start,
                 tables=tables,
                 context=context,
@@ -159,13 +171,15 @@ class Decoder(nn.Module):
         """Return the hidden states [num_tokens, hidden_size] after the last norm, or this stage's residual."""
         # [num_tokens, hidden_size] float32
         residual = token_ids if self.embed_tokens is None else self._embed(token_ids, positions, context)
+        inputs: Tensor | None = None
+        if self.layer_inputs is not None:
+            inputs = self.layer_inputs(token_ids, residual, context.adapter_slots)
         hidden: Tensor | None = None
         for layer in self.layers:
-            hidden, residual = layer(hidden, residual, positions, context)
-        assert hidden is not None, "a stage has a layer"
+            hidden, residual = layer(hidden, residual, positions, context, inputs)
         if self.norm is None:
-            return residual + hidden
-        normalised: Tensor = self.norm(hidden, residual)[0]
+            return residual if hidden is None else residual + hidden
+        normalised: Tensor = self.norm(residual) if hidden is None else self.norm(hidden, residual)[0]
         return normalised
 
     def _embed(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
@@ -192,7 +206,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        spec: LayerSpec,
+        index: int,
         *,
         layer_index: int,
         tables: RotaryTables,
@@ -201,11 +215,12 @@ class DecoderLayer(nn.Module):
     ) -> None:
         """
         Args:
+            index: Place of the layer in the whole model.
             layer_index: Index of the layer's KV cache in `StepContext.kv_caches`, and of its states in `state_pages`.
             tables: Rotary tables of the whole model.
         """
         super().__init__()
-        block = context.architecture.block
+        spec, block = context.architecture.layers[index], context.architecture.block
         self.parallel = block.parallel
         self.dtype = context.dtype
         self.multiplier = block.residual_multiplier
@@ -226,6 +241,13 @@ class DecoderLayer(nn.Module):
             )
         if spec.mlp != "none":
             self.mlp = create_mlp(spec, context=context, prefix=f"{prefix}.mlp")
+        inputs = context.architecture.ends.layer_inputs
+        self.input: LayerInput | None = None
+        if inputs is not None:
+            self.input = LayerInput(inputs, layer=index, context=context, prefix=prefix)
+        self.scalar: LayerScalar | None = None
+        if block.has_layer_scalar:
+            self.scalar = LayerScalar(context=context, prefix=f"{prefix}.layer_scalar")
 
         def norm(name: str) -> nn.Module:
             return create_norm(
@@ -243,17 +265,35 @@ class DecoderLayer(nn.Module):
         self.mlp_out_norm = norm("post_feedforward_layernorm") if has_post and has_mlp else None
 
     def forward(
-        self, hidden: Tensor | None, residual: Tensor, positions: Tensor, context: StepContext
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        hidden: Tensor | None,
+        residual: Tensor,
+        positions: Tensor,
+        context: StepContext,
+        inputs: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor]:
         """Compute one layer.
 
         Args:
-            hidden: Output of the layer before, not yet added to the residual; None in the first layer.
+            hidden: Output of the layer before, not yet added to the residual; None if there is none to add.
             residual: [num_tokens, hidden_size] float32.
+            inputs: Those of all layers, as of `LayerInputs`; None: the model has none.
 
         Returns:
             The layer's last output, not yet added, and the residual.
         """
+        hidden, residual = self._compute(hidden, residual, positions, context)
+        if self.input is not None and inputs is not None:
+            residual = residual + hidden
+            hidden = self.input(residual, inputs, context.adapter_slots)
+        if self.scalar is None:
+            return hidden, residual
+        return None, self.scalar(residual + hidden)
+
+    def _compute(
+        self, hidden: Tensor | None, residual: Tensor, positions: Tensor, context: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what every family has, attention and MLP, as `forward`."""
         if self.self_attn is not None or self.mixer is not None:
             normalised, residual = self._add_and_normalise(self.attention_norm, hidden, residual)
             hidden = self._mix(normalised, positions, context)
@@ -309,38 +349,57 @@ def check_supported(architecture: ModelArchitecture) -> None:
     """Refuse what the description can say and nothing here computes.
 
     Raises:
-        FeatureDisabled: Layers need caches of several shapes, or compute nothing.
+        FeatureDisabled: Layers read keys that no layer keeps for them, mix forms of attention, or compute nothing.
     """
-    attending = [layer for layer in architecture.layers if layer.attention != "none"]
-    keys = {(layer.num_kv_heads, layer.head_dim) for layer in attending[:1]}
-    is_parallel = architecture.block.parallel != "no"
     for index, layer in enumerate(architecture.layers):
-        attends, is_half = layer.attention != "none", "none" in (layer.attention, layer.mlp)
-        for what, is_missing in (
-            (f"kv_from = {layer.kv_from}", layer.kv_from >= 0),
-            (
-                f"value_dim = {layer.value_dim}",
-                layer.latent is None and layer.value_dim not in (0, layer.head_dim),
-            ),
-            (
-                f"{layer.num_kv_heads} key heads of {layer.head_dim}",
-                attends and (layer.num_kv_heads, layer.head_dim) not in keys,
-            ),
-            (
-                f"attention = {layer.attention}, mlp = {layer.mlp}, parallel = {architecture.block.parallel}",
-                is_half and (is_parallel or (not attends and layer.mlp == "none" and layer.state is None)),
-            ),
-            (
-                "its attention is latent or not, as that of layer 0 is not or is",
-                (layer.latent is None) != (architecture.latent is None),
-            ),
-        ):
+        for what, why, is_missing in _unsupported(architecture, index, layer):
             if is_missing:
-                raise FeatureDisabled(
-                    f"{architecture.name}, layer {index}: {what}",
-                    "the cache has one shape, and a layer its own keys and values, a state or an MLP",
-                )
+                raise FeatureDisabled(f"{architecture.name}, layer {index}: {what}", why)
     if architecture.tie_word_embeddings and architecture.ends.head_bias:
         raise FeatureDisabled(
             f"{architecture.name}: tie_word_embeddings = true", "the head of this family has a bias"
         )
+
+
+def _unsupported(
+    architecture: ModelArchitecture, index: int, layer: LayerSpec
+) -> tuple[tuple[str, str, bool], ...]:
+    """Return what a layer may have and nothing computes, why, and whether it has it."""
+    attends, is_half = layer.attention != "none", "none" in (layer.attention, layer.mlp)
+    is_parallel, latent = architecture.block.parallel != "no", architecture.latent
+    one_shape = "all layers keep latent vectors of one shape, or none does"
+    return (
+        (
+            f"kv_from = {layer.kv_from}",
+            "it must be an earlier layer with as many heads, as long, and the same window, that keeps its own",
+            layer.kv_from >= 0 and not _keeps_keys_for(architecture, index),
+        ),
+        (
+            f"value_dim = {layer.value_dim}",
+            "values are as long as keys",
+            layer.latent is None and layer.value_dim not in (0, layer.head_dim),
+        ),
+        (
+            f"attention = {layer.attention}, mlp = {layer.mlp}, parallel = {architecture.block.parallel}",
+            "a layer has an attention, a state or an MLP, and both halves if they are parallel",
+            is_half and (is_parallel or (not attends and layer.mlp == "none" and layer.state is None)),
+        ),
+        (
+            "its attention is latent or not, as that of layer 0 is not or is",
+            one_shape,
+            (layer.latent is None) != (latent is None),
+        ),
+        (f"latent = {layer.latent}", one_shape, latent is not None and layer.latent != latent),
+    )
+
+
+def _keeps_keys_for(architecture: ModelArchitecture, index: int) -> bool:
+    """Return whether a layer can read the keys and values of the one that it names."""
+    layer = architecture.layers[index]
+    source = architecture.layers[layer.kv_from]
+    is_like_it = all(
+        getattr(layer, name) == getattr(source, name)
+        for name in ("num_kv_heads", "head_dim", "attention", "window", "latent")
+    )
+    can_read = layer.latent is None and architecture.block.qk_norm != "all"
+    return layer.kv_from < index and source.kv_from < 0 and is_like_it and can_read

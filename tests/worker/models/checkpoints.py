@@ -42,7 +42,7 @@ def save_checkpoint(model: Any, directory: Path) -> Any:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):  # of routers, which checkpoints store
+            if name.endswith(("correction_bias", "layer_scalar")):  # which checkpoints store
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
     model.save_pretrained(directory)
     return model

@@ -99,6 +99,17 @@ DEEPSEEK_EXPERTS = {
 INDEXER = {"index_topk": 50, "index_n_heads": 3, "index_head_dim": 12}
 """Keys are chosen of contexts that are longer than any of the tests."""
 
+GEMMA4 = {
+    "head_dim": 10,
+    "global_head_dim": 20,
+    "sliding_window": WINDOW,
+    "layer_types": [SLIDING, SLIDING, FULL, FULL],
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+    "pad_token_id": 0,
+}
+"""Layers of two sizes of heads; no inputs by token."""
+
 FAMILIES: dict[str, Tiny] = {
     "Arcee": Tiny("arcee", {"head_dim": 8, "mlp_bias": True}),
     "BLOOM": Tiny(
@@ -156,6 +167,31 @@ FAMILIES: dict[str, Tiny] = {
             "query_pre_attn_scalar": 11,
             "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
             "final_logit_softcapping": 5.0,
+        },
+    ),
+    "Gemma 4": Tiny("gemma4_text", GEMMA4),
+    "Gemma 4, shared keys": Tiny(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 7,
+            "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 97,
+        },
+    ),
+    "Gemma 4, keys as values": Tiny(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 20,
+            "attention_k_eq_v": True,
+            "attention_bias": True,
+            "final_logit_softcapping": None,
         },
     ),
     "GLM": Tiny("glm", {"head_dim": 12, "pad_token_id": 0}),

@@ -35,9 +35,12 @@ class Sequences:
         self.block_tables = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int32)
         for row, count in enumerate(num_blocks):
             self.block_tables[row, :count] = torch.tensor([next(blocks) for _ in range(count)])
-        self.kv_caches = []
+        self.kv_caches: list[KvCache] = []
         for layer in architecture.layers:
-            vectors = (2, architecture.num_kv_heads, BLOCK_SIZE, architecture.head_dim)
+            if layer.kv_from >= 0:
+                self.kv_caches.append(self.kv_caches[layer.kv_from])
+                continue
+            vectors = (2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
             if layer.latent is not None:
                 vectors = (1, 1, BLOCK_SIZE, layer.latent.width)
             self.kv_caches.append(KvCache(torch.full((sum(num_blocks) + 1, *vectors), torch.nan)))

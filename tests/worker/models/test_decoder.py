@@ -135,10 +135,10 @@ def test_a_prefix_moves_every_name() -> None:
         ({"rope": RopeParameters(kind="spiral")}, "rope_type spiral"),
         (
             {"attention": "none", "mlp": "none"},
-            "LlamaForCausalLM, layer 0: attention = none, mlp = none, parallel = no: the cache has one shape",
+            "LlamaForCausalLM, layer 0: attention = none, mlp = none, parallel = no: a layer has an attention",
         ),
-        ({"kv_from": 0}, "layer 0: kv_from = 0"),
-        ({"value_dim": 4}, "layer 0: value_dim = 4"),
+        ({"kv_from": 0}, "layer 0: kv_from = 0: it must be an earlier layer"),
+        ({"value_dim": 4}, "layer 0: value_dim = 4: values are as long as keys"),
         (
             {"ends": EndsSpec(head_bias=True)},
             "tie_word_embeddings = true: the head of this family has a bias",
@@ -150,9 +150,20 @@ def test_unsupported_architectures_are_refused_by_name(changes: dict[str, Any], 
         create_model(context=ModelContext(tiny_config(tiny_architecture(**changes))))
 
 
-def test_layers_with_other_heads_than_the_cache_are_refused() -> None:
+def test_layers_of_which_blocks_do_not_hold_whole_tokens_are_refused() -> None:
     architecture = tiny_architecture(num_heads=4, num_kv_heads=2)
-    wider = replace(architecture.layers[0], head_dim=16)
+    wider = replace(architecture.layers[0], head_dim=12)
     architecture = replace(architecture, layers=(architecture.layers[0], wider))
-    with pytest.raises(FeatureDisabled, match="layer 1: 2 key heads of 16"):
+    with pytest.raises(FeatureDisabled, match="key heads of 2 x 8 and 2 x 12 elements in its layers: blocks"):
         create_model(context=ModelContext(tiny_config(architecture)))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"head_dim": 16}, {"num_kv_heads": 1}, {"attention": "sliding", "window": 7}, {"kv_from": 0}]
+)
+def test_keys_of_a_layer_that_is_not_like_it_are_refused(changes: dict[str, Any]) -> None:
+    architecture = tiny_architecture(num_heads=4, num_kv_heads=2)
+    first = architecture.layers[0]
+    layers = (first, replace(first, **changes), replace(first, kv_from=1))
+    with pytest.raises(FeatureDisabled, match="layer 2: kv_from = 1"):
+        create_model(context=ModelContext(tiny_config(replace(architecture, layers=layers))))

@@ -38,6 +38,7 @@ from triptych_services.worker.runner.startup.kv_groups import blocks_held
 
 COMPOSITE = {
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
@@ -168,7 +169,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(name: str, saved: An
     config = replace(tiny_config(read_architecture(directory)), dtype="bfloat16", quantization="none")
     model = load_model(config, open_checkpoint(directory))
     sequences = Sequences(model, config.architecture, (40, 33, 50))
-    sequences.kv_caches = [KvCache(cache.blocks.bfloat16()) for cache in sequences.kv_caches]
+    rounded_caches = {id(cache): KvCache(cache.blocks.bfloat16()) for cache in sequences.kv_caches}
+    sequences.kv_caches = [rounded_caches[id(cache)] for cache in sequences.kv_caches]
     exact, rounded = deepcopy(oracle).bfloat16().float(), deepcopy(oracle).bfloat16()
     ours, theirs = [], []
     with torch.inference_mode():

@@ -68,6 +68,8 @@ _GROUPS = {
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
         "Gemma3ForConditionalGeneration": "gemma3_with_images",
+        "Gemma4ForCausalLM": "gemma4",
+        "Gemma4ForConditionalGeneration": "gemma4_with_images",
         "GemmaForCausalLM": "gemma",
     },
     "hybrid": {
@@ -161,7 +163,7 @@ def _with_other_heads(architecture: str) -> dict[str, str]:
     for ending in ("ForCausalLM", "LMHeadModel"):
         if architecture.endswith(ending):
             body = architecture.removesuffix(ending)
-            body = {"Gemma3": "Gemma3Text"}.get(body, body)
+            body = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(body, body)
             return {body + suffix: head for suffix, head in _HEADS.items()}
     return {}
 
