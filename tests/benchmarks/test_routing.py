@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 import pytest
 
+from benchmarks.routing import walk
 from benchmarks.routing.loads import LOADS
 from benchmarks.routing.simulation import POLICIES, Fleet, create_facts
 
@@ -49,3 +52,10 @@ def test_engines_join_die_and_come_back() -> None:
     fleet = run("prefix", "documents", faults)
     assert all(len(request.output) == request.turn.num_output_tokens for request in fleet.done)
     assert all(engine.num_sent for engine in fleet.engines)
+
+
+def test_the_walk_is_measured_for_each_number_of_engines() -> None:
+    options = {"rounds": 1, "engines": [1, 12], "requests": 3, "reports": 2, "prompt_len": 300}
+    figures = list(walk.measure(argparse.Namespace(**options)))
+    assert [figure.name.partition(":")[0] for figure in figures] == ["1 engines"] * 6 + ["12 engines"] * 6
+    assert all(figure.median > 0 for figure in figures)
