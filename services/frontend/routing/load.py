@@ -51,33 +51,48 @@ class EngineLoad:
         """As last reported."""
         self.is_known = False
         """The engine has reported its load. One of an earlier version never does."""
-        self._told_at = 0.0
-        self._prefill_measured_at = self._decode_measured_at = 0.0
+        self.told_at = 0.0
+        """When it was reported."""
+        self.prefill_measured_at = self.decode_measured_at = 0.0
         """When the load's measures last changed."""
+        self.num_changes = 0
+        """Rises whenever anything changes here."""
         self._bookings: dict[int, _Booking] = {}
         """The first number of a request that is in no load yet -> what it adds."""
-        self._num_booked_tokens = 0
-        self._num_booked_choices = 0
+        self.num_booked_tokens = 0
+        self.num_booked_choices = 0
         self._admitted: set[int] = set()
         """First numbers of requests that the next load includes."""
         self._expected: tuple[set[int], set[int]] = (set(), set())
         """Keys of prompts that were sent lately, and of those that were sent before them."""
         self._expected_since = 0.0
+        self.expected_firsts: set[int] = set()
+        """Keys of the first blocks of prompts that may be expected. Always the same set."""
 
     @property
     def num_choices(self) -> int:
         """Choices that run or wait there."""
-        return self.reported.num_running + self.reported.num_waiting + self._num_booked_choices
+        return self.reported.num_running + self.reported.num_waiting + self.num_booked_choices
 
-    def count_cached_tokens(self, prompt: RoutedPrompt) -> int:
-        """Return how many tokens of a prompt need not be computed. At least one always is."""
+    def now(self) -> float:
+        """Return the time in seconds, as all times here are meant."""
+        return self._clock()
+
+    def count_cached_tokens(self, prompt: RoutedPrompt, guess: int = 0) -> int:
+        """Return how many tokens of a prompt need not be computed. At least one always is.
+
+        Args:
+            guess: A number that is likely. It changes the time that this takes and nothing else.
+        """
         if not self.block_size:
             return 0
         keys = prompt.keys(self.block_size)
         self._forget_expected()
         latest, earlier = self._expected
         num_blocks = max(
-            count_leading(keys, self.cached), count_leading(keys, latest), count_leading(keys, earlier)
+            count_leading(keys, self.cached, -(-guess // self.block_size)),
+            count_leading(keys, latest),
+            count_leading(keys, earlier),
         )
         return min(num_blocks * self.block_size, prompt.num_tokens - 1)
 
@@ -86,8 +101,8 @@ class EngineLoad:
         """Return what the engine has measured lately."""
         until = self._clock() - TRUSTED_S
         return WorkTimes(
-            self.reported.prefill_token_s if self._prefill_measured_at > until else 0.0,
-            self.reported.decode_step_s if self._decode_measured_at > until else 0.0,
+            self.reported.prefill_token_s if self.prefill_measured_at > until else 0.0,
+            self.reported.decode_step_s if self.decode_measured_at > until else 0.0,
         )
 
     def first_token_s(self, num_tokens: float, num_choices: int, best: WorkTimes) -> float:
@@ -100,7 +115,7 @@ class EngineLoad:
         """
         load, times = self.reported, self.times
         token_s = times.prefill_token_s or best.prefill_token_s
-        num_lacking = num_choices + self._num_booked_choices - load.num_free_rows
+        num_lacking = num_choices + self.num_booked_choices - load.num_free_rows
         row_s = num_lacking * load.row_interval_s if num_lacking > 0 else 0.0
         own_s = num_tokens * token_s
         step_s = times.decode_step_s or best.decode_step_s
@@ -109,11 +124,12 @@ class EngineLoad:
     def waiting_s(self, prefill_token_s: float) -> float:
         """Return in how many seconds the prompts that are there already will be computed."""
         told_s = self.reported.num_prefill_tokens * prefill_token_s
-        computed_s = self._clock() - self._told_at
-        return max(told_s - computed_s, 0.0) + self._num_booked_tokens * prefill_token_s
+        computed_s = self._clock() - self.told_at
+        return max(told_s - computed_s, 0.0) + self.num_booked_tokens * prefill_token_s
 
     def note_hash(self, told: PrefixHash | None) -> None:
         """Take in how the engine names the blocks of its cache. `told`: None: it does not report what it caches."""
+        self.num_changes += 1
         if told is None:
             self.block_size, self.why_no_affinity = 0, "it does not tell what it caches"
         else:
@@ -133,22 +149,26 @@ class EngineLoad:
         if prompt is not None:
             num_tokens -= self.count_cached_tokens(prompt)
             if self.block_size:
-                self._expected[0].update(prompt.keys(self.block_size))
+                self._expected[0].update(keys := prompt.keys(self.block_size))
+                self.expected_firsts.update(keys[:1])
         self._bookings[numbers[0]] = _Booking(num_tokens, len(numbers))
-        self._num_booked_tokens += num_tokens
-        self._num_booked_choices += len(numbers)
+        self.num_changes += 1
+        self.num_booked_tokens += num_tokens
+        self.num_booked_choices += len(numbers)
 
     def cancel(self, number: int) -> None:
         """Take in that a choice has ended, perhaps before it was admitted."""
         if (booking := self._bookings.pop(number, None)) is not None:
-            self._num_booked_tokens -= booking.num_tokens
-            self._num_booked_choices -= booking.num_choices
+            self.num_changes += 1
+            self.num_booked_tokens -= booking.num_tokens
+            self.num_booked_choices -= booking.num_choices
             self._admitted.discard(number)
 
     def note_batch(self, batch: OutputBatch) -> None:
         """Follow the engine."""
         if batch.cache is not None:
             self.cached.take_in(batch.cache)
+            self.num_changes += 1
         if self._bookings:
             self._admitted.update(self._bookings.keys() & set(batch.admitted.tolist()))
             for failure in batch.failures:
@@ -161,10 +181,11 @@ class EngineLoad:
     def _take_in(self, load: LoadReport) -> None:
         now = self._clock()
         if load.prefill_token_s != self.reported.prefill_token_s:
-            self._prefill_measured_at = now
+            self.prefill_measured_at = now
         if load.decode_step_s != self.reported.decode_step_s:
-            self._decode_measured_at = now
-        self.reported, self.is_known, self._told_at = load, True, now
+            self.decode_measured_at = now
+        self.reported, self.is_known, self.told_at = load, True, now
+        self.num_changes += 1
 
     def _forget_expected(self) -> None:
         now = self._clock()
@@ -172,6 +193,7 @@ class EngineLoad:
             is_old = now - self._expected_since > 2 * EXPECTED_S
             self._expected = (set(), set() if is_old else self._expected[0])
             self._expected_since = now
+            self.expected_firsts.intersection_update(self._expected[1])
 
 
 class _Booking(NamedTuple):

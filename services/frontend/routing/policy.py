@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from triptych_services.frontend.routing.load import EngineLoad, WorkTimes
+from triptych_services.frontend.routing.load import EngineLoad
+from triptych_services.frontend.routing.outlooks import Outlooks, create_outlooks
 from triptych_services.frontend.routing.prefix_index import RoutedPrompt
 
-_ALIKE_SHARE, _ALIKE_S = 0.05, 0.005  # by which expected times differ no more than they are known
 _LATELY_S = 5.0
-_UNMEASURED_TOKEN_S = 1e-4  # for each token of a prompt, where no engine has measured any yet
 
 
 class RoutableEngine(Protocol):
@@ -92,36 +91,43 @@ class SoonestFirstToken:
         """`clock`: monotonic time in seconds."""
         self._least_loaded = LeastLoaded()
         self._prefixes = _RecentPrefixes(clock)
+        self._known: tuple[Sequence[RoutableEngine], Outlooks] | None = None
+        """The engines that were chosen among last, and their outlooks."""
 
     def choose(self, engines: Sequence[RoutableEngine], prompt: RoutedPrompt | None, num_choices: int) -> int:
-        loads = [engine.load for engine in engines]
-        if not all(load.is_known for load in loads):
+        outlooks = self._outlooks_of(engines)
+        if not outlooks.refresh():
             return self._least_loaded.choose(engines, prompt, num_choices)
-        best = _best_times(loads)
-        costs = [1.0] * len(engines) if prompt is None else self._count_tokens(loads, prompt)
-        seconds = [
-            load.first_token_s(cost, num_choices, best) for load, cost in zip(loads, costs, strict=True)
-        ]
-        limit_s = min(seconds) + max(_ALIKE_SHARE * min(seconds), _ALIKE_S)
-        alike = [index for index in range(len(engines)) if seconds[index] <= limit_s]
-        most_tokens = min(costs[index] for index in alike) + _ALIKE_S / best.prefill_token_s
-        soonest = [index for index in alike if costs[index] <= most_tokens]
+        cost, row_to_cost = self._count_tokens(engines, outlooks, prompt)
+        soonest = outlooks.soonest(cost, row_to_cost, num_choices)
         drawn = random.sample(soonest, min(len(soonest), 2))
-        return min(drawn, key=lambda index: loads[index].num_choices)
+        return min(drawn, key=outlooks.num_choices)
 
-    def _count_tokens(self, loads: Sequence[EngineLoad], prompt: RoutedPrompt) -> list[float]:
-        """Return the tokens that each engine would have to compute, those of a copy divided among its users.
+    def _outlooks_of(self, engines: Sequence[RoutableEngine]) -> Outlooks:
+        """Return the outlooks of these engines, kept while the router passes the same sequence: until one changes."""
+        if self._known is None or self._known[0] is not engines:
+            self._known = engines, create_outlooks([engine.load for engine in engines])
+        return self._known[1]
+
+    def _count_tokens(
+        self, engines: Sequence[RoutableEngine], outlooks: Outlooks, prompt: RoutedPrompt | None
+    ) -> tuple[float, dict[int, float]]:
+        """Return the tokens that an engine would have to compute, and those of engines that cache some of them.
 
         What is cached at one engine and computed at another is a copy there, for the prompts to come as well: as many
-        as have come with the same beginning lately.
+        as have come with the same beginning lately. So its tokens are divided among its users.
         """
-        cached = [load.count_cached_tokens(prompt) for load in loads]
-        most = max(cached)
-        if not most:
-            return [float(prompt.num_tokens)] * len(loads)
-        block_size = loads[cached.index(most)].block_size
-        num_users = self._prefixes.count(prompt.keys(block_size)[-(-most // block_size) - 1])
-        return [prompt.num_tokens - most + (most - count) / max(num_users, 1) for count in cached]
+        if prompt is None:
+            return 1.0, {}
+        row_to_cached = outlooks.count_cached_tokens(prompt)
+        if not row_to_cached:
+            return float(prompt.num_tokens), {}
+        holder = max(row_to_cached, key=row_to_cached.__getitem__)
+        most, block_size = row_to_cached[holder], engines[holder].load.block_size
+        num_users = max(self._prefixes.count(prompt.keys(block_size)[-(-most // block_size) - 1]), 1)
+        left = prompt.num_tokens - most
+        row_to_cost = {row: left + (most - cached) / num_users for row, cached in row_to_cached.items()}
+        return left + most / num_users, row_to_cost
 
 
 class _RecentPrefixes:
@@ -155,12 +161,3 @@ def create_policy(name: str, clock: Callable[[], float] = time.monotonic) -> Rou
         "random": Random,
     }
     return others[name]()
-
-
-def _best_times(loads: Sequence[EngineLoad]) -> WorkTimes:
-    """Return the least that any engine has measured last."""
-    reported = [load.reported for load in loads]
-    return WorkTimes(
-        min(filter(None, [load.prefill_token_s for load in reported]), default=_UNMEASURED_TOKEN_S),
-        min(filter(None, [load.decode_step_s for load in reported]), default=0.0),
-    )

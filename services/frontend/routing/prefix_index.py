@@ -44,8 +44,10 @@ def keys_of(hashes: bytes) -> list[int]:
     return np.maximum(keys, 1).tolist()
 
 
-def count_leading(keys: Sequence[int], blocks: Container[int]) -> int:
+def count_leading(keys: Sequence[int], blocks: Container[int], guess: int = 0) -> int:
     """Return how many of a prompt's blocks are in a set that has no block without those before it.
+
+    `guess`: A number that is likely, which is tried before others are. 0: none is.
 
     So it is with an engine's cache, which loses the end of a prompt before its beginning. Two requests that compute
     the same at the same time may leave a gap; then a few blocks too many are counted.
@@ -53,6 +55,13 @@ def count_leading(keys: Sequence[int], blocks: Container[int]) -> int:
     if not keys or keys[0] not in blocks:
         return 0
     low, high = 1, len(keys)  # the first `low` are there; those behind the first `high` are not
+    if 0 < guess <= high:
+        if keys[guess - 1] not in blocks:
+            high = guess - 1
+        elif guess < high and keys[guess] in blocks:
+            low = guess + 1
+        else:
+            return guess
     while low < high:
         middle = (low + high + 1) // 2
         if keys[middle - 1] in blocks:
@@ -82,7 +91,26 @@ class PrefixIndex:
         return self._num_entries
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, int) and self._find(key) >= 0
+        if not isinstance(key, int):
+            return False
+        places, place = (
+            self._places,
+            key >> self._shift,
+        )  # as `_find`, without a call: every choice asks all engines
+        while (entry := places[place]) != key:
+            if not entry:
+                return False
+            place += 1
+        return True
+
+    @property
+    def table(self) -> tuple[array[int], int]:
+        """Return the entries by their places, and by how many bits a key is shifted to the place where it is at home.
+
+        Both are others when it has been filled or cleared. A place is 0 where there is no entry, and then no key that
+        is at home there is in the set.
+        """
+        return self._places, self._shift
 
     @property
     def num_bytes(self) -> int:
