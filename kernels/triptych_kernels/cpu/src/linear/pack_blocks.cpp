@@ -1,22 +1,19 @@
 // Filling weights with the blocks of .gguf files, in one pass: a block is read, and its place in a panel is written.
 // Panels of quantized.h are those of coded.h with a float16 scale, and maybe a minimum, per group.
-#include "linear/panel_codes.h"
+#include "linear/block_layouts.h"
+#include "simd/columns.h"
 
 namespace triptych {
 namespace {
 
+using blocks::bits_at;
+using blocks::Scales;
+using blocks::Steps;
 using coded::CodedForm;
-
-// How GGML stores weights of a row, as formats.py numbers the types. The layouts are those of ggml-common.h in
-// llama.cpp.
-enum BlockType : int64_t {
-  kQ4_0, kQ4_1, kQ8_0, kQ5_0, kQ5_1, kIq4Nl, kMxfp4,
-  kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Xs,
-};
 
 struct PackBlocks {
   int64_t form;           // of the weight, which can hold the blocks without loss
-  int64_t type;           // BlockType
+  int64_t type;           // blocks::BlockType
   const uint8_t* blocks;  // [rows] of a row's blocks
   int64_t row_bytes;      // from one row to the next
   char* panels;
@@ -26,212 +23,89 @@ struct PackBlocks {
   int64_t* is_damaged;    // becomes 1 if a scale is no number
 };
 
-constexpr int kMaxUnits = coded::kSuperGroup / coded::kHalfGroup;
+// kLanes rows of a file. Past the last one it is that one again.
+struct Rows {
+  const uint8_t* at[kLanes];
 
-// The scales of a block.
-struct Scales {
-  uint16_t scale = 0, minimum = 0;  // float16; of powers of two the exponent
-  uint8_t multiples[kMaxUnits];     // of each half of a group; plus 128
-  uint8_t minima[kMaxUnits] = {};
+  Rows(const uint8_t* first, int64_t row_bytes, int64_t count) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) at[lane] = first + std::min(lane, count - 1) * row_bytes;
+  }
+  void next(int64_t num_bytes) {
+    for (const uint8_t*& row : at) row += num_bytes;
+  }
 };
 
-inline uint16_t half_at(const uint8_t* from) {
-  uint16_t bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return bits;
+// The words of a block of each row; returns what lies before or behind them.
+template <typename T>
+ivec load_block(const Rows& rows, ivec (&words)[T::kWords]) {
+  unroll<T::kWords / 4>([&](auto i) { load_columns(rows.at, T::kHead + 16 * i, words + 4 * i); });
+  ivec last[4];
+  if constexpr (constexpr int kLeft = T::kWords % 4; kLeft != 0) {
+    load_columns(rows.at, T::kHead + 4 * T::kWords - 16, last);
+    unroll<kLeft>([&](auto i) { words[T::kWords - kLeft + i] = last[4 - kLeft + i]; });
+  }
+  if constexpr (T::kHasTail) {
+    load_columns(rows.at, T::kBytes - 16, last);
+    return blocks::upper_half(last[3]);
+  }
+  if constexpr (T::kHead == 0) return splat_int(0);
+  uint32_t heads[kLanes] = {};
+  for (int lane = 0; lane < kLanes; ++lane) std::memcpy(heads + lane, rows.at[lane], T::kHead);
+  return load_ints(heads);
 }
 
-// The low halves of `count` bytes, then their high ones.
-inline void read_nibbles(const uint8_t* packed, int count, uint8_t* codes) {
-  for (int i = 0; i < count; ++i) {
-    codes[i] = packed[i] & 15;
-    codes[count + i] = packed[i] >> 4;
+// What is written of a panel: some lanes of one of its vectors, one element after the other.
+class Column {
+ public:
+  // `lane` is the first of `count` within the panel.
+  Column(char* panel, int64_t lane, int64_t count)
+      : to_(panel), half_(lane / kLanes), first_(lane % kLanes), count_(count) {}
+
+  void put_word(ivec word) {
+    put<uint32_t>(word, [](char* to, ivec x) { store(reinterpret_cast<float*>(to), as_vec(x)); });
   }
+  // Of the lower 16 or 8 bits of each lane.
+  void put_half(ivec x) {
+    put<uint16_t>(x, [](char* to, ivec x) { store_shorts(reinterpret_cast<int16_t*>(to), signed_of(x, 0x8000)); });
+  }
+  void put_byte(ivec x) {
+    put<uint8_t>(x, [](char* to, ivec x) { store_bytes(reinterpret_cast<int8_t*>(to), signed_of(x, 0x80)); });
+  }
+
+ private:
+  static ivec signed_of(ivec x, int sign) {
+    return ((x + splat_int(sign)) & splat_int(2 * sign - 1)) + splat_int(-sign);
+  }
+
+  template <typename Element, typename F>
+  void put(ivec x, const F& store_all) {
+    char* const to = to_ + half_ * kLanes * sizeof(Element);
+    to_ += kPanel * sizeof(Element);
+    if (count_ == kLanes) return store_all(to, x);
+    Element elements[kLanes];
+    store_all(reinterpret_cast<char*>(elements), x);
+    std::memcpy(to + first_ * sizeof(Element), elements, count_ * sizeof(Element));
+  }
+
+  char* to_;
+  int64_t half_, first_, count_;
+};
+
+inline void put_codes(int64_t bits, const Steps& steps, Column& to) {
+  if (bits == 8) {
+    unroll<bytes::kSteps>([&](auto step) { to.put_word(steps[step]); });
+    return;
+  }
+  unroll<4>([&](auto i) {
+    to.put_word(bits_at<0>(steps[i], 15) + shift_left<4>(bits_at<0>(steps[4 + i], 15)));
+  });
+  if (bits == 4) return;
+  unroll<2>([&](auto plane) {
+    ivec word = splat_int(0);
+    unroll<4>([&](auto i) { word = word + shift_left<2 * i>(bits_at<4>(steps[4 * plane + i], 3)); });
+    to.put_word(word);
+  });
 }
-
-// Each 32 bytes hold four groups in parts of 2 bits, the lowest ones first.
-inline void read_quarters(const uint8_t* packed, uint8_t* codes) {
-  for (int half = 0; half < 2; ++half, packed += kGroup) {
-    for (int group = 0; group < 4; ++group, codes += kGroup) {
-      for (int i = 0; i < kGroup; ++i) codes[i] = packed[i] >> 2 * group & 3;
-    }
-  }
-}
-
-// 32 bytes hold a bit of each weight of eight groups, the first group's lowest.
-inline void add_bit(const uint8_t* packed, int at, uint8_t* codes) {
-  for (int group = 0; group < 8; ++group, codes += kGroup) {
-    for (int i = 0; i < kGroup; ++i) codes[i] |= (packed[i] >> group & 1) << at;
-  }
-}
-
-// 4 bytes hold the fifth bit of 32 weights.
-inline void add_fifth_bit(const uint8_t* packed, uint8_t* codes) {
-  for (int i = 0; i < kGroup; ++i) codes[i] |= (packed[i / 8] >> i % 8 & 1) << 4;
-}
-
-// Multiples and minima of 6 bits in 12 bytes; see get_scale_min_k4 in llama.cpp.
-inline void read_multiples(const uint8_t* packed, Scales& to) {
-  for (int group = 0; group < 8; ++group) {
-    const uint8_t first = packed[group % 4], second = packed[4 + group % 4], third = packed[8 + group % 4];
-    const uint8_t multiple = group < 4 ? first & 63 : (third & 15) | first >> 6 << 4;
-    const uint8_t minimum = group < 4 ? second & 63 : third >> 4 | second >> 6 << 4;
-    for (const int half : {0, 1}) {
-      to.multiples[2 * group + half] = multiple + coded::kSignedZero;
-      to.minima[2 * group + half] = minimum;
-    }
-  }
-}
-
-// A type: the bytes and the weights of a block; what its codes count from, if they are integers without a minimum.
-// `scales` and `codes` read a block. Of types of 4 bits `nibbles` reads a group as panels have it: input i in the low
-// half of byte i, i + 16 in its high one.
-template <int64_t Bytes, int64_t Weights, int Center = 0>
-struct Stored {
-  static constexpr int64_t kBytes = Bytes, kWeights = Weights;
-  static constexpr int kCenter = Center;
-  static constexpr bool kHasNibbles = false;
-};
-template <int64_t Bytes, int64_t Weights, int64_t NibblesAt, int Center = 0>
-struct StoredNibbles : Stored<Bytes, Weights, Center> {
-  static constexpr bool kHasNibbles = true;
-  static void codes(const uint8_t* from, uint8_t* to) {
-    for (int64_t at = 0; at < Weights; at += kGroup) read_nibbles(from + NibblesAt + at / 2, kGroup / 2, to + at);
-  }
-  static void nibbles(const uint8_t* from, int64_t group, uint8_t* to) {
-    std::memcpy(to, from + NibblesAt + group * kGroup / 2, kGroup / 2);
-  }
-};
-// With a float16 scale, and behind it maybe a minimum.
-struct HalfScale {
-  static void scales(const uint8_t* from, Scales& to) { to.scale = half_at(from); }
-};
-struct HalfScaleAndMinimum {
-  static void scales(const uint8_t* from, Scales& to) { to.scale = half_at(from), to.minimum = half_at(from + 2); }
-};
-// And with multiples of both.
-struct SixBitMultiples {
-  static void scales(const uint8_t* from, Scales& to) {
-    HalfScaleAndMinimum::scales(from, to);
-    read_multiples(from + 4, to);
-  }
-};
-
-template <int64_t Type>
-struct Layout;
-
-template <>
-struct Layout<kQ4_0> : StoredNibbles<18, kGroup, 2, 8>, HalfScale {};
-template <>
-struct Layout<kQ4_1> : StoredNibbles<20, kGroup, 4>, HalfScaleAndMinimum {};
-template <>
-struct Layout<kQ8_0> : Stored<34, kGroup, coded::kSignedZero>, HalfScale {
-  static void codes(const uint8_t* from, uint8_t* to) {
-    for (int i = 0; i < kGroup; ++i) to[i] = from[2 + i] ^ coded::kSignedZero;
-  }
-};
-template <>
-struct Layout<kQ5_0> : Stored<22, kGroup, 16>, HalfScale {
-  static void codes(const uint8_t* from, uint8_t* to) {
-    read_nibbles(from + 6, kGroup / 2, to);
-    add_fifth_bit(from + 2, to);
-  }
-};
-template <>
-struct Layout<kQ5_1> : Stored<24, kGroup>, HalfScaleAndMinimum {
-  static void codes(const uint8_t* from, uint8_t* to) {
-    read_nibbles(from + 8, kGroup / 2, to);
-    add_fifth_bit(from + 4, to);
-  }
-};
-template <>
-struct Layout<kIq4Nl> : StoredNibbles<18, kGroup, 2>, HalfScale {};
-template <>
-struct Layout<kMxfp4> : StoredNibbles<17, kGroup, 1> {
-  static void scales(const uint8_t* from, Scales& to) { to.scale = from[0]; }
-};
-template <>
-struct Layout<kQ2K> : Stored<84, coded::kSuperGroup> {
-  static void scales(const uint8_t* from, Scales& to) {
-    for (int i = 0; i < kMaxUnits; ++i) {
-      to.multiples[i] = (from[i] & 15) + coded::kSignedZero;
-      to.minima[i] = from[i] >> 4;
-    }
-    HalfScaleAndMinimum::scales(from + 80, to);
-  }
-  static void codes(const uint8_t* from, uint8_t* to) { read_quarters(from + 16, to); }
-};
-template <>
-struct Layout<kQ3K> : Stored<110, coded::kSuperGroup, 4> {
-  static void scales(const uint8_t* from, Scales& to) {
-    const uint8_t *low = from + 96, *high = from + 104;
-    for (int i = 0; i < kMaxUnits; ++i) {
-      const int multiple = (i < 8 ? low[i] & 15 : low[i - 8] >> 4) | (high[i % 4] >> 2 * (i / 4) & 3) << 4;
-      to.multiples[i] = static_cast<uint8_t>(multiple - 32 + coded::kSignedZero);
-    }
-    to.scale = half_at(from + 108);
-  }
-  static void codes(const uint8_t* from, uint8_t* to) {
-    read_quarters(from + 32, to);
-    add_bit(from, 2, to);
-  }
-};
-template <>
-struct Layout<kQ4K> : Stored<144, coded::kSuperGroup>, SixBitMultiples {
-  static constexpr bool kHasNibbles = true;
-  static void codes(const uint8_t* from, uint8_t* to) {
-    for (int pair = 0; pair < 4; ++pair) read_nibbles(from + 16 + pair * kGroup, kGroup, to + 2 * pair * kGroup);
-  }
-  static void nibbles(const uint8_t* from, int64_t group, uint8_t* to) {
-    const uint8_t* const pair = from + 16 + group / 2 * kGroup;
-    constexpr uint64_t kLow = 0x0f0f0f0f0f0f0f0f;
-    const int64_t shift = group % 2 * 4;
-    for (int i = 0; i < kGroup / 2; i += 8) {  // in words, since compilers build the vectors of bytes one by one
-      uint64_t low, high;
-      std::memcpy(&low, pair + i, sizeof low);
-      std::memcpy(&high, pair + kGroup / 2 + i, sizeof high);
-      low = (low >> shift & kLow) | (high >> shift & kLow) << 4;
-      std::memcpy(to + i, &low, sizeof low);
-    }
-  }
-};
-template <>
-struct Layout<kQ5K> : Stored<176, coded::kSuperGroup>, SixBitMultiples {
-  static void codes(const uint8_t* from, uint8_t* to) {
-    for (int pair = 0; pair < 4; ++pair) read_nibbles(from + 48 + pair * kGroup, kGroup, to + 2 * pair * kGroup);
-    add_bit(from + 16, 4, to);
-  }
-};
-template <>
-struct Layout<kQ6K> : Stored<210, coded::kSuperGroup, 32> {
-  static void scales(const uint8_t* from, Scales& to) {
-    for (int i = 0; i < kMaxUnits; ++i) to.multiples[i] = from[192 + i] ^ coded::kSignedZero;
-    to.scale = half_at(from + 208);
-  }
-  static void codes(const uint8_t* from, uint8_t* to) {
-    for (int half = 0; half < 2; ++half, to += 4 * kGroup) {
-      const uint8_t *low = from + half * 2 * kGroup, *high = from + 128 + half * kGroup;
-      for (int i = 0; i < kGroup; ++i) {
-        to[i] = (low[i] & 15) | (high[i] & 3) << 4;
-        to[kGroup + i] = (low[kGroup + i] & 15) | (high[i] >> 2 & 3) << 4;
-        to[2 * kGroup + i] = low[i] >> 4 | (high[i] >> 4 & 3) << 4;
-        to[3 * kGroup + i] = low[kGroup + i] >> 4 | high[i] >> 6 << 4;
-      }
-    }
-  }
-};
-template <>
-struct Layout<kIq4Xs> : StoredNibbles<136, coded::kSuperGroup, 8> {
-  static void scales(const uint8_t* from, Scales& to) {
-    to.scale = half_at(from);
-    const uint16_t high = half_at(from + 2);
-    for (int group = 0; group < 8; ++group) {
-      const int low = from[4 + group / 2] >> 4 * (group % 2) & 15;
-      const int multiple = (low | (high >> 2 * group & 3) << 4) - 32 + coded::kSignedZero;
-      to.multiples[2 * group] = to.multiples[2 * group + 1] = static_cast<uint8_t>(multiple);
-    }
-  }
-};
 
 // What is added to codes, from where the file counts to where the panels do.
 template <typename T>
@@ -242,90 +116,116 @@ int shift_of(const CodedForm& form) {
   return (form.offset == coded::kMinimum && form.bits == 4 ? 0 : middle) - T::kCenter;
 }
 
-// Whether a power of two times the codes of a group is a number in float32; the largest value is 6.
-template <typename T>
-bool is_finite_power(int exponent, const uint8_t* from) {
+// Whether a power of two times the codes of a block of kMxfp4 is a number in float32; the largest value is 6.
+bool is_finite_power(const uint8_t* block) {
   constexpr float kValues[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  const int exponent = block[0];
   if (exponent <= 252 || exponent == 255) return exponent <= 252;
-  uint8_t codes[T::kWeights];
-  T::codes(from, codes);
   const float power = exponent == 253 ? 0x1p126f : 0x1p127f;
-  return std::all_of(codes, codes + kGroup, [=](uint8_t code) { return std::isfinite(kValues[code & 7] * power); });
+  return std::all_of(block + 1, block + 1 + kGroup / 2, [=](uint8_t codes) {
+    return std::isfinite(kValues[codes & 7] * power) && std::isfinite(kValues[codes >> 4 & 7] * power);
+  });
 }
 
-// Scales as the panels hold them; notes if one is no number.
+// Packs some rows of one vector of a panel, block by block.
 template <typename T>
-Scales read_scales(const uint8_t* from, const CodedForm& form, int shift, int64_t* is_damaged) {
-  Scales scales;
-  T::scales(from, scales);
-  if (form.scale == coded::kPowers) {
-    if (!is_finite_power<T>(scales.scale, from)) std::atomic_ref(*is_damaged).store(1, std::memory_order_relaxed);
-    return scales;
-  }
-  // 4 bits that count from 0: a minimum, which is exact, takes their center's place
-  if (shift < 0) scales.minimum = to_half(static_cast<float>(shift) * from_half(scales.scale));
-  check_half(scales.scale, is_damaged);
-  check_half(scales.minimum, is_damaged);
-  return scales;
-}
+class Packer {
+ public:
+  Packer(const PackBlocks& args, const CodedForm& form, int64_t row, int64_t count)
+      : form_(form), shift_(shift_of<T>(form)),
+        rows_(args.blocks + (row - args.first_row) * args.row_bytes, args.row_bytes, count),
+        to_(panel_of(args, form, row), place_of(row, args.half).lane, count) {}
 
-// Writes a block's place in its panel, from its head on.
-template <typename T>
-void put_block(const uint8_t* from, const Scales& scales, const CodedForm& form, int shift, int64_t lane, char* to) {
-  const bool is_affine = form.offset == coded::kMinimum, in_levels = form.scale == coded::kTwoLevels;
-  const auto put_byte = [&](uint8_t byte) {
-    to[lane] = static_cast<char>(byte);
-    to += kPanel;
-  };
-  const auto put_scale = [&](uint16_t bits) {
-    if (form.scale == coded::kPowers) return put_byte(bits);
-    std::memcpy(to + lane * sizeof bits, &bits, sizeof bits);
-    to += kPanel * sizeof bits;
-  };
-  const int in_head = in_levels ? 1 : form.num_scales, units = in_levels ? form.num_scales : 0;
-  for (int unit = 0; unit < in_head; ++unit) put_scale(scales.scale);
-  for (int unit = 0; unit < in_head && is_affine; ++unit) put_scale(scales.minimum);
-  const bool has_nibbles = T::kHasNibbles && form.bits == 4;  // whatever they count from
-  uint8_t codes[T::kWeights];
-  if (!has_nibbles) {
-    T::codes(from, codes);
-    for (uint8_t& code : codes) code += shift;
+  void pack_block() {
+    ivec words[T::kWords];
+    const ivec rest = load_block<T>(rows_, words);
+    Scales scales;
+    T::scales(rest, words, scales);
+    check(scales);
+    put_head(scales);
+    unroll<T::kWeights / kGroup>([&](auto group) {
+      if constexpr (T::kUnits > 0) {
+        put_units<group>(scales.multiples, coded::kSignedZero);
+        if (form_.is_affine()) put_units<group>(scales.minima, 0);
+      }
+      Steps steps;
+      T::template codes<group>(words, steps);
+      const ivec shift = bytes::splat_byte(std::max(shift_, 0));
+      unroll<bytes::kSteps>([&](auto step) { steps[step] = add_bytes(steps[step], shift); });
+      put_codes(form_.bits, steps, to_);
+    });
+    rows_.next(T::kBytes);
   }
-  for (int64_t group = 0; group < T::kWeights / kGroup; ++group) {
-    for (int unit = 0; unit < units; ++unit) put_byte(scales.multiples[2 * group + unit]);
-    for (int unit = 0; unit < units && is_affine; ++unit) put_byte(scales.minima[2 * group + unit]);
-    if constexpr (T::kHasNibbles) {
-      uint8_t nibbles[kGroup / 2];
-      if (has_nibbles) T::nibbles(from, group, nibbles), coded::put_nibbles(nibbles, to, lane);
+  bool is_damaged() const { return is_damaged_ || largest(exponents_) == kNoNumber; }
+
+ private:
+  static constexpr int kNoNumber = 0x7c00;  // the exponent of a float16 that is none
+
+  static char* panel_of(const PackBlocks& args, const CodedForm& form, int64_t row) {
+    return args.panels + place_of(row, args.half).panel * form.panel_bytes(args.in_features);
+  }
+
+  // Also lets 4 bits that count from 0 have a minimum, which is exact, in their center's place.
+  void check(Scales& scales) {
+    if (form_.scale == coded::kPowers) {
+      if (largest(scales.scale) <= 252) return;
+      for (const uint8_t* const block : rows_.at) is_damaged_ |= !is_finite_power(block);
+      return;
     }
-    if (!has_nibbles) coded::put_codes(form.bits, codes + group * kGroup, to, lane);
-    to += kPanel * kGroup * form.bits / 8;
+    if (shift_ < 0) {
+      uint32_t halves[kLanes];
+      store(reinterpret_cast<float*>(halves), as_vec(scales.scale));
+      for (uint32_t& half : halves) half = to_half(static_cast<float>(shift_) * from_half(half));
+      scales.minimum = load_ints(halves);
+    }
+    const ivec exponent = splat_int(kNoNumber);
+    exponents_ = max(exponents_, max(scales.scale & exponent, scales.minimum & exponent));
   }
-}
+
+  void put_head(const Scales& scales) {
+    const auto put_scale = [&](ivec scale) {
+      form_.scale == coded::kPowers ? to_.put_byte(scale) : to_.put_half(scale);
+    };
+    const int in_head = form_.scale == coded::kTwoLevels ? 1 : form_.num_scales;
+    for (int unit = 0; unit < in_head; ++unit) put_scale(scales.scale);
+    for (int unit = 0; unit < in_head && form_.is_affine(); ++unit) put_scale(scales.minimum);
+  }
+
+  // Of each half of a group, or of all of it.
+  template <int Group>
+  void put_units(const ivec* units, int zero) {
+    constexpr bool kOfHalves = T::kUnits == 2 * blocks::kGroups;
+    unroll<2>([&](auto half) {
+      constexpr int kUnit = kOfHalves ? 2 * Group + half : Group;
+      if (half < form_.num_scales) to_.put_byte(shift_right<kUnit % 4 * 8>(units[kUnit / 4]) + splat_int(zero));
+    });
+  }
+
+  const CodedForm& form_;
+  const int shift_;
+  Rows rows_;
+  Column to_;
+  ivec exponents_ = splat_int(0);
+  bool is_damaged_ = false;
+};
 
 // Rows first … end - 1, which are of one panel.
 template <typename T>
 void pack_rows(const PackBlocks& args, const CodedForm& form, int64_t first, int64_t end) {
   const int64_t blocks = args.in_features / T::kWeights;
-  const int64_t block_bytes = form.head_bytes + T::kWeights / kGroup * form.group_bytes;
-  const int shift = shift_of<T>(form);
-  for (int64_t number = 0; number < blocks; ++number) {  // the rows of a panel together, which share its lines
-    for (int64_t row = first; row < end; ++row) {
-      const uint8_t* const from = args.blocks + (row - args.first_row) * args.row_bytes + number * T::kBytes;
-      const Scales scales = read_scales<T>(from, form, shift, args.is_damaged);
-      const Place place = place_of(row, args.half);
-      char* const panel = args.panels + place.panel * form.panel_bytes(args.in_features);
-      put_block<T>(from, scales, form, shift, place.lane, panel + number * block_bytes);
-    }
+  const int64_t middle = std::clamp(first - place_of(first, args.half).lane + kLanes, first, end);
+  const bool is_one = args.half >= 0 || middle == first || middle == end;
+  bool is_damaged = false;
+  if (is_one) {
+    Packer<T> packer(args, form, first, end - first);
+    for (int64_t block = 0; block < blocks; ++block) packer.pack_block();
+    is_damaged = packer.is_damaged();
+  } else {  // both vectors together, which share lines
+    Packer<T> low(args, form, first, middle - first), high(args, form, middle, end - middle);
+    for (int64_t block = 0; block < blocks; ++block) low.pack_block(), high.pack_block();
+    is_damaged = low.is_damaged() || high.is_damaged();
   }
-}
-
-// f(Layout) of a type.
-template <int64_t Type = kQ4_0, typename F>
-void with_layout(int64_t type, const F& f) {
-  if constexpr (Type <= kIq4Xs) {
-    type == Type ? f(Layout<Type>()) : with_layout<Type + 1>(type, f);
-  }
+  if (is_damaged) std::atomic_ref(*args.is_damaged).store(1, std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -335,7 +235,7 @@ TRIPTYCH_KERNEL(pack_blocks, triptych::PackBlocks,
                 form, type, blocks, row_bytes, panels, in_features, first_row, half, is_damaged) {
   using namespace triptych;
   const CodedForm form(args.form);
-  with_layout(args.type, [&](auto layout) {
+  blocks::with_layout(args.type, [&](auto layout) {
     using T = decltype(layout);
     coded::for_panels(args.first_row, rows, args.half, 1, [&](const auto& for_each_panel) {
       for_each_panel([&](int64_t first, int64_t end) { pack_rows<T>(args, form, first, end); });

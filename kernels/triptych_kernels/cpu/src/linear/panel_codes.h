@@ -30,13 +30,6 @@ inline void put_codes(int64_t bits, const uint8_t* codes, char* words, int64_t l
   }
 }
 
-// Codes of 4 bits of a group, input i in the low half of byte i and i + 16 in its high one, at the words of its panel.
-inline void put_nibbles(const uint8_t* nibbles, char* words, int64_t lane) {
-  for (int word = 0; word < 4; ++word) {
-    std::memcpy(words + (word * kPanel + lane) * sizeof(uint32_t), nibbles + word * sizeof(uint32_t), sizeof(uint32_t));
-  }
-}
-
 // f(for_each): of `run` neighbouring panels, which one thread takes; for_each(g) calls g(first, end) with the rows of
 // each. Rows of one panel write into the same lines.
 template <typename F>
