@@ -70,7 +70,7 @@ def random_mixture() -> Path:
         writer.add_expert_count(_MIXTURE_EXPERTS)
         writer.add_expert_used_count(8)
         writer.add_expert_feed_forward_length(768)
-        num_tokens = _copy_tokenizer(GGUFReader(gguf()), writer)
+        num_tokens = copy_tokenizer(GGUFReader(gguf()), writer)
         random = np.random.default_rng(1)
         for name, shape in _mixture_tensors(num_tokens).items():
             if len(shape) == 1:
@@ -119,7 +119,7 @@ def _random_q4_0(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray
     return blocks.reshape(*shape[:-1], -1)
 
 
-def _copy_tokenizer(source: GGUFReader, target: GGUFWriter) -> int:
+def copy_tokenizer(source: GGUFReader, target: GGUFWriter) -> int:
     """Copy what a file says of its tokenizer, and return the number of its tokens."""
     for key, field in source.fields.items():
         if key.startswith("tokenizer.") and key != "tokenizer.chat_template":
