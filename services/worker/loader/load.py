@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import Counter
@@ -114,7 +115,8 @@ def load_model(
         if stored.format is not None
     }
     context = ModelContext(config, group or OneRank(), tensor_types, tensor_formats)
-    model = create_model(context=context)
+    with _without_collector():
+        model = create_model(context=context)
     names = list(checkpoint.tensors)
     if config.rank.num_stages > 1:
         assert isinstance(model, StagedModel), "checked at its creation"
@@ -122,7 +124,7 @@ def load_model(
     _check_kv_scales(checkpoint, config)
     dequantized: set[str] = set()
     rate = _LoadRate(sum(checkpoint.tensors[name].size for name in names), progress)
-    with during(model), _one_thread():
+    with during(model), _one_thread(), _without_collector():
         model.load_weights(_stream(checkpoint, names, config, rate, dequantized))
     rate.log_end()
     _log_dequantized(checkpoint, dequantized, config)
@@ -275,6 +277,18 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep Python from looking for cycles of objects: among those of a growing model it finds none, and looks often."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _stream(

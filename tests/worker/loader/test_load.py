@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
@@ -342,6 +343,21 @@ def test_loading_reports_progress_tensor_by_tensor(tmp_path: Path, dtype: str) -
     assert {parameter.dtype for parameter in model.parameters()} == {torch_dtype}
     expected = checkpoint.read("model.embed_tokens.weight", torch_dtype)
     assert torch.equal(dense(model.model.embed_tokens.weight), expected)
+
+
+def test_python_s_collector_rests_while_weights_are_loaded_and_no_longer() -> None:
+    config = tiny_config(tiny_architecture())
+    checkpoint = RandomCheckpoint(config.architecture, seed=3)
+    seen: list[bool] = []
+
+    def stop(done: int, total: int) -> None:
+        seen.append(gc.isenabled())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load_model(config, checkpoint, progress=stop)
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 def test_the_log_says_how_fast_weights_are_loaded(
