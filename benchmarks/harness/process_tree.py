@@ -54,6 +54,11 @@ def peak_resident_bytes(processes: Iterable[Process]) -> int:
     return total * 1024
 
 
+def resident_bytes(pid: int) -> int:
+    """Return the resident set of one process, pages that it shares with others included."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def cpu_seconds(processes: Iterable[Process]) -> float:
     """Return the user and system time so far of the processes, and of children that they have waited for."""
     return sum(now.cpu_ticks for process in processes if (now := _process(process.pid))) * _TICK_S

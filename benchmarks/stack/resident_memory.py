@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from random import Random
 
 from benchmarks.harness.cluster import running
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
+from benchmarks.harness.process_tree import resident_bytes
 from triptych.client.grpc_client import GenerationClient
 from triptych.launcher.launch import config_from_overrides
 from triptych.types.events import DeltaEvent
@@ -47,8 +46,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
 
 def _sizes(pids: Mapping[str, int], when: str) -> Iterator[Figure]:
     for name, pid in pids.items():
-        num_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        yield Figure(f"{name}, {when}", "MB", (num_pages * os.sysconf("SC_PAGE_SIZE") / 1e6,))
+        yield Figure(f"{name}, {when}", "MB", (resident_bytes(pid) / 1e6,))
 
 
 def run_clients(address: str, seconds: float) -> tuple[int, int]:

@@ -16,12 +16,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import grpc.aio
@@ -29,7 +27,7 @@ import numpy as np
 
 from benchmarks.harness.command import create_parser, module_command, run
 from benchmarks.harness.figures import Figure
-from benchmarks.harness.process_tree import cpu_seconds, descendants
+from benchmarks.harness.process_tree import cpu_seconds, descendants, resident_bytes
 from benchmarks.harness.processes import Child
 from benchmarks.routing.engines import POLL_S, START_S, start_frontend, wait_ports
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
@@ -129,7 +127,7 @@ async def run_streams(
     """Open all streams, and measure while they run."""
     ports = wait_ports(frontend)
     await _wait_connected(ports["admin_port"], load.num_engines)
-    connect_s, connected_mb = time.monotonic() - began_at, _resident_mb(frontend.pid)
+    connect_s, connected_mb = time.monotonic() - began_at, resident_bytes(frontend.pid) / 1e6
     idle_before = _counters(frontend, hosts)
     await asyncio.sleep(_IDLE_S)
     idle = _counters(frontend, hosts)
@@ -154,7 +152,7 @@ async def run_streams(
             before = _counters(frontend, hosts)
             await asyncio.sleep(arguments.measure_s)
             after = _counters(frontend, hosts)
-            streaming_mb = _resident_mb(frontend.pid)
+            streaming_mb = resident_bytes(frontend.pid) / 1e6
             if any(task.done() for task in tasks):
                 raise RuntimeError(
                     "streams have ended: give them longer steps, or measure for a shorter time"
@@ -211,11 +209,6 @@ def _counters(frontend: ServiceProcess, hosts: Sequence[Child]) -> dict[str, flo
         "engines": sum(answer["cpu_s"] for answer in answers),
         "frontend": cpu_seconds(descendants([frontend.pid])),
     }
-
-
-def _resident_mb(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def fit(measured: Mapping[Load, Costs]) -> dict[str, float]:

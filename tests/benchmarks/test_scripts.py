@@ -69,6 +69,7 @@ SMALL = {
     "stack.disaggregated": "--rounds 1 --prompts 1 --streams 2 --prompt-tokens 500 --slowdown 1",
     "stack.frontend_load": "--rounds 1 --streams 2 --output-len 8 --requests 1",
     "stack.hostile": "--rounds 1 --seconds 1 --attacks urgent",
+    "stack.memory_by_load": "--requests 300 --waiting 20 --connections 5",
     "stack.network_delay": "--rounds 1 --steps 20 --delays 0",
     "stack.overload": "--rounds 1 --seconds 1",
     "stack.pipeline_parallel": "--rounds 1 --streams 2 --input-len 8 --output-len 8 --simulation.enabled=true",
