@@ -26,7 +26,8 @@ class ExpertChoice:
         key[e]     score[e] + correction[e]; given: |score[e]|
         group      num_experts / num_groups neighbours; it counts as the sum of its `group_experts` largest keys
         chosen     the top_k largest keys among the experts of the top_groups groups that count most
-        weight[e]  scale * score[e], or with `renormalize` scale * score[e] / sum of the scores of those chosen
+        weight[e]  scale * score[e], or with `renormalize` scale * score[e] / sum of the scores of those chosen;
+                   times expert_scales[e]
 
     With sparsemixer the weight of each expert that is chosen is its softmax among those that are not chosen yet and are
     near it: (its logit - logit[e]) / max(its logit, |logit[e]|) is at most 2 * jitter. These weights are not
@@ -34,8 +35,8 @@ class ExpertChoice:
 
     Of equal keys that of the lowest number is the larger, and so with groups. Everything is computed in float32.
     Without `correction` logits may be compared in place of scores, since that is the same choice. Which experts a
-    token with NaN among its logits has is undefined. `correction` is on the device of the layer, and must keep its
-    memory: a recorded step and a CUDA graph read it.
+    token with NaN among its logits has is undefined. `correction` and `expert_scales` are on the device of the layer,
+    and must keep their memory: a recorded step and a CUDA graph read them.
 
     Sources: softmax, Mixtral of Experts, arXiv:2401.04088; groups, DeepSeek V2, arXiv:2405.04434; sigmoid, correction
     and the sum of two, DeepSeek V3, arXiv:2412.19437; sparsemixer, arXiv:2409.12136.
@@ -57,6 +58,8 @@ class ExpertChoice:
     """Number of a group's largest keys that it counts as, 1 or 2."""
     correction: Tensor | None = None
     """[num_experts] float32, added to the scores for the choice only."""
+    expert_scales: Tensor | None = None
+    """[num_experts] float32, a factor of the weights for each expert."""
     scales_input: bool = False
     """Whether the weights multiply what an expert reads, and not its result."""
     jitter: float = 0.0
@@ -66,7 +69,7 @@ class ExpertChoice:
         """Check the values; `check_experts` checks that they fit the experts.
 
         Raises:
-            ValueError: A value is out of its range, or `correction` is no vector of float32; names it.
+            ValueError: A value is out of its range, or a tensor is no vector of float32; names it.
         """
         if self.score not in SCORES:
             raise ValueError(f"experts: score {self.score!r} is none of {', '.join(SCORES)}")
@@ -84,18 +87,23 @@ class ExpertChoice:
             )
         if self.group_experts not in (1, 2):
             raise ValueError(f"experts: group_experts {self.group_experts} must be 1 or 2")
-        bias = self.correction
-        if bias is not None and (bias.dtype != torch.float32 or bias.ndim != 1 or not bias.is_contiguous()):
-            raise ValueError(
-                f"experts: correction {list(bias.shape)} of {bias.dtype} must be a contiguous [num_experts] of "
-                "torch.float32"
-            )
+        for name, vector in self._vectors():
+            if vector.dtype != torch.float32 or vector.ndim != 1 or not vector.is_contiguous():
+                raise ValueError(
+                    f"experts: {name} {list(vector.shape)} of {vector.dtype} must be a contiguous [num_experts] of "
+                    "torch.float32"
+                )
+
+    def _vectors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors that there are, with their names."""
+        named = (("correction", self.correction), ("expert_scales", self.expert_scales))
+        return [(name, vector) for name, vector in named if vector is not None]
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a softmax over single experts, without a factor or a correction."""
+        """Whether it is a softmax over single experts, without factors or a correction."""
         is_by_groups = self.top_groups < self.num_groups
-        is_scaled = self.scale != 1.0 or self.scales_input
+        is_scaled = self.scale != 1.0 or self.scales_input or self.expert_scales is not None
         return self.score == "softmax" and self.correction is None and not is_by_groups and not is_scaled
 
     @property
@@ -119,7 +127,8 @@ class ExpertChoice:
             raise ValueError(
                 f"experts: top_k {self.top_k} must be from 1 to the number of experts{of_groups}, {eligible}"
             )
-        if self.correction is not None and self.correction.shape != (num_experts,):
-            raise ValueError(
-                f"experts: correction {list(self.correction.shape)} must be [num_experts] = [{num_experts}]"
-            )
+        for name, vector in self._vectors():
+            if vector.shape != (num_experts,):
+                raise ValueError(
+                    f"experts: {name} {list(vector.shape)} must be [num_experts] = [{num_experts}]"
+                )

@@ -61,4 +61,5 @@ def _choice_operands(router_logits: Tensor, choice: ExpertChoice) -> dict[str, O
         "routing_top_groups": choice.top_groups,
         "routing_group_experts": choice.group_experts,
         "routing_correction": choice.correction,
+        "routing_expert_scales": choice.expert_scales,
     }

@@ -43,6 +43,14 @@ def fused_moe(
 
 def choose_experts(logits: list[float], choice: ExpertChoice) -> list[tuple[int, float]]:
     """Return the experts of one token with their weights, the one with the largest key first."""
+    chosen = _choose(logits, choice)
+    if choice.expert_scales is None:
+        return chosen
+    return [(expert, weight * choice.expert_scales[expert].item()) for expert, weight in chosen]
+
+
+def _choose(logits: list[float], choice: ExpertChoice) -> list[tuple[int, float]]:
+    """Return the experts of one token with their weights, without factors by expert."""
     scores = _scores(logits, choice.score)
     if choice.score == "given":
         chosen = sorted(range(len(logits)), key=lambda expert: (-abs(logits[expert]), expert))

@@ -89,6 +89,8 @@ def choose_experts(router_logits: Tensor, choice: ExpertChoice) -> tuple[Tensor,
         weights = scores.gather(1, experts)
         if choice.renormalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+    if choice.expert_scales is not None:
+        weights = weights * choice.expert_scales[experts]
     return weights * choice.scale, experts
 
 

@@ -153,6 +153,8 @@ def weigh(implementation: Implementation, logits: Tensor, choice: ExpertChoice) 
     x = torch.ones(len(logits), num_experts, device=device)
     if choice.correction is not None:
         choice = replace(choice, correction=choice.correction.to(device))
+    if choice.expert_scales is not None:
+        choice = replace(choice, expert_scales=choice.expert_scales.to(device))
     return implementation(fused_moe, x, logits.to(device), **weights, choice=choice).cpu()
 
 
@@ -165,6 +167,7 @@ def test_experts_and_weights_are_those_of_transformers(oracle: str, implementati
 
 
 CHOICES = {
+    "scaled by expert": ExpertChoice(3, expert_scales=torch.arange(8) / 4 - 0.5),
     "sigmoid": ExpertChoice(2, "sigmoid", renormalize=False),
     "sqrtsoftplus": ExpertChoice(2, "sqrtsoftplus", scale=3.0),
     "given": ExpertChoice(3, "given", renormalize=False),

@@ -305,7 +305,7 @@ void mix(const Mixture& args, int64_t first, int64_t rows) {
 TRIPTYCH_KERNEL(fused_moe, triptych::Mixture,
                 routing.dtype, routing.logits, routing.stride, routing.num_experts, routing.top_k, routing.score,
                 routing.renormalize, routing.scale, routing.jitter, routing.num_groups, routing.top_groups, routing.group_experts,
-                routing.correction, first_expert, held_experts, gate_up.form.kind, gate_up.form.form,
+                routing.correction, routing.expert_scales, first_expert, held_experts, gate_up.form.kind, gate_up.form.form,
                 gate_up.form.bits, gate_up.form.affine, gate_up.form.input_bits, gate_up.form.wide_rows, gate_up.form.wide_bits, gate_up.weight,
                 gate_up.expert_bytes, gate_up.bias, gate_up.in_features, gate_up.out_features, down.form.kind,
                 down.form.form, down.form.bits, down.form.affine, down.form.input_bits, down.form.wide_rows,

@@ -27,6 +27,7 @@ struct Routing {
   int64_t top_groups;       // groups that a token chooses from
   int64_t group_experts;    // a group counts as the sum of so many of its largest scores
   const float* correction;  // [num_experts], added to the scores for the choice only; or null
+  const float* expert_scales;  // [num_experts], factors of the weights; or null
 
   int64_t group_size() const { return num_experts / num_groups; }
 };
@@ -100,6 +101,8 @@ class Router {
       for (int64_t i = 0; i < args_.top_groups; ++i) add_group(groups_[i]);
     }
     weigh(experts, weights);
+    if (args_.expert_scales == nullptr) return;
+    for (int64_t i = 0; i < args_.top_k; ++i) weights[i] *= args_.expert_scales[experts[i]];
   }
 
  private:
