@@ -98,15 +98,15 @@ def heads_of_layers(architecture: ModelArchitecture, *, rank: RankFacts) -> dict
     widest = max(each.width for each in heads.values())
     if any(widest % each.width for each in heads.values()):
         raise FeatureDisabled(
-            f"{architecture.name}: {list_sizes(heads.values())} in its layers",
+            f"{architecture.name}: {_list_sizes(heads.values())} in its layers",
             "blocks of one size hold whole tokens of each only if the most elements are a multiple of the others",
         )
     return dict(heads)
 
 
-def list_sizes(heads: Iterable[KeyHeads | None]) -> str:
+def _list_sizes(heads: Iterable[KeyHeads]) -> str:
     """Return a description for errors."""
-    sizes = sorted({(each.number, each.dim) for each in heads if each})
+    sizes = sorted({(each.number, each.dim) for each in heads})
     return f"key heads of {' and '.join(f'{number} x {dim}' for number, dim in sizes)} elements"
 
 

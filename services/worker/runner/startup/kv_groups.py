@@ -12,17 +12,15 @@ in a block, so that all blocks have equal bytes: docs/adr/0120.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from triptych.checkpoint.architecture import ModelArchitecture
-from triptych.errors import FeatureDisabled
 from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych_services.worker.parallel.shares import (
     KeyHeads,
     heads_of_layers,
-    list_sizes,
     share_state,
     stage_layers,
 )
@@ -122,12 +120,8 @@ def choose_groups(config: ResolvedConfig) -> GroupChoice:
             if not isinstance(counts, str):
                 return _place(config, stage, heads, kind_to_layers, counts)
             reason = counts
-    counts = dict.fromkeys(without_windows, 1)
-    if len(without_windows) > 1:
-        found = _choose_counts(without_windows, stages, max_model_len, must_save=False)
-        if isinstance(found, str):
-            raise FeatureDisabled(f"{architecture.name}: {list_sizes(heads.values())}", found)
-        counts = found
+    # layers that keep different amounts are never in one group, whatever that pads
+    _, counts = min(_divisions(without_windows, stages, {max_model_len}), key=lambda division: division[0])
     return replace(_place(config, stage, heads, without_windows, counts), reason=reason)
 
 
@@ -168,26 +162,12 @@ def _stages(architecture: ModelArchitecture, rank: RankFacts) -> list[range]:
 
 
 def _choose_counts(
-    kind_to_layers: Mapping[_Kind, Sequence[int]],
-    stages: Sequence[range],
-    max_model_len: int,
-    *,
-    must_save: bool = True,
+    kind_to_layers: Mapping[_Kind, Sequence[int]], stages: Sequence[range], max_model_len: int
 ) -> dict[_Kind, int] | str:
-    """Return into how many groups each kind is divided, as few as padding allows; or why that is impossible.
-
-    Args:
-        must_save: Whether more groups than one must be worth their work.
-    """
+    """Return into how many groups each kind is divided, as few as padding allows; or why that is impossible."""
     lengths = {min(kind.window or max_model_len for kind in kind_to_layers), max_model_len}
     least_padding = 1.0
-    for num_layers in range(max(map(len, kind_to_layers.values())), 0, -1):
-        counts = {kind: -(-len(layers) // num_layers) for kind, layers in kind_to_layers.items()}
-        if sum(counts.values()) > _MAX_GROUPS:
-            break
-        padding = max(
-            _padding(kind_to_layers, counts, stage, num_tokens) for stage in stages for num_tokens in lengths
-        )
+    for padding, counts in _divisions(kind_to_layers, stages, lengths):
         least_padding = min(least_padding, padding)
         if padding > _MAX_PADDING:
             continue
@@ -195,13 +175,31 @@ def _choose_counts(
         in_one_group = sum(
             max_model_len / kind.tokens * len(layers) for kind, layers in kind_to_layers.items()
         )
-        if must_save and held > (1 - _LEAST_SAVING) * in_one_group:
+        if held > (1 - _LEAST_SAVING) * in_one_group:
             return f"they would save less than {_LEAST_SAVING:.0%} of {max_model_len} tokens"
         return counts
     return (
         f"up to {_MAX_GROUPS} groups of equal blocks would have {least_padding:.0%} of padding, and {_MAX_PADDING:.0%} "
         "is the limit"
     )
+
+
+def _divisions(
+    kind_to_layers: Mapping[_Kind, Sequence[int]], stages: Sequence[range], lengths: Collection[int]
+) -> Iterator[tuple[float, dict[_Kind, int]]]:
+    """Yield numbers of groups of each kind, the fewest first, and what they pad at most of requests of such lengths."""
+    for num_layers in range(max(map(len, kind_to_layers.values())), 0, -1):
+        counts = {kind: -(-len(layers) // num_layers) for kind, layers in kind_to_layers.items()}
+        if sum(counts.values()) > _MAX_GROUPS:
+            break
+        yield (
+            max(
+                _padding(kind_to_layers, counts, stage, num_tokens)
+                for stage in stages
+                for num_tokens in lengths
+            ),
+            counts,
+        )
 
 
 def _padding(

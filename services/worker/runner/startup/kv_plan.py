@@ -166,7 +166,7 @@ def report_groups(config: ResolvedConfig, shape: KvLayout) -> None:
     """Log the groups if there are others than one full one, or why there are none for layers with windows."""
     reason = choose_groups(config).reason
     if reason:
-        log.info("one KV group for all layers, and no memory is saved by their windows: %s", reason)
+        log.info("no memory is saved by the windows of layers: %s", reason)
     if not shape.is_plain:
         log.info(
             "%d KV groups share the blocks: %s",

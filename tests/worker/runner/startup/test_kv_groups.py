@@ -130,6 +130,21 @@ def test_layers_of_two_sizes_without_windows_have_a_group_for_each() -> None:
     assert len(groups) == 6
 
 
+def test_stages_of_one_size_each_have_groups_of_both() -> None:
+    """Layers of two sizes are never in one group, whatever that pads."""
+    config = config_of(*gemma4(4, 1, (1, 1))[:2], *gemma4(4, 5, (1, 1))[:2])
+    for stage, kind in enumerate((KvKind.FULL, KvKind.WINDOW)):
+        rank = RankFacts(stage=stage, num_stages=2)
+        choice = choose_groups(replace(config, rank=rank))
+        assert [place.tensor for place in choice.places] == [0, 1]
+        assert {choice.kinds[place.group].tokens for place in choice.places} == {
+            1 if kind is KvKind.FULL else 2
+        }
+        assert "100% of padding" in choice.reason
+        plan = plan_kv_cache(replace(config, rank=rank), 1 << 28)
+        assert [group.kind for group in plan.shape.groups] == [KvKind.FULL, KvKind.FULL]
+
+
 def test_chunks_and_windows_are_groups_of_their_own() -> None:
     choice = choose_groups(config_of(*(CHUNK, WINDOW, FULL) * 2))
     assert [(kind.kind, kind.window) for kind in choice.kinds] == [
