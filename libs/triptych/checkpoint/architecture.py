@@ -80,6 +80,11 @@ class ExpertsSpec:
     """Columns of an expert that every token goes through, of several such experts together; 0: there is none."""
     has_shared_gate: bool = False
     """Whether the result of the shared expert is multiplied by a sigmoid of its own logit."""
+    has_norms: bool = False
+    """Whether the shared expert is the layer's MLP, beside the mixture: the router, the experts and what both give have
+    norms of their own."""
+    has_expert_scales: bool = False
+    """Whether the weights of each expert have a factor, `per_expert_scale`."""
 
 
 @dataclass(frozen=True, slots=True)

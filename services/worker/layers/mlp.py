@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.architecture import LayerInputsSpec, LayerSpec
+from triptych_kernels.ops import rms_norm
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.linear import ColumnLinear, GatedLinear, RowLinear
 from triptych_services.worker.layers.moe import SparseMoE
@@ -72,8 +73,67 @@ class MLP(nn.Module):
         return out
 
 
+class MLPBesideExperts(nn.Module):
+    """An MLP and a mixture of experts side by side, each with norms of its own; `prefix` is the layer's."""
+
+    def __init__(self, spec: LayerSpec, *, context: ModelContext, prefix: str) -> None:
+        super().__init__()
+        assert spec.experts is not None, "this class is for such layers"
+        hidden_size, norm = context.architecture.hidden_size, context.architecture.block.norm
+
+        def create(name: str) -> nn.Module:
+            return create_norm(hidden_size, norm, context=context, prefix=f"{prefix}.{name}")
+
+        self.mlp = MLP(spec.experts.shared_size, is_gated=True, context=context, prefix=f"{prefix}.mlp")
+        self.experts = SparseMoE(
+            hidden_size,
+            spec.intermediate_size,
+            spec.experts,
+            activation=context.architecture.block.activation,
+            context=context,
+            prefix=f"{prefix}.mlp",
+        )
+        self.router_norm = RouterNorm(hidden_size, norm.eps, context=context, prefix=f"{prefix}.router.scale")
+        self.mlp_out_norm = create("post_feedforward_layernorm_1")
+        self.experts_norm = create("pre_feedforward_layernorm_2")
+        self.experts_out_norm = create("post_feedforward_layernorm_2")
+
+    def forward(self, normalised: Tensor, residual: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        """Return [num_tokens, hidden_size].
+
+        Args:
+            normalised: What the MLP reads.
+            residual: What the experts and their router read, each normalised in its own way.
+        """
+        of_mlp = self.mlp_out_norm(self.mlp(normalised, adapter_slots))
+        mixed = self.experts(self.experts_norm(residual), adapter_slots, routed=self.router_norm(residual))
+        out: Tensor = of_mlp + self.experts_out_norm(mixed)
+        return out
+
+
+class RouterNorm(WeightedLayer):
+    """The norm of what a router reads, with a weight that is divided by sqrt(hidden_size)."""
+
+    def __init__(self, hidden_size: int, eps: float, *, context: ModelContext, prefix: str) -> None:
+        super().__init__()
+        self.prefix, self.eps, self.out_dtype = prefix, eps, context.dtype
+        self.weight = empty_parameter(hidden_size, context=context, dtype=torch.float32)
+
+    def forward(self, residual: Tensor) -> Tensor:
+        return rms_norm(residual, self.weight, self.eps, None, out_dtype=self.out_dtype)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        size = len(self.weight)
+        target = WeightTarget(
+            lambda stored: self.weight.copy_(stored.float() * size**-0.5), (size,), size, constant=1.0
+        )
+        return {self.prefix: target}
+
+
 def create_mlp(spec: LayerSpec, *, context: ModelContext, prefix: str) -> nn.Module:
     """Create what `spec.mlp` names; `prefix` is that of the MLP."""
+    if spec.experts is not None and spec.experts.has_norms:
+        return MLPBesideExperts(spec, context=context, prefix=prefix.removesuffix(".mlp"))
     if spec.experts is not None:
         shared: MLP | None = None
         if spec.experts.shared_size:

@@ -16,7 +16,7 @@ choices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -109,18 +109,21 @@ class SparseMoE(nn.Module):
         self.experts = create(sizes, context=context, prefix=f"{prefix}.experts")
         self.others = OtherExperts(sizes, prefix=f"{prefix}.experts")
 
-    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, adapter_slots: Tensor | None = None, *, routed: Tensor | None = None
+    ) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size], on every rank.
 
         Args:
             adapter_slots: Read by the shared expert; adapters of the others and of the router are refused when they
                 are loaded.
+            routed: What the router reads, like x; None: x.
         """
         shared = None if self.shared is None else self.shared(x, adapter_slots)
         gate = None if self.shared_gate is None else self.shared_gate(x)
         mixed = fused_moe(
             x,
-            self.router(x),
+            self.router(x if routed is None else routed),
             self.experts.w13,
             self.experts.w2,
             self.router.choice,
@@ -156,6 +159,9 @@ class Router(WeightedLayer):
         self.correction: nn.Parameter | None = None
         if spec.correction_shape:
             self.correction = empty_parameter(num_experts, context=context, dtype=torch.float32)
+        self.expert_scales: nn.Parameter | None = None
+        if spec.has_expert_scales:
+            self.expert_scales = empty_parameter(num_experts, context=context, dtype=torch.float32)
         self.choice = ExpertChoice(
             spec.num_experts_per_tok,
             spec.score,
@@ -165,6 +171,7 @@ class Router(WeightedLayer):
             top_groups=spec.top_groups,
             group_experts=spec.group_experts,
             correction=self.correction,
+            expert_scales=self.expert_scales,
             scales_input=spec.scales_input,
             jitter=spec.jitter,
         )
@@ -182,6 +189,10 @@ class Router(WeightedLayer):
             name = f"{self.prefix}.e_score_correction_bias"
             shape = self.spec.correction_shape
             targets[name] = parameter_target(self.correction.view(shape), shape)
+        if self.expert_scales is not None:
+            targets[f"{self.prefix}.per_expert_scale"] = replace(
+                parameter_target(self.expert_scales, (rows,)), constant=1.0
+            )
         return targets
 
 

@@ -24,7 +24,7 @@ from triptych_services.worker.layers.embedding import (
     VocabEmbedding,
 )
 from triptych_services.worker.layers.latent_attention import LatentSelfAttention
-from triptych_services.worker.layers.mlp import LayerInput, LayerScalar, create_mlp
+from triptych_services.worker.layers.mlp import LayerInput, LayerScalar, MLPBesideExperts, create_mlp
 from triptych_services.worker.layers.norm import create_norm
 from triptych_services.worker.layers.recurrent import create_mixer
 from triptych_services.worker.layers.rotary import RotaryTables
@@ -309,8 +309,11 @@ class DecoderLayer(nn.Module):
             assert hidden is not None, "see `check_supported`"
             return hidden, residual
         normalised, residual = self._add_and_normalise(self.mlp_norm, hidden, residual)
-        before, after = self.mlp_multipliers
-        hidden = _times(self.mlp(_times(normalised, before), context.adapter_slots), after)
+        if isinstance(self.mlp, MLPBesideExperts):
+            hidden = self.mlp(normalised, residual, context.adapter_slots)
+        else:
+            before, after = self.mlp_multipliers
+            hidden = _times(self.mlp(_times(normalised, before), context.adapter_slots), after)
         if self.mlp_out_norm is not None:
             hidden = self.mlp_out_norm(hidden)
         return self._scaled(hidden), residual

@@ -194,6 +194,18 @@ FAMILIES: dict[str, Tiny] = {
             "final_logit_softcapping": None,
         },
     ),
+    "Gemma 4 MoE": Tiny(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
     "GLM": Tiny("glm", {"head_dim": 12, "pad_token_id": 0}),
     "GLM 4": Tiny("glm4", {"head_dim": 12, "pad_token_id": 0}),
     "GLM 4.5": Tiny(

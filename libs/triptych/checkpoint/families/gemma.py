@@ -24,12 +24,13 @@ from triptych.checkpoint.families.keys import (
     describe,
     describe_layers,
     read_activation,
+    read_experts,
     read_layer_types,
     read_rope,
     read_sizes,
     read_window,
 )
-from triptych.checkpoint.tensor_names import TensorNames
+from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 
 
 def _block(config: ConfigFile, key: str) -> BlockSpec:
@@ -157,6 +158,18 @@ _GEMMA4_ROPES = {
 }
 
 
+_GEMMA4_RENAMED = (
+    (".mlp.gate.weight", ".router.proj.weight"),
+    (".mlp.gate.per_expert_scale", ".router.per_expert_scale"),
+)
+_GEMMA4_FUSED = tuple(
+    FusedTensor(
+        f"experts.{name}", tuple(f"mlp.experts.{part}" for part in parts), of_experts=True, suffixes=("", "")
+    )
+    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+)
+
+
 def gemma4(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArchitecture:
     """Read a family of full layers with heads of their own, of layers that read the keys of others, and of inputs of
     layers by token."""
@@ -179,8 +192,7 @@ def gemma4(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArch
         for layer, own, kind in zip(layers, heads, layer_types, strict=True)
     )
     layers = _with_shared_keys(config, layers, layer_types)
-    config.expect("enable_moe_block", False, otherwise="layers have experts beside their MLP")
-    config.pass_over("num_experts", "top_k_experts", "moe_intermediate_size")
+    layers = _with_experts(config, layers)
     norm = NormSpec(eps=config.number("rms_norm_eps", default=1e-6))
     block = replace(
         _block(config, "hidden_activation"),
@@ -194,6 +206,7 @@ def gemma4(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArch
     )
     ends = replace(_ends(config, sizes), layer_inputs=_layer_inputs(config))
     names = names or TensorNames()
+    names = replace(names, renamed=(*names.renamed, *_GEMMA4_RENAMED), fused=_GEMMA4_FUSED)
     unread = [
         f"layers.{index}.self_attn.{name}.weight"
         for index, layer in enumerate(layers)
@@ -292,6 +305,26 @@ def _with_shared_keys(
             layer, kv_from=sources[kind], intermediate_size=layer.intermediate_size * (2 if is_double else 1)
         )
         for layer, kind in zip(layers[first:], layer_types[first:], strict=True)
+    )
+
+
+def _with_experts(config: ConfigFile, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Return the layers, each with a mixture beside its MLP if the file has one."""
+    if not config.boolean("enable_moe_block", default=False):
+        config.pass_over("num_experts", "top_k_experts", "moe_intermediate_size")
+        return layers
+    experts = replace(
+        read_experts(config, "num_experts", chosen="top_k_experts"), has_norms=True, has_expert_scales=True
+    )
+    columns = config.integer("moe_intermediate_size")
+    return tuple(
+        replace(
+            layer,
+            mlp="experts",
+            intermediate_size=columns,
+            experts=replace(experts, shared_size=layer.intermediate_size),
+        )
+        for layer in layers
     )
 
 
