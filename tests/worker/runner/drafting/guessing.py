@@ -18,6 +18,7 @@ from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.runner.base import StepRunner
 from triptych_services.worker.runner.drafting.base import I64, Guesses, Proposer
 from triptych_services.worker.runner.drafting.create import CreateProposers
+from triptych_services.worker.runner.drafting.speculation import Speculation
 from triptych_services.worker.runner.model_runner import LastingParts, ModelRunner
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
@@ -128,12 +129,17 @@ def runner_with(
     facts = tiny_facts(config, kv.max_model_len, kv.shape, max_samples_per_row=limit)
     lasting = LastingParts(grammars, proposers=proposers)
     runner = ModelRunner(model=model, kv_caches=caches, facts=facts, lasting=lasting, **arguments)
-    if runner._speculation is not None:  # as many guesses as there are, whatever they cost
-        budget = runner._speculation._budget
-        budget.least_chance = lambda *sizes: 0.0  # type: ignore[method-assign]
-        budget.needs_plain = lambda num_positions: False  # type: ignore[method-assign]
-        budget.allot = lambda rates, found, *sizes: [limit - 1] * len(rates)  # type: ignore[method-assign]
+    if runner._speculation is not None:
+        guess_at_all_costs(runner._speculation, limit - 1)
     return runner
+
+
+def guess_at_all_costs(speculation: Speculation, most: int) -> None:
+    """Let each row have as many guesses as there are, up to `most`, whatever they bring."""
+    budget = speculation._budget
+    budget.least_chance = lambda *sizes: 0.0  # type: ignore[method-assign]
+    budget.needs_plain = lambda num_positions: False  # type: ignore[method-assign]
+    budget.allot = lambda rates, found, *sizes: [most] * len(rates)  # type: ignore[method-assign]
 
 
 def blocks_of(slot: int) -> range:
@@ -197,6 +203,9 @@ def _check_report(guesses: Sequence[VerifiedGuesses], *, num_accepted: int) -> N
     assert sum(int(each.accepted.sum()) for each in guesses) == num_accepted
     for each in guesses:
         assert each.verified.size == each.accepted.size > 0
+        assert each.row_counts.sum() == each.verified.sum()
+        assert np.all(each.row_counts > 0)
+        assert np.all(np.diff(each.rows.astype(np.int64)) > 0)
         assert np.all(each.accepted <= each.verified)
         assert np.all(each.verified > 0)
         for counts in (each.verified, each.accepted):

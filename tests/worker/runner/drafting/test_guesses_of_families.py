@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.models.checkpoints import random_prompts, save_checkpoint
 from tests.worker.models.families import FAMILIES
-from tests.worker.runner.drafting.guessing import Replaying, changes
+from tests.worker.runner.drafting.guessing import Replaying, changes, guess_at_all_costs
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import (
     CacheConfig,
@@ -72,10 +72,7 @@ def run(directory: Path, dtype: str, *, guesses: bool) -> tuple[list[list[int]],
     config = resolve_config(engine, read_architecture(directory))
     runner = create_runner(config, directory, boot_id="b", on_phase=lambda phase, progress: None)
     if guesses:
-        budget = runner._runner._speculation._budget  # type: ignore[union-attr]
-        budget.least_chance = lambda *sizes: 0.0  # type: ignore[method-assign]
-        budget.needs_plain = lambda num_positions: False  # type: ignore[method-assign]
-        budget.allot = lambda rates, found, *sizes: [MOST_GUESSES] * len(rates)  # type: ignore[method-assign]
+        guess_at_all_costs(runner._runner._speculation, MOST_GUESSES)  # type: ignore[union-attr, arg-type]
     recorded = Recorded(runner)
     in_process = InProcessEngine(recorded, max_num_seqs=5)  # type: ignore[arg-type]
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=4)
