@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -11,6 +14,7 @@ from tests.helpers.cores import share_of_cores
 from tests.helpers.in_process import InProcessEngine
 from tests.oracle.entries import NUM_NEW_TOKENS, QUANTIZED_NEAR_TIE, Entry, check, read_entries
 from tests.oracle.prompts import oracle_prompts
+from tests.worker.runner.drafting.guessing import Replaying, changes, guess_at_all_costs
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config.loader import load_config
 from triptych.hub import resolve_model
@@ -19,6 +23,7 @@ from triptych.text.tokenizer import Tokenizer
 from triptych.types.sampling import SamplingParams
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.runner.base import Runner
+from triptych_services.worker.runner.drafting import create as drafting
 from triptych_services.worker.runner.startup.create import create_runner
 
 pytestmark = pytest.mark.model
@@ -56,6 +61,7 @@ def make_runner(
     cache_dtype: str = "auto",
     activation_bits: str = "auto",
     batch_invariant: str = "auto",
+    proposers: str = "grammar,ngram,suffix",
 ) -> Runner:
     config = load_config(
         env={},
@@ -65,6 +71,8 @@ def make_runner(
             "model.activation_bits": activation_bits,
             "model.batch_invariant": batch_invariant,
             "cache.dtype": cache_dtype,
+            "speculative.enabled": "auto",
+            "speculative.proposers": proposers,
             "model.max_model_len": str(MAX_MODEL_LEN),
             "cache.num_blocks": "640",
             "scheduler.max_num_seqs": str(NUM_NEW_TOKENS),
@@ -109,6 +117,33 @@ def test_alone(runner: Runner, entries: list[Entry], excused: list[str], step: i
     engine = InProcessEngine(runner, enable_prefix_caching=False)
     outputs = [engine.generate([entry.prompt], GREEDY)[0] for entry in entries[::step]]
     check("alone", entries[::step], outputs, excused)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("quantization", ["none", "q4"])
+def test_guesses_that_are_often_wrong(
+    directory: Path,
+    entries: list[Entry],
+    excused: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: str,
+) -> None:
+    """Each step verifies up to eight guesses of each entry, of which three in ten are wrong."""
+    prompts = [entry.prompt for entry in entries[::4]]
+    known = defaultdict[int, list[int]](list)  # nothing of the rows that warm it up
+    change = changes(Random(2), 1000)["some"]
+    monkeypatch.setitem(drafting._OWN, "ngram", lambda sources: Replaying(sources.history, known, change))
+    runner = make_runner(directory, "float32", quantization, proposers="ngram")
+    guess_at_all_costs(runner._runner._speculation, 8)  # type: ignore[attr-defined]
+    alone = InProcessEngine(runner).generate(prompts, replace(GREEDY, speculation=False))
+    known |= dict(enumerate(alone))
+    engine = InProcessEngine(runner)
+    outputs = engine.generate(prompts, GREEDY)
+    assert outputs == alone
+    if quantization == "none":
+        check("guessed", entries[::4], outputs, excused)
+    counters = engine.scheduler.counters
+    assert 0.2 < counters.num_accepted_guesses / counters.num_guesses < 0.8
 
 
 @QUICK_OR_EACH
