@@ -289,7 +289,7 @@ class SpeculativeConfig:
     """Tokens that are guessed ahead, so that a step verifies several of a request."""
 
     enabled: str = value(
-        "false",
+        "auto",
         "Guess tokens ahead: of requests that repeat their own text, answer in a form, or say what their tenant was "
         "answered lately. A guess is taken only if it is the token that would have been chosen, so outputs stay the "
         "same where `model.batch_invariant` is true; where it is false, near ties may fall otherwise. Steps have no "

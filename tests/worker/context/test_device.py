@@ -572,10 +572,8 @@ def test_what_cannot_guess_refuses_to(device, num_ranks, changes, why):
     [(True, "auto", "true"), (True, "false", "false"), (False, "auto", "false")],
 )
 def test_a_worker_guesses_by_itself_where_no_tie_may_fall_otherwise(native_kernels, batch_invariant, enabled):
-    assert EngineConfig().speculative.enabled == "false"
-    engine = EngineConfig(
-        model=ModelConfig(batch_invariant=batch_invariant), speculative=SpeculativeConfig(enabled="auto")
-    )
+    engine = EngineConfig(model=ModelConfig(batch_invariant=batch_invariant))
+    assert engine.speculative.enabled == "auto"
     config = resolve_for_device(
         engine, tiny_architecture(), DeviceTraits(device="cpu", native_kernels=native_kernels)
     )
