@@ -94,7 +94,7 @@ async def run_batch(
     """
     rng = np.random.default_rng(seed)
     prompts = rng.integers(0, arguments.vocab_size, (arguments.streams, arguments.input_len)).tolist()
-    sampling = {"temperature": 0.0, "max_tokens": output_len, "ignore_eos": True}
+    sampling = {"temperature": 0.0, "max_tokens": output_len, "ignore_eos": True, "speculation": False}
     options = RequestOptions(whole_choices=not arguments.streamed)
 
     async def complete(prompt: list[int]) -> int:
