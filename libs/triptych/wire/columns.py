@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
-from triptych.types.step import U32, U64
+from triptych.types.step import U32
 
 _U32 = np.dtype("<u4")
 _U64 = np.dtype("<u8")
@@ -27,14 +27,6 @@ def u32_from_bytes(data: bytes) -> U32:
         ProtocolViolation: the length is no multiple of 4.
     """
     return column_from_bytes(data, _U32)
-
-
-def u64_to_bytes(values: Sequence[int] | U64) -> bytes:
-    return np.asarray(values, dtype=_U64).tobytes()
-
-
-def u64_from_bytes(data: bytes) -> U64:
-    return column_from_bytes(data, _U64)
 
 
 def optional_u32_to_bytes(values: Sequence[int | None]) -> bytes:

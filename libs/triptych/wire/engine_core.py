@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import struct
 
 import numpy as np
-from numpy.typing import NDArray
 
 from triptych.errors import ProtocolViolation
 from triptych.internal.v1 import engine_core_pb2
@@ -18,11 +17,8 @@ from triptych.wire import worker as worker  # and its of a welcome's
 from triptych.wire.codec import codec
 from triptych.wire.columns import (
     check_equal_lengths,
-    optional_u32_to_bytes,
     u32_from_bytes,
     u32_to_bytes,
-    u64_from_bytes,
-    u64_to_bytes,
 )
 from triptych.wire.result import vectors_from_proto, vectors_to_proto
 from triptych.wire.step import check_task, task_number
@@ -162,53 +158,68 @@ def _cache_from_proto(message: engine_core_pb2.OutputBatch) -> CacheNews | None:
 
 
 def _finished_to_proto(finished: tuple[FinishedRequest, ...]) -> engine_core_pb2.FinishedColumns:
-    def u32(values: list[int]) -> bytes:
-        return u32_to_bytes(np.array(values, dtype=np.uint32))
+    def column(kind: str, values: list[int]) -> bytes:
+        return struct.pack(f"<{len(finished)}{kind}", *values)
 
     rejected = [f.timings.num_rejected_guesses for f in finished]
     return engine_core_pb2.FinishedColumns(
-        numbers=u32([f.number for f in finished]),
-        reasons=bytes(f.reason for f in finished),
-        stop_token_ids_plus_one=optional_u32_to_bytes([f.stop_token_id for f in finished]),
-        num_cached_tokens=u32([f.num_cached_tokens for f in finished]),
-        queued_ns=u64_to_bytes([f.timings.queued_ns for f in finished]),
-        prefill_ns=u64_to_bytes([f.timings.prefill_ns for f in finished]),
-        decode_ns=u64_to_bytes([f.timings.decode_ns for f in finished]),
-        num_accepted_guesses=u32([f.timings.num_accepted_guesses for f in finished]),
-        num_rejected_guesses=u32(rejected) if any(rejected) else b"",
+        numbers=column("I", [f.number for f in finished]),
+        reasons=bytes([f.reason for f in finished]),
+        stop_token_ids_plus_one=column(
+            "I", [0 if f.stop_token_id is None else f.stop_token_id + 1 for f in finished]
+        ),
+        num_cached_tokens=column("I", [f.num_cached_tokens for f in finished]),
+        queued_ns=column("Q", [f.timings.queued_ns for f in finished]),
+        prefill_ns=column("Q", [f.timings.prefill_ns for f in finished]),
+        decode_ns=column("Q", [f.timings.decode_ns for f in finished]),
+        num_accepted_guesses=column("I", [f.timings.num_accepted_guesses for f in finished]),
+        num_rejected_guesses=column("I", rejected) if any(rejected) else b"",
     )
 
 
-_FINISH_REASONS = {int(reason) for reason in FinishReason}
+_FINISH_REASONS = {int(reason): reason for reason in FinishReason}
+_WIDTHS = {"I": 4, "Q": 8}
+"""Format of `struct` -> its bytes."""
 
 
 def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[FinishedRequest, ...]:
-    columns: dict[str, NDArray[Any]] = {
-        "numbers": u32_from_bytes(message.numbers),
-        "reasons": np.frombuffer(message.reasons, dtype=np.uint8),
-        "stops": u32_from_bytes(message.stop_token_ids_plus_one),
-        "cached": u32_from_bytes(message.num_cached_tokens),
-        "queued": u64_from_bytes(message.queued_ns),
-        "prefill": u64_from_bytes(message.prefill_ns),
-        "decode": u64_from_bytes(message.decode_ns),
-        "accepted": u32_from_bytes(message.num_accepted_guesses),
-        "rejected": u32_from_bytes(message.num_rejected_guesses),
+    """Read the ends of requests. Mostly there is one in a batch, for which arrays would cost more than all else."""
+    reasons = message.reasons
+    count = len(reasons)
+    columns = {
+        "numbers": ("I", message.numbers),
+        "stops": ("I", message.stop_token_ids_plus_one),
+        "cached": ("I", message.num_cached_tokens),
+        "queued": ("Q", message.queued_ns),
+        "prefill": ("Q", message.prefill_ns),
+        "decode": ("Q", message.decode_ns),
+        "accepted": ("I", message.num_accepted_guesses or bytes(4 * count)),
+        "rejected": ("I", message.num_rejected_guesses or bytes(4 * count)),
     }
-    for name in ("accepted", "rejected"):
-        if not len(columns[name]):
-            columns[name] = np.zeros(len(columns["numbers"]), np.uint32)
-    check_equal_lengths(**columns)
-    if unknown := set(message.reasons) - _FINISH_REASONS:
+    for name, (kind, data) in columns.items():
+        num_values, rest = divmod(len(data), _WIDTHS[kind])
+        if rest:
+            raise ProtocolViolation(
+                f"{name}: {len(data)} bytes do not hold whole {_WIDTHS[kind]}-byte values"
+            )
+        if num_values != count:
+            raise ProtocolViolation(
+                f"columns of one table differ in length: {name} {num_values}, reasons {count}"
+            )
+    if unknown := set(reasons) - _FINISH_REASONS.keys():
         raise ProtocolViolation(f"there is no finish reason {min(unknown)}")
+    rows = zip(
+        reasons, *(struct.unpack(f"<{count}{kind}", data) for kind, data in columns.values()), strict=True
+    )
     return tuple(
-        FinishedRequest(
-            number,
-            FinishReason(reason),
-            stop - 1 if stop else None,
-            cached,
-            StageTimings(queued, prefill, decode, accepted, rejected),
-        )
-        for number, reason, stop, cached, queued, prefill, decode, accepted, rejected in zip(
-            *(column.tolist() for column in columns.values()), strict=True
-        )
+        [
+            FinishedRequest(
+                number,
+                _FINISH_REASONS[reason],
+                stop - 1 if stop else None,
+                cached,
+                StageTimings(queued, prefill, decode, accepted, rejected),
+            )
+            for reason, number, stop, cached, queued, prefill, decode, accepted, rejected in rows
+        ]
     )
