@@ -52,7 +52,7 @@ class RoutingUpdates:
 
     def due_at(self, scheduler: Scheduler, num_sessions: int) -> float:
         """Return when `take` has something to do, in seconds of the clock; inf: nothing has changed since the last."""
-        if not self._has_changed(scheduler, scheduler.measure_load()):
+        if not self._has_changed(scheduler):
             return math.inf
         waits_since = self._noticed_at if scheduler.num_in_flight else -math.inf
         return max(self._updated_at, waits_since) + _interval_s(num_sessions)
@@ -87,8 +87,11 @@ class RoutingUpdates:
         self._last_load = None
         return scheduler.cache_changes.base() if self._caches_prefixes else ()
 
-    def _has_changed(self, scheduler: Scheduler, load: LoadReport) -> bool:
-        return self._has_admitted or self._has_cache_changed(scheduler) or self._has_load_changed(load)
+    def _has_changed(self, scheduler: Scheduler, load: LoadReport | None = None) -> bool:
+        """Return whether there is something to send. `load`: None: it is measured, if nothing else has changed."""
+        if self._has_admitted or self._has_cache_changed(scheduler):
+            return True
+        return self._has_load_changed(scheduler.measure_load() if load is None else load)
 
     def _has_cache_changed(self, scheduler: Scheduler) -> bool:
         return self._caches_prefixes and bool(scheduler.cache_changes)
