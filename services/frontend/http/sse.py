@@ -55,15 +55,18 @@ class _Pings:
         self._send = send
         self._line = line
         self._interval_s = interval_s
-        self._now = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time
         self._sent_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        """Until the task is there: most streams end before the first line is due."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Called when the answer has begun."""
         self.note_sent()
         if self._interval_s:
-            self._task = asyncio.create_task(self._run(), name="pings")
+            self._timer = self._loop.call_later(self._interval_s, self._start_task)
 
     def note_sent(self) -> None:
         """A chunk is about to be sent."""
@@ -71,9 +74,14 @@ class _Pings:
 
     async def aclose(self) -> None:
         """Send no more."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def _start_task(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="pings")
 
     async def _run(self) -> None:
         while True:

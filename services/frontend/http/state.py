@@ -26,26 +26,38 @@ class InFlight:
     async def run(self, receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
         """Await `work`, whose request's body has been read, and cancel it as soon as its client leaves.
 
+        It runs in the task of the request, so that an answer need not wait for another task to end.
+
         Raises:
             ClientGone: the client left first.
             EngineUnavailable: the server is stopping.
         """
-        task = asyncio.create_task(work)
+        if self._is_ending:
+            work.close()
+            raise _stopping()
+        task = asyncio.current_task()
+        assert task is not None, "a request is served by a task"
         watcher = asyncio.create_task(_wait_for_disconnect(receive))
+        watcher.add_done_callback(lambda _: self._end(task))
         self._tasks.add(task)
         try:
-            if not self._is_ending:
-                await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and not task.cancelled():
-                return task.result()
+            return await work
+        except asyncio.CancelledError:
             if self._is_ending:
-                raise EngineUnavailable("the server is stopping; try again, or try another one")
-            raise ClientGone
+                raise _stopping() from None
+            if watcher.done():
+                raise ClientGone from None
+            raise  # by the server
         finally:
             self._tasks.discard(task)
-            task.cancel()
+            if task.cancelling() and (self._is_ending or watcher.done()):
+                task.uncancel()
             watcher.cancel()
-            await asyncio.gather(task, watcher, return_exceptions=True)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        """Cancel the work of a request, once, if it still runs."""
+        if task in self._tasks and not task.cancelling():
+            task.cancel()
 
     def end_all(self) -> int:
         """End what runs now, and at once whatever still comes, each with an error to its client.
@@ -54,8 +66,12 @@ class InFlight:
         """
         self._is_ending = True
         for task in self._tasks:
-            task.cancel()
+            self._end(task)
         return len(self._tasks)
+
+
+def _stopping() -> EngineUnavailable:
+    return EngineUnavailable("the server is stopping; try again, or try another one")
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
