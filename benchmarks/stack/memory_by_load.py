@@ -41,7 +41,7 @@ _NUM_PARTS = 5
 _SETTLE_S = 2.0
 _WAIT_S = 120.0
 _POLL_S = 0.2
-_AT_ONCE = 500  # calls that begin: of more than 1,000 that no handler has seen yet gRPC's server cancels some
+_AT_ONCE = 500  # calls that begin: of 10,000 that no handler has taken yet gRPC's server cancels some
 _HTTP_REQUEST = b"GET /ping HTTP/1.1\r\nHost: idle\r\n\r\n"
 _HTTP2_GREETING = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
