@@ -48,6 +48,13 @@ async def test_an_address_that_is_not_ours_is_an_error():
     await server.stop(0)
 
 
+async def test_calls_that_come_together_are_all_served(serve):
+    """By default gRPC cancels some of more than 1,000 calls that no handler has taken yet."""
+    async with serve() as running:
+        statuses = await asyncio.gather(*(check(running, "") for _ in range(2500)), return_exceptions=True)
+    assert [status for status in statuses if status != SERVING] == []
+
+
 async def test_port_0_gives_each_server_its_own_port(serve):
     async with serve() as one, serve() as other:
         assert one.port != other.port

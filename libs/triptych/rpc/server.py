@@ -77,6 +77,9 @@ class RpcServer:
                 *KEEPALIVE,
                 ("grpc.so_reuseport", int(shares_port)),
                 ("grpc.max_concurrent_streams", max_calls_per_connection),
+                # Calls that no handler has taken yet. Above the first limit gRPC cancels some, above the second all.
+                ("grpc.server.max_pending_requests", max(_MAX_CALLS, max_calls_per_connection)),
+                ("grpc.server.max_pending_requests_hard_limit", max(_MAX_CALLS, max_calls_per_connection)),
                 *((name, value) for name, value in optional.items() if value),
             ),
         )
