@@ -31,12 +31,13 @@ inline void put_codes(int64_t bits, const uint8_t* codes, char* words, int64_t l
 }
 
 // f(for_each): of `run` neighbouring panels, which one thread takes; for_each(g) calls g(first, end) with the rows of
-// each. Rows of one panel write into the same lines.
+// each. Rows of one panel write into the same lines. Each thread has a part of its own: where two write into the same
+// huge page for the first time, both clear one, and one of them is thrown away.
 template <typename F>
 void for_panels(int64_t first, int64_t rows, int64_t half, int64_t run, const F& f) {
   const int64_t lanes = half < 0 ? kPanel : kLanes, end = first + rows, first_panel = first / lanes;
   const int64_t panels = (end - 1) / lanes - first_panel + 1;
-  parallel_for((panels + run - 1) / run, [&](int64_t index) {
+  parallel_for_parts((panels + run - 1) / run, [&](int64_t index) {
     f([&](const auto& g) {
       for (int64_t panel = index * run; panel < std::min((index + 1) * run, panels); ++panel) {
         const int64_t row = (first_panel + panel) * lanes;
