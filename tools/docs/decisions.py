@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools.docs.pages import WIDTH
 
 NAME = re.compile(r"(?P<number>\d{4})-[a-z0-9-]+\.md")
 TITLE = re.compile(r"# (?P<number>\d+)\. (?P<sentence>[A-Z`].*[^.])")
@@ -66,7 +69,8 @@ def index(decisions: list[Decision]) -> str:
     """Return the text of docs/adr/README.md."""
     rows = (f"| {d.number} | [{d.sentence}]({d.file}) | {d.status} | {d.date} |\n" for d in decisions)
     unused = ", ".join(str(number) for number in _gaps(decision.number for decision in decisions))
-    return INDEX_HEAD + "".join(rows) + (f"\nNumbers that no record has: {unused}.\n" if unused else "")
+    gaps = textwrap.fill(f"Numbers that no record has: {unused}.", WIDTH)
+    return INDEX_HEAD + "".join(rows) + (f"\n{gaps}\n" if unused else "")
 
 
 def _gaps(numbers: Iterable[int]) -> Iterator[int]:
