@@ -60,6 +60,8 @@ OPS = {
         Op("rotary_and_write_kv", "attention", _FLOATS),
         Op("latent_attention", "latent_attention", _FLOATS),
         Op("write_latent", "latent_attention", _FLOATS),
+        Op("choose_keys", "latent_attention", _FLOATS, has_triton=False),
+        Op("chosen_attention", "latent_attention", _FLOATS, has_triton=False),
         Op("encode_attention", "encode_attention", _FLOATS, has_triton=False),
         Op("linear", "linear", linear_weights=True),
         Op("gated_linear", "linear", linear_weights=True),

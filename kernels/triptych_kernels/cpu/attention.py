@@ -78,7 +78,7 @@ def paged_attention(
         "paged_attention", seq_lens, query,
         dtype=DTYPES[query.dtype], cache_dtype=KV_DTYPES[kv_cache.dtype],
         query=query, query_stride=query.stride(0), query_head_stride=query.stride(1),
-        kv_cache=kv_cache, kv_scales=kv_scales,
+        kv_cache=kv_cache, vector_stride=head_dim, kv_scales=kv_scales,
         block_tables=block_tables, block_table_stride=block_tables.stride(0),
         query_starts=query_starts, seq_lens=seq_lens, out=out,
         num_heads=query.shape[1], num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=head_dim, is_latent=False,

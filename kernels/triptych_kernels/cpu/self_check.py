@@ -22,6 +22,8 @@ from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
 from triptych_kernels.ops import (
     causal_conv,
+    choose_keys,
+    chosen_attention,
     gated_delta_scan,
     head_linear,
     latent_attention,
@@ -32,6 +34,8 @@ from triptych_kernels.ops import (
 )
 from triptych_kernels.state_batch import StateBatch
 from triptych_kernels.torch.attention import paged_attention as torch_paged_attention
+from triptych_kernels.torch.latent_attention import choose_keys as torch_choose_keys
+from triptych_kernels.torch.latent_attention import chosen_attention as torch_chosen_attention
 from triptych_kernels.torch.latent_attention import latent_attention as torch_latent_attention
 from triptych_kernels.weights.coded import CodedRows
 from triptych_kernels.weights.coded_weight import CodedWeight
@@ -77,6 +81,7 @@ _CODED_FORMS: tuple[tuple[str, _Bits, int, float], ...] = (
 """Forms of coded products: name, `input_bits`, `wide_rows`, and the `rounding` of `_linear_check`."""
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 4, 2, 64, 16
 _QUERY_LENS, _SEQ_LENS = (5, 1), (21, 37)
+_MAX_KEYS = 12
 _OPTIONS = AttendOptions(_HEAD_DIM**-0.5)
 
 
@@ -233,6 +238,7 @@ def _attention_checks(random: torch.Generator) -> Iterator[Check]:
         name = f"attention, {cache_dtype} cache"
         yield Check(name, partial(_attend, *operands), expected.double(), tolerance)
     yield from _latent_checks(random)
+    yield from _choice_checks(random)
 
 
 def _attend(
@@ -297,6 +303,63 @@ def _attend_latent(
         scale=_OPTIONS.scale,
         value_dim=_HEAD_DIM,
     )
+
+
+def _choice_checks(random: torch.Generator) -> Iterator[Check]:
+    """Yield the checks of attention to chosen keys, by scores of small integers, which every form computes alike."""
+    starts = torch.tensor([0, *_QUERY_LENS]).cumsum(0).int()
+    seq_lens = torch.tensor(_SEQ_LENS).int()
+    block_tables = torch.tensor([[3, 5, 0], [4, 1, 2]]).int()
+    width, num_tokens = _HEAD_DIM + 16, int(starts[-1])
+    index_query = torch.randint(-2, 3, (num_tokens, 3, _HEAD_DIM), generator=random).float()
+    weights = torch.randint(-2, 4, (num_tokens, 3), generator=random).float()
+    query = torch.randn(num_tokens, _NUM_HEADS, width, generator=random).bfloat16()
+    vectors = torch.randn(6, _BLOCK_SIZE, width, generator=random).bfloat16()
+    keys = torch.randint(-2, 3, (6, _BLOCK_SIZE, _HEAD_DIM), generator=random).bfloat16()
+    cache = torch.cat((vectors, keys), dim=2)
+    chosen = torch_choose_keys(
+        index_query, weights, keys, block_tables, starts, seq_lens, _MAX_KEYS,
+        query_lens_list=_QUERY_LENS, seq_lens_list=_SEQ_LENS,
+    )  # fmt: skip
+    expected = torch_chosen_attention(
+        query.float(), vectors.float().flatten(0, 1), *chosen, _OPTIONS.scale, _HEAD_DIM
+    )
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.05)):
+        operands = (
+            index_query.to(dtype),
+            weights,
+            query.to(dtype),
+            cache.to(dtype),
+            block_tables,
+            starts,
+            seq_lens,
+        )
+        name = f"attention to chosen keys, {dtype}"
+        yield Check(name, partial(_choose_and_attend, *operands), expected.double(), tolerance)
+
+
+def _choose_and_attend(
+    index_query: Tensor,
+    weights: Tensor,
+    query: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    recording: Recording,
+) -> Tensor:
+    slots, counts = choose_keys(
+        recording.input(index_query, count="rows"),
+        recording.input(weights, count="rows"),
+        cache[..., query.shape[2] :],
+        recording.input(block_tables, count="requests"),
+        recording.input(starts, count="requests"),
+        recording.input(seq_lens, count="requests"),
+        max_keys=_MAX_KEYS,
+    )
+    own = recording.input(query, count="rows")
+    vectors = cache.flatten(0, 1)[:, : query.shape[2]]
+    return chosen_attention(own, vectors, slots, counts, scale=_OPTIONS.scale, value_dim=_HEAD_DIM)
 
 
 def _state_checks(random: torch.Generator) -> Iterator[Check]:

@@ -12,11 +12,14 @@ from triptych_kernels.ops import write_latent
 case = cases_of("write_latent")
 
 
-@pytest.mark.parametrize(("latent_dim", "rope_dim"), [(16, 8), (33, 3), (1, 1), (512, 64)])
+@pytest.mark.parametrize(
+    ("latent_dim", "rope_dim", "behind"), [(16, 8, 0), (33, 3, 4), (1, 1, 0), (512, 64, 128)]
+)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_writes_the_vectors_of_its_slots_alone(
-    latent_dim: int, rope_dim: int, cache_dtype: torch.dtype, case: Case
+    latent_dim: int, rope_dim: int, behind: int, cache_dtype: torch.dtype, case: Case
 ) -> None:
+    """And leaves what is behind a vector."""
     torch.manual_seed(0)
     packed = torch.randn(5, latent_dim + rope_dim + 3)  # views with gaps between the rows
     if case.implementation.is_interpreted:
@@ -24,7 +27,7 @@ def test_writes_the_vectors_of_its_slots_alone(
     packed = packed.to(case.dtype)
     latent, rope_key = packed[:, 3 : 3 + latent_dim], packed[:, 3 + latent_dim :]
     slots = torch.tensor([7, 0, -1, 11, 4])
-    cache = torch.randn(3, 4, latent_dim + rope_dim).to(cache_dtype)
+    cache = torch.randn(3, 4, latent_dim + rope_dim + behind).to(cache_dtype)
     expected = cache.clone()
     write_latent(latent, rope_key, expected, slots, impl="reference")
     found = cache.clone().to(case.device)
@@ -41,9 +44,9 @@ def test_shapes_that_disagree_are_named() -> None:
     with pytest.raises(ValueError, match=r"kv_cache \[3, 4, 8\] torch\.int8 must be a contiguous"):
         write_latent(latent, rope_key, cache.to(torch.int8), slots)
     with pytest.raises(
-        ValueError, match=r"latent \[2, 5\] and rope_key \[2, 2\] do not fit kv_cache \[3, 4, 8\]"
+        ValueError, match=r"latent \[2, 6\] and rope_key \[2, 3\] do not fit kv_cache \[3, 4, 8\]"
     ):
-        write_latent(latent[:, :5], rope_key, cache, slots)
+        write_latent(latent, torch.ones(2, 3), cache, slots)
     with pytest.raises(ValueError, match=r"must be of one dtype"):
         write_latent(latent, rope_key.bfloat16(), cache, slots)
     with pytest.raises(ValueError, match=r"slot_mapping \[1\] does not fit latent \[2, 6\]"):

@@ -13,21 +13,21 @@ def write_latent(latent: Tensor, rope_key: Tensor, kv_cache: Tensor, slot_mappin
         return
     block = max(triton.next_power_of_2(max(latent_dim, rope_key.shape[1])), 16)
     _write_latent[(num_tokens, 2)](
-        latent, latent.stride(0), rope_key, rope_key.stride(0), kv_cache, slot_mapping,
+        latent, latent.stride(0), rope_key, rope_key.stride(0), kv_cache, slot_mapping, WIDTH=kv_cache.shape[2],
         LATENT_DIM=latent_dim, ROPE_DIM=rope_key.shape[1], BLOCK=block, num_warps=max(min(block // 256, 8), 1),
     )  # fmt: skip
 
 
 @triton.jit
 def _write_latent(
-    latent, latent_stride, rope_key, rope_key_stride, kv_cache, slot_mapping,
+    latent, latent_stride, rope_key, rope_key_stride, kv_cache, slot_mapping, WIDTH: tl.constexpr,
     LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     dims = tl.arange(0, BLOCK)
     if slot >= 0:
-        to = kv_cache + slot * (LATENT_DIM + ROPE_DIM) + dims
+        to = kv_cache + slot * WIDTH + dims
         if tl.program_id(1) == 0:
             values = tl.load(latent + token * latent_stride + dims, mask=dims < LATENT_DIM, other=0.0)
             tl.store(to, values.to(kv_cache.dtype.element_ty), mask=dims < LATENT_DIM)

@@ -64,8 +64,8 @@ class SpanMemory {
     pages_.for_pages(span_begin_ + seen_.first, span_begin_ + seen_.end,
                      [&](int64_t key, int64_t count, const T* page, int64_t offset) {
                        const T** to = values_ + key - span_begin_ - first;
-                       const T* from = page + pages_.values + offset * pages_.head_dim;
-                       for (; count > 0; --count, from += pages_.head_dim) *to++ = from;
+                       const T* from = page + pages_.values + offset * pages_.vector_stride;
+                       for (; count > 0; --count, from += pages_.vector_stride) *to++ = from;
                      });
     if (keys_are_vectors()) add_keys();
     add_next(args, plan, unit, zeros);
@@ -136,12 +136,12 @@ class SpanMemory {
     // a block of keys as if its bytes were rows
     const int64_t end_keys = is_latent_ ? first : std::min(first + ahead_, end);
     pages.for_pages(first, end_keys, [&](int64_t, int64_t count, const T* page, int64_t) {
-      for (; count > 0; --count, page += pages.head_dim) *to++ = page;
+      for (; count > 0; --count, page += pages.vector_stride) *to++ = page;
     });
     const int64_t left = values_ + num_rows_ + ahead_ - to;
     pages.for_pages(first, std::min(first + left, end), [&](int64_t, int64_t count, const T* page, int64_t offset) {
-      const T* from = page + pages.values + offset * pages.head_dim;
-      for (; count > 0; --count, from += pages.head_dim) *to++ = from;
+      const T* from = page + pages.values + offset * pages.vector_stride;
+      for (; count > 0; --count, from += pages.vector_stride) *to++ = from;
     });
     if constexpr (std::is_same_v<T, int8_t>) {  // scales are read all at once where a span begins
       const Pages<float> scales = scales_of(args, tile, unit.kv_head);

@@ -330,9 +330,9 @@ void attend(const PagedAttention& args, int64_t num_sequences) {
 }  // namespace triptych::attention
 
 TRIPTYCH_KERNEL(paged_attention, triptych::attention::PagedAttention,
-                dtype, cache_dtype, query, query_stride, query_head_stride, kv_cache, kv_scales, block_tables,
-                block_table_stride, query_starts, seq_lens, out, num_heads, num_kv_heads, head_dim, value_dim, is_latent,
-                block_size, scale, window, chunk, soft_cap, sinks, alibi, stages) {
+                dtype, cache_dtype, query, query_stride, query_head_stride, kv_cache, vector_stride, kv_scales,
+                block_tables, block_table_stride, query_starts, seq_lens, out, num_heads, num_kv_heads, head_dim,
+                value_dim, is_latent, block_size, scale, window, chunk, soft_cap, sinks, alibi, stages) {
   using namespace triptych;
   using namespace triptych::attention;
   make_all_rows(args.stages);  // tokens see those before them

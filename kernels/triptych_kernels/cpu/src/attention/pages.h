@@ -19,7 +19,8 @@ struct Pages {
   const int32_t* blocks;  // of the sequence
   int64_t stride;         // elements from block to block
   int64_t values;         // elements from keys to values
-  int64_t block_size, head_dim;
+  int64_t block_size;
+  int64_t vector_stride;  // elements from vector to vector that are rows
 
   // f(first key, number of keys, keys of its block, place of the first in them) for each block that [begin, end) touches
   template <typename F>
@@ -41,7 +42,7 @@ Pages<T> pages_of(const PagedAttention& args, const Tile& tile, int64_t kv_head,
 }
 template <typename T>
 Pages<T> pages_of(const PagedAttention& args, const Tile& tile, int64_t kv_head) {
-  return pages_of<T>(args, tile, kv_head, args.kv_cache, args.head_dim);
+  return pages_of<T>(args, tile, kv_head, args.kv_cache, args.vector_stride);
 }
 // The pages of a cache with one number for each key and value.
 inline Pages<float> scales_of(const PagedAttention& args, const Tile& tile, int64_t kv_head) {

@@ -23,11 +23,12 @@ struct PagedAttention {
   int64_t query_stride;         // elements from token to token
   int64_t query_head_stride;
   const void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim]; latent: [num_blocks, block_size,
-                                // head_dim]
+                                // head_dim], the last axis dense
+  int64_t vector_stride;        // latent: elements from vector to vector, of the next block too; else head_dim
   const float* kv_scales;       // [num_blocks, 2, num_kv_heads, block_size] beside int8, else null
   const int32_t* block_tables;  // [rows, max_blocks]
   int64_t block_table_stride;
-  const int32_t* query_starts;  // [rows + 1]
+  const int32_t* query_starts;  // [rows + 1]; null: each row has one token
   const int32_t* seq_lens;      // [rows]
   void* out;                    // [num_tokens, num_heads, value_dim], dense
   int64_t num_heads;
@@ -45,6 +46,7 @@ struct PagedAttention {
   const Stages* stages;         // what makes the queries, keys and values of this step's tokens, or null
 
   int64_t group() const { return num_heads / num_kv_heads; }
+  int64_t start_of(int64_t row) const { return query_starts ? query_starts[row] : row; }
   int64_t padded_head_dim() const { return (head_dim + kPanel - 1) / kPanel * kPanel; }
   int64_t padded_value_dim() const { return (value_dim + kPanel - 1) / kPanel * kPanel; }
   // The first key that the query at `position` sees.
@@ -87,18 +89,18 @@ class Plan {
   Plan(const PagedAttention& args, int64_t num_sequences) {
     static thread_local Scratch tile_memory, piece_memory, partial_memory, count_memory;
     const int64_t pieces_wanted = kPiecesPerThread * num_threads();
-    const int64_t num_rows = args.query_starts[num_sequences] * args.num_heads;
+    const int64_t num_rows = args.start_of(num_sequences) * args.num_heads;
     const int64_t tile_rows = num_rows >= kWideTileRows * pieces_wanted ? kWideTileRows : kTileRows;
     const int64_t queries_per_tile = std::max<int64_t>(tile_rows / args.group(), 1);
     int64_t max_tiles = 0;
     for (int64_t i = 0; i < num_sequences; ++i) {
-      max_tiles += (args.query_starts[i + 1] - args.query_starts[i] + queries_per_tile - 1) / queries_per_tile;
+      max_tiles += (args.start_of(i + 1) - args.start_of(i) + queries_per_tile - 1) / queries_per_tile;
     }
     tiles = static_cast<Tile*>(tile_memory.get(max_tiles * sizeof(Tile)));
     int64_t work = 0;
     for (const bool several : {true, false}) {
       for (int64_t i = 0; i < num_sequences; ++i) {
-        const int64_t start = args.query_starts[i], count = args.query_starts[i + 1] - start;
+        const int64_t start = args.start_of(i), count = args.start_of(i + 1) - start;
         if (count == 0 || (count > 1) != several) continue;
         for (int64_t query = (count - 1) / queries_per_tile * queries_per_tile; query >= 0; query -= queries_per_tile) {
           const int64_t queries = std::min(queries_per_tile, count - query);

@@ -37,10 +37,11 @@ struct WriteLatent {
   int64_t latent_stride;  // elements from row to row
   const void* rope_key;   // [rows, rope_dim], the last axis dense
   int64_t rope_key_stride;
-  void* kv_cache;         // [num_blocks, block_size, latent_dim + rope_dim]
+  void* kv_cache;         // [num_blocks, block_size, width]
   const int64_t* slots;   // [rows], block * block_size + offset, or -1: the row is skipped
   int64_t latent_dim;
   int64_t rope_dim;
+  int64_t width;          // at least both together; what is behind them stays
 };
 
 constexpr int64_t kWordBytes = 4;  // of keys
@@ -140,7 +141,7 @@ template <typename X, typename T>
 void write_latent_rows(const WriteLatent& args, int64_t first, int64_t end) {
   for (int64_t row = first; row < end; ++row) {
     if (args.slots[row] < 0) continue;
-    T* const to = static_cast<T*>(args.kv_cache) + args.slots[row] * (args.latent_dim + args.rope_dim);
+    T* const to = static_cast<T*>(args.kv_cache) + args.slots[row] * args.width;
     copy(static_cast<const X*>(args.latent) + row * args.latent_stride, to, args.latent_dim);
     copy(static_cast<const X*>(args.rope_key) + row * args.rope_key_stride, to + args.latent_dim, args.rope_dim);
   }
@@ -175,7 +176,7 @@ TRIPTYCH_STAGE(write_latent, triptych::WriteLatent) {
 
 TRIPTYCH_KERNEL(write_latent, triptych::WriteLatent,
                 dtype, cache_dtype, latent, latent_stride, rope_key, rope_key_stride, kv_cache, slots, latent_dim,
-                rope_dim) {
+                rope_dim, width) {
   const int64_t row_size = args.latent_dim + args.rope_dim;
   triptych::for_rows(rows, std::max<int64_t>(triptych::kElementsPerIndex / row_size, 1),
                      [&](int64_t first, int64_t end) { triptych_write_latent_rows(args, first, end); });
