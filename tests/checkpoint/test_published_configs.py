@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GlmMoeDsaConfig
 
-from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.architecture import IndexerSpec, ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
-from triptych.errors import FeatureDisabled
+from triptych.errors import FeatureDisabled, ModelError
 
 Config = dict[str, Any]
 
@@ -979,11 +980,66 @@ def test_published_configs_mean_what_their_models_were_trained_with(tmp_path: Pa
     assert {key: found[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
-def test_contexts_end_where_keys_would_be_chosen(architecture: str, tmp_path: Path) -> None:
-    config = PUBLISHED["Kimi-K2, in 16 bits"][1] | {"max_position_embeddings": 163840, "index_topk": 2048}
-    read = read_published(tmp_path, architecture, config)
-    assert (read.max_position_embeddings, read.max_context) == (163840, 2048)
+CHOOSING = PUBLISHED["Kimi-K2, in 16 bits"][1] | {
+    "max_position_embeddings": 163840, "index_topk": 2048, "num_hidden_layers": 6
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_heads", "is_interleaved"),
+    [("DeepseekV32ForCausalLM", 64, False), ("GlmMoeDsaForCausalLM", 32, True)],
+)
+def test_each_layer_chooses_keys(
+    architecture: str, num_heads: int, is_interleaved: bool, tmp_path: Path
+) -> None:
+    read = read_published(tmp_path, architecture, CHOOSING)
+    indexer = IndexerSpec(num_heads, head_dim=128, is_interleaved=is_interleaved)
+    assert [layer.latent and layer.latent.indexer for layer in read.layers] == [indexer] * 6
+    assert read.max_context == read.max_position_embeddings == 163840
+    without = read.without_indexers()
+    assert (without.max_context, without.max_position_embeddings) == (2048, 163840)
+    widths = [architecture.latent.width for architecture in (read, without) if architecture.latent]
+    assert widths == [512 + 64 + 128, 512 + 64]
+    other = read_published(tmp_path, architecture, CHOOSING | {"indexer_rope_interleave": not is_interleaved})
+    assert [layer.latent.indexer.is_interleaved for layer in other.layers if layer.latent] == [  # type: ignore[union-attr]
+        not is_interleaved
+    ] * 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "shared"),
+    [
+        ({}, []),
+        ({"index_topk_freq": 2}, [2, 4]),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, [1, 2, 4, 5]),
+        ({"index_topk_pattern": "FSSFFS", "index_topk_freq": 2}, [1, 2, 5]),
+        ({"index_topk_pattern": ["full", "full", "shared"] * 2}, [2, 5]),
+        ({"indexer_types": ["full"] + ["shared"] * 5, "index_topk_pattern": "FFFFFF"}, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_layers_share_a_choice_as_transformers_reads_it(
+    keys: Config, shared: list[int], tmp_path: Path
+) -> None:
+    read = read_published(tmp_path, "GlmMoeDsaForCausalLM", CHOOSING | keys)
+    indexers = [layer.latent and layer.latent.indexer for layer in read.layers]
+    assert [index for index, indexer in enumerate(indexers) if indexer and indexer.is_shared] == shared
+    theirs = GlmMoeDsaConfig(**{**CHOOSING, **keys}).indexer_types
+    assert [index for index, kind in enumerate(theirs) if kind == "shared"] == shared
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"index_topk_pattern": "FSX"}, "index_topk_pattern: 'FSX' must be F or S for each of 6 layers"),
+        ({"index_topk_pattern": "SFFFFF"}, "indexer_types: 'shared' must be full for layer 0"),
+        ({"indexer_types": ["full"] * 5}, "indexer_types: has 5 entries, must be a list of 6"),
+        ({"q_lora_rank": None}, "q_lora_rank: .* must be a number: the indexer's queries"),
+        ({"index_head_dim": 32}, "index_head_dim: 32 must be at least qk_rope_head_dim 64"),
+    ],
+)
+def test_indexers_that_cannot_be_are_named(keys: Config, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_published(tmp_path, "GlmMoeDsaForCausalLM", CHOOSING | keys)
 
 
 @pytest.mark.parametrize(

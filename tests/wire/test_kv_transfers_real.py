@@ -60,7 +60,7 @@ MODELS = {
     **{
         name: replace(tiny, arguments={**tiny.arguments, **LARGER})
         for name, tiny in {**FAMILIES, **RECURRENT_FAMILIES}.items()
-        if name in ("DeepSeek V3", "Gemma 3", "Qwen3-Next", "Falcon-H1")  # latent, windows, states
+        if name in ("DeepSeek V3.2", "Gemma 3", "Qwen3-Next", "Falcon-H1")  # latent, windows, states
     },
     "Mamba 2": replace(  # states alone
         RECURRENT_FAMILIES["Mamba 2"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from triptych.checkpoint.quantization.scheme import StoredQuantization
@@ -152,10 +152,25 @@ class StateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """The small attention by which a token chooses the keys that it attends to, with one key for all of its heads.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556, section 2.1.
+    """
+
+    num_heads: int
+    head_dim: int
+    is_interleaved: bool = False
+    """Whether neighbours are rotated against each other, and not the halves of what is rotated."""
+    is_shared: bool = False
+    """Whether the layer has none, and takes what the last layer before it that has one has chosen."""
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Latent attention: one vector per token is what the keys and values of all heads are made of.
 
-        cached vector    [ latent: kv_rank | rotated key of all heads: rope_dim ]
+        cached vector    [ latent: kv_rank | rotated key of all heads: rope_dim | key of the indexer, if there is one ]
         a head's query   [ nope_dim | rope_dim ]
         its key          [ made of the latent: nope_dim | that of all heads: rope_dim ]
 
@@ -170,13 +185,19 @@ class LatentSpec:
     norm_eps: float = 1e-6
     """Added to the mean squares by the norms of both vectors."""
     num_chosen_keys: int = 0
-    """Keys that a token attends to at most, of those that it sees; 0: all. The choice is not computed, so that longer
-    contexts are refused."""
+    """Keys that a token attends to at most, of those that it sees; 0: all."""
+    indexer: IndexerSpec | None = None
+    """The attention that chooses them; None: nothing does, so that contexts longer than their number are refused."""
+
+    @property
+    def vector_dim(self) -> int:
+        """Elements of the vector that a token attends to."""
+        return self.kv_rank + self.rope_dim
 
     @property
     def width(self) -> int:
-        """Elements that the cache holds for a token."""
-        return self.kv_rank + self.rope_dim
+        """Elements that the cache holds for a token, in every layer."""
+        return self.vector_dim + (0 if self.indexer is None else self.indexer.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,8 +411,19 @@ class ModelArchitecture:
     @property
     def max_context(self) -> int:
         """Tokens of the longest context that is computed as the model means it."""
-        chosen = {layer.latent.num_chosen_keys for layer in self.layers if layer.latent} - {0}
+        latents = [layer.latent for layer in self.layers if layer.latent]
+        chosen = {latent.num_chosen_keys for latent in latents if latent.indexer is None} - {0}
         return min({self.max_position_embeddings} | chosen)
+
+    def without_indexers(self) -> ModelArchitecture:
+        """Return the same for contexts up to the number of keys that would be chosen."""
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, latent=layer.latent and replace(layer.latent, indexer=None))
+                for layer in self.layers
+            ),
+        )
 
     @property
     def is_gguf(self) -> bool:

@@ -42,6 +42,8 @@ def resolve_for_device(
     """
     device, native_kernels = traits.device, traits.native_kernels
     rank = find_rank(engine, device)
+    if device != "cpu":  # no kernel chooses keys there
+        architecture = architecture.without_indexers()
     _check_support(engine, architecture, rank)
     dtype = choose_dtype(
         engine.model.dtype, architecture, device=device, prefers_bfloat16=traits.prefers_bfloat16
@@ -162,7 +164,7 @@ def _check_length(engine: EngineConfig, architecture: ModelArchitecture) -> None
     if asked > own_limit and own_limit < architecture.max_position_embeddings:
         raise FeatureDisabled(
             f"model.max_model_len = {asked}",
-            f"{architecture.name} attends to {own_limit} keys of a longer context, and their choice is not computed; "
+            f"{architecture.name} attends to {own_limit} keys of a longer context, and chooses them on CPUs only; "
             f"set it to at most {own_limit}, or to 0 for that",
         )
     if asked > own_limit:

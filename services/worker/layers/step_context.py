@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenKeys:
+    """The keys that each token attends to in some layers, as `ops.choose_keys` lists them."""
+
+    slots: Tensor
+    """[num_tokens, most of them] int32, the slots of their vectors."""
+    counts: Tensor
+    """[num_tokens] int32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +39,9 @@ class StepContext:
     state_pages: Sequence[Tensor | None] = ()
     """[num_pages, page elements] float32, one entry per layer, by the layer's index: see `StateSpec.page_elements`.
     None for a layer without a state; empty where no layer has one."""
+    chosen_keys: list[ChosenKeys] = field(default_factory=list)
+    """At most one: what the last layer that chooses keys has chosen. Written by such layers, read by those after
+    them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture
+from triptych.checkpoint.architecture import LatentSpec, LayerSpec, ModelArchitecture
 from triptych.checkpoint.tensor_names import TensorNames
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.context.model_context import ModelContext
@@ -123,6 +123,13 @@ class Decoder(nn.Module):
         self.ends = architecture.ends
         self.layer_indices = stage_layers(architecture, rank=context.rank)
         """Layers of the whole model that are here."""
+        first = architecture.layers[self.layer_indices.start].latent
+        if first is not None and first.indexer is not None and first.indexer.is_shared:
+            raise FeatureDisabled(
+                f"parallel.pipeline_parallel_size = {context.rank.num_stages}",
+                f"layer {self.layer_indices.start} of {architecture.name} attends to keys that a layer of the stage "
+                "before it chooses; set it to another number",
+            )
         self.embed_tokens: VocabEmbedding | None = None
         self.embed_positions: PositionEmbedding | None = None
         self.embed_norm: nn.Module | None = None
@@ -392,8 +399,13 @@ def _unsupported(
             one_shape,
             (layer.latent is None) != (latent is None),
         ),
-        (f"latent = {layer.latent}", one_shape, latent is not None and layer.latent != latent),
+        (f"latent = {layer.latent}", one_shape, _vector_of(layer.latent) != _vector_of(latent)),
     )
+
+
+def _vector_of(latent: LatentSpec | None) -> tuple[int, ...]:
+    """Return the shape of what a layer with latent attention keeps of a token."""
+    return () if latent is None else (latent.kv_rank, latent.rope_dim, latent.width)
 
 
 def _keeps_keys_for(architecture: ModelArchitecture, index: int) -> bool:

@@ -19,7 +19,7 @@ from tests.worker.models.checkpoints import load_checkpoint, save_checkpoint
 from tests.worker.models.families import FAMILIES, LATENT, MSCALED
 from tests.worker.models.sequences import CUTS, Sequences
 from tests.worker.tiny import tiny_architecture, tiny_config
-from triptych.checkpoint.architecture import LatentSpec
+from triptych.checkpoint.architecture import IndexerSpec, LatentSpec
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 from triptych.errors import FeatureDisabled
 from triptych_kernels.cpu.library import isa
@@ -127,17 +127,22 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(dtype: str, tmp_pat
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_cache_holds_one_vector_per_token_on_each_rank(num_ranks: int) -> None:
+@pytest.mark.parametrize("indexer", [None, IndexerSpec(num_heads=3, head_dim=8)])
+def test_the_cache_holds_one_vector_per_token_on_each_rank(
+    num_ranks: int, indexer: IndexerSpec | None
+) -> None:
+    """And the key of an indexer behind it."""
     engine = EngineConfig(
         cache=CacheConfig(block_size=4, num_blocks=7),
         parallel=ParallelConfig(tensor_parallel_size=num_ranks),
         worker=WorkerConfig(device="cpu"),
     )
-    config = resolve_config(engine, tiny_architecture(**LAYER))
+    latent, width = replace(LAYER["latent"], indexer=indexer), 24 if indexer is None else 32
+    config = resolve_config(engine, tiny_architecture(**(LAYER | {"latent": latent})))
     layout = plan_kv_cache(config, 1 << 30).shape
-    assert layout.block_bytes == 2 * 4 * 24 * 4  # layers, tokens, elements of a vector, float32
+    assert layout.block_bytes == 2 * 4 * width * 4  # layers, tokens, elements of a vector, float32
     caches = allocate_kv_cache(layout, torch.device("cpu"))
-    assert [list(cache.blocks.shape) for cache in caches] == [[7, 1, 1, 4, 24]] * 2
+    assert [list(cache.blocks.shape) for cache in caches] == [[7, 1, 1, 4, width]] * 2
     assert CpuBlockStore(caches).num_bytes(1) == layout.block_bytes  # as other workers pull them
 
 
@@ -174,18 +179,25 @@ def test_packages_of_attention_kernels_are_refused(backend: str) -> None:
         resolve_for_device(engine, tiny_architecture(**LAYER), traits)
 
 
-def test_contexts_that_keys_are_chosen_of_are_refused() -> None:
-    traits = DeviceTraits(device="cpu", native_kernels=True)
-    latent = replace(LAYER["latent"], num_chosen_keys=48)
+def test_contexts_that_keys_are_chosen_of_are_refused_on_cuda_devices() -> None:
+    latent = replace(LAYER["latent"], num_chosen_keys=48, indexer=IndexerSpec(num_heads=3, head_dim=8))
     architecture = tiny_architecture(**(LAYER | {"latent": latent}))
+    cpu = DeviceTraits(device="cpu", native_kernels=True)
+    cuda = DeviceTraits(device="cuda:0", native_kernels=False, compute_capability=(9, 0))
     for asked in (0, 48):
         engine = EngineConfig(model=ModelConfig(max_model_len=asked))
-        assert ModelContext(resolve_for_device(engine, architecture, traits)).max_positions == 48
+        config = resolve_for_device(engine, architecture, cuda)
+        assert ModelContext(config).max_positions == 48
+        assert config.architecture.latent == replace(latent, indexer=None)
+    longer = EngineConfig(model=ModelConfig(max_model_len=49))
     with pytest.raises(
         FeatureDisabled,
-        match=r"max_model_len = 49: .* attends to 48 keys of a longer context, and their choice",
+        match=r"max_model_len = 49: .* attends to 48 keys of a longer context, and chooses them on CPUs only",
     ):
-        resolve_for_device(EngineConfig(model=ModelConfig(max_model_len=49)), architecture, traits)
+        resolve_for_device(longer, architecture, cuda)
+    assert ModelContext(resolve_for_device(longer, architecture, cpu)).max_positions == 49
+    whole = ModelContext(resolve_for_device(EngineConfig(), architecture, cpu))
+    assert whole.max_positions == architecture.max_position_embeddings
 
 
 def test_groups_of_quantized_weights_must_divide_the_latents() -> None:

@@ -199,10 +199,12 @@ WHOLE_GROUPS = [
 def test_8_bits_say_nearly_the_same(name: str, saved: Any) -> None:
     directory, oracle = saved(name)
     model, architecture = load_checkpoint(directory, quantization="q8")
-    sequences = Sequences(model, architecture, (18, 30))
+    sequences, errors = Sequences(model, architecture, (18, 30)), []
+    # which keys are chosen is all or nothing: the tokens that see no more
+    num_tokens = FAMILIES[name].arguments.get("index_topk")
     with torch.inference_mode():
         for token_ids, logits in zip(sequences.token_ids, sequences.run(CUTS["whole prompts"]), strict=True):
             expected = oracle(token_ids[None]).logits[0]
-            error = (logits - expected).norm(dim=1) / expected.norm(dim=1)  # by token
-            # the median: a token that all but ties between experts may go to another one
-            assert 0 < error.median() < 0.03
+            errors.append(((logits - expected).norm(dim=1) / expected.norm(dim=1))[:num_tokens])  # by token
+    # the median: a token that all but ties between experts may go to another one
+    assert 0 < torch.cat(errors).median() < 0.03

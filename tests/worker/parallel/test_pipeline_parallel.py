@@ -12,6 +12,7 @@ from torch import nn
 from tests.helpers.processes import free_port
 from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
 from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych.checkpoint.architecture import IndexerSpec, LatentSpec
 from triptych.config import EngineConfig, ParallelConfig
 from triptych.errors import ConfigError, FeatureDisabled
 from triptych_kernels.cpu.library import isa
@@ -153,6 +154,20 @@ def test_a_model_that_cannot_be_cut_is_refused() -> None:
     config = tiny_config(tiny_architecture(name="WholeForCausalLM"))
     config = replace(config, rank=RankFacts(num_stages=2))
     with pytest.raises(FeatureDisabled, match=r"pipeline_parallel_size = 2.*Whole has no `is_elsewhere`"):
+        create_model(context=ModelContext(config))
+
+
+def test_a_stage_that_begins_with_a_shared_choice_of_keys_is_refused() -> None:
+    latents = [
+        LatentSpec(18, 22, 10, 6, num_chosen_keys=7, indexer=IndexerSpec(3, 8, is_shared=is_shared))
+        for is_shared in (False, True)
+    ]
+    architecture = tiny_architecture(num_kv_heads=1, head_dim=16, value_dim=12, latent=latents[0])
+    layers = tuple(
+        replace(layer, latent=latent) for layer, latent in zip(architecture.layers, latents, strict=True)
+    )
+    config = replace(tiny_config(replace(architecture, layers=layers)), rank=RankFacts(stage=1, num_stages=2))
+    with pytest.raises(FeatureDisabled, match=r"pipeline_parallel_size = 2: layer 1 of .* attends to keys"):
         create_model(context=ModelContext(config))
 
 

@@ -70,6 +70,8 @@ OTHER_FAMILIES = (
     "Cohere",
     "DeepSeek V2 Lite",
     "DeepSeek V3",
+    "DeepSeek V3.2",
+    "GLM 5",
     "Falcon 40B",
     "Falcon, in turn",
     "Gemma 2",

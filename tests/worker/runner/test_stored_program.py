@@ -117,6 +117,7 @@ def test_float32_without_torch_gives_the_tokens_of_transformers(
         ("GLM 4.5", "none"),
         ("Qwen 2 MoE", "q8"),
         ("DeepSeek V3", "none"),
+        ("GLM 5", "none"),  # keys are chosen, in one layer by another
         ("MiniCPM 3", "q8"),
         ("Gemma 3", "none"),  # four KV groups
         ("Mistral", "q8"),  # one group of windows

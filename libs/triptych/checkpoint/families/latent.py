@@ -1,5 +1,5 @@
-"""Families with latent attention: DeepSeek V2 and V3 (Kimi K2 is V3 with other numbers), DeepSeek V3.2 and GLM 5 up to
-the length from which they choose keys, GLM 4.7 Flash, MiniCPM 3, Youtu.
+"""Families with latent attention: DeepSeek V2 and V3 (Kimi K2 is V3 with other numbers), DeepSeek V3.2 and GLM 5, which
+choose keys, GLM 4.7 Flash, MiniCPM 3, Youtu.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from triptych.checkpoint.architecture import (
     BlockSpec,
     EndsSpec,
     ExpertsSpec,
+    IndexerSpec,
     LatentSpec,
     LayerSpec,
     ModelArchitecture,
@@ -46,7 +47,7 @@ _INDEXER = tuple(
     f".self_attn.indexer.{name}"
     for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 )
-"""Endings of the names of tensors that choose keys."""
+"""Endings of the names of tensors that choose keys, which are not loaded where nothing is chosen."""
 
 
 def deepseek_v2(config: ConfigFile) -> ModelArchitecture:
@@ -90,20 +91,49 @@ def glm4_moe_lite(config: ConfigFile) -> ModelArchitecture:
 
 
 def deepseek_v32(config: ConfigFile) -> ModelArchitecture:
-    return _with_chosen_keys(config, n_group=8, topk_group=4)
+    config.assume(n_group=8, topk_group=4, index_n_heads=64)
+    return _with_chosen_keys(config, frozenset(), is_interleaved=False)
 
 
 def glm_moe_dsa(config: ConfigFile) -> ModelArchitecture:
     """Read GLM 5, of which some layers attend to the keys that an earlier one has chosen."""
-    config.pass_over("indexer_types", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset")
-    return _with_chosen_keys(config, rms_norm_eps=1e-5)
+    config.assume(rms_norm_eps=1e-5, index_n_heads=32)
+    return _with_chosen_keys(config, _find_shared(config), is_interleaved=True)
 
 
-def _with_chosen_keys(config: ConfigFile, **defaults: float) -> ModelArchitecture:
+def _find_shared(config: ConfigFile) -> frozenset[int]:
+    """Return the layers without an indexer: by a list, a pattern such as FSSF, or a rhythm; in this order."""
+    num_layers, kinds = config.integer("num_hidden_layers"), ("full", "shared")
+    pattern = config.values.get("index_topk_pattern")
+    if config.has("indexer_types"):
+        types = config.words("indexer_types", length=num_layers, among=kinds)
+    elif isinstance(pattern, str):
+        config.pass_over("index_topk_pattern")
+        if len(pattern) != num_layers or set(pattern) - {"F", "S"}:
+            config.fail("index_topk_pattern", pattern, f"must be F or S for each of {num_layers} layers")
+        types = tuple({"F": "full", "S": "shared"}[letter] for letter in pattern)
+    elif config.has("index_topk_pattern"):
+        types = config.words("index_topk_pattern", length=num_layers, among=kinds)
+    else:
+        frequency = max(config.integer("index_topk_freq", default=1, minimum=0), 1)
+        offset = config.integer("index_skip_topk_offset", default=2, minimum=0)
+        types = tuple(
+            "shared" if max(index - offset + 1, 0) % frequency else "full" for index in range(num_layers)
+        )
+    config.pass_over("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
+    if types[0] == "shared":
+        config.fail("indexer_types", types[0], "must be full for layer 0: no layer before it chooses keys")
+    return frozenset(index for index, kind in enumerate(types) if kind == "shared")
+
+
+def _with_chosen_keys(
+    config: ConfigFile, shared: frozenset[int], *, is_interleaved: bool
+) -> ModelArchitecture:
     """Read a model of which each token attends to the `index_topk` keys that an indexer prefers.
 
-    One that sees no more keys attends to all of them, as V3 does. Longer contexts are refused, and so no indexer is
-    needed: its weights are not loaded.
+    Args:
+        shared: Layers that take the choice of an earlier one.
+        is_interleaved: What `indexer_rope_interleave` is by default.
     """
     config.assume(
         routed_scaling_factor=2.5,
@@ -111,19 +141,35 @@ def _with_chosen_keys(config: ConfigFile, **defaults: float) -> ModelArchitectur
         n_shared_experts=1,
         num_experts_per_tok=8,
         first_k_dense_replace=_count_dense(config, default=3),
-        **defaults,
     )
     num_layers = config.integer("num_hidden_layers")
     if config.has("layer_types"):
         config.words("layer_types", length=num_layers, among=("indexed_attention",))
-    config.pass_over("layer_types", "index_n_heads", "index_head_dim", "indexer_rope_interleave", "mlp_bias")
+    config.pass_over("layer_types", "mlp_bias")
+    indexer = IndexerSpec(
+        num_heads=config.integer("index_n_heads"),
+        head_dim=config.integer("index_head_dim", default=128),
+        is_interleaved=config.boolean("indexer_rope_interleave", default=is_interleaved),
+    )
     num_keys = config.integer("index_topk", default=2048)
     architecture = deepseek_v3(config)
+    latent = architecture.latent
+    assert latent is not None, "that of DeepSeek V3 is"
+    if not latent.q_rank:
+        config.fail("q_lora_rank", None, "must be a number: the indexer's queries are made of that vector")
+    if indexer.head_dim < latent.rope_dim:
+        config.fail(
+            "index_head_dim", indexer.head_dim, f"must be at least qk_rope_head_dim {latent.rope_dim}"
+        )
     names = replace(architecture.names, ignored=_INDEXER)
     layers = tuple(
-        replace(layer, latent=replace(layer.latent, num_chosen_keys=num_keys))
-        for layer in architecture.layers
-        if layer.latent
+        replace(
+            layer,
+            latent=replace(
+                latent, num_chosen_keys=num_keys, indexer=replace(indexer, is_shared=index in shared)
+            ),
+        )
+        for index, layer in enumerate(architecture.layers)
     )
     return replace(architecture, layers=layers, names=names)
 
