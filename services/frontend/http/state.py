@@ -38,7 +38,8 @@ class InFlight:
         task = asyncio.current_task()
         assert task is not None, "a request is served by a task"
         watcher = asyncio.create_task(_wait_for_disconnect(receive))
-        watcher.add_done_callback(lambda _: self._end(task))
+        is_running = True  # a request may call this again, and then has the same task
+        watcher.add_done_callback(lambda _: self._end(task) if is_running else None)
         self._tasks.add(task)
         try:
             return await work
@@ -49,6 +50,7 @@ class InFlight:
                 raise ClientGone from None
             raise  # by the server
         finally:
+            is_running = False
             self._tasks.discard(task)
             if task.cancelling() and (self._is_ending or watcher.done()):
                 task.uncancel()

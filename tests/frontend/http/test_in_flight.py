@@ -108,3 +108,12 @@ async def test_a_client_that_leaves_with_the_result_ends_nothing_later() -> None
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert is_untouched()
+
+
+async def test_a_request_may_have_work_twice() -> None:
+    client, in_flight, loop = Client(), InFlight(), asyncio.get_running_loop()
+    for _ in range(2):
+        work = Work()
+        loop.call_later(0.01, work.ends.set)  # some turns of the loop, in which the watcher before ends
+        assert await in_flight.run(client.receive, work.run()) == "done"
+    assert is_untouched()
