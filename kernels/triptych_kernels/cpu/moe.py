@@ -8,6 +8,7 @@ from torch import Tensor
 from triptych_kernels.cpu.dtypes import DTYPES
 from triptych_kernels.cpu.launch import Operand, launch
 from triptych_kernels.expert_choice import SCORES, ExpertChoice
+from triptych_kernels.weights.adapter_tables import ExpertAdapters
 from triptych_kernels.weights.packed import ACTIVATIONS, PackedStack
 
 
@@ -23,6 +24,7 @@ def fused_moe(
     shared: Tensor | None,
     shared_gate: Tensor | None,
     first_expert: int,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(
@@ -32,7 +34,9 @@ def fused_moe(
         first_expert=first_expert,
         held_experts=len(w13),
         **{f"gate_up_{field}": operand for field, operand in w13.operands().items()},
+        gate_up_adapters=None if adapters is None else adapters.w13.addresses,
         **{f"down_{field}": operand for field, operand in w2.operands().items()},
+        down_adapters=None if adapters is None else adapters.w2.addresses,
         dtype=DTYPES[x.dtype],
         x=x,
         x_stride=x.stride(0),
@@ -41,6 +45,8 @@ def fused_moe(
         scales_input=choice.scales_input,
         shared=shared,
         shared_gate=shared_gate,
+        slots=None if adapters is None else adapters.slots,
+        num_adapters=0 if adapters is None else adapters.w13.num_slots,
     )
     return out
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.ops.linear import GATED_ACTIVATIONS
 from triptych_kernels.registry import find_impl
+from triptych_kernels.weights.adapter_tables import ExpertAdapters
 from triptych_kernels.weights.base import LinearWeight
+from triptych_kernels.weights.packed import PackedStack
 
 __all__ = ["fused_moe"]
 
@@ -32,6 +34,7 @@ def fused_moe(
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     first_expert: int | None = None,
+    adapters: ExpertAdapters | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Compute a mixture of experts: each token goes through the gated MLPs of the experts that its router prefers.
@@ -55,11 +58,11 @@ def fused_moe(
         w13_bias: [num_experts, 2 * intermediate_size], contiguous, of w13's dtype. None: there is none, or the weights
             are `LinearWeight`s, which have their own; those of an `ExpertStack` have none.
         w2_bias: [num_experts, hidden_size], likewise.
-        shared: [num_tokens, hidden_size] of x's dtype, contiguous: the result of an expert that every token goes
-            through. None: there is none.
+        shared: [num_tokens, hidden_size] of x's dtype, contiguous: the result of an expert of all tokens, or None.
         shared_gate: [num_tokens] float32, contiguous. None: `shared` is added as it is.
         first_expert: Number of the first expert of w13 and w2, if these hold some neighbours only: a token's other
             experts add nothing. None: they hold all.
+        adapters: What low-rank adapters of some tokens add to both products, with `PackedStack`s; None: nothing.
     Returns:
         [num_tokens, hidden_size], a new tensor like x.
     Raises:
@@ -68,15 +71,14 @@ def fused_moe(
     Source: Mixtral of Experts, arXiv:2401.04088.
     """
     _check(x, router_logits, w13, w2, first_expert)
-    choice.check_experts(router_logits.shape[1])
+    _check_choice(router_logits, choice, activation)
     _check_bias("w13", w13, w13_bias)
     _check_bias("w2", w2, w2_bias)
     _check_shared(x, shared, shared_gate)
-    if activation not in GATED_ACTIVATIONS:
-        raise ValueError(f"fused_moe: activation {activation!r} is none of {', '.join(GATED_ACTIVATIONS)}")
     operand, biases = w13 if isinstance(w13, Tensor) else w13[0], (w13_bias, w2_bias)
+    more = () if adapters is None else (_checked_adapters(x, w13, w2, adapters),)
     out: Tensor = find_impl("fused_moe", operand, impl)(
-        x, router_logits, w13, w2, choice, activation, *biases, shared, shared_gate, first_expert or 0
+        x, router_logits, w13, w2, choice, activation, *biases, shared, shared_gate, first_expert or 0, *more
     )
     return out
 
@@ -127,6 +129,37 @@ def _check(
             f"[num_tokens, num_experts] = {[len(x), num_experts]} in {x.dtype} or torch.float32, the last axis "
             "contiguous"
         )
+
+
+def _check_choice(router_logits: Tensor, choice: ExpertChoice, activation: str) -> None:
+    choice.check_experts(router_logits.shape[1])
+    if activation not in GATED_ACTIVATIONS:
+        raise ValueError(f"fused_moe: activation {activation!r} is none of {', '.join(GATED_ACTIVATIONS)}")
+
+
+def _checked_adapters(
+    x: Tensor, w13: ExpertWeights, w2: ExpertWeights, adapters: ExpertAdapters
+) -> ExpertAdapters:
+    if not isinstance(w13, PackedStack) or not isinstance(w2, PackedStack):
+        raise ValueError("fused_moe: adapters must be None with weights that are no PackedStack")
+    slots = adapters.slots
+    if slots.shape != x.shape[:1] or slots.dtype != torch.int32 or not slots.is_contiguous():
+        raise ValueError(
+            f"fused_moe: slots {list(slots.shape)} {slots.dtype} of adapters must be [num_tokens] = [{len(x)}] of "
+            "torch.int32, contiguous"
+        )
+    for name, stack, table in (("w13", w13, adapters.w13), ("w2", w2, adapters.w2)):
+        if (table.num_experts, table.in_features) != (len(stack), stack[0].shape[1]):
+            raise ValueError(
+                f"fused_moe: the adapters of {name} are for {table.num_experts} experts with {table.in_features} "
+                f"inputs, and not for {len(stack)} with {stack[0].shape[1]}"
+            )
+    if adapters.w13.num_slots != adapters.w2.num_slots:
+        raise ValueError(
+            f"fused_moe: the adapters of w13 have {adapters.w13.num_slots} slots, those of w2 "
+            f"{adapters.w2.num_slots}"
+        )
+    return adapters
 
 
 def _check_bias(name: str, weights: ExpertWeights, bias: Tensor | None) -> None:

@@ -19,10 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from triptych_kernels.cpu.dtypes import DTYPES
-from triptych_kernels.cpu.library import isa
-from triptych_kernels.cpu.memory import zeros_in_huge_pages
-from triptych_kernels.weights.base import Half, LinearWeight
-from triptych_kernels.weights.packed import PackedWeight, panel_size
+from triptych_kernels.weights.base import Half
+from triptych_kernels.weights.packed import panel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,9 @@ class AdaptedRows:
     length: int
     half: Half | None = None
     """Half of a gated weight."""
+    expert: int | None = None
+    """Place of the expert among those that a mixture's weights are here of, -1 if it is not here; None: the weight is
+    no mixture's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,8 +166,25 @@ class StackedTable(AdapterTable):
         return (products.flatten(1) @ self.b.flatten(0, 1)).float()
 
 
+class AddressedAdapter(PackedAdapter):
+    """An adapter that native products read at an address."""
+
+    @property
+    @abstractmethod
+    def address(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[PanelAdapter, ...]:
+        """The adapters of weights that it is made of."""
+
+    @abstractmethod
+    def with_parts(self, parts: Sequence[PanelAdapter]) -> AddressedAdapter:
+        """Return the same adapter with its parts elsewhere."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class PanelAdapter(PackedAdapter):
+class PanelAdapter(AddressedAdapter):
     """An adapter as adapters.h describes it."""
 
     header: Tensor
@@ -181,6 +199,18 @@ class PanelAdapter(PackedAdapter):
     @property
     def num_bytes(self) -> int:
         return self.header.nbytes + self.panels.nbytes + self.a.nbytes + self.weights.nbytes
+
+    @property
+    def address(self) -> int:
+        return self.header.data_ptr()
+
+    @property
+    def parts(self) -> tuple[PanelAdapter, ...]:
+        return (self,)
+
+    def with_parts(self, parts: Sequence[PanelAdapter]) -> PanelAdapter:
+        (part,) = parts
+        return part
 
     def moved(self, a: Tensor, weights: Tensor) -> PanelAdapter:
         """Return the same adapter with its factors elsewhere."""
@@ -209,15 +239,19 @@ class PanelTable(AdapterTable):
         super().__init__(pieces, in_features, num_slots=num_slots, is_lookup=is_lookup)
         self.addresses = torch.zeros(num_slots, dtype=torch.int64) if addresses is None else addresses
         """[num_slots], 0 for none."""
-        self._kept: list[PanelAdapter | None] = [None] * num_slots
+        self._kept: list[AddressedAdapter | None] = [None] * num_slots
         self._gated = any(piece.half is not None for piece in pieces)
 
     def put(self, slot: int, adapter: PackedAdapter | None) -> None:
-        assert adapter is None or isinstance(adapter, PanelAdapter)
-        self.addresses[slot] = 0 if adapter is None else adapter.header.data_ptr()
+        assert adapter is None or isinstance(adapter, AddressedAdapter)
+        self.addresses[slot] = 0 if adapter is None else adapter.address
         self._kept[slot] = adapter
 
-    def pack(self, factors: Mapping[int, Factors], dtype: torch.dtype) -> PanelAdapter:
+    def pack(self, factors: Mapping[int, Factors], dtype: torch.dtype) -> AddressedAdapter:
+        return self.pack_panels(factors, dtype)
+
+    def pack_panels(self, factors: Mapping[int, Factors], dtype: torch.dtype) -> PanelAdapter:
+        """Do what `pack` does for one weight. Pieces that have the same tensor `a` are multiplied by it once."""
         if self._gated:
             factors = _of_equal_ranks(factors)
         in_pairs = dtype == torch.bfloat16
@@ -226,11 +260,15 @@ class PanelTable(AdapterTable):
                 number: _of_rank(factor, factor.a.shape[0] + factor.a.shape[0] % 2)
                 for number, factor in factors.items()
             }
-        starts, rank = {}, 0
+        starts, rank, of_pieces = dict[int, int](), 0, list[Tensor]()
         for number, factor in sorted(factors.items()):
+            if of_pieces and self._gated and factor.a is of_pieces[-1]:
+                starts[number] = starts[number - 1]
+                continue
             starts[number] = rank
             rank += factor.a.shape[0]
-        a = torch.cat([factor.a.float() for _, factor in sorted(factors.items())])
+            of_pieces.append(factor.a)
+        a = torch.cat([each.float() for each in of_pieces])
         blocks = list(
             self._gated_blocks(factors, starts) if self._gated else self._plain_blocks(factors, starts)
         )
@@ -306,7 +344,8 @@ def _of_equal_ranks(factors: Mapping[int, Factors]) -> dict[int, Factors]:
 
 def _of_rank(factor: Factors, rank: int) -> Factors:
     """Return factors with zeros up to a rank."""
-    missing = rank - factor.a.shape[0]
+    if not (missing := rank - factor.a.shape[0]):
+        return factor
     return Factors(functional.pad(factor.a, (0, 0, 0, missing)), functional.pad(factor.b, (0, missing)))
 
 
@@ -325,60 +364,3 @@ class _Block:
             return self.weights.flatten()
         panels, count, size = self.weights.shape
         return self.weights.reshape(panels, count // 2, 2, size).transpose(2, 3).flatten()
-
-
-_ALIGNMENT = 64  # bytes: a cache line, and a vector
-
-
-def in_one_memory(adapters: Mapping[int, PackedAdapter]) -> dict[int, PackedAdapter]:
-    """Return the parts of one adapter, those for native products in one piece of memory in the order of the layers.
-
-    It has huge pages, as weights have: a step reads all of it once.
-    """
-    moved = dict(adapters)
-    parts = {number: part for number, part in sorted(adapters.items()) if isinstance(part, PanelAdapter)}
-    sizes = [_aligned(tensor.nbytes) for part in parts.values() for tensor in (part.a, part.weights)]
-    memory = zeros_in_huge_pages((sum(sizes) + _ALIGNMENT,), torch.uint8)
-    start = -memory.data_ptr() % _ALIGNMENT
-    for number, part in parts.items():
-        tensors = []
-        for tensor in (part.a, part.weights):
-            place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            tensors.append(place.copy_(tensor))
-            start += _aligned(tensor.nbytes)
-        moved[number] = part.moved(*tensors)
-    return moved
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def create_adapter_table(
-    weight: Tensor | LinearWeight,
-    pieces: Sequence[AdaptedRows],
-    *,
-    num_slots: int,
-    max_rank: int,
-    is_lookup: bool = False,
-) -> AdapterTable | None:
-    """Create the table of a product with this weight; None if its kernels compute no adapters.
-
-    Args:
-        max_rank: Largest rank of a piece.
-        is_lookup: Whether rows of the weight are looked up instead.
-    """
-    in_features = weight.shape[0 if is_lookup else 1]
-    if isinstance(weight, PackedWeight) or (is_lookup and weight.device.type == "cpu" and isa()):
-        return PanelTable(pieces, in_features, num_slots=num_slots, is_lookup=is_lookup)
-    if isinstance(weight, LinearWeight) and not is_lookup:
-        return None
-    return StackedTable(
-        pieces,
-        in_features,
-        num_slots=num_slots,
-        max_rank=max_rank,
-        dtype=weight.dtype,
-        device=weight.device,
-        is_lookup=is_lookup,
-    )

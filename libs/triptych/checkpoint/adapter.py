@@ -7,6 +7,19 @@
 An adapter adds `scaling * B (A x)` to the outputs of a module. The scaling is alpha / rank, or with rank-stabilised
 adapters alpha / sqrt(rank).
 
+PEFT adapts a mixture's experts, of which transformers keeps each projection in one parameter, by `target_parameters`:
+
+    <mixture>.experts.base_layer.lora_A.weight   [num_experts * rank, hidden_size]          of gate_up_proj
+    <mixture>.experts.base_layer.lora_B.weight   [2 * intermediate_size, rank * num_experts]
+    <mixture>.experts.lora_A.weight              [num_experts * rank, intermediate_size]    of down_proj
+    <mixture>.experts.lora_B.weight              [hidden_size, rank * num_experts]
+
+    rows of A:     expert 0, rank 0 | expert 0, rank 1 | … | expert 1, rank 0 | …
+    columns of B:  rank 0, expert 0 | rank 0, expert 1 | … | rank 1, expert 0 | …
+
+Where only one of both is adapted, `base_layer` is absent, and `target_parameters` says which. Other adapters
+have modules for each expert, `<mixture>.experts.3.gate_proj`, as checkpoints have.
+
 An installed package may read other layouts: a file that an entry point of `triptych.adapters` is named after.
 """
 
@@ -16,7 +29,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -39,6 +52,9 @@ _PREFIX = "base_model.model."
 _PART = re.compile(r"^(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$")
 _BASE_COPIES = (".base_layer.weight",)
 """Endings of copies of the base's embedding and head, which PEFT stores beside adapters of these."""
+_EXPERTS = re.compile(r"^(.+\.experts)(\.base_layer)?$")
+_STACKED = ("gate_up_proj", "down_proj")
+"""Parameters of all experts, in the order in which PEFT wraps one in the other."""
 _DECIDING_KEYS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
@@ -70,6 +86,9 @@ class AdapterModule:
     b: AdapterTensor
     """[out_features, rank]; of an embedding [hidden_size, rank]."""
     is_embedding: bool
+    num_experts: int = 0
+    """Experts of which it holds the factors, as the file's description says; 0: it is the module of none, or of one.
+    Its name is then that of the parameter: `model.layers.0.mlp.experts.gate_up_proj`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +115,16 @@ class AdapterFiles:
         return max(module.rank for module in self.modules.values())
 
 
-def read_adapter(directory: Path, *, max_rank: int, max_bytes: int, num_layers: int) -> AdapterFiles:
+def read_adapter(
+    directory: Path, *, max_rank: int, max_bytes: int, num_layers: int, num_experts: int = 0
+) -> AdapterFiles:
     """Read the config and the header of an adapter, and its digest.
 
     Args:
         max_rank: Largest rank that is served.
         max_bytes: Size of the largest file of tensors that is read.
         num_layers: Number of layers of the base.
+        num_experts: Number of experts of its mixtures; 0: it has none.
 
     Raises:
         ModelError: A file is missing, too large, cut short or not understood, or asks for what is not served; names it.
@@ -115,7 +137,7 @@ def read_adapter(directory: Path, *, max_rank: int, max_bytes: int, num_layers: 
     _check_config(directory, config, max_rank=max_rank, num_layers=num_layers)
     weights = directory / WEIGHTS_FILE
     tensors = _read_header(weights, max_bytes)
-    modules = _find_modules(weights, tensors, config, max_rank)
+    modules = _find_modules(weights, tensors, config, max_rank, num_experts)
     return AdapterFiles(weights, modules, _digest(config, weights))
 
 
@@ -200,7 +222,6 @@ def _check_config(directory: Path, config: Mapping[str, Any], *, max_rank: int, 
         ("megatron_config", (None,)),
         ("use_qalora", (False, None)),
         ("alora_invocation_tokens", (None, [])),
-        ("target_parameters", (None, [])),
     ):
         if config.get(key) not in harmless:
             raise ModelError(f"{path}: {key} = {config[key]!r} is not served")
@@ -262,7 +283,11 @@ def _read_header(path: Path, max_bytes: int) -> dict[str, AdapterTensor]:
 
 
 def _find_modules(
-    path: Path, tensors: Mapping[str, AdapterTensor], config: Mapping[str, Any], max_rank: int
+    path: Path,
+    tensors: Mapping[str, AdapterTensor],
+    config: Mapping[str, Any],
+    max_rank: int,
+    num_experts: int,
 ) -> dict[str, AdapterModule]:
     """Pair the tensors of each module."""
     parts: dict[str, dict[str, AdapterTensor]] = {}
@@ -275,11 +300,58 @@ def _find_modules(
         parts.setdefault(match[1], {})[match[2]] = tensor
     if not parts:
         raise ModelError(f"{path}: holds no factor of an adapter")
-    return {name: _pair(path, name, found, config, max_rank) for name, found in sorted(parts.items())}
+    targets = _target_parameters(path, config)
+    modules: dict[str, AdapterModule] = {}
+    for name, found in sorted(parts.items()):
+        if (match := _EXPERTS.match(name)) is None:
+            module = _pair(path, name, found, config, targets, max_rank)
+        else:
+            if not num_experts:
+                raise ModelError(f"{path}: {name}: holds factors of experts, and the base has none")
+            stacked = f"{match[1]}.{_stacked_parameter(path, match, parts, targets)}"
+            module = _pair(path, stacked, found, config, targets, max_rank, num_experts)
+        modules[module.name] = module
+    return modules
+
+
+def _target_parameters(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ModelError(f"{path.parent / CONFIG_FILE}: target_parameters = {targets!r} is no list of names")
+    return tuple(targets)
+
+
+def _stacked_parameter(
+    path: Path, match: re.Match[str], parts: Mapping[str, object], targets: Sequence[str]
+) -> str:
+    """Return which parameter of all experts the factors under a name are for.
+
+    Raises:
+        ModelError: The names in the file and the config's `target_parameters` do not say it.
+    """
+    inner, outer = f"{match[1]}.base_layer", match[1]
+    adapted = [
+        parameter
+        for parameter in _STACKED
+        if any(f".{match[1]}.{parameter}".endswith(f".{target}") for target in targets)
+    ]
+    wrapped = [name for name in (inner, outer) if name in parts]
+    if len(adapted) != len(wrapped):
+        raise ModelError(
+            f"{path}: {match[0]}: the file has factors for {len(wrapped)} parameters of these experts, and "
+            f"target_parameters = {list(targets)} names {' and '.join(adapted) or 'none'} of {' and '.join(_STACKED)}"
+        )
+    return adapted[wrapped.index(match[0])]
 
 
 def _pair(
-    path: Path, name: str, found: Mapping[str, AdapterTensor], config: Mapping[str, Any], max_rank: int
+    path: Path,
+    name: str,
+    found: Mapping[str, AdapterTensor],
+    config: Mapping[str, Any],
+    targets: Sequence[str],
+    max_rank: int,
+    num_experts: int = 0,
 ) -> AdapterModule:
     is_embedding = any("embedding" in part for part in found)
     names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
@@ -287,15 +359,20 @@ def _pair(
         raise ModelError(f"{path}: {name} has {', '.join(sorted(found))}; it must have {' and '.join(names)}")
     a, b = (found[part] for part in names)
     _check_factors(path, name, a, b)
-    rank = a.shape[0]
-    told = _of_module(name, config.get("rank_pattern") or {}, config["r"])
+    rank, rest = divmod(a.shape[0], num_experts or 1)
+    if rest:
+        raise ModelError(f"{path}: {name}: has {a.shape[0]} rows of A for the base's {num_experts} experts")
+    # PEFT finds the values of what it adapts as a parameter under that name
+    parameter = f"{name}.weight"
+    key = parameter if any(f".{parameter}".endswith(f".{target}") for target in targets) else name
+    told = _of_module(key, config.get("rank_pattern") or {}, config["r"])
     if rank != told or rank > max_rank:
         raise ModelError(
             f"{path}: {name}: has rank {rank}; the config says {told}, and {max_rank} is the limit"
         )
-    alpha = _of_module(name, config.get("alpha_pattern") or {}, config["lora_alpha"])
+    alpha = _of_module(key, config.get("alpha_pattern") or {}, config["lora_alpha"])
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return AdapterModule(name, rank, scaling, a, b, is_embedding)
+    return AdapterModule(name, rank, scaling, a, b, is_embedding, num_experts)
 
 
 def _of_module(name: str, pattern: Mapping[str, Any], otherwise: Any) -> Any:
@@ -311,7 +388,10 @@ def _of_module(name: str, pattern: Mapping[str, Any], otherwise: Any) -> Any:
 
 def _digest(config: Mapping[str, Any], weights: Path) -> str:
     digest = hashlib.sha256()
-    digest.update(json.dumps({key: config.get(key) for key in _DECIDING_KEYS}, sort_keys=True).encode())
+    deciding = {key: config.get(key) for key in _DECIDING_KEYS}
+    if targets := config.get("target_parameters"):
+        deciding["target_parameters"] = sorted(targets)
+    digest.update(json.dumps(deciding, sort_keys=True).encode())
     try:
         with weights.open("rb") as file:
             while piece := file.read(1 << 20):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,20 +14,25 @@ from torch import Tensor, nn
 
 from triptych.checkpoint.adapter import AdapterFiles, AdapterModule
 from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.tensor_names import FusedTensor
 from triptych.errors import FeatureDisabled, ModelError
+from triptych_kernels.weights.adapter_tables import create_adapter_table, create_panel_table, in_one_memory
 from triptych_kernels.weights.adapters import (
     AdaptedRows,
     AdapterTable,
     Factors,
     PackedAdapter,
     PanelTable,
-    create_adapter_table,
-    in_one_memory,
 )
 from triptych_kernels.weights.base import BlockWeight
 from triptych_services.worker.layers.adapted import AdaptedLayer, AdaptedPiece
 from triptych_services.worker.layers.checkpoint_tensors import rows_of_parts
 from triptych_services.worker.models.base import AdaptedModel
+
+_IN_MIXTURE = re.compile(r"\.(experts\.|(gate|router|shared_expert_gate)$)")
+_EXPERT = re.compile(r"^(.+\.experts)\.(\d+)\.(\w+)$")
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Parameter of all experts in transformers -> our projections of each, one after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +46,8 @@ class Target:
     piece: AdaptedPiece
     rows: Tensor | slice | None = None
     """Its outputs among those of a fused module; None: it is the module."""
+    expert: int = 0
+    """Number of the expert, if the module holds the projections of all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +55,12 @@ class Module:
     """A module of the checkpoint that an adapter may change."""
 
     targets: tuple[Target, ...]
+    """Those of which this rank has a share."""
     shape: tuple[int, int]
-    """[out_features, in_features]; of an embedding its inputs are the vocabulary."""
-    is_embedding: bool
+    """[out_features, in_features]; of an embedding its inputs are the vocabulary; of all experts that of each."""
+    is_embedding: bool = False
+    num_experts: int = 0
+    """Number of experts of which it holds the projections; 0: it is no module of all experts."""
 
 
 class ModelSites:
@@ -81,6 +92,7 @@ class ModelSites:
                 targets.setdefault(piece.name, []).append(Target(site, number, piece))
             if table.is_lookup:
                 lookups.add(own[0].name)
+        self._adapts_experts = any(piece.rows.expert is not None for own in pieces for piece in own)
         self.modules = _modules(targets, lookups, architecture)
 
     @classmethod
@@ -96,9 +108,10 @@ class ModelSites:
             raise FeatureDisabled(
                 "worker.max_adapters", f"{type(model).__name__} applies no adapters; set it to 0"
             )
-        layers = [module for module in model.modules() if isinstance(module, AdaptedLayer)]
-        pieces, tables = [layer.adapted_pieces() for layer in layers], []
-        for layer, own in zip(layers, pieces, strict=True):
+        adapted = [module for module in model.modules() if isinstance(module, AdaptedLayer)]
+        layer_pieces = [(layer, own) for layer in adapted if (own := layer.adapted_pieces())]
+        layers, pieces, tables = [each for each, _ in layer_pieces], [own for _, own in layer_pieces], []
+        for layer, own in layer_pieces:
             table = create_adapter_table(
                 layer.weight,
                 [piece.rows for piece in own],
@@ -141,7 +154,7 @@ class ModelSites:
             for site in record["sites"]
         ]
         tables = [
-            PanelTable(
+            create_panel_table(
                 [piece.rows for piece in own],
                 site["in_features"],
                 num_slots=len(array),
@@ -175,12 +188,17 @@ class ModelSites:
         return [module for name, module in files.modules.items() if name in self.modules]
 
     def least_bytes(self, modules: Iterable[AdapterModule]) -> int:
-        """Return the bytes of this rank's share of some modules, without the padding that a table may need."""
-        return self.dtype.itemsize * sum(
-            module.rank * target.piece.num_features
-            for module in modules
-            for target in self.modules[module.name].targets
-        )
+        """Return the bytes of this rank's share of some modules, without the padding that a table may need.
+
+        The inputs of a module with several projections are counted once.
+        """
+        num_factors = 0
+        for module in modules:
+            targets = self.modules[module.name].targets
+            inputs = {(each.site, each.expert): each.piece.in_features for each in targets}
+            outputs = sum(each.piece.out_features for each in targets)
+            num_factors += module.rank * (sum(inputs.values()) + outputs)
+        return self.dtype.itemsize * num_factors
 
     def pack(
         self, modules: Iterable[AdapterModule], tensors: Mapping[str, Tensor]
@@ -196,8 +214,11 @@ class ModelSites:
         factors: dict[int, dict[int, Factors]] = {}
         for module in modules:
             a, b = tensors[module.a.name].float(), tensors[module.b.name].float() * module.scaling
+            of_experts = _split_experts(a, b, module.num_experts)
             for target in self.modules[module.name].targets:
-                factors.setdefault(target.site, {})[target.number] = _share(target, a, b)
+                factors.setdefault(target.site, {})[target.number] = _share(
+                    target, *of_experts[target.expert]
+                )
         return in_one_memory({site: self.tables[site].pack(own, self.dtype) for site, own in factors.items()})
 
     def check(self, files: AdapterFiles) -> None:
@@ -209,7 +230,7 @@ class ModelSites:
         for name, module in files.modules.items():
             found = self.modules.get(name)
             if found is not None or not self._is_elsewhere(name):
-                _check_module(files, module, found)
+                _check_module(files, module, found, adapts_experts=self._adapts_experts)
 
     def put(self, slot: int, packed: Mapping[int, PackedAdapter]) -> None:
         """Fill a slot of all layers, on the thread that computes steps."""
@@ -217,13 +238,23 @@ class ModelSites:
             table.put(slot, packed.get(site))
 
 
-def _check_module(files: AdapterFiles, module: AdapterModule, found: Module | None) -> None:
+def _check_module(
+    files: AdapterFiles, module: AdapterModule, found: Module | None, *, adapts_experts: bool
+) -> None:
     name = f"{files.weights}: {module.name}"
+    if found is None and not adapts_experts and _IN_MIXTURE.search(module.name):
+        raise ModelError(
+            f"{name}: experts and routers are adapted by the native kernels of CPUs only, not in plain tensors"
+        )
     if found is None:
         raise ModelError(f"{name}: is no projection of this model that adapters are applied to")
     if found.is_embedding != module.is_embedding:
         kind = "an embedding" if found.is_embedding else "no embedding"
         raise ModelError(f"{name}: has factors of another kind; the module is {kind}")
+    if found.num_experts != module.num_experts:
+        raise ModelError(
+            f"{name}: has factors of {module.num_experts} experts, the module has {found.num_experts}"
+        )
     shape = module.b.shape[0], module.a.shape[1]
     if shape != found.shape:
         raise ModelError(f"{name}: is for {list(shape)}, the model has {list(found.shape)}")
@@ -239,6 +270,14 @@ def _factor_dtype(layers: list[AdaptedLayer]) -> torch.dtype:
         weight.dtype == torch.float32 and not isinstance(weight, BlockWeight) for weight in weights
     )
     return torch.float32 if is_exact else torch.bfloat16
+
+
+def _split_experts(a: Tensor, b: Tensor, num_experts: int) -> Sequence[tuple[Tensor, Tensor]]:
+    """Return the factors of each expert; if there is none, those that are given."""
+    if not num_experts:
+        return [(a, b)]
+    of_experts = a.view(num_experts, -1, a.shape[1]), b.view(len(b), -1, num_experts).permute(2, 0, 1)
+    return list(zip(*of_experts, strict=True))
 
 
 def _share(target: Target, a: Tensor, b: Tensor) -> Factors:
@@ -260,21 +299,60 @@ def _modules(
     holders = {}
     for name, own in targets.items():
         holder = architecture.names.holder(f"{name}.weight")
-        if holder.fused is None:
-            module = holder.name.removesuffix(".weight")
-            found[module] = Module(tuple(own), own[0].piece.shape, name in lookups)
+        if holder.fused is None or holder.fused.of_experts:
+            module = Module(_held(own), own[0].piece.shape, name in lookups)
+            if holder.fused is None:
+                found[holder.name.removesuffix(".weight")] = module
+            if _IN_MIXTURE.search(name):  # also under transformers' name, which is ours
+                found[name] = module
         else:
-            module = holder.name.removesuffix(holder.fused.suffixes[0])
-            fused.setdefault(module, {})[holder.part] = own
-            holders[module] = holder.fused
-    for module, parts in fused.items():
-        fusion = holders[module]
-        counts = [parts[part][0].piece.shape[0] for part in fusion.parts]
-        rows = rows_of_parts(fusion, counts, architecture)
-        split = tuple(
-            Target(target.site, target.number, target.piece, own_rows)
-            for part, own_rows in zip(fusion.parts, rows, strict=True)
-            for target in parts[part]
-        )
-        found[module] = Module(split, (sum(counts), split[0].piece.shape[1]), False)
+            fused_module = holder.name.removesuffix(holder.fused.suffixes[0])
+            fused.setdefault(fused_module, {})[holder.part] = own
+            holders[fused_module] = holder.fused
+    for name, parts in fused.items():
+        fusion = holders[name]
+        split = _split(fusion, [parts[part] for part in fusion.parts], architecture)
+        found[name] = split
+    return found | _modules_of_experts(targets, architecture)
+
+
+def _split(
+    fusion: FusedTensor,
+    parts: Sequence[Sequence[Target]],
+    architecture: ModelArchitecture,
+    num_experts: int = 0,
+) -> Module:
+    """Return a module that holds several projections.
+
+    Args:
+        parts: By projection: where it goes, or where that of each expert goes.
+    """
+    counts = [own[0].piece.shape[0] for own in parts]
+    rows = rows_of_parts(fusion, counts, architecture)
+    split = [replace(each, rows=own_rows) for own, own_rows in zip(parts, rows, strict=True) for each in own]
+    return Module(_held(split), (sum(counts), split[0].piece.shape[1]), num_experts=num_experts)
+
+
+def _held(targets: Iterable[Target]) -> tuple[Target, ...]:
+    return tuple(target for target in targets if target.piece.length)
+
+
+def _modules_of_experts(
+    targets: Mapping[str, list[Target]], architecture: ModelArchitecture
+) -> dict[str, Module]:
+    """Return name of a parameter of all experts, as transformers has it -> where it goes."""
+    mixtures: dict[str, dict[str, list[Target]]] = {}
+    for name, own in targets.items():
+        if match := _EXPERT.match(name):
+            of_projection = mixtures.setdefault(match[1], {}).setdefault(match[3], [])
+            of_projection.extend(replace(each, expert=int(match[2])) for each in own)
+    found: dict[str, Module] = {}
+    for prefix, projections in mixtures.items():
+        for parameter, parts in _STACKED.items():
+            holder = architecture.names.holder(f"{prefix}.0.{parts[0]}.weight")
+            fusion = holder.fused or FusedTensor(parameter, parts)
+            num_experts = len(projections[parts[0]])
+            module = _split(fusion, [projections[part] for part in parts], architecture, num_experts)
+            names = {f"{prefix}.{parameter}", f"{architecture.names.stored(f'{prefix}.')}{parameter}"}
+            found |= dict.fromkeys(names, module)
     return found

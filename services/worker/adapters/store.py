@@ -119,6 +119,7 @@ class AdapterStore:
                 max_rank=self.limits.max_rank,
                 max_bytes=self.limits.max_bytes,
                 num_layers=self._architecture.num_layers,
+                num_experts=self._architecture.num_experts,
             )
             with self._lock:
                 known = self._loaded.get(files.digest)

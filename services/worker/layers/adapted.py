@@ -26,12 +26,17 @@ class AdaptedPiece:
     start: int = 0
     """Start of this rank's share on that axis."""
     length: int = 0
-    """Length of this rank's share."""
+    """Length of this rank's share; 0: only other ranks have the projection."""
 
     @property
-    def num_features(self) -> int:
-        """Inputs and outputs of this rank's share, which is as many numbers as factors of rank 1 have."""
-        return self.length + self.shape[1 - self.dim]
+    def out_features(self) -> int:
+        """Number of outputs of this rank's share."""
+        return self.length if self.dim == 0 else self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Number of inputs of this rank's share."""
+        return self.length if self.dim == 1 else self.shape[1]
 
 
 class AdaptedLayer(WeightedLayer):
@@ -45,7 +50,7 @@ class AdaptedLayer(WeightedLayer):
 
     @abstractmethod
     def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
-        """Return the projections in their order."""
+        """Return the projections in their order; none: adapters cannot add to them on this device."""
 
     def adapters_of(self, slots: Tensor | None) -> AdapterRef | None:
         """Return the adapters of a step's rows.

@@ -25,9 +25,12 @@ from triptych.checkpoint.architecture import ExpertsSpec
 from triptych.errors import FeatureDisabled
 from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.ops import fused_moe, linear
+from triptych_kernels.weights.adapter_tables import ExpertAdapters, ExpertsTable
+from triptych_kernels.weights.adapters import AdaptedRows
 from triptych_kernels.weights.base import Half, LinearWeight
 from triptych_kernels.weights.packed import PackedStack, PackedWeight, can_pack
 from triptych_services.worker.context.model_context import ModelContext
+from triptych_services.worker.layers.adapted import AdaptedLayer, AdaptedPiece
 from triptych_services.worker.layers.quantization import choose_format, create_quantized_experts
 from triptych_services.worker.layers.weights import (
     AnyWeight,
@@ -115,15 +118,13 @@ class SparseMoE(nn.Module):
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size], on every rank.
 
         Args:
-            adapter_slots: Read by the shared expert; adapters of the others and of the router are refused when they
-                are loaded.
             routed: What the router reads, like x; None: x.
         """
         shared = None if self.shared is None else self.shared(x, adapter_slots)
-        gate = None if self.shared_gate is None else self.shared_gate(x)
+        gate = None if self.shared_gate is None else self.shared_gate(x, adapter_slots)
         mixed = fused_moe(
             x,
-            self.router(x if routed is None else routed),
+            self.router(x if routed is None else routed, adapter_slots),
             self.experts.w13,
             self.experts.w2,
             self.router.choice,
@@ -133,12 +134,13 @@ class SparseMoE(nn.Module):
             shared=shared,
             shared_gate=gate,
             first_expert=self.first_expert,
+            adapters=self.experts.adapters_of(adapter_slots),
         )
         out: Tensor = self.group.all_reduce(mixed)
         return out
 
 
-class Router(WeightedLayer):
+class Router(AdaptedLayer):
     """A logit for each expert, and what is chosen by them.
 
     It is never quantized: it is small, and a wrong choice is a large error.
@@ -176,9 +178,13 @@ class Router(WeightedLayer):
             jitter=spec.jitter,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Map [num_tokens, hidden_size] to logits [num_tokens, num_experts] in float32."""
-        return linear(x, self.weight, self.bias, out_dtype=torch.float32)
+        adapters = self.adapters_of(adapter_slots)
+        return linear(x, self.weight, self.bias, out_dtype=torch.float32, adapters=adapters)
+
+    def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
+        return _whole_piece(self.prefix, self.weight)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         rows, columns = self.weight.shape
@@ -196,7 +202,7 @@ class Router(WeightedLayer):
         return targets
 
 
-class SharedGate(WeightedLayer):
+class SharedGate(AdaptedLayer):
     """The logit of which the sigmoid multiplies the result of the shared expert; every rank holds it."""
 
     def __init__(self, hidden_size: int, *, context: ModelContext, prefix: str) -> None:
@@ -208,9 +214,13 @@ class SharedGate(WeightedLayer):
         else:
             self.weight = empty_parameter(1, hidden_size, context=context)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens] float32."""
-        return linear(x, self.weight, out_dtype=torch.float32)[:, 0]
+        adapters = self.adapters_of(adapter_slots)
+        return linear(x, self.weight, out_dtype=torch.float32, adapters=adapters)[:, 0]
+
+    def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
+        return _whole_piece(self.prefix, self.weight)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         return {f"{self.prefix}.weight": linear_target(self.weight, (1, self.weight.shape[1]))}
@@ -237,6 +247,9 @@ class StackedExperts(WeightedLayer):
             self.w13_bias = empty_parameter(num_experts, 2 * sizes.length, context=context)
         if sizes.adds_down_bias:
             self.w2_bias = empty_parameter(num_experts, sizes.hidden_size, context=context)
+
+    def adapters_of(self, slots: Tensor | None) -> None:
+        """Return None: the experts' products in torch and on GPUs apply no adapters, which are refused as they load."""
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}
@@ -276,6 +289,59 @@ class PackedExperts(nn.Module):
             PackedExpert(w13, w2, sizes, expert)
             for w13, w2, expert in zip(self.w13, self.w2, prefixes, strict=True)
         )
+        self.adapted: tuple[AdaptedExperts, AdaptedExperts] | None = None
+        if isinstance(self.w13, PackedStack) and isinstance(self.w2, PackedStack):
+            self.adapted = (
+                AdaptedExperts(self.w13, sizes, ("gate", "up"), prefix=prefix),
+                AdaptedExperts(self.w2, sizes, ("down",), prefix=prefix),
+            )
+            self.adapted_layers = nn.ModuleList(self.adapted)
+
+    def adapters_of(self, slots: Tensor | None) -> ExpertAdapters | None:
+        """Return the adapters of a step's rows for both products; arguments as of `AdaptedLayer`."""
+        if slots is None or self.adapted is None:
+            return None
+        up, down = (layer.adapters for layer in self.adapted)
+        assert isinstance(up, ExpertsTable), "made for both where there are slots"
+        assert isinstance(down, ExpertsTable), "made for both where there are slots"
+        return ExpertAdapters(up, down, slots)
+
+
+class AdaptedExperts(AdaptedLayer):
+    """One product of all experts, as adapters see it: the weights are the experts' own."""
+
+    def __init__(
+        self, weights: PackedStack, sizes: ExpertSizes, projections: tuple[str, ...], *, prefix: str
+    ) -> None:
+        super().__init__()
+        self.prefix, self.sizes, self.projections = prefix, sizes, projections
+        self.weight = weights[0]
+
+    def adapted_pieces(self) -> tuple[AdaptedPiece, ...]:
+        """Return those of every expert, also of those that only other ranks have."""
+        return tuple(
+            self._piece(expert, projection)
+            for expert in range(self.sizes.num_experts)
+            for projection in self.projections
+        )
+
+    def _piece(self, expert: int, projection: str) -> AdaptedPiece:
+        sizes = self.sizes
+        name, columns = (
+            f"{self.prefix}.{expert}.{projection}_proj",
+            (sizes.intermediate_size, sizes.hidden_size),
+        )
+        place = sizes.experts.index(expert) if expert in sizes.experts else -1
+        length = sizes.length if place >= 0 else 0
+        if projection == "down":
+            rows = AdaptedRows(0, sizes.hidden_size, expert=place)
+            return AdaptedPiece(name, columns[::-1], rows, dim=1, start=sizes.start, length=length)
+        half: Half = "gate" if projection == "gate" else "up"
+        rows = AdaptedRows(0, sizes.length, half, place)
+        return AdaptedPiece(name, columns, rows, start=sizes.start, length=length)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        return {}
 
 
 class PackedExpert(WeightedLayer):
@@ -309,6 +375,14 @@ class OtherExperts(WeightedLayer):
                 if sizes.has_bias:
                     targets[f"{name}.bias"] = unused_target(shape[:1])
         return targets
+
+
+def _whole_piece(prefix: str, weight: AnyWeight) -> tuple[AdaptedPiece, ...]:
+    """Return a small projection that every rank has, as adapters see it: on CPUs, beside the experts."""
+    if not isinstance(weight, PackedWeight):
+        return ()
+    rows, columns = weight.shape
+    return (AdaptedPiece(prefix, (rows, columns), AdaptedRows(0, rows), length=rows),)
 
 
 def _share_sizes(

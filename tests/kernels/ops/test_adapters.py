@@ -10,12 +10,12 @@ from torch import Tensor
 
 from triptych_kernels.cpu.library import forced_isa, usable_isas
 from triptych_kernels.ops import adapt_embedding, gated_linear, linear
+from triptych_kernels.weights.adapter_tables import create_adapter_table
 from triptych_kernels.weights.adapters import (
     AdaptedRows,
     AdapterRef,
     Factors,
     StackedTable,
-    create_adapter_table,
 )
 from triptych_kernels.weights.formats import GROUP_SIZE, QuantizedFormat
 from triptych_kernels.weights.packed import PackedWeight, WidenedWeight

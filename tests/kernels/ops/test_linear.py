@@ -16,7 +16,8 @@ from triptych_kernels.triton.linear.few_rows import LINEAR, Tiles, multiply_few_
 from triptych_kernels.triton.linear.quantize_rows import quantize_rows
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
-from triptych_kernels.weights.adapters import AdaptedRows, AdapterRef, create_adapter_table
+from triptych_kernels.weights.adapter_tables import create_adapter_table
+from triptych_kernels.weights.adapters import AdaptedRows, AdapterRef
 from triptych_kernels.weights.formats import QuantizedFormat
 from triptych_kernels.weights.packed import PackedWeight
 

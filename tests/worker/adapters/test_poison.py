@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from tests.worker.adapters.trained import greedy, make_runner, merged, save_adapter, save_base
+from tests.worker.adapters.trained import make_runner, save_adapter, save_base
 from tests.worker.models.checkpoints import save_checkpoint
-from tests.worker.models.families import FAMILIES
-from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint import adapter as adapter_files
 from triptych.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
 from triptych.errors import FeatureDisabled, MemoryShort, ModelError
@@ -200,30 +197,6 @@ def test_what_a_package_reads_is_loaded(store, tmp_path, monkeypatch):
         digests.add(facts.digest)
         store.unload(facts.digest)
     assert len(digests) == 4, "what decides is in the digest"
-
-
-def test_experts_are_refused_by_name_and_the_rest_of_a_mixture_is_served(tmp_path):
-    base = tmp_path / "base"
-    save_checkpoint(FAMILIES["GLM 4.5"].create(), base)
-    runner, store = make_runner(base)
-    of_experts = save_adapter(base, tmp_path / "experts", seed=1, r=4, target_modules=["down_proj"])
-    with pytest.raises(ModelError, match=r"target_parameters = \['down_proj'\] is not served"):
-        store.load("poison", "", of_experts)
-    adapter = save_adapter(base, tmp_path / "adapter", seed=1, r=4, target_modules=["q_proj", "o_proj"])
-    for module in ("mlp.experts.0.down_proj", "mlp.gate"):
-        poisoned = tmp_path / module
-        shutil.copytree(adapter, poisoned)
-        change_tensors(renamed(f"layers.1.{module}", of="layers.1.self_attn.q_proj"))(poisoned)
-        with pytest.raises(ModelError, match=rf"layers\.1\.{module}: is no projection of this model"):
-            store.load("poison", "", poisoned)
-    digest, prompt = store.load("served", "", adapter).digest, [5, 9, 31, 44]
-    runner.reset()
-    plans = [
-        step_plan(1, new=[new_row(0, prompt, range(1, 9), adapter=digest)], chunks={0: 4}),
-        *map(step_plan, range(2, 7)),
-    ]
-    said = [runner.execute(plan).token_ids.item() for plan in plans]
-    assert said == greedy(merged(base, adapter), prompt, 6) != greedy(merged(base, None), prompt, 6)
 
 
 def test_models_and_kernels_that_compute_no_adapters_are_refused_at_the_start(base, tmp_path, monkeypatch):

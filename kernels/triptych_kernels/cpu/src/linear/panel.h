@@ -113,28 +113,9 @@ void store_vec(O* out, vec value, int64_t count) {
 // Bytes of one adapter's B that are asked for before the product: of 8 adapters they fit the second-level cache.
 constexpr int64_t kAheadOfPanels = 64 << 10;
 
-// f(arguments of the product), which have the products with A of each row that has an adapter. Rows are made first if
-// there is such a row.
-template <typename F>
-void with_adapters(const Linear& args, int64_t rows, const F& f) {
-  if (args.slots == nullptr || !has_adapted_rows(args.slots, args.adapters, rows)) return f(args);
-  make_all_rows(args.stages);
-  static thread_local Scratch tile_memory, open_memory, row_memory, products_memory;
-  auto* tiles = static_cast<AdaptedTile*>(tile_memory.get(rows * sizeof(AdaptedTile)));
-  auto** open = static_cast<AdaptedTile**>(open_memory.get(args.num_adapters * sizeof(AdaptedTile*)));
-  const int64_t count = tile_adapted_rows(args.slots, args.adapters, args.num_adapters, rows, tiles, open);
-  int64_t rank = 0;
-  for (int64_t i = 0; i < count; ++i) rank = std::max(rank, tiles[i].adapter->rank);
-  auto* products = static_cast<float*>(products_memory.get(rows * rank * sizeof(float)));
-  auto* adapted_rows = static_cast<AdaptedRow*>(row_memory.get(rows * sizeof(AdaptedRow)));
-  for (int64_t row = 0; row < rows; ++row) {
-    const Adapter* adapter = args.slots[row] < 0 ? nullptr : args.adapters[args.slots[row]];
-    adapted_rows[row] = {adapter == nullptr ? nullptr : adapter->panels, products + row * rank};
-  }
-  Linear adapted = args;
-  adapted.stages = nullptr;
-  adapted.adapted = adapted_rows;
-  adapted.adapter_dtype = tiles[0].adapter->dtype;
+// Multiplies the rows of `tiles` by A: products[row][rank] in float32 or, where they are multiplied in pairs, bfloat16;
+// rows of products are `rank` floats apart. Of `args` the inputs are read.
+inline void multiply_by_a(const Linear& args, const AdaptedTile* tiles, int64_t count, int64_t rank, float* products) {
   const int64_t chunks = (rank + kRanksPerIndex - 1) / kRanksPerIndex;
   parallel_for(count * chunks, [&](int64_t index) {
     const AdaptedTile& tile = tiles[index / chunks];
@@ -157,6 +138,36 @@ void with_adapters(const Linear& args, int64_t rows, const F& f) {
       is_wide ? multiply(x, float()) : multiply(x, bf16());
     }
   });
+}
+
+inline int64_t largest_rank(const AdaptedTile* tiles, int64_t count) {
+  int64_t rank = 0;
+  for (int64_t i = 0; i < count; ++i) rank = std::max(rank, tiles[i].adapter->rank);
+  return rank;
+}
+
+// f(arguments of the product), which have the products with A of each row that has an adapter. Rows are made first if
+// there is such a row.
+template <typename F>
+void with_adapters(const Linear& args, int64_t rows, const F& f) {
+  if (args.slots == nullptr || !has_adapted_rows(args.slots, args.adapters, rows)) return f(args);
+  make_all_rows(args.stages);
+  static thread_local Scratch tile_memory, open_memory, row_memory, products_memory;
+  auto* tiles = static_cast<AdaptedTile*>(tile_memory.get(rows * sizeof(AdaptedTile)));
+  auto** open = static_cast<AdaptedTile**>(open_memory.get(args.num_adapters * sizeof(AdaptedTile*)));
+  const int64_t count = tile_adapted_rows(args.slots, args.adapters, args.num_adapters, rows, tiles, open);
+  const int64_t rank = largest_rank(tiles, count);
+  auto* products = static_cast<float*>(products_memory.get(rows * rank * sizeof(float)));
+  auto* adapted_rows = static_cast<AdaptedRow*>(row_memory.get(rows * sizeof(AdaptedRow)));
+  for (int64_t row = 0; row < rows; ++row) {
+    const Adapter* adapter = args.slots[row] < 0 ? nullptr : args.adapters[args.slots[row]];
+    adapted_rows[row] = {adapter == nullptr ? nullptr : adapter->panels, products + row * rank};
+  }
+  Linear adapted = args;
+  adapted.stages = nullptr;
+  adapted.adapted = adapted_rows;
+  adapted.adapter_dtype = tiles[0].adapter->dtype;
+  multiply_by_a(args, tiles, count, rank, products);
   f(adapted);
 }
 

@@ -2,6 +2,8 @@
 //
 //   choose     each row's experts and their weights
 //   sort       pairs of a row and one of its experts, by expert: place p of the pairs
+//   adapt      before each product, where rows have adapters of their experts: places of one expert and one adapter are
+//              multiplied by its A together; the product adds B's part where it finishes an output
 //   gate_up    activated[p] = activation(gate) * up        rows of an expert are one product
 //   down       results[p]
 //   sum        out[row] = the row's results times their weights, in the order of its choice
@@ -28,6 +30,7 @@ struct Experts {
   const float* bias;     // [num_experts, panels * kPanel], or null
   int64_t in_features;
   int64_t out_features;
+  const Adapter* const* const* adapters;  // by slot, null where it does nothing here: of each expert that is here, or null
 };
 
 struct Mixture {
@@ -44,6 +47,8 @@ struct Mixture {
   int64_t scales_input;      // whether the weights multiply x, and not the results
   const void* shared;        // [rows, out_features of down], added to the result; or null
   const float* shared_gate;  // [rows], of which the sigmoid multiplies `shared`; or null
+  const int32_t* slots;      // [rows] of each row's adapter, -1 for none; or null: there are no adapters
+  int64_t num_adapters;      // number of slots
 };
 
 constexpr int64_t kRowsOfOwnLoops = 128;  // an expert with as many rows is a product of its own
@@ -143,6 +148,66 @@ Pairs choose(const Mixture& args, int64_t first, int64_t rows) {
   return pairs;
 }
 
+// What adapters add to one product, by place.
+class AdaptedPlaces {
+ public:
+  // Rows first … are those of `pairs`.
+  AdaptedPlaces(const Mixture& args, const Experts& experts, int64_t first, const Pairs& pairs) {
+    if (args.slots == nullptr || !has_adapters(args, experts, first, pairs)) return;
+    static thread_local Scratch slot_memory, tile_memory, open_memory, own_memory, row_memory, product_memory;
+    auto* slots = take<int32_t>(slot_memory, pairs.count);
+    for (int64_t place = 0; place < pairs.count; ++place) slots[place] = args.slots[first + pairs.rows[place]];
+    tiles_ = take<AdaptedTile>(tile_memory, pairs.count);
+    auto** open = take<AdaptedTile*>(open_memory, args.num_adapters);
+    auto** own = take<const Adapter*>(own_memory, args.num_adapters);
+    rows_ = take<AdaptedRow>(row_memory, pairs.count);
+    for (int64_t i = 0; i < pairs.num_shares; ++i) {
+      const Share& share = pairs.shares[i];
+      for (int64_t slot = 0; slot < args.num_adapters; ++slot) {
+        own[slot] = experts.adapters[slot] == nullptr ? nullptr : experts.adapters[slot][share.expert];
+      }
+      const int64_t end = count_ + tile_adapted_rows(slots + share.first, own, args.num_adapters, share.rows,
+                                                     tiles_ + count_, open);
+      for (; count_ < end; ++count_) {
+        for (int row = 0; row < tiles_[count_].count; ++row) tiles_[count_].rows[row] += share.first;
+      }
+      for (int64_t place = share.first; place < share.first + share.rows; ++place) {
+        const Adapter* adapter = slots[place] < 0 ? nullptr : own[slots[place]];
+        rows_[place] = {adapter == nullptr ? nullptr : adapter->panels, nullptr};
+      }
+    }
+    if (count_ == 0) return;  // of experts that no row has chosen
+    rank_ = largest_rank(tiles_, count_);
+    products_ = take<float>(product_memory, pairs.count * rank_);
+    for (int64_t place = 0; place < pairs.count; ++place) rows_[place].products = products_ + place * rank_;
+  }
+
+  // Lets a product of which row 0 is place 0 read what `multiply` makes.
+  void adapt(Linear& linear) const {
+    if (count_ == 0) return;
+    linear.adapted = rows_;
+    linear.adapter_dtype = tiles_[0].adapter->dtype;
+  }
+
+  void multiply(const Linear& linear) const {
+    if (count_ > 0) multiply_by_a(linear, tiles_, count_, rank_, products_);
+  }
+
+ private:
+  static bool has_adapters(const Mixture& args, const Experts& experts, int64_t first, const Pairs& pairs) {
+    for (int64_t place = 0; place < pairs.count; ++place) {
+      const int32_t slot = args.slots[first + pairs.rows[place]];
+      if (slot >= 0 && experts.adapters[slot] != nullptr) return true;
+    }
+    return false;
+  }
+
+  AdaptedTile* tiles_;
+  AdaptedRow* rows_;
+  float* products_;
+  int64_t count_ = 0, rank_ = 0;  // of tiles, and of the largest adapter
+};
+
 // One product of all experts with the rows that chose them: its operands by share.
 class ExpertProducts {
  public:
@@ -165,6 +230,7 @@ class ExpertProducts {
       linear.out = static_cast<char*>(like.out) + share.first * like.out_stride * out_bytes;
       linear.weight = static_cast<const char*>(experts.weight) + share.expert * experts.expert_bytes;
       if (experts.bias) linear.bias = experts.bias + share.expert * linear.num_panels() * kPanel;
+      if (like.adapted) linear.adapted = like.adapted + share.first;
       linears_[i] = linear;
       const int64_t bytes = has_own_loops(share) ? 0 : steps_.input_bytes(linear, share.rows);
       first_tiles_[i + 1] = first_tiles_[i] + steps_.num_tiles(share.rows);
@@ -276,8 +342,12 @@ void mix(const Mixture& args, int64_t first, int64_t rows) {
   up.out_stride = inner;
   up.activation = args.activation;
   up.gated = 1;
+  up.in_features = size;
+  const AdaptedPlaces up_adapters(args, args.gate_up, first, pairs);
+  up_adapters.adapt(up);
   const ExpertProducts gate_up(args.gate_up, pairs, up, linears, tiles, inputs);
   gate_up.prepare([&](int64_t begin, int64_t end) { gather(args, first, pairs, begin, end, gathered); });
+  up_adapters.multiply(up);
   gate_up.multiply();
 
   Linear down{};
@@ -287,8 +357,12 @@ void mix(const Mixture& args, int64_t first, int64_t rows) {
   down.x_stride = inner;
   down.out = results;
   down.out_stride = padded(size);
+  down.in_features = inner;
+  const AdaptedPlaces down_adapters(args, args.down, first, pairs);
+  down_adapters.adapt(down);
   const ExpertProducts to_hidden(args.down, pairs, down, linears, tiles, inputs);
   to_hidden.prepare([](int64_t, int64_t) {});
+  down_adapters.multiply(down);
   to_hidden.multiply();
 
   for_rows(rows, kChoicesPerIndex, [&](int64_t begin, int64_t end) {
@@ -307,10 +381,11 @@ TRIPTYCH_KERNEL(fused_moe, triptych::Mixture,
                 routing.renormalize, routing.scale, routing.jitter, routing.num_groups, routing.top_groups, routing.group_experts,
                 routing.correction, routing.expert_scales, first_expert, held_experts, gate_up.form.kind, gate_up.form.form,
                 gate_up.form.bits, gate_up.form.affine, gate_up.form.input_bits, gate_up.form.wide_rows, gate_up.form.wide_bits, gate_up.weight,
-                gate_up.expert_bytes, gate_up.bias, gate_up.in_features, gate_up.out_features, down.form.kind,
+                gate_up.expert_bytes, gate_up.bias, gate_up.in_features, gate_up.out_features, gate_up.adapters, down.form.kind,
                 down.form.form, down.form.bits, down.form.affine, down.form.input_bits, down.form.wide_rows,
                 down.form.wide_bits, down.weight, down.expert_bytes, down.bias, down.in_features, down.out_features,
-                dtype, x, x_stride, out, activation, scales_input, shared, shared_gate) {
+                down.adapters, dtype, x, x_stride, out, activation, scales_input, shared, shared_gate, slots,
+                num_adapters) {
   using namespace triptych;
   const int64_t row_bytes = args.routing.top_k * padded(args.down.out_features) * sizeof(float);
   const int64_t together = std::clamp(kResultBytes / row_bytes, kFewestTogether, kMostTogether);
