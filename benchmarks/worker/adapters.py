@@ -2,8 +2,8 @@
 
     python -m benchmarks.worker.adapters [--streams 1 32] [--num-adapters 8] [--rank 16] [--model.model embedded]
 
-The adapters have random factors for all projections of the layers. A ratio is the time of a worker that serves none
-over the other's: `idle` serves adapters of which no row has one.
+The adapters have random factors for all projections of the layers, those of experts, too. A ratio is the time of a
+worker that serves none over the other's: `idle` serves adapters of which no row has one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.timing import wall_s
 from benchmarks.worker.session import RunnerSession, checked
-from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture
 from triptych.config.loader import add_config_flags, config_from_arguments
 from triptych.hub import resolve_model
 from triptych_services.worker.context.device import resolve_config
@@ -74,28 +74,40 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
 
 
 def save_random(directory: Path, architecture: ModelArchitecture, rank: int, seed: int) -> Path:
-    """Save an adapter of all projections of a Llama in PEFT's format."""
+    """Save an adapter of all projections of a Llama, or of a mixture and its experts, in PEFT's format."""
     directory.mkdir()
     generator = torch.Generator().manual_seed(seed)
-    hidden, tensors = architecture.hidden_size, {}
+    tensors = {}
     for index, layer in enumerate(architecture.layers):
-        queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        for name, out_features, in_features in (
-            ("self_attn.q_proj", queries, hidden),
-            ("self_attn.k_proj", keys, hidden),
-            ("self_attn.v_proj", keys, hidden),
-            ("self_attn.o_proj", hidden, queries),
-            ("mlp.gate_proj", layer.intermediate_size, hidden),
-            ("mlp.up_proj", layer.intermediate_size, hidden),
-            ("mlp.down_proj", hidden, layer.intermediate_size),
-        ):
+        for name, out_features, in_features, count in _projections(layer, architecture.hidden_size):
             prefix = f"base_model.model.model.layers.{index}.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, in_features, generator=generator) * 0.02
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(out_features, rank, generator=generator) * 0.02
+            for part, shape in (("A", (count * rank, in_features)), ("B", (out_features, count * rank))):
+                tensors[f"{prefix}.lora_{part}.weight"] = torch.randn(shape, generator=generator) * 0.02
     save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    config: dict[str, object] = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    config["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
+
+
+def _projections(layer: LayerSpec, hidden: int) -> Iterator[tuple[str, int, int, int]]:
+    """Yield each adapted module's name, its outputs and inputs, and of how many experts it holds the factors."""
+    queries, keys, inner = (
+        layer.num_heads * layer.head_dim,
+        layer.num_kv_heads * layer.head_dim,
+        layer.intermediate_size,
+    )
+    yield "self_attn.q_proj", queries, hidden, 1
+    yield "self_attn.k_proj", keys, hidden, 1
+    yield "self_attn.v_proj", keys, hidden, 1
+    yield "self_attn.o_proj", hidden, queries, 1
+    if layer.experts is not None:
+        yield "mlp.experts.base_layer", 2 * inner, hidden, layer.experts.num_experts
+        yield "mlp.experts", hidden, inner, layer.experts.num_experts
+        return
+    yield "mlp.gate_proj", inner, hidden, 1
+    yield "mlp.up_proj", inner, hidden, 1
+    yield "mlp.down_proj", hidden, inner, 1
 
 
 def _runner(config: ResolvedConfig, directory: Path, max_adapters: int) -> SleepableRunner:
