@@ -231,6 +231,7 @@ class ModelSites:
             found = self.modules.get(name)
             if found is not None or not self._is_elsewhere(name):
                 _check_module(files, module, found, adapts_experts=self._adapts_experts)
+        _check_targets(files, {name: self.modules[name] for name in files.modules if name in self.modules})
 
     def put(self, slot: int, packed: Mapping[int, PackedAdapter]) -> None:
         """Fill a slot of all layers, on the thread that computes steps."""
@@ -258,6 +259,16 @@ def _check_module(
     shape = module.b.shape[0], module.a.shape[1]
     if shape != found.shape:
         raise ModelError(f"{name}: is for {list(shape)}, the model has {list(found.shape)}")
+
+
+def _check_targets(files: AdapterFiles, modules: Mapping[str, Module]) -> None:
+    """Check that no projection is adapted twice, by a module of its own and by one of all experts."""
+    adapting: dict[tuple[int, int], str] = {}
+    for name, module in modules.items():
+        for target in module.targets:
+            other = adapting.setdefault((target.site, target.number), name)
+            if other != name:
+                raise ModelError(f"{files.weights}: {name}: adapts {target.piece.name}, as {other} does")
 
 
 def _factor_dtype(layers: list[AdaptedLayer]) -> torch.dtype:

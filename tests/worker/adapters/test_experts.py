@@ -180,6 +180,10 @@ def store(saved) -> AdapterStore:
         (with_shapes(down_a=(47, 24)), "cannot be multiplied"),
         (with_shapes(up_a=(47, 32), up_b=(48, 47)), "has 47 rows of A for the base's 6 experts"),
         (with_shapes(up_a=(54, 32), up_b=(48, 54)), "has rank 9; the config says 8"),
+        (
+            with_module(f"{MIXTURE}.2.up_proj", 24, 32),
+            r"adapts .*\.2\.up_proj, as .*experts\.2\.up_proj does",
+        ),
         (with_module(f"{MIXTURE}.6.gate_proj", 24, 32), rf"experts\.6\.gate_proj: {NO_PROJECTION}"),
         (with_module(f"{MIXTURE}.-1.gate_proj", 24, 32), rf"experts\.-1\.gate_proj: {NO_PROJECTION}"),
         (with_module(f"{MIXTURE}.0.gate_up_proj", 48, 32), rf"experts\.0\.gate_up_proj: {NO_PROJECTION}"),
