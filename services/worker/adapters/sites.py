@@ -365,5 +365,7 @@ def _modules_of_experts(
             num_experts = len(projections[parts[0]])
             module = _split(fusion, [projections[part] for part in parts], architecture, num_experts)
             names = {f"{prefix}.{parameter}", f"{architecture.names.stored(f'{prefix}.')}{parameter}"}
+            if holder.fused is not None:
+                names.add(holder.name.removesuffix(holder.fused.suffixes[0]))
             found |= dict.fromkeys(names, module)
     return found
