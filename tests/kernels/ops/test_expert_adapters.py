@@ -145,7 +145,7 @@ def inputs(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("num_rows", [1, 3, 37, 700])
+@pytest.mark.parametrize("num_rows", [1, 3, 37, 400])
 def test_rows_are_computed_with_the_weights_of_their_adapter(isa: str, num_rows: int) -> None:
     mixture = Mixture(plain(torch.float32), torch.float32)
     x, logits, slots = inputs(num_rows, torch.float32)
