@@ -28,6 +28,9 @@ SHORT_MSCALE = (1 + math.log(4) / math.log(16)) ** 0.5  # of 64 positions that w
 SIX_LAYERS = {"num_hidden_layers": 7, "layer_types": [SLIDING] * 5 + [FULL, SLIDING]}
 
 
+GEMMA4 = {"global_head_dim": 20, "num_global_key_value_heads": None}
+
+
 @dataclass(frozen=True)
 class TinyEncoder:
     """An encoder, or a form of it."""
@@ -88,6 +91,12 @@ CONVERSIONS: dict[str, Conversion] = {
             SLIDING: {"rope_type": "default", "rope_theta": 100.0},
         },
     ),
+    "Gemma 4": changed("Gemma 4", GEMMA4),
+    "Gemma 4 MoE": changed("Gemma 4 MoE", {**GEMMA4, "num_global_key_value_heads": 1}),
+    "Gemma 4, keys as values": changed(
+        "Gemma 4, keys as values", {**GEMMA4, "num_global_key_value_heads": 1}, attention_bias=False
+    ),
+    "Gemma 4, shared keys": changed("Gemma 4, shared keys", GEMMA4),
     "GLM": changed("GLM", {"seq_length": 64}, head_dim=8),
     "GPT-2": changed("GPT-2", {"n_ctx": 64}),
     "GPT-NeoX": changed("GPT-NeoX", {"rotary_pct": 0.25}),

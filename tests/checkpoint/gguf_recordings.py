@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zlib
 from base64 import b85decode, b85encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ def write_recorded(
     *,
     quantization: GGMLQuantizationType = GGMLQuantizationType.F32,
     is_dequantized: bool = False,
+    others: Mapping[str, Floats] | None = None,
 ) -> None:
     """Write the .gguf file that llama.cpp's converter makes of the checkpoint of a conversion.
 
@@ -68,6 +69,7 @@ def write_recorded(
         checkpoint: Directory in which the tiny model of that name was saved.
         quantization: Type of the matrices with rows of whole blocks.
         is_dequantized: Whether the file holds what they were rounded to, in float32.
+        others: Further tensors of the file.
     """
     recording, numbers = recordings()[name], numbers_of(checkpoint)
     writer = gguf.GGUFWriter(path, recording["metadata"]["general.architecture"][1])
@@ -86,6 +88,8 @@ def write_recorded(
         if is_dequantized:
             data, kind = dequantize(data, kind), GGMLQuantizationType.F32
         writer.add_tensor(tensor, data, raw_dtype=kind)
+    for tensor, array in (others or {}).items():
+        writer.add_tensor(tensor, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -37,7 +37,24 @@ def saved(name: str, directory: Path) -> Any:
 def test_logits_of_a_converted_file_equal_transformers(name: str, tmp_path: Path) -> None:
     oracle = saved(name, tmp_path / "checkpoint")
     write_recorded(name, tmp_path / "checkpoint", tmp_path / "model.gguf")
-    model, architecture = load_checkpoint(resolve_model(str(tmp_path / "model.gguf"), progress=False))
+    assert_logits_equal(oracle, tmp_path / "model.gguf")
+
+
+def test_projections_of_keys_that_nothing_reads_are_left_out(tmp_path: Path) -> None:
+    """Published checkpoints have them in the layers that read the keys of others, and so have their files."""
+    name, ones = "Gemma 4, shared keys", np.ones((20, 32), np.float32)
+    oracle = saved(name, tmp_path / "checkpoint")
+    unread = {
+        "blk.5.attn_k.weight": ones,
+        "blk.5.attn_v.weight": ones,
+        "blk.5.attn_k_norm.weight": ones[:10, 0],
+    }
+    write_recorded(name, tmp_path / "checkpoint", tmp_path / "model.gguf", others=unread)
+    assert_logits_equal(oracle, tmp_path / "model.gguf")
+
+
+def assert_logits_equal(oracle: Any, path: Path) -> None:
+    model, architecture = load_checkpoint(resolve_model(str(path), progress=False))
     sequences = Sequences(model, architecture, (1, 5, 18, 30))
     with torch.inference_mode():
         for token_ids, logits in zip(sequences.token_ids, sequences.run(CUTS["whole prompts"]), strict=True):

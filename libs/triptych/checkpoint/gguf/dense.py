@@ -16,6 +16,7 @@ from triptych.checkpoint.gguf.keys import (
     qkv_bias,
     read_rope,
 )
+from triptych.checkpoint.gguf.layout import ROPE_FREQUENCIES
 from triptych.errors import ModelError
 
 
@@ -80,6 +81,83 @@ def gemma3(model: GgufModel) -> Config:
             "query_pre_attn_scalar": _query_scalar(model, num_layers=62),
         }
     )
+
+
+def gemma4(model: GgufModel) -> Config:
+    keys, types = model.keys, layer_types(model, every=6)
+    kinds = types["layer_types"]
+    dims = {
+        "full_attention": _rotated_whole(model, ""),
+        "sliding_attention": _rotated_whole(model, "_swa", default=model.head_dim),
+    }
+    kv_heads, widths = model.per_layer("attention.head_count_kv"), model.per_layer("feed_forward_length")
+    num_shared = keys.integer("attention.shared_kv_layers", default=0, minimum=0)
+    num_own = model.num_layers - num_shared
+    if any(width != widths[0] for width in widths[:num_own]) or any(
+        width not in (widths[0], 2 * widths[0]) or width != widths[-1] for width in widths[num_own:]
+    ):
+        keys.fail("feed_forward_length", widths, f"must double from layer {num_own} on, or be one number")
+    without_values = set(range(num_own)) - set(model.layers_with("attn_v.weight"))
+    full = {index for index in range(num_own) if kinds[index] == "full_attention"}
+    if without_values not in (set(), full):
+        raise ModelError(
+            f"{keys.path}: layers {sorted(without_values)} have no attn_v, which are not the full ones"
+        )
+    local = {"rope_type": "default", "rope_theta": model.number("rope.freq_base_swa", default=10000.0)}
+    config = {
+        "num_attention_heads": keys.integer("attention.head_count"),
+        "num_key_value_heads": kv_heads[0],
+        "head_dim": dims["sliding_attention"],
+        "per_layer_config": {
+            str(index): {"head_dim": dims[kind], "num_key_value_heads": heads}
+            for index, (kind, heads) in enumerate(zip(kinds, kv_heads, strict=True))
+        },
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "max_position_embeddings": keys.integer("context_length"),
+        "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _by_type(types, _proportional_rope(model), local),
+        "num_kv_shared_layers": num_shared,
+        "attention_k_eq_v": bool(without_values),
+        "final_logit_softcapping": model.number("final_logit_softcapping", default=0.0),
+        "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", default=0, minimum=0),
+    }
+    if (table := model.tensors.get("per_layer_token_embd.weight")) is not None:
+        config["vocab_size_per_layer_input"] = table.shape[0]
+    if keys.integer("expert_count", default=0, minimum=0):
+        config |= {"enable_moe_block": True} | experts(model, "num_experts", "top_k_experts")
+    return named("Gemma4ForCausalLM") | config | types
+
+
+def _rotated_whole(model: GgufModel, suffix: str, *, default: int | None = None) -> int:
+    """Return the size of a head of one type of layers, all of which is rotated, and as long as its values."""
+    size = model.keys.integer(f"attention.key_length{suffix}", default=default)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        found = model.keys.integer(f"{key}{suffix}", default=size)
+        if found != size:
+            model.keys.fail(f"{key}{suffix}", found, f"must be attention.key_length{suffix} {size}")
+    return size
+
+
+def _proportional_rope(model: GgufModel) -> Config:
+    """Return the embedding of full layers: of the frequencies the last ones are divided by so much that they are 0."""
+    theta = model.number("rope.freq_base", default=1000000.0)
+    if ROPE_FREQUENCIES not in model.tensors:
+        return {"rope_type": "default", "rope_theta": theta}
+    divisors = model.floats(ROPE_FREQUENCIES)
+    num_kept = divisors.count(1.0)
+    if (
+        any(divisor != 1.0 for divisor in divisors[:num_kept])
+        or min(divisors[num_kept:], default=1e30) < 1e20
+    ):
+        raise ModelError(
+            f"{model.keys.path}: {ROPE_FREQUENCIES}: must be ones, then numbers of at least 1e20"
+        )
+    return {
+        "rope_type": "proportional",
+        "rope_theta": theta,
+        "partial_rotary_factor": num_kept / len(divisors),
+    }
 
 
 def _query_scalar(model: GgufModel, *, num_layers: int) -> float:

@@ -68,6 +68,23 @@ _DELTA = TensorRules(
     norms_plus_one=lambda name: name.endswith("norm.weight") and ".mixer." not in name,
 )
 
+_GEMMA4 = TensorRules(
+    renamed={
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale": "layer_scalar",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "mlp.gate.per_expert_scale",
+    }
+)
+
 _FAMILIES = {
     "arcee": GgufFamily(dense.arcee, _ROTATED),
     "bert": GgufFamily(dense.bert),
@@ -85,6 +102,7 @@ _FAMILIES = {
     "gemma": GgufFamily(dense.gemma, _PLUS_ONE),
     "gemma2": GgufFamily(dense.gemma2, _PLUS_ONE),
     "gemma3": GgufFamily(dense.gemma3, _PLUS_ONE),
+    "gemma4": GgufFamily(dense.gemma4, _GEMMA4),
     "glm4": GgufFamily(dense.glm4, _FUSED_HALVES),
     "glm4moe": GgufFamily(mixtures.glm4_moe),
     "gpt-oss": GgufFamily(mixtures.gpt_oss),

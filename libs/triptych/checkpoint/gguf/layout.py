@@ -75,7 +75,13 @@ _LAYER = {
     "shortconv.conv": "mixer.conv1d",
     "shortconv.out_proj": "mixer.out_proj",
 }
-_WITHOUT_ENDING = ("self_attn.sinks", "mlp.gate.e_score_correction_bias", "mixer.A_log", "mixer.D")
+_WITHOUT_ENDING = (
+    "self_attn.sinks",
+    "mlp.gate.e_score_correction_bias",
+    "mixer.A_log",
+    "mixer.D",
+    "layer_scalar",
+)
 """Our names of tensors that are no `.weight` and no `.bias`."""
 
 _MAX_FURTHER_LAYERS = 64  # behind the last one; models have one or two
@@ -173,7 +179,7 @@ def file_names(names: Iterable[str], of_checkpoint: TensorNames) -> TensorNames:
         if fused not in taken_over and all(part.startswith("mixer.") for part in fused.parts)
     ]
     fused = (fused for fused in (*_FUSED, *taken_over, *of_mixers) if fused.name in modules)
-    return TensorNames(fused=tuple(fused))
+    return TensorNames(fused=tuple(fused), ignored=of_checkpoint.ignored)
 
 
 def index_tensors(
