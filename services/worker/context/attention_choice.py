@@ -19,6 +19,8 @@ NATIVE_DTYPES = ("float32", "bfloat16")
 
 _FLASH_ATTN_PAGE = 256  # mha_varlen_fwd of flash-attn 2.8: "block size must be divisible by 256"
 _FLASH_ATTN_MAX_HEAD_DIM = 256
+TRITON_MAX_HEAD_DIM = 256
+"""Elements of a head that the Triton kernels take at most."""
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)  # sizes that its prefill kernels are built for on every device
 _HOPPER = 9  # major version; FlashAttention 3 is written for it only
 _HALF_DTYPES = ("bfloat16", "float16")
@@ -61,6 +63,9 @@ def choose_attention_backend(requested: str, site: AttentionSite) -> str:
     on_cuda = site.device.startswith("cuda")
     if requested == "auto":
         if on_cuda:
+            obstacle = _obstacle_to_triton(site)
+            if obstacle is not None:
+                raise FeatureDisabled("worker.attention_backend = auto", obstacle)
             return "triton"
         if site.device != "cpu":
             return "none"
@@ -82,7 +87,17 @@ def _obstacle(requested: str, site: AttentionSite, *, on_cuda: bool) -> str | No
         return _obstacle_to_flash_attn(site)
     if requested == "flashinfer":
         return _obstacle_to_flashinfer(site)
-    return None
+    return _obstacle_to_triton(site)
+
+
+def _obstacle_to_triton(site: AttentionSite) -> str | None:
+    architecture = site.architecture
+    if architecture.latent is not None or architecture.head_dim <= TRITON_MAX_HEAD_DIM:
+        return None
+    return (
+        f"the Triton kernels take heads of up to {TRITON_MAX_HEAD_DIM} elements, and the model's head_dim is "
+        f"{architecture.head_dim}; set it to torch, which is slower"
+    )
 
 
 def _obstacle_to_torch(site: AttentionSite, *, on_cuda: bool) -> str | None:

@@ -10,10 +10,12 @@ import pytest
 from tests.worker.tiny import tiny_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from triptych.errors import FeatureDisabled
+from triptych_kernels.triton.attention.plan import MAX_HEAD_DIM
 from triptych_services.worker.context.attention_choice import (
     FLASH_ATTN,
     FLASH_ATTN_3,
     FLASHINFER,
+    TRITON_MAX_HEAD_DIM,
     AttentionSite,
     choose_attention_backend,
     installed_packages,
@@ -156,6 +158,16 @@ def test_flash_attention_3_is_said_to_be_built_from_source(changes) -> None:
     where = "build it from the directory hopper of github.com/Dao-AILab/flash-attention"
     assert where in refusal("flash-attn", HOPPER, **changes)
     assert where not in refusal("flash-attn", HOPPER, compute_capability=(8, 0), **changes)
+
+
+@pytest.mark.parametrize("requested", ["auto", "triton"])
+def test_longer_heads_than_triton_takes_are_refused(requested: str) -> None:
+    assert TRITON_MAX_HEAD_DIM == MAX_HEAD_DIM
+    longer = tiny_architecture(head_dim=512)
+    says = "up to 256 elements, and the model's head_dim is 512; set it to torch"
+    assert says in refusal(requested, HOPPER, architecture=longer)
+    assert choose_attention_backend("torch", replace(HOPPER, architecture=longer)) == "torch"
+    assert choose_attention_backend("auto", replace(CPU, architecture=longer)) == "native"
 
 
 def test_plain_torch_does_not_read_caches_of_8_bits_on_cpus() -> None:
