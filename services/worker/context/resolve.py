@@ -144,7 +144,7 @@ def _check_kv_dtype(architecture: ModelArchitecture, kv_dtype: str) -> None:
     if kv_dtype not in ("int8", "float8_e4m3fn"):
         return
     sizes = {(layer.num_kv_heads, layer.head_dim) for layer in architecture.layers if layer.keeps_keys}
-    if architecture.latent is None and len(sizes) > 1:
+    if architecture.latent is None and not architecture.config and len(sizes) > 1:
         listed = " and ".join(f"{number} x {dim}" for number, dim in sorted(sizes))
         raise FeatureDisabled(
             f"cache.dtype = {kv_dtype}",

@@ -79,18 +79,21 @@ def key_heads(layer: LayerSpec, *, rank: RankFacts) -> KeyHeads:
     Raises:
         ConfigError: Ranks cannot share them.
     """
-    return KeyHeads(share_kv_heads(layer.num_kv_heads, rank=rank)[1], layer.head_dim)
+    number = share_kv_heads(layer.num_kv_heads, rank=rank)[1]
+    return KeyHeads(number, max(layer.head_dim, layer.value_dim))
 
 
 def heads_of_layers(architecture: ModelArchitecture, *, rank: RankFacts) -> dict[int, KeyHeads | None]:
     """Return the layers that keep keys and values, and their heads on a rank where these differ; else None.
+
+    Models that read their own keys of config.json pad what they keep to the most of any layer.
 
     Raises:
         ConfigError: Ranks cannot share the heads.
         FeatureDisabled: Blocks of one size cannot hold the sizes there are.
     """
     keeping = {index: layer for index, layer in enumerate(architecture.layers) if layer.keeps_keys}
-    if architecture.latent is not None:
+    if architecture.latent is not None or architecture.config:
         return dict.fromkeys(keeping)
     heads = {index: key_heads(layer, rank=rank) for index, layer in keeping.items()}
     if len(set(heads.values())) <= 1:

@@ -9,7 +9,7 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ConfigError
 from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
-from triptych_services.worker.parallel.shares import key_heads, stage_layers
+from triptych_services.worker.parallel.shares import key_heads, share_kv_heads, stage_layers
 from triptych_services.worker.runner.base import max_steps_in_flight
 from triptych_services.worker.runner.startup.kv_groups import (
     LayerPlace,
@@ -221,6 +221,9 @@ def vector_shape(architecture: ModelArchitecture, rank: RankFacts) -> VectorShap
         return VectorShape(2, 1, 1)
     if architecture.latent is not None:
         return VectorShape(1, 1, architecture.latent.width)
+    if architecture.config:  # see `heads_of_layers`
+        _, num_kv_heads = share_kv_heads(architecture.num_kv_heads, rank=rank)
+        return VectorShape(2, num_kv_heads, architecture.head_dim)
     widest = max((key_heads(layer, rank=rank) for layer in keeping), key=lambda heads: heads.width)
     return VectorShape(2, widest.number, widest.dim)
 

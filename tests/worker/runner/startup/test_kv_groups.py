@@ -130,6 +130,16 @@ def test_layers_of_two_sizes_without_windows_have_a_group_for_each() -> None:
     assert len(groups) == 6
 
 
+def test_models_of_transformers_pad_all_layers_to_the_most_of_any() -> None:
+    odd = LayerSpec(4, 2, 12, 40), LayerSpec(4, 1, 20, 40, value_dim=24)
+    config = config_of(*odd, *gemma4(6, 6, (2, 1))[:5])
+    config = replace(config, architecture=replace(config.architecture, config={"model_type": "any"}))
+    plan = plan_kv_cache(config, 1 << 28)
+    assert plan.shape.is_plain
+    caches = allocate_kv_cache(plan.shape, torch.device("cpu"), plan.places)
+    assert {cache.blocks.shape[1:] for cache in caches} == {(2, 2, 4, 256)}
+
+
 def test_stages_of_one_size_each_have_groups_of_both() -> None:
     """Layers of two sizes are never in one group, whatever that pads."""
     config = config_of(*gemma4(4, 1, (1, 1))[:2], *gemma4(4, 5, (1, 1))[:2])
