@@ -41,6 +41,8 @@ class Sequences:
                 self.kv_caches.append(self.kv_caches[layer.kv_from])
                 continue
             vectors = (2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
+            if architecture.config:  # as `heads_of_layers` has it
+                vectors = (2, architecture.num_kv_heads, BLOCK_SIZE, architecture.head_dim)
             if layer.latent is not None:
                 vectors = (1, 1, BLOCK_SIZE, layer.latent.width)
             self.kv_caches.append(KvCache(torch.full((sum(num_blocks) + 1, *vectors), torch.nan)))
