@@ -111,7 +111,7 @@ class EngineLoad:
         Args:
             num_tokens: Tokens of its prompt that must be computed.
             num_choices: Its choices, each of which needs a row.
-            best: Of the engines that could serve it. Stands in for what this one has not measured lately.
+            best: Of the engines that could serve it. Takes the place of what this one has not measured lately.
         """
         load, times = self.reported, self.times
         token_s = times.prefill_token_s or best.prefill_token_s
