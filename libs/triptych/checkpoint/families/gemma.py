@@ -232,6 +232,8 @@ def _assume_gemma4(config: ConfigFile) -> None:
     )
     if not config.has("rope_parameters"):
         config.values = {**config.values, "rope_parameters": _GEMMA4_ROPES}
+    if (ropes := config.section("rope_parameters")) is not None:
+        ropes.pass_over(*_GEMMA4_ROPES)  # files have both, also of models with one kind of layers
     if config.values.get("use_bidirectional_attention") == "vision":
         config.pass_over("use_bidirectional_attention")  # of images, which there are none of
     else:
