@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,22 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GEMMA4 = FAMILIES["Gemma 4 MoE"]
+_OTHER_GEMMA4 = {
+    "layer_types": ["full_attention"] * 4,  # of one kind, so that a row has one table of blocks
+    "head_dim": 20,
+    "tie_word_embeddings": False,  # else each token is followed by itself
+}
 MIXTURES = {
     "Mixtral": MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
     "Qwen3": Qwen3MoeConfig(**_SIZES, **_EXPERTS, head_dim=8, norm_topk_prob=True),
     "Qwen2": Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=20),
     "GPT-OSS": GptOssConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8),
     "GLM 4.5": FAMILIES["GLM 4.5"].config(),
+    "Gemma 4": replace(_GEMMA4, arguments=_GEMMA4.arguments | _OTHER_GEMMA4).config(),
 }
+_ROUTERS = {"GPT-OSS": "router", "Gemma 4": "router.proj"}
+"""Names of routers, where they are not `gate`."""
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
     "both": {"target_modules": ["q_proj"], "target_parameters": BOTH},
@@ -71,14 +81,12 @@ def save_mixture(directory: Path, name: str, **changes: Any) -> Path:
 
 def kinds_of(name: str) -> dict[str, dict[str, Any]]:
     """The kinds of adapters that a mixture can have."""
-    if name == "GPT-OSS":
-        router = {
-            **KINDS["router"],
-            "target_parameters": ["router.weight", *BOTH],
-            "rank_pattern": {},
-            "alpha_pattern": {},
-        }
-        return {**KINDS, "router": router}
+    if (router := _ROUTERS.get(name)) is not None:
+        changes = {"target_parameters": [f"{router}.weight", *BOTH], "rank_pattern": {}, "alpha_pattern": {}}
+        kinds = {**KINDS, "router": {**KINDS["router"], **changes}}
+        if name == "Gemma 4":  # keys are values, and experts are beside the MLP
+            kinds["up"] = {**KINDS["up"], "target_modules": ["k_proj"], "target_parameters": BOTH[:1]}
+        return kinds
     if (
         name == "GLM 4.5"
     ):  # of which peft takes an MLP's, the shared expert's and all experts' last projections
