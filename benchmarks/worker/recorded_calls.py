@@ -22,6 +22,7 @@ _WORD_TO_GROUP: tuple[tuple[str, str], ...] = (
     ("moe", PRODUCTS),
     ("attention", ATTENTION),
     ("attend", ATTENTION),
+    ("choose_keys", ATTENTION),
     *((word, STATES) for word in ("conv", "scan")),
     *((word, SMALL) for word in ("norm", "rotary", "write_", "embedding", "gather_rows", "pointwise")),
     *((word, SMALL) for word in ("last_axis", "local_ids", "clear_other_rows", "over_ranks")),
