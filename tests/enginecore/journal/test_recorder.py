@@ -54,6 +54,7 @@ READ_ONLY = {
     "running",
     "status",
     "take_outputs",
+    "tenants",
 }
 """Public methods of an engine core that change nothing but outputs."""
 
