@@ -103,3 +103,9 @@ class ResolvedConfig:
     has_step_by_device: bool = False
     """The operator has left `engine.scheduler.max_num_batched_tokens` to the device, so that a smaller number may be
     taken where memory is short."""
+
+    @property
+    def max_samples_per_row(self) -> int:
+        """Most tokens that a row gets in a step: its own, and those that were guessed."""
+        speculative = self.engine.speculative
+        return 1 + speculative.max_tokens if speculative.enabled == "true" else 1

@@ -30,6 +30,7 @@ from triptych.checkpoint.families.registry import head_of, own_architectures
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.program import Program, record
+from triptych_services.enginecore.kv.groups import longest_step
 from triptych_services.worker.attention.base import KvCache
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models import registry
@@ -142,7 +143,8 @@ def test_preempted_requests_go_on_with_the_tokens_of_transformers(name: str, sav
     prompts = random_prompts(1, 4, 5, 11, 17)
     runner = make_runner(directory)
     # 10 blocks of 5 tokens in one full group, and 83 tokens in the end
-    num_blocks = 1 + 2 + blocks_held(runner.facts.kv.groups, 40, 16)
+    step = longest_step(16, runner.facts.max_steps_in_flight, runner.facts.max_samples_per_row)
+    num_blocks = 1 + 2 + blocks_held(runner.facts.kv.groups, 40, step)
     engine = InProcessEngine(runner, max_num_batched_tokens=16, num_blocks=num_blocks, max_model_len=40)
     said = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     assert engine.scheduler.counters.num_preemptions > 0

@@ -141,7 +141,7 @@ def worker_facts(
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
         max_steps_in_flight=max_steps_in_flight(num_stages or config.rank.num_stages),
         num_stages=num_stages or config.rank.num_stages,
-        max_samples_per_row=max_samples_per_row or _samples_per_row(config),
+        max_samples_per_row=max_samples_per_row or config.max_samples_per_row,
         device_name=device_name,
         kernels=kernels,
         weight_bytes=weight_bytes,
@@ -149,13 +149,6 @@ def worker_facts(
         max_adapters=engine.worker.max_adapters,
         max_adapter_rank=engine.worker.max_adapter_rank if engine.worker.max_adapters else 0,
     )
-
-
-def _samples_per_row(config: ResolvedConfig) -> int:
-    if config.no_guesses and config.architecture.head == "logits":
-        log.info("speculative.enabled = auto is false: %s", config.no_guesses)
-    speculative = config.engine.speculative
-    return 1 + speculative.max_tokens if speculative.enabled == "true" else 1
 
 
 def _model_facts(
@@ -166,6 +159,8 @@ def _model_facts(
     quantization: str,
 ) -> ModelFacts:
     engine, architecture = config.engine, config.architecture
+    if config.no_guesses and architecture.head == "logits":
+        log.info("speculative.enabled = auto is false: %s", config.no_guesses)
     return ModelFacts(
         name=engine.model.served_name or PurePosixPath(engine.model.model).name,
         identity=identity,

@@ -157,8 +157,8 @@ def _num_pages(
 
 
 def step_tokens(config: ResolvedConfig) -> int:
-    """Return the most tokens between what a row needs no more and the end of a step."""
-    in_flight = max_steps_in_flight(config.rank.num_stages) + 1
+    """Return the most tokens between what a row needs no more and the end of a step, as the engine core counts them."""
+    in_flight = (max_steps_in_flight(config.rank.num_stages) + 1) * config.max_samples_per_row
     return max(config.engine.scheduler.max_num_batched_tokens, in_flight)
 
 

@@ -12,10 +12,12 @@ from tests.worker.grouped_blocks import seen_blocks
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import LayerSpec, StateSpec
 from triptych.types.facts import KvGroup, KvKind, KvLayout
+from triptych_services.enginecore.scheduler.admission import longest_step_of
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from triptych_services.worker.runner.startup.facts import worker_facts
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, parts_of_caches
 from triptych_services.worker.runner.startup.kv_groups import blocks_held, choose_groups, most_tokens
-from triptych_services.worker.runner.startup.kv_plan import kv_parts, plan_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import kv_parts, plan_kv_cache, step_tokens
 
 SIZES = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 40}
 FULL, WINDOW = LayerSpec(**SIZES), LayerSpec(**SIZES, attention="sliding", window=1024)
@@ -232,6 +234,25 @@ def test_no_request_holds_more_than_the_plan_says(group: KvGroup, step: int) -> 
             held = set().union(*(seen_blocks(group, position) for position in range(start, last + 1)))
             most = max(most, len(held))
         assert most <= blocks_held((group,), num_tokens, step)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [16, 512])
+@pytest.mark.parametrize("enabled", ["true", "false"])
+def test_the_tokens_of_a_step_are_those_that_the_engine_counts(
+    max_num_batched_tokens: int, enabled: str
+) -> None:
+    config = config_of(WINDOW, FULL)
+    engine = replace(
+        config.engine,
+        scheduler=replace(config.engine.scheduler, max_num_batched_tokens=max_num_batched_tokens),
+        speculative=replace(config.engine.speculative, enabled=enabled),
+    )
+    config = replace(config, engine=engine)
+    plan = plan_kv_cache(config, 1 << 30)
+    facts = worker_facts(
+        config, plan, fingerprint="", weights="", boot_id="", device_name="", weight_bytes=0, load_s=0
+    )
+    assert step_tokens(config) == longest_step_of(engine.scheduler, facts)
 
 
 def test_the_longest_request_just_fits() -> None:
