@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 
 import grpc
 import grpc.aio
 import pytest
 
 from tests.helpers.fake_frontend import MAX_MODEL_LEN, FakeFrontend
+from tests.helpers.processes import free_port
 from triptych.client.dialer import Dialer
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import RequestOptions
@@ -37,12 +37,6 @@ async def wait_until(condition, timeout_s=5.0):
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def test_events_come_typed_and_in_order(client):

@@ -6,21 +6,28 @@ import asyncio
 import itertools
 import json
 import os
+import random
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 DEADLINE_S = 30.0
 _numbers = itertools.count()
+_random = random.SystemRandom()  # tests are seeded, and those of two processes would choose the same ports
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that nothing listens on. None of those is taken from which the system chooses for connections and
+    for port 0: another process would get it, by chance, before the one that it is meant for."""
+    first_chosen = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(1000):
+        port = _random.randrange(first_chosen // 4, first_chosen)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"1,000 ports below {first_chosen} are taken")
 
 
 class Service:
