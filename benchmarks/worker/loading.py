@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -43,7 +44,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     config = config_from_arguments(arguments)
     if arguments.random is not None:
         write_random_llama(arguments.random)
-    directory = resolve_model(str(arguments.random or config.model.model))
+        # the quantization is that of this file, not of the model that is served by default
+        config = replace(config, model=replace(config.model, model=str(arguments.random)))
+    directory = resolve_model(config.model.model)
     resolved = resolve_config(config, choose_architecture(directory, config.model.backend))
     use_threads(config.worker.num_threads)
     for _ in range(arguments.rounds):
