@@ -41,7 +41,7 @@ class Work:
 
 
 def is_untouched() -> bool:
-    """Return whether nobody has asked for the end of this test's task."""
+    """Return whether no cancellation of the test's own task is pending."""
     task = asyncio.current_task()
     assert task is not None
     return not task.cancelling()

@@ -64,8 +64,10 @@ class Step:
         )
 
     def smallest_gap(self) -> float:
-        """Return how much higher the last key that is chosen scores than the first that is not, as a part of the
-        largest score; the smallest of all queries. Where both are 0, they are so in any order of sums."""
+        """Return the least relative gap between the lowest chosen score and the highest other one, of all queries.
+
+        Two scores of 0 count as apart: they are exactly 0 in any order of sums.
+        """
         gaps = [1.0]
         starts = torch.tensor((0, *self.query_lens)).cumsum(0).tolist()
         block_size = self.keys.shape[1]
