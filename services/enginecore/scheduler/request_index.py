@@ -11,7 +11,7 @@ from triptych_services.enginecore.scheduler.heap import Key, LazyHeap
 
 
 class RequestIndex:
-    """All requests that have not ended, by number, by request_id and by deadline. `RequestStates` owns it."""
+    """All requests that have not ended, by number, request_id, adapter and deadline. `RequestStates` owns it."""
 
     def __init__(self) -> None:
         self.num_content_bytes = 0
@@ -20,6 +20,8 @@ class RequestIndex:
         """Session and number -> request, in the order of arrival."""
         self._id_to_num_alive: dict[tuple[int, str, str], int] = {}
         """Session, tenant and request_id -> choices that have not ended."""
+        self.adapters: dict[str, Counter[tuple[str, int]]] = {}
+        """Digest of each adapter -> tenant and priority of the requests for it -> how many have not ended."""
         self._deadlines: LazyHeap[Request] = LazyHeap(_by_deadline)
         self._num_arrivals = 0
 
@@ -71,6 +73,8 @@ class RequestIndex:
             self._id_to_num_alive[key] = 0
             self.num_content_bytes += request.content.num_bytes
         self._id_to_num_alive[key] += 1
+        if digest := request.content.adapter:
+            self.adapters.setdefault(digest, Counter())[_urgency_of(request)] += 1
         if request.deadline is not None:
             self._deadlines.push(request)
 
@@ -83,6 +87,13 @@ class RequestIndex:
         if not self._id_to_num_alive[key]:
             del self._id_to_num_alive[key]
             self.num_content_bytes -= request.content.num_bytes
+        if digest := request.content.adapter:
+            asking = self.adapters[digest]
+            asking[_urgency_of(request)] -= 1
+            if not asking[_urgency_of(request)]:
+                del asking[_urgency_of(request)]
+            if not asking:
+                del self.adapters[digest]
 
     def check_integrity(self) -> None:
         """Check every request.
@@ -94,6 +105,11 @@ class RequestIndex:
         assert num_alive == self._id_to_num_alive, "choices are counted wrongly"
         num_bytes = sum({_id_of(request): request.content.num_bytes for request in self}.values())
         assert num_bytes == self.num_content_bytes, f"{num_bytes} bytes, {self.num_content_bytes} are noted"
+        asking: dict[str, Counter[tuple[str, int]]] = {}
+        for request in self:
+            if digest := request.content.adapter:
+                asking.setdefault(digest, Counter())[_urgency_of(request)] += 1
+        assert asking == self.adapters, "requests for adapters are counted wrongly"
         for request in self:
             has_deadline = request in self._deadlines
             assert has_deadline == (request.deadline is not None), (
@@ -103,6 +119,10 @@ class RequestIndex:
 
 def _id_of(request: Request) -> tuple[int, str, str]:
     return request.session, request.head.tenant, request.head.request_id
+
+
+def _urgency_of(request: Request) -> tuple[str, int]:
+    return request.head.tenant, request.head.priority
 
 
 def _by_deadline(request: Request) -> Key:

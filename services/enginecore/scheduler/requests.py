@@ -63,20 +63,13 @@ class Requests:
 
     def adapters(self) -> dict[str, int]:
         """Return the digest of each adapter of requests that have not ended -> their lowest priority value."""
-        digest_to_priority: dict[str, int] = {}
-        for request in self._states.index:
-            if digest := request.content.adapter:
-                priority = request.head.priority
-                digest_to_priority[digest] = min(digest_to_priority.get(digest, priority), priority)
-        return digest_to_priority
+        adapters = self._states.index.adapters
+        return {digest: min(priority for _, priority in asking) for digest, asking in adapters.items()}
 
     def adapter_tenants(self) -> dict[str, set[str]]:
         """Return the digest of each adapter of requests that have not ended -> the tenants of these."""
-        digest_to_tenants: dict[str, set[str]] = {}
-        for request in self._states.index:
-            if digest := request.content.adapter:
-                digest_to_tenants.setdefault(digest, set()).add(request.head.tenant)
-        return digest_to_tenants
+        adapters = self._states.index.adapters
+        return {digest: {tenant for tenant, _ in asking} for digest, asking in adapters.items()}
 
     def running_adapters(self) -> set[str]:
         """Return the digests of the adapters of all requests with a row, or with results still to come."""

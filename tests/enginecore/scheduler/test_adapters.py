@@ -36,17 +36,29 @@ def test_as_many_adapters_run_as_the_worker_applies() -> None:
         adapter = str(number * 7 % 11)
         engine.add(
             make_request(
-                number, make_prompt(9, number), adapter_digest=adapter, pooling=pooling, max_tokens=3
+                number,
+                make_prompt(9, number),
+                adapter_digest=adapter,
+                pooling=pooling,
+                max_tokens=3,
+                priority=number % 4,
+                tenant=f"tenant {number % 3}",
             )
         )
+    requests = engine.scheduler.requests
+    assert requests.adapters()["7"] == 0 and requests.adapter_tenants()["7"] == {
+        f"tenant {each}" for each in range(3)
+    }
     most = 0
     while engine.scheduler.has_work:
         assert engine.plan() is not None
+        engine.scheduler.check_integrity()
         adapters = {request.content.adapter for request in engine.scheduler.snapshot().running}
         most = max(most, len(adapters))
         engine.finish_step()
     assert most == 3
     assert len(engine.outcomes) == 40
+    assert not requests.adapters()
 
 
 @pytest.mark.parametrize(("policy", "is_served"), [("fcfs", True), ("priority", False)])
