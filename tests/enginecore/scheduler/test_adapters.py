@@ -46,9 +46,8 @@ def test_as_many_adapters_run_as_the_worker_applies() -> None:
             )
         )
     requests = engine.scheduler.requests
-    assert requests.adapters()["7"] == 0 and requests.adapter_tenants()["7"] == {
-        f"tenant {each}" for each in range(3)
-    }
+    assert requests.adapters()["7"] == 0
+    assert requests.adapter_tenants()["7"] == {f"tenant {each}" for each in range(3)}
     most = 0
     while engine.scheduler.has_work:
         assert engine.plan() is not None

@@ -78,7 +78,7 @@ async def test_delays_double_from_50_ms_to_250_ms(clock: list[float]) -> None:
 
 
 async def test_a_server_that_starts_again_is_dialed_often_at_first(clock: list[float]) -> None:
-    client, dialer = make(*[EngineUnavailable("refused")] * 120, FRESH, quick_s=5.0)
+    _, dialer = make(*[EngineUnavailable("refused")] * 120, FRESH, quick_s=5.0)
     assert await dialer.dial() is FRESH
     assert clock[:80] == [0.05] * 80
     assert clock[110:] == [0.25] * 10
