@@ -453,7 +453,7 @@ async def test_flood_of_requests_is_taken_in_over_several_turns(monkeypatch) -> 
 
 async def test_cache_reset_with_results_on_their_way() -> None:
     async with running_stack() as (worker, engine, frontend):
-        await frontend.submit(1, make_prompt(40), sampling={"max_tokens": 20, "ignore_eos": True})
+        await frontend.submit(1, make_prompt(40), sampling=LONG)
         await frontend.wait_for(lambda: 1 in frontend.tokens)
         worker.runner.may_step.clear()
         await wait_until(lambda: worker.num_in_flight == 2)

@@ -162,6 +162,7 @@ async def test_a_stream_cut_while_tokens_flow_goes_on_where_it_was(num_tokens: i
         await eventually(lambda: s.num_tokens >= num_tokens)
         await s.cut()
         await s.all_end_undisturbed()
+        await eventually(lambda: s.client.is_ready)  # it may have had all tokens before it was cut
         assert s.proxy.num_connections == 2
 
 
@@ -285,14 +286,14 @@ async def test_expired_session_ends_on_both_sides_and_frees_blocks() -> None:
 
 
 async def test_resumed_session_outlives_the_time_to_live() -> None:
-    async with stand(resume_ttl_s=0.5) as s:
+    async with stand(resume_ttl_s=1.0) as s:
         s.worker.runner.may_step.clear()
         s.submit(NUM_REQUESTS)
         await s.operator.wait_status(lambda status: status.num_running + status.num_waiting == NUM_REQUESTS)
         await s.cut()
         await eventually(lambda: s.client.is_ready)
         resumed_at = time.monotonic()
-        await eventually(lambda: time.monotonic() > resumed_at + 0.6)
+        await eventually(lambda: time.monotonic() > resumed_at + 1.1)
         s.worker.runner.may_step.set()
         await s.all_end_undisturbed()
 
@@ -359,9 +360,9 @@ async def test_another_engine_at_the_address_does_not_know_the_session() -> None
 async def test_absence_beyond_the_kept_batches_ends_the_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loop_module, "MAX_PENDING", 20)
+    monkeypatch.setattr(loop_module, "MAX_PENDING", 100)  # a busy machine may be some behind before the cut
     async with stand() as s:
-        s.submit(5, max_tokens=300, ignore_eos=True)
+        s.submit(5, max_tokens=480, ignore_eos=True)
         await eventually(lambda: s.num_tokens > 5)
         await s.proxy.refuse()
         await s.cut()

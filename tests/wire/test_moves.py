@@ -248,6 +248,7 @@ async def test_a_lone_worker_that_computes_otherwise(
 
 
 async def test_a_request_that_sees_three_engines_die_ends() -> None:
+    shape = {"sampling": SHAPES["greedy"]["sampling"] | {"max_tokens": 200}}
     async with running_units(4, step_ms=5) as (units, core):
 
         async def kill_each() -> None:
@@ -264,7 +265,7 @@ async def test_a_request_that_sees_three_engines_die_ends() -> None:
                 num_killed += 1
 
         with pytest.raises(EngineFailure, match="it is engine number 3 in a row to die"):
-            await follow(core, SHAPES["greedy"], at=3, then=kill_each)
+            await follow(core, shape, at=3, then=kill_each)
         assert num_killed == 3
         assert core.metric("moves_total", outcome="suspected") == 1
         assert sum(engine.is_ready for engine in core.router.engines) == 1

@@ -95,6 +95,28 @@ def once_at(step_id: int, act: Callable[[Any], list[Any]]) -> Callable[[Any], li
     return fault
 
 
+def at_next(act: Callable[[Any], list[Any]], *, of_session: int = 0) -> Callable[[Any], list[Any]]:
+    """A fault that meets the next message of a step, however many steps there were: a test that asks for their number
+    and then names a later one is overtaken now and then.
+
+    Args:
+        of_session: Behind so many further welcomes.
+    """
+    num_welcomes = 0
+    has_met = False
+
+    def fault(message: Any) -> list[Any]:
+        nonlocal num_welcomes, has_met
+        kind = message.WhichOneof("message")
+        num_welcomes += kind == "welcome"
+        if has_met or num_welcomes < of_session or not getattr(getattr(message, kind), "step_id", 0):
+            return [message]
+        has_met = True
+        return act(message)
+
+    return fault
+
+
 def cut(message: Any) -> list[Any]:
     raise Cut
 
@@ -174,7 +196,7 @@ async def test_stream_cut_again_while_it_resumes(kind) -> None:
 
         await submit_all(frontend)
         await frontend.wait_for(lambda: len(frontend.tokens) == NUM_REQUESTS)
-        cut_next = once_at((await frontend.status()).num_steps + 3, cut)
+        cut_next = at_next(cut)
         if kind == "hello":
             relay.up, relay.down = cut_next, cut_the_second
         else:
@@ -194,10 +216,9 @@ async def test_session_with_a_new_worker_is_resumed_like_the_first() -> None:
         await worker.stop()
         other = WorkerStack(make_config(), NaiveRunner(make_config()))
         other.runner.facts = replace(other.runner.facts, boot_id="another boot")
+        relay.up = at_next(cut, of_session=1)
         await other.start(worker.port)
         try:
-            await frontend.wait_for(lambda: len(relay.welcomes) == 2)
-            relay.up = once_at(3, cut)
             await all_end_undisturbed(frontend)
         finally:
             await other.stop()
@@ -271,7 +292,7 @@ async def test_requests_come_and_go_while_the_stream_is_down() -> None:
         await submit_all(frontend)
         await frontend.wait_for(lambda: len(frontend.tokens) == NUM_REQUESTS)
         relay.is_refusing = True
-        relay.down = once_at((await frontend.status()).num_steps + 4, cut)
+        relay.down = at_next(cut)
         await frontend.abort(1, 2, 3)
         await frontend.submit(50, make_prompt(9), sampling={"max_tokens": 3, "ignore_eos": True})
         await frontend.wait_for(lambda: {1, 2, 3} <= frontend.ends.keys())
@@ -289,7 +310,7 @@ async def test_expired_session_is_computed_again_with_the_same_tokens() -> None:
         await submit_all(frontend)
         await frontend.wait_for(lambda: len(frontend.tokens) == NUM_REQUESTS)
         relay.is_refusing = True
-        relay.up = once_at((await frontend.status()).num_steps + 2, cut)
+        relay.up = at_next(cut)
         await frontend.wait_for(lambda: not frontend.welcomes[-1].ready)
         status = await frontend.status()
         assert (status.num_running, status.num_used_blocks) == (0, 0)
@@ -323,7 +344,7 @@ async def test_an_engine_whose_place_was_taken_ends() -> None:
         await submit_all(frontend)
         await frontend.wait_for(lambda: len(frontend.tokens) == NUM_REQUESTS)
         relay.is_refusing = True
-        relay.up = once_at((await frontend.status()).num_steps + 2, cut)
+        relay.up = at_next(cut)
         successor = make_executor(worker.port, make_config(), boot_id="its next process")
         async with asyncio.timeout(DEADLINE_S):
             while True:
