@@ -57,43 +57,72 @@ async def ask(
 
 
 async def ask_all(
-    client: GenerationClient, then: Callable[[], Awaitable[None]] | None = None, *, guesses: bool = True
+    client: GenerationClient, on_token: Callable[[], None] = lambda: None, *, guesses: bool = True
 ) -> dict[str, tuple[Answer, FinishedEvent]]:
-    """Send all requests at once; let something happen when tokens have come."""
+    """Send all requests at once."""
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        tasks = {name: group.create_task(ask(client, name, on_token, guesses=guesses)) for name in REQUESTS}
+    return {name: task.result() for name, task in tasks.items()}
+
+
+async def ask_all_while(
+    ground: ProcessGround, client: GenerationClient, lose: Callable[[str], Awaitable[None]]
+) -> dict[str, tuple[Answer, FinishedEvent]]:
+    """Send all requests at once; when tokens have come, lose the engine that has the most requests.
+
+    Its worker stands still meanwhile, so that no answer ends before the engine does.
+    """
     num_deltas = 0
     has_begun = asyncio.Event()
+    workers = [member.name for member in ground.of_kind("worker")]
 
     def on_token() -> None:
         nonlocal num_deltas
         num_deltas += 1
-        if num_deltas >= 12:
+        if num_deltas == 12:
+            for worker in workers:
+                ground.signal(worker, signal.SIGSTOP)
             has_begun.set()
 
     async def disturb() -> None:
-        if then is not None:
-            await has_begun.wait()
-            await then()
+        await has_begun.wait()
+        victim = await busiest(ground)
+        own_worker = victim.replace("enginecore", "worker")
+        for worker in set(workers) - {own_worker}:
+            ground.signal(worker, signal.SIGCONT)
+        await lose(victim)
+        ground.signal(own_worker, signal.SIGCONT)
 
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
-        tasks = {name: group.create_task(ask(client, name, on_token, guesses=guesses)) for name in REQUESTS}
+        answers = group.create_task(ask_all(client, on_token))
         group.create_task(disturb())
-    return {name: task.result() for name, task in tasks.items()}
+    return answers.result()
 
 
 async def wait_until_all_serve(ground: ProcessGround) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        for member in ground.of_kind("enginecore"):
-            await ground.wait_listening(member.name)
-            while not (await ground.status(member.name)).ready:
-                await asyncio.sleep(0.1)
-        await asyncio.sleep(1.0)  # the frontend hears of it
+    """Return when the frontend gives requests to every engine."""
+
+    async def ask(number: int) -> None:
+        async for _ in client.generate(f"{number} ships", SamplingParams(max_tokens=8, ignore_eos=True)):
+            pass
+
+    names = [member.name for member in ground.of_kind("enginecore")]
+    async with (
+        GenerationClient(ground.of_kind("frontend")[0].address) as client,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        for name in names:
+            await ground.wait_listening(name)
+            before = (await ground.status(name)).counters.num_scheduled_tokens
+            while (await ground.status(name)).counters.num_scheduled_tokens == before:
+                await asyncio.gather(*map(ask, range(2 * len(names))))
 
 
 async def busiest(ground: ProcessGround) -> str:
     """Return the engine with the most requests."""
     names = [member.name for member in ground.of_kind("enginecore")]
-    num_running = {name: (await ground.status(name)).num_running for name in names}
-    return max(names, key=num_running.__getitem__)
+    statuses = {name: await ground.status(name) for name in names}
+    return max(names, key=lambda name: statuses[name].num_running + statuses[name].num_waiting)
 
 
 @pytest.mark.thorough
@@ -110,19 +139,17 @@ async def test_engines_that_are_killed_and_stopped_change_no_token(tmp_path: Pat
         await wait_until_all_serve(ground)
         expected = await ask_all(client, guesses=False)
 
-        async def kill() -> None:
-            victim = await busiest(ground)
+        async def kill(victim: str) -> None:
             ground.signal(victim, signal.SIGKILL)
             await ground.wait_ended(victim)
             await ground.start(victim)
 
-        async def stop() -> None:
-            victim = await busiest(ground)
+        async def stop(victim: str) -> None:
             ground.signal(victim, signal.SIGTERM)
             assert await ground.wait_ended(victim) == 0
 
-        for disturb in (kill, stop):
-            got = await ask_all(client, disturb)
+        for lose in (kill, stop):
+            got = await ask_all_while(ground, client, lose)
             for name in REQUESTS:
                 (answer, end), (expected_answer, expected_end) = got[name], expected[name]
                 assert answer == expected_answer, name
@@ -130,4 +157,4 @@ async def test_engines_that_are_killed_and_stopped_change_no_token(tmp_path: Pat
                 counts = end.usage.num_prompt_tokens, end.usage.num_output_tokens
                 assert counts == (expected_end.usage.num_prompt_tokens, expected_end.usage.num_output_tokens)
             assert any(end.num_moves for _, end in got.values())
-            await wait_until_all_serve(ground) if disturb is kill else None
+            await wait_until_all_serve(ground) if lose is kill else None

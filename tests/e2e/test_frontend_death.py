@@ -219,9 +219,11 @@ async def test_a_frontend_leaves_before_its_streams_end(drain_s: float, tmp_path
             async with asyncio.timeout(DEADLINE_S):
                 while len(clients.begun) < len(requests):
                     await asyncio.sleep(0.02)
+            stack.signal("worker-0", signal.SIGSTOP)  # no stream ends before the frontend does
             stack.signal(first.name, signal.SIGTERM)
             assert await stack.wait_ended(first.name) == 0
             assert not recorder.ended, "it has waited for them"
+            stack.signal("worker-0", signal.SIGCONT)
             await running
         assert not violations_of(Evidence(requests, recorder.history, oracle))
         await check_blocks_are_back(stack)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.model  # of which the config and the tokenizer are read
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 SIMULATION = {"simulation.enabled": True, "simulation.base_ms": 1.0, "gpu_memory_utilization": 0.2}
+SLOW = SIMULATION | {"simulation.base_ms": 5.0}
 ENDLESS = SamplingParams(max_tokens=1500, ignore_eos=True, output_kind=OutputKind.DELTA)
 
 
@@ -29,7 +30,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 async def async_llm() -> AsyncIterator[AsyncLLM]:
-    async with AsyncLLM(max_model_len=2048, **SIMULATION) as made:
+    async with AsyncLLM(max_model_len=2048, **SLOW) as made:
         yield made
 
 

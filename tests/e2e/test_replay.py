@@ -19,7 +19,9 @@ from triptych.launcher.local_cluster import LocalCluster
 from triptych.rpc.channel import open_blocking_channel
 
 READY_S = 60.0
-REQUESTS, TOKENS, MAX_NUM_SEQS = 6, 40, 4
+REQUESTS, TOKENS, MAX_NUM_SEQS = 6, 100, 4
+STEP_MS = 10
+"""All rows are taken for a second at least, which a busy machine does not miss."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("journal")
     flags = {
         "simulation.enabled": "true",
-        "simulation.base_ms": "10",
+        "simulation.base_ms": str(STEP_MS),
         "scheduler.max_num_seqs": str(MAX_NUM_SEQS),
         "journal.path": str(directory),
         "frontend.admin_port": "0",

@@ -13,7 +13,8 @@ from functools import partial
 
 import pytest
 
-from tests.e2e.test_worker_groups import DEADLINE_S, group_of_ranks, wait_until
+from tests.e2e.test_simulated_stack import once
+from tests.e2e.test_worker_groups import DEADLINE_S, group_of_ranks
 from triptych.client.grpc_client import GenerationClient
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.types.events import DeltaEvent
@@ -56,11 +57,14 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
-    async def read(self, client: GenerationClient, sampling: SamplingParams) -> None:
+    async def read(
+        self, client: GenerationClient, sampling: SamplingParams, on_delta: Callable[[], None]
+    ) -> None:
         async for event in client.generate(LIST * 8, sampling):
             if isinstance(event, DeltaEvent):
                 self.token_ids += event.token_ids
                 self.logprobs += [entry.chosen.logprob for entry in event.logprobs]
+                on_delta()
 
 
 async def stream_all(
@@ -71,13 +75,17 @@ async def stream_all(
     disturb: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
     answers = [Answer() for _ in kinds]
+    disturb_once = once(disturb)
+
+    def on_delta() -> None:
+        if all(answer.token_ids for answer in answers):
+            disturb_once()
+
     async with GenerationClient(stack.address) as client, asyncio.timeout(DEADLINE_S):
         streams = [
-            asyncio.create_task(answer.read(client, replace(sampling, speculation=speculation)))
+            answer.read(client, replace(sampling, speculation=speculation), on_delta)
             for answer, sampling in zip(answers, kinds, strict=True)
         ]
-        await wait_until(lambda: all(answer.token_ids for answer in answers))
-        disturb()
         await asyncio.gather(*streams)
     return answers
 

@@ -8,7 +8,9 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tests.e2e.conftest import MAX_NUM_SEQS, MAX_NUM_WAITING, READY_S
+from tests.e2e.test_simulated_stack import once
 from triptych import LLM, SamplingParams
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.client.grpc_client import GenerationClient
@@ -296,28 +299,64 @@ async def test_three_hundred_at_once_are_served_or_refused_with_a_retry_time(
             return "refused" if refusal.retry_after_s > 0 else "refused without a time"
         return "served"
 
-    outcomes = await asyncio.gather(*(one(number) for number in range(300)))
-    assert outcomes.count("served") >= MAX_NUM_SEQS + MAX_NUM_WAITING
-    assert outcomes.count("refused") > 0
-    assert outcomes.count("served") + outcomes.count("refused") == 300
+    async with all_rows_taken(client):
+        calls = [asyncio.create_task(one(number)) for number in range(300)]
+        async with asyncio.timeout(IDLE_S):
+            while sum(call.done() for call in calls) < 300 - MAX_NUM_WAITING:
+                await asyncio.sleep(0.01)
+    outcomes = await asyncio.gather(*calls)
+    assert outcomes.count("served") == MAX_NUM_WAITING
+    assert outcomes.count("refused") == 300 - MAX_NUM_WAITING
     await wait_idle(cluster)
 
 
-def test_the_http_door_refuses_with_429_and_retry_after(cluster: LocalCluster) -> None:
-    async def run() -> list[openai.RateLimitError]:
-        client = openai.AsyncOpenAI(
-            base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0
-        )
-        calls = (
-            client.completions.create(model="embedded", prompt=[number + 50, 7, 8], max_tokens=4)
-            for number in range(150)
-        )
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        return [outcome for outcome in outcomes if isinstance(outcome, openai.RateLimitError)]
+@asynccontextmanager
+async def all_rows_taken(client: GenerationClient) -> AsyncIterator[None]:
+    """Keep each row busy for longer than any machine takes to ask: what comes meanwhile waits, or is refused."""
 
-    refusals = asyncio.run(run())
-    assert refusals
-    assert all(int(refusal.response.headers["retry-after"]) >= 1 for refusal in refusals)
+    async def run(number: int, has_begun: asyncio.Event) -> None:
+        sampling = {"max_tokens": 2000, "ignore_eos": True, "temperature": 1.0, "seed": number}
+        async for event in client.generate([number + 1, 2, 3], sampling):
+            if isinstance(event, DeltaEvent):
+                has_begun.set()
+
+    begun = [asyncio.Event() for _ in range(MAX_NUM_SEQS)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run(number, has_begun)) for number, has_begun in enumerate(begun)]
+        async with asyncio.timeout(IDLE_S):
+            for has_begun in begun:
+                await has_begun.wait()
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+async def test_the_http_door_refuses_with_429_and_retry_after(
+    cluster: LocalCluster, client: GenerationClient
+) -> None:
+    async with (
+        openai.AsyncOpenAI(
+            base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0
+        ) as http,
+        all_rows_taken(client),
+    ):
+        calls = [
+            asyncio.create_task(
+                http.completions.create(model="embedded", prompt=[number + 50, 7, 8], max_tokens=4)
+            )
+            for number in range(MAX_NUM_WAITING + 10)
+        ]
+        async with asyncio.timeout(IDLE_S):
+            while sum(call.done() for call in calls) < 10:
+                await asyncio.sleep(0.01)
+        refusals = [call.exception() for call in calls if call.done()]
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+    assert len(refusals) == 10
+    for refusal in refusals:
+        assert isinstance(refusal, openai.RateLimitError), refusal
+        assert int(refusal.response.headers["retry-after"]) >= 1
 
 
 @pytest.mark.thorough
@@ -389,23 +428,20 @@ async def test_every_violation_is_reported_at_once(client: GenerationClient) -> 
 async def test_a_worker_killed_mid_stream_costs_no_token(
     cluster: LocalCluster, client: GenerationClient
 ) -> None:
-    async def run(number: int, started: asyncio.Event) -> list[int]:
+    async def run(number: int, on_delta: Callable[[], None] = lambda: None) -> list[int]:
         tokens: list[int] = []
         sampling = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.7, "seed": number}
         async for event in client.generate("The story begins", sampling):
             if isinstance(event, DeltaEvent):
                 tokens += event.token_ids
-                started.set()
+                on_delta()
         return tokens
 
-    undisturbed = await asyncio.gather(*(run(number, asyncio.Event()) for number in range(4)))
-    started = asyncio.Event()
-    disturbed = [asyncio.create_task(run(number, started)) for number in range(4)]
-    await started.wait()
+    undisturbed = await asyncio.gather(*map(run, range(4)))
     before = cluster.pids["worker"]
-    os.kill(before, signal.SIGKILL)
+    kill_once = once(partial(os.kill, before, signal.SIGKILL))
     async with asyncio.timeout(READY_S):
-        assert await asyncio.gather(*disturbed) == undisturbed
+        assert await asyncio.gather(*(run(number, kill_once) for number in range(4))) == undisturbed
     assert cluster.pids["worker"] != before
     await wait_idle(cluster)
 
@@ -439,10 +475,9 @@ async def test_one_stalled_reader_slows_nobody(cluster: LocalCluster) -> None:
         await wait_idle(cluster)
         return sorted(found)[len(found) // 2]
 
-    alone = await gaps(0)
-    beside = await gaps(1)
     # One more row makes a step a little longer. A reader that blocked the others would cost them all of
-    # its 400 tokens, so a wide margin still tells.
-    assert beside < 5 * alone, (
-        f"median gap {alone * 1e3:.1f} ms alone, {beside * 1e3:.1f} ms beside a stalled one"
-    )
+    # its 400 tokens each time, so a wide margin still tells. What else the machine does costs some of them once.
+    looks: list[tuple[float, float]] = []
+    while not any(beside < 5 * alone for alone, beside in looks):
+        assert len(looks) < 5, f"median gaps in s, alone and beside a stalled reader: {looks}"
+        looks.append((await gaps(0), await gaps(1)))

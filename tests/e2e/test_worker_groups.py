@@ -27,7 +27,8 @@ pytestmark = pytest.mark.model
 
 READY_S = 180.0
 DEADLINE_S = 60.0
-SILENCE_S = 2.0
+PATIENT_S = 60.0
+"""For ranks that a busy machine stops for a while."""
 PROMPT = "The history of the sea begins with"
 SAMPLING = {"max_tokens": 400, "temperature": 0.7, "seed": 11, "ignore_eos": True}
 SIMULATED = {"simulation.enabled": "true", "simulation.base_ms": "3", "parallel.tensor_parallel_size": "3"}
@@ -38,7 +39,7 @@ SIMULATED = {"simulation.enabled": "true", "simulation.base_ms": "3", "parallel.
 def group_of_ranks(**flags: str) -> Iterator[tuple[LocalCluster, list[str]]]:
     """A stack whose worker has several ranks, and the lines of its log."""
     lines: list[str] = []
-    config = load_config(env={}, flags={"parallel.silence_timeout_s": str(SILENCE_S), **flags})
+    config = load_config(env={}, flags={"parallel.silence_timeout_s": str(PATIENT_S), **flags})
     with LocalCluster(with_free_ports(config), on_log_line=lines.append) as stack:
         try:
             stack.wait_ready(READY_S)
@@ -78,7 +79,7 @@ async def wait_until(condition) -> None:
 
 @pytest.mark.thorough
 async def test_the_end_or_silence_of_any_rank_is_that_of_all_and_costs_no_token() -> None:
-    with group_of_ranks(**SIMULATED) as (stack, lines):
+    with group_of_ranks(**SIMULATED, **{"parallel.silence_timeout_s": "3"}) as (stack, lines):
         async with GenerationClient(stack.address) as client:
             expected = await tokens_of(client, [])
             assert len(expected) == SAMPLING["max_tokens"]
@@ -97,7 +98,7 @@ async def test_the_end_or_silence_of_any_rank_is_that_of_all_and_costs_no_token(
                 async with asyncio.timeout(DEADLINE_S):
                     assert await stream == expected, f"{name} got {number!r}"
                 await wait_until(lambda ranks=ranks: ranks_of(stack).keys() == ranks.keys())
-            assert any("rank 2" in line and "has been silent for 2 s" in line for line in lines)
+            assert any("rank 2" in line and "has been silent for 3 s" in line for line in lines)
 
 
 @pytest.mark.thorough
