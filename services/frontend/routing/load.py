@@ -89,10 +89,11 @@ class EngineLoad:
         keys = prompt.keys(self.block_size)
         self._forget_expected()
         latest, earlier = self._expected
+        guessed_blocks = -(-guess // self.block_size)
         num_blocks = max(
-            count_leading(keys, self.cached, -(-guess // self.block_size)),
-            count_leading(keys, latest),
-            count_leading(keys, earlier),
+            count_leading(keys, self.cached, guessed_blocks),
+            count_leading(keys, latest, guessed_blocks),
+            count_leading(keys, earlier, guessed_blocks),
         )
         return min(num_blocks * self.block_size, prompt.num_tokens - 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import repeat
@@ -15,6 +16,7 @@ from triptych_services.frontend.routing.prefix_index import RoutedPrompt
 
 F64 = NDArray[np.float64]
 
+_NEVER = math.inf
 _FEW = 10
 """Up to so many engines numpy takes longer than to ask each."""
 _ALIKE_SHARE, _ALIKE_S = 0.05, 0.005  # by which expected times differ no more than they are known
@@ -67,7 +69,8 @@ class Outlooks:
 
 
 class _Columns(NamedTuple):
-    """The parts of each engine's load that count here, each [num_engines]."""
+    """The parts of each engine's load that count here, each [num_engines]. A time that was not measured is inf, and was
+    measured at -inf."""
 
     num_prefill_tokens: F64
     told_at: F64
@@ -80,7 +83,6 @@ class _Columns(NamedTuple):
     decode_step_s: F64
     decode_measured_at: F64
     num_choices: F64
-    block_size: F64
 
 
 class _ManyOutlooks(Outlooks):
@@ -96,6 +98,8 @@ class _ManyOutlooks(Outlooks):
         self._tables: list[array[int]] = [array("Q")] * num
         self._shifts = np.zeros(num, np.uint64)
         self._expected: list[set[int]] = [set()] * num
+        self._block_sizes = [0] * num
+        self._different_block_sizes: set[int] = set()
         self._is_known = False
 
     def refresh(self) -> bool:
@@ -108,6 +112,9 @@ class _ManyOutlooks(Outlooks):
                 seen[row] = load.num_changes
                 self._tables[row], self._shifts[row] = load.cached.table
                 self._expected[row] = load.expected_firsts
+                if load.block_size != self._block_sizes[row]:
+                    self._block_sizes[row] = load.block_size
+                    self._different_block_sizes = set(self._block_sizes) - {0}
             self._is_known = self._is_known or all(load.is_known for load in loads)
         return self._is_known
 
@@ -127,15 +134,18 @@ class _ManyOutlooks(Outlooks):
 
     def count_cached_tokens(self, prompt: RoutedPrompt) -> dict[int, int]:
         holders: dict[int, int] = {}
-        sizes = self._columns.block_size
-        for block_size in np.unique(sizes).astype(int).tolist():
-            keys = prompt.keys(block_size) if block_size else ()
+        for block_size in self._different_block_sizes:
+            keys = prompt.keys(block_size)
             if not keys:
                 continue
             guess = 0
-            for row in self._may_cache(keys[0]):
+            for row, is_expected in self._may_cache(keys[0]):
                 load = self._loads[row]
-                if load.block_size == block_size and (guess := load.count_cached_tokens(prompt, guess)):
+                if self._block_sizes[row] != block_size:
+                    continue
+                if not is_expected and keys[0] not in load.cached:
+                    continue
+                if guess := load.count_cached_tokens(prompt, guess):
                     holders[row] = guess
         return holders
 
@@ -154,22 +164,22 @@ class _ManyOutlooks(Outlooks):
         told_s = columns.num_prefill_tokens * token_s
         waiting_s = np.maximum(told_s - (now - columns.told_at), 0.0) + columns.num_booked_tokens * token_s
         own_s = num_tokens * token_s
-        seconds: F64 = np.maximum(waiting_s + own_s, row_s + own_s) + step_s
+        seconds: F64 = np.maximum(waiting_s, row_s) + own_s + step_s
         return seconds
 
-    def _may_cache(self, first: int) -> list[int]:
-        """Return the engines that may cache or be about to compute a prompt's first block, given its key.
+    def _may_cache(self, first: int) -> list[tuple[int, bool]]:
+        """Return the engines that may cache a prompt's first block, given its key, and whether each is about to compute
+        it.
 
         The place of a key at home is taken at every engine that caches it, and at few others.
         """
         homes = (np.uint64(first) >> self._shifts).tolist()
         entries = map(array.__getitem__, self._tables, homes)
         is_expected = map(set.__contains__, self._expected, repeat(first))
-        loads = self._loads
         return [
-            row
+            (row, expected)
             for row, (entry, expected) in enumerate(zip(entries, is_expected, strict=True))
-            if expected or (entry and (entry == first or first in loads[row].cached))
+            if entry or expected
         ]
 
 
@@ -187,12 +197,11 @@ def _row_of(load: EngineLoad) -> tuple[float, ...]:
         load.num_booked_tokens,
         load.num_booked_choices - reported.num_free_rows,
         reported.row_interval_s,
-        reported.prefill_token_s,
-        load.prefill_measured_at,
-        reported.decode_step_s,
-        load.decode_measured_at,
+        reported.prefill_token_s or _NEVER,
+        load.prefill_measured_at if reported.prefill_token_s else -_NEVER,
+        reported.decode_step_s or _NEVER,
+        load.decode_measured_at if reported.decode_step_s else -_NEVER,
         load.num_choices,
-        load.block_size,
     )
 
 
@@ -202,12 +211,11 @@ def _alike_s(soonest_s: float) -> float:
 
 
 def _least(column: F64, otherwise: float) -> float:
-    measured = column[column > 0]
-    return float(measured.min()) if measured.size else otherwise
+    least = float(column.min())
+    return least if least < _NEVER else otherwise
 
 
 def _trusted(column: F64, measured_at: F64, now: float, otherwise: float) -> F64:
     """Return the measures, and `otherwise` where there is none or it is too old."""
-    is_good = (column > 0) & (measured_at > now - TRUSTED_S)
-    trusted: F64 = np.where(is_good, column, otherwise)
+    trusted: F64 = np.where(measured_at > now - TRUSTED_S, column, otherwise)
     return trusted
