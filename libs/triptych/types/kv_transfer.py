@@ -44,6 +44,15 @@ class EngineRole(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class KvTail:
+    """Keys or states that layers which do not keep every key need behind a prompt, whatever is cached of it."""
+
+    num_tokens: int
+    """Tokens of a prompt from which on it is this much. Shorter ones have as much less."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class KvEndpoint:
     """A worker that serves KV blocks."""
 
@@ -52,6 +61,20 @@ class KvEndpoint:
     layout: str
     """sha256 of all that the bytes of a block depend on beside its tokens. Blocks go between equal ones only."""
     block_bytes: int
+    """Bytes of as many tokens as a block hash names, in all layers that keep every key."""
+    tails: tuple[KvTail, ...] = ()
+    """Parts of all other layers, which come behind that."""
+
+    def pulled_bytes(self, num_blocks: float, num_tokens: int) -> float:
+        """Return the bytes that come over for a prompt, about.
+
+        Args:
+            num_blocks: Blocks of the prompt that are not cached by the worker that pulls.
+            num_tokens: Tokens of the whole prompt.
+        """
+        return num_blocks * self.block_bytes + sum(
+            tail.num_bytes * min(num_tokens / max(tail.num_tokens, 1), 1.0) for tail in self.tails
+        )
 
 
 @dataclass(frozen=True, slots=True)

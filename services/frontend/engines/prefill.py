@@ -138,15 +138,14 @@ def choose_source(
     welcome = decoding.welcome
     if welcome is None or welcome.role is not EngineRole.DECODE or welcome.kv_endpoint is None:
         return None
-    layout, block_bytes = welcome.kv_endpoint.layout, welcome.kv_endpoint.block_bytes
-    load, num_tokens = decoding.load, len(job.token_ids)
+    endpoint, load, num_tokens = welcome.kv_endpoint, decoding.load, len(job.token_ids)
     if not load.is_known or not load.block_size:
         return None
     num_here = num_tokens - _count_cached(decoding, job.routed)
-    transfer_s = num_here / load.block_size * block_bytes / _BYTES_PER_S
+    transfer_s = endpoint.pulled_bytes(num_here / load.block_size, num_tokens) / _BYTES_PER_S
     best: tuple[float, EngineClient] | None = None
     for engine in engines:
-        if not _serves(engine, layout, num_tokens):
+        if not _serves(engine, endpoint.layout, num_tokens):
             continue
         token_s = engine.load.reported.prefill_token_s or load.reported.prefill_token_s or _UNMEASURED_TOKEN_S
         num_there = num_tokens - _count_cached(engine, job.routed)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FeatureDisabled
-from triptych.types.facts import KvKind, WorkerFacts
-from triptych.types.kv_transfer import KvEndpoint, KvProgress
+from triptych.types.facts import KvKind, KvLayout, WorkerFacts
+from triptych.types.kv_transfer import KvEndpoint, KvProgress, KvTail
 from triptych_services.worker.kv_transfer.base import BlockStore
 from triptych_services.worker.kv_transfer.exports import ExportTable
 from triptych_services.worker.kv_transfer.frames import PROTOCOL
@@ -54,7 +55,7 @@ class KvTransferService:
         self.endpoint = KvEndpoint(
             worker.kv_transfer_address or f"{host}:{port}",
             self._layout.hex(),
-            sum(group.block_bytes for group in facts.kv.groups if group.kind is not KvKind.STATE),
+            *pulled_sizes(facts.kv),
         )
 
     def open_session(
@@ -71,6 +72,20 @@ class KvTransferService:
     def _exports_now(self) -> tuple[bytes, ExportTable] | None:
         session = self._session
         return None if session is None else (self._layout, session.exports)
+
+
+def pulled_sizes(kv: KvLayout) -> tuple[int, tuple[KvTail, ...]]:
+    """Return `block_bytes` and `tails` of a `KvEndpoint`."""
+    block_bytes, by_length = 0, Counter[int]()
+    for group in kv.groups:
+        if group.kind is KvKind.FULL:
+            block_bytes += group.block_bytes * kv.block_size // group.block_size
+        elif group.kind is KvKind.STATE:
+            by_length[1] += group.block_bytes
+        else:
+            num_blocks = -(-(group.window - 1) // group.block_size)  # a query sees itself, too
+            by_length[group.window] += num_blocks * group.block_bytes
+    return block_bytes, tuple(KvTail(*tail) for tail in sorted(by_length.items()))
 
 
 def layout_of(facts: WorkerFacts) -> bytes:

@@ -19,10 +19,11 @@ from tests.helpers.scheduling import (
     naive_generation,
 )
 from triptych.types.facts import KvGroup, KvKind, KvLayout
-from triptych.types.kv_transfer import TransferCounts
+from triptych.types.kv_transfer import KvEndpoint, TransferCounts
 from triptych.types.sampling import SamplingParams
 from triptych_services.enginecore.kv.remote import LEASE_S
 from triptych_services.enginecore.request import Request
+from triptych_services.worker.kv_transfer.service import pulled_sizes
 
 PREFILL_SESSION = 9
 
@@ -43,6 +44,23 @@ SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ran
 """The seeds of random courses, for each layout."""
 
 
+def make_layout(layout: str, num_blocks: int = 200, num_pages: int = 60) -> KvLayout:
+    """Return a cache of such groups, with as many blocks for each of several."""
+    groups = LAYOUTS[layout]
+    has_states = any(group.kind is KvKind.STATE for group in groups)
+    return KvLayout(
+        num_blocks * max(len(groups), 1),
+        BLOCK_SIZE,
+        1,
+        1,
+        1,
+        "float32",
+        groups=groups,
+        num_state_blocks=num_pages * has_states,
+        continues_states=has_states,
+    )
+
+
 def make_transfers(
     num_blocks: int = 200,
     clock: Clock | None = None,
@@ -58,19 +76,7 @@ def make_transfers(
         num_blocks: Blocks, the null block included; of several groups as many for each.
     """
     fields = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
-    groups = LAYOUTS[layout]
-    has_states = any(group.kind is KvKind.STATE for group in groups)
-    kv = KvLayout(
-        num_blocks * max(len(groups), 1),
-        BLOCK_SIZE,
-        1,
-        1,
-        1,
-        "float32",
-        groups=groups,
-        num_state_blocks=num_pages * has_states,
-        continues_states=has_states,
-    )
+    kv = make_layout(layout, num_blocks, num_pages)
     assert kv.is_plain == (layout == "plain")
 
     def make_engine() -> Engine:
@@ -150,6 +156,20 @@ async def test_of_a_pulled_prompt_only_the_rest_is_computed(layout: str) -> None
     assert counts.num_in_failed == 0
     assert transfers.prefill.scheduler.transfers.counts.num_out_complete == 8
     check_all_given_back(transfers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_workers_tell_how_many_bytes_a_prompt_brings(layout: str) -> None:
+    """Frontends compare the time that these take with that of computing the prompt."""
+    transfers = make_transfers(layout=layout)
+    submit(transfers, 1, 200)
+    run(transfers)
+    kv = make_layout(layout)
+    endpoint = KvEndpoint("w:1", "layout", *pulled_sizes(kv))
+    came = transfers.decode.scheduler.transfers.counts
+    num_bytes = (came.num_in_blocks - came.num_in_pages) * kv.block_bytes + came.num_in_pages * kv.page_bytes
+    of_chunk = 4 * kv.block_bytes if layout == "chunks" else 0  # it is told whole, and 192 begins one
+    assert endpoint.pulled_bytes(192 / BLOCK_SIZE, 192) == num_bytes + of_chunk
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,7 +11,7 @@ from tests.helpers.fake_engine import MODEL
 from tests.helpers.scheduling import Clock
 from triptych.errors import EngineUnavailable, QueueFull
 from triptych.prefix_hash import describe_hash, hash_blocks, root_of_request
-from triptych.types.kv_transfer import EngineRole, KvEndpoint
+from triptych.types.kv_transfer import EngineRole, KvEndpoint, KvTail
 from triptych.types.outputs import CacheNews, LoadReport, OutputBatch
 from triptych.types.submit import EngineWelcome, RequestHead, SubmitRequest
 from triptych_services.frontend.engines.prefill import PromptJob, choose_source, prefill_elsewhere
@@ -43,6 +43,7 @@ class Engine:
     reported: LoadReport | None = IDLE
     layout: str = "layout"
     block_bytes: int = 1 << 10
+    tails: tuple[KvTail, ...] = ()
     is_ready: bool = True
     max_model_len: int = 20_000
     answer: str = "admitted"
@@ -62,7 +63,7 @@ class Engine:
             ready=True,
             model=replace(MODEL, max_model_len=self.max_model_len),
             role=self.role,
-            kv_endpoint=KvEndpoint("w:1", self.layout, self.block_bytes),
+            kv_endpoint=KvEndpoint("w:1", self.layout, self.block_bytes, self.tails),
         )
 
     def cache(self, num_blocks: int) -> None:
@@ -134,6 +135,20 @@ def test_short_and_cached_prompts_stay(num_tokens: int) -> None:
 def test_blocks_that_take_long_to_come_over_stay() -> None:
     own = decoding(block_bytes=1 << 30)
     assert choose_source([own, prefilling(block_bytes=1 << 30)], own, JOB) is None
+
+
+@pytest.mark.parametrize(
+    ("tails", "transfer_s"),
+    [((KvTail(1024, 2 << 30),), 4.3), ((KvTail(1, 2 << 30), KvTail(16384, 1 << 30)), 5.4)],
+)
+def test_windows_and_states_come_over_whatever_is_cached(
+    tails: tuple[KvTail, ...], transfer_s: float
+) -> None:
+    own, other = decoding(replace(BUSY, num_running=100), tails=tails), prefilling(tails=tails)
+    own.cache(256)
+    chosen = choose_source([own, other], own, JOB)
+    assert chosen is not None
+    assert chosen[1] == pytest.approx(transfer_s, rel=0.05)
 
 
 def test_the_soonest_of_several_is_chosen() -> None:

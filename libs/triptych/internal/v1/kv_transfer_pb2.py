@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&triptych/internal/v1/kv_transfer.proto\x12\x14triptych.internal.v1\"B\n\nKvEndpoint\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\"a\n\x08KvSource\x12\x32\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32 .triptych.internal.v1.KvEndpoint\x12\r\n\x05lease\x18\x02 \x01(\x0c\x12\x12\n\nready_in_s\x18\x03 \x01(\x01\"\x98\x01\n\x08KvOrders\x12/\n\x07\x65xports\x18\x01 \x03(\x0b\x32\x1e.triptych.internal.v1.KvExport\x12\x17\n\x0freleased_leases\x18\x02 \x01(\x0c\x12+\n\x05pulls\x18\x03 \x03(\x0b\x32\x1c.triptych.internal.v1.KvPull\x12\x15\n\rstopped_pulls\x18\x04 \x01(\x0c\"\x8a\x01\n\x08KvExport\x12\r\n\x05lease\x18\x01 \x01(\x0c\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x14\n\x0cslot_version\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x01(\x0c\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\x12\x13\n\x0bstate_pages\x18\x07 \x01(\x0c\"\x86\x01\n\x06KvPull\x12\x0f\n\x07pull_id\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05lease\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x01(\x0c\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\x12\x13\n\x0bstate_pages\x18\x07 \x01(\x0c\"t\n\nKvProgress\x12\x31\n\x05pulls\x18\x01 \x03(\x0b\x32\".triptych.internal.v1.PullProgress\x12\x33\n\x06leases\x18\x02 \x03(\x0b\x32#.triptych.internal.v1.LeaseProgress\"X\n\x0cPullProgress\x12\x0f\n\x07pull_id\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x12\n\nis_spoiled\x18\x04 \x01(\x08\"2\n\rLeaseProgress\x12\r\n\x05lease\x18\x01 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x02 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&triptych/internal/v1/kv_transfer.proto\x12\x14triptych.internal.v1\"o\n\nKvEndpoint\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12+\n\x05tails\x18\x04 \x03(\x0b\x32\x1c.triptych.internal.v1.KvTail\"/\n\x06KvTail\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"a\n\x08KvSource\x12\x32\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32 .triptych.internal.v1.KvEndpoint\x12\r\n\x05lease\x18\x02 \x01(\x0c\x12\x12\n\nready_in_s\x18\x03 \x01(\x01\"\x98\x01\n\x08KvOrders\x12/\n\x07\x65xports\x18\x01 \x03(\x0b\x32\x1e.triptych.internal.v1.KvExport\x12\x17\n\x0freleased_leases\x18\x02 \x01(\x0c\x12+\n\x05pulls\x18\x03 \x03(\x0b\x32\x1c.triptych.internal.v1.KvPull\x12\x15\n\rstopped_pulls\x18\x04 \x01(\x0c\"\x8a\x01\n\x08KvExport\x12\r\n\x05lease\x18\x01 \x01(\x0c\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x14\n\x0cslot_version\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x01(\x0c\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\x12\x13\n\x0bstate_pages\x18\x07 \x01(\x0c\"\x86\x01\n\x06KvPull\x12\x0f\n\x07pull_id\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05lease\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x01(\x0c\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\x12\x13\n\x0bstate_pages\x18\x07 \x01(\x0c\"t\n\nKvProgress\x12\x31\n\x05pulls\x18\x01 \x03(\x0b\x32\".triptych.internal.v1.PullProgress\x12\x33\n\x06leases\x18\x02 \x03(\x0b\x32#.triptych.internal.v1.LeaseProgress\"X\n\x0cPullProgress\x12\x0f\n\x07pull_id\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x12\n\nis_spoiled\x18\x04 \x01(\x08\"2\n\rLeaseProgress\x12\r\n\x05lease\x18\x01 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x02 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,19 +32,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.internal.v1.kv_tra
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_KVENDPOINT']._serialized_start=64
-  _globals['_KVENDPOINT']._serialized_end=130
-  _globals['_KVSOURCE']._serialized_start=132
-  _globals['_KVSOURCE']._serialized_end=229
-  _globals['_KVORDERS']._serialized_start=232
-  _globals['_KVORDERS']._serialized_end=384
-  _globals['_KVEXPORT']._serialized_start=387
-  _globals['_KVEXPORT']._serialized_end=525
-  _globals['_KVPULL']._serialized_start=528
-  _globals['_KVPULL']._serialized_end=662
-  _globals['_KVPROGRESS']._serialized_start=664
-  _globals['_KVPROGRESS']._serialized_end=780
-  _globals['_PULLPROGRESS']._serialized_start=782
-  _globals['_PULLPROGRESS']._serialized_end=870
-  _globals['_LEASEPROGRESS']._serialized_start=872
-  _globals['_LEASEPROGRESS']._serialized_end=922
+  _globals['_KVENDPOINT']._serialized_end=175
+  _globals['_KVTAIL']._serialized_start=177
+  _globals['_KVTAIL']._serialized_end=224
+  _globals['_KVSOURCE']._serialized_start=226
+  _globals['_KVSOURCE']._serialized_end=323
+  _globals['_KVORDERS']._serialized_start=326
+  _globals['_KVORDERS']._serialized_end=478
+  _globals['_KVEXPORT']._serialized_start=481
+  _globals['_KVEXPORT']._serialized_end=619
+  _globals['_KVPULL']._serialized_start=622
+  _globals['_KVPULL']._serialized_end=756
+  _globals['_KVPROGRESS']._serialized_start=758
+  _globals['_KVPROGRESS']._serialized_end=874
+  _globals['_PULLPROGRESS']._serialized_start=876
+  _globals['_PULLPROGRESS']._serialized_end=964
+  _globals['_LEASEPROGRESS']._serialized_start=966
+  _globals['_LEASEPROGRESS']._serialized_end=1016
 # @@protoc_insertion_point(module_scope)

@@ -7,14 +7,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class KvEndpoint(_message.Message):
-    __slots__ = ("address", "layout", "block_bytes")
+    __slots__ = ("address", "layout", "block_bytes", "tails")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAILS_FIELD_NUMBER: _ClassVar[int]
     address: str
     layout: str
     block_bytes: int
-    def __init__(self, address: _Optional[str] = ..., layout: _Optional[str] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    tails: _containers.RepeatedCompositeFieldContainer[KvTail]
+    def __init__(self, address: _Optional[str] = ..., layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., tails: _Optional[_Iterable[_Union[KvTail, _Mapping]]] = ...) -> None: ...
+
+class KvTail(_message.Message):
+    __slots__ = ("num_tokens", "num_bytes")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    num_bytes: int
+    def __init__(self, num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class KvSource(_message.Message):
     __slots__ = ("endpoint", "lease", "ready_in_s")
