@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
 
@@ -11,7 +13,8 @@ from triptych.config import EngineConfig, FrontendConfig
 from triptych.errors import ConfigError
 from triptych_services.frontend.http.listener import listen
 from triptych_services.frontend.siblings import supervisor
-from triptych_services.frontend.siblings.supervisor import SharedPorts, num_processes, share_of
+from triptych_services.frontend.siblings.link import Link, LinkClosed
+from triptych_services.frontend.siblings.supervisor import Processes, SharedPorts, num_processes, share_of
 
 FREE = FrontendConfig(port=0, admin_port=0, metrics_port=0, http_port=0)
 
@@ -54,3 +57,46 @@ def test_processes_go_by_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(supervisor, "_usable_cores", lambda cores=cores: cores)
         assert num_processes(FrontendConfig(processes=0)) == count
         assert num_processes(FrontendConfig(processes=3)) == 3
+
+
+@dataclass
+class FakeProcess:
+    was_killed: bool = False
+
+    def kill(self) -> None:
+        self.was_killed = True
+
+
+class ScriptedLink:
+    """The link to a process that answers so many pings and no more, or is gone then."""
+
+    def __init__(self, num_answers: int, *, closes: bool) -> None:
+        self.num_left = num_answers
+        self._closes = closes
+
+    async def ask(self, method: str) -> None:
+        assert method == "ping"
+        if self.num_left == 0 and not self._closes:
+            await asyncio.Event().wait()
+        if self.num_left == 0:
+            raise LinkClosed
+        self.num_left -= 1
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_process_that_answers_no_more_is_killed(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_ALIVE_EVERY_S", 0.0)
+    monkeypatch.setattr(supervisor, "_HUNG_S", 0.2)
+    group, process, link = Processes(EngineConfig(), 1), FakeProcess(), ScriptedLink(3, closes=closes)
+    group._hub.create_link(0)
+    watching = asyncio.create_task(group._watch(0, cast(Link, link), cast(Any, process)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert link.num_left == 3, "it imports, and is not asked yet"
+    group._hub.members[0].has_joined = True
+    async with asyncio.timeout(60):
+        await watching
+    assert link.num_left == 0
+    assert process.was_killed is not closes
