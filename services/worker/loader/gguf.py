@@ -109,11 +109,19 @@ class GgufCheckpoint(Checkpoint):
     def _read(self, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
         change = _UNDO.get(tensor.change)
         stored = _dequantize(self._stored(tensor), tensor, dtype if change is None else torch.float32)
+        if _cuts_blocks(tensor):
+            stored = _undo_spread(stored.view(tensor.shape[0], -1), tensor)
         return (stored if change is None else change(stored).to(dtype)).view(tensor.shape)
 
     def read_part(self, name: str, dtype: torch.dtype, dim: int, start: int, length: int) -> Tensor:
         tensor = self._entries.get(name)
-        if tensor is None or len(tensor.shape) < 2 or tensor.change or tensor.type in STORED_DTYPES:
+        if (
+            tensor is None
+            or len(tensor.shape) < 2
+            or tensor.change
+            or _cuts_blocks(tensor)
+            or tensor.type in STORED_DTYPES
+        ):
             return self.read(name, dtype).narrow(dim, start, length)
         *others, columns = tensor.shape
         blocks = self.read_blocks(name)
@@ -160,8 +168,10 @@ class GgufCheckpoint(Checkpoint):
         return self._files[tensor.part].read(tensor.offset, tensor.size)
 
     def _stored(self, tensor: GgufTensor) -> Tensor:
-        """Return [size] uint8, rows in Hugging Face's order."""
+        """Return [size] uint8, rows and columns in Hugging Face's order, but columns if that would cut blocks."""
         data = self._view(tensor)
+        if tensor.spread_heads is not None and not _cuts_blocks(tensor):
+            data = _undo_spread(data.view(tensor.shape[0], -1), tensor).view(-1)
         if tensor.permuted_heads:
             data = _undo_permutation(data, num_rows=tensor.shape[0], num_heads=tensor.permuted_heads)
         return data
@@ -193,9 +203,34 @@ def _undo_permutation(data: Tensor, *, num_rows: int, num_heads: int) -> Tensor:
     return rows.transpose(1, 2).reshape(-1)
 
 
+def _cuts_blocks(tensor: GgufTensor) -> bool:
+    """Return whether columns are to be moved that are not whole blocks, as those of heads of 128 in blocks of 256."""
+    spread = tensor.spread_heads
+    return spread is not None and _moves_columns(tensor) and spread[2] % block_size(tensor.type) > 0
+
+
+def _moves_columns(tensor: GgufTensor) -> bool:
+    return tensor.name.endswith("out_proj.weight")
+
+
+def _undo_spread(stored: Tensor, tensor: GgufTensor) -> Tensor:
+    """Put the heads of values of each head of keys together, see `GgufTensor.spread_heads`.
+
+    Args:
+        stored: [rows, n] bytes, or weights.
+    """
+    assert tensor.spread_heads is not None, "asked before"
+    keys, values, elements = tensor.spread_heads
+    if _moves_columns(tensor):
+        return stored.view(len(stored), values, keys, -1).transpose(1, 2).reshape(stored.shape)
+    others, moved = stored.tensor_split([len(stored) - keys * values * elements])
+    moved = moved.view(values, keys, elements, -1).transpose(0, 1).reshape(moved.shape)
+    return torch.cat([others, moved])
+
+
 def _format_of(tensor: GgufTensor) -> QuantizedFormat | None:
     """Return the format of the codes of a linear layer's weight, or of those of all experts; None if it has none."""
-    if len(tensor.shape) < 2 or tensor.change:
+    if len(tensor.shape) < 2 or tensor.change or _cuts_blocks(tensor):
         return None
     return GGUF_FORMATS.get(tensor.type)
 

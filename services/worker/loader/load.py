@@ -32,7 +32,7 @@ from triptych_services.worker.layers.quantization import (
     keeps_codes,
 )
 from triptych_services.worker.layers.weights import LoadedTensor, linear_weights
-from triptych_services.worker.loader.base import Checkpoint
+from triptych_services.worker.loader.base import Checkpoint, StoredTensor
 from triptych_services.worker.loader.gguf import GgufCheckpoint
 from triptych_services.worker.loader.quantized import QuantizedCheckpoint
 from triptych_services.worker.loader.random import RandomCheckpoint
@@ -162,6 +162,12 @@ def _check_kv_scales(checkpoint: Checkpoint, config: ResolvedConfig) -> None:
         ", ".join(checkpoint.kv_scales[:2]) or "none",
         config.kv_dtype,
     )
+
+
+def _loses_codes(checkpoint: Checkpoint, stored: StoredTensor) -> bool:
+    """Return whether a tensor is a matrix of a .gguf file in blocks that have no format here."""
+    is_in_blocks = isinstance(checkpoint, GgufCheckpoint) and stored.type not in STORED_DTYPES
+    return is_in_blocks and stored.format is None and len(stored.shape) > 1
 
 
 def _coded(
@@ -316,6 +322,8 @@ def _stream(
         if stored.format is None or (
             isinstance(checkpoint, GgufCheckpoint) and not keeps_codes(config.quantization)
         ):
+            if keeps_codes(config.quantization) and _loses_codes(checkpoint, stored):
+                dequantized.add(name)
             yield name, UnreadTensor(stored.shape, read)
         else:
             yield name, _coded(checkpoint, name, dtype, dequantized)

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
 from tests.checkpoint.gguf_families import CONVERSIONS, ENCODER_CONVERSIONS
+from tests.checkpoint.gguf_files import random_blocks
 from tests.checkpoint.gguf_recordings import ALL_CONVERSIONS, recordings, write_recorded
 from tests.hub.conftest import cache  # noqa: F401 - a fixture
 from tests.worker.models.checkpoints import load_checkpoint, save_checkpoint
@@ -20,7 +22,9 @@ from tests.worker.models.sequences import CUTS, Sequences
 from tests.worker.models.test_encoder import new_inputs, random_texts, states_of
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.config_json import read_architecture
+from triptych.checkpoint.gguf.index import GgufFile, GgufIndex, GgufTensor
 from triptych.hub import resolve_model
+from triptych_services.worker.loader.gguf import GgufCheckpoint
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.models.encoder import Encoder
 from triptych_services.worker.runner.encoder_runner import RecordedEncoder
@@ -110,3 +114,48 @@ def states(model: Encoder, texts: list[NDArray[np.int64]]) -> list[torch.Tensor]
 
 def test_every_architecture_of_llama_cpp_is_recorded() -> None:
     assert recordings().keys() == ALL_CONVERSIONS.keys()
+
+
+SPREAD = KEYS, VALUES, ELEMENTS = 2, 3, 128
+"""Heads of keys, heads of values of each, and elements of a value."""
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("name", ["in_qkv", "in_z", "out_proj"])
+def test_heads_of_values_are_put_beside_their_keys(name: str, kind: str, tmp_path: Path) -> None:
+    """llama.cpp's converter of Qwen 3.5 moves them; blocks of 256 columns hold parts of two heads."""
+    num_values, num_others = KEYS * VALUES * ELEMENTS, 20 if name == "in_qkv" else 0
+    shape = (24, num_values) if name == "out_proj" else (num_others + num_values, 256)
+    stored = np.random.default_rng(0).standard_normal(shape, np.float32)
+    blocks = (
+        random_blocks(GGMLQuantizationType[kind], *shape)
+        if kind == "Q4_K"
+        else quantize(stored, GGMLQuantizationType[kind])
+    )
+    checkpoint = write_one_tensor(tmp_path, f"model.layers.0.mixer.{name}.weight", kind, shape, blocks)
+    numbers = dequantize(blocks, GGMLQuantizationType[kind])
+    place = [
+        num_others + (value * KEYS + key) * ELEMENTS + element
+        for key in range(KEYS)
+        for value in range(VALUES)
+        for element in range(ELEMENTS)
+    ]  # in the file, of each in the checkpoint
+    places = [*range(num_others), *place]
+    expected = torch.from_numpy(numbers[:, places] if name == "out_proj" else numbers[places])
+    (tensor,) = checkpoint.tensors
+    assert torch.equal(checkpoint.read(tensor, torch.float32), expected)
+    for dim in (0, 1):
+        part = checkpoint.read_part(tensor, torch.float32, dim, 8, 16)
+        assert torch.equal(part, expected.narrow(dim, 8, 16))
+    cuts_blocks = name == "out_proj" and kind == "Q4_K"
+    assert (checkpoint.tensors[tensor].format is None) is (cuts_blocks or kind == "F32")
+
+
+def write_one_tensor(
+    directory: Path, name: str, kind: str, shape: tuple[int, ...], data: NDArray[Any]
+) -> GgufCheckpoint:
+    file = directory / "model.gguf"
+    file.write_bytes(data.tobytes())
+    tensor = GgufTensor(name, "blk.0", kind, shape, 0, data.nbytes, spread_heads=SPREAD)
+    GgufIndex((GgufFile(file.name, data.nbytes, None),), (tensor,)).write(directory)
+    return GgufCheckpoint(directory)

@@ -8,7 +8,7 @@ the model's numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.gguf import dense, mixtures, recurrent
@@ -66,6 +66,10 @@ _DELTA = TensorRules(
         "ssm_conv1d": "mixer.conv_qkv",
     },
     norms_plus_one=lambda name: name.endswith("norm.weight") and ".mixer." not in name,
+)
+
+_QWEN35 = replace(
+    _DELTA, renamed={**_DELTA.renamed, "ssm_alpha": "mixer.in_a", "ssm_beta": "mixer.in_b"}, spread_heads=True
 )
 
 _GEMMA4 = TensorRules(
@@ -138,6 +142,8 @@ _FAMILIES = {
     "qwen2moe": GgufFamily(mixtures.qwen2_moe),
     "qwen3": GgufFamily(dense.qwen3),
     "qwen3moe": GgufFamily(mixtures.qwen3_moe),
+    "qwen35": GgufFamily(recurrent.qwen3_5, _QWEN35),
+    "qwen35moe": GgufFamily(recurrent.qwen3_5_moe, _QWEN35),
     "qwen3next": GgufFamily(recurrent.qwen3_next, _DELTA),
     "seed_oss": GgufFamily(dense.seed_oss),
     "smollm3": GgufFamily(dense.smollm3, _ROTATED),

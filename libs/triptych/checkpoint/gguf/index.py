@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from triptych.errors import ModelError
 
@@ -31,6 +32,10 @@ class GgufTensor:
     permuted_heads: int = 0
     """> 0: a query or key projection of that many heads, with rows that GGUF's llama keeps in another order,
     for its own form of rotary embedding; the loader undoes it. 0: as in Hugging Face."""
+    spread_heads: tuple[int, int, int] | None = None
+    """[heads of keys, heads of values for each of them, elements]: the heads of values of a recurrent layer, of which
+    the file has the first ones of all keys, then the second ones, …; the loader puts those of a key together. They are
+    the last rows, or the columns of the output projection. None: as in Hugging Face."""
     change: str = ""
     """Function of the checkpoint's numbers that the file has, which the loader undoes too: plus_one, minus_exp, or
     empty: they are the same."""
@@ -72,12 +77,17 @@ class GgufIndex:
         path = directory / GGUF_INDEX_FILE
         try:
             values = json.loads(path.read_text())
-            tensors = [
-                GgufTensor(**entry | {"shape": tuple(entry["shape"])}) for entry in values.pop("tensors")
-            ]
+            tensors = [_read_tensor(entry) for entry in values.pop("tensors")]
             files = [GgufFile(**file) for file in values.pop("files")]
             return cls(files=tuple(files), tensors=tuple(tensors), **values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
                 f"{path}: cannot be read: {error!r}; delete {directory} to convert anew"
             ) from error
+
+
+def _read_tensor(entry: dict[str, Any]) -> GgufTensor:
+    spread = entry.get("spread_heads")
+    return GgufTensor(
+        **entry | {"shape": tuple(entry["shape"]), "spread_heads": None if spread is None else tuple(spread)}
+    )

@@ -123,6 +123,8 @@ class TensorRules:
     """Names of the file -> ours, where the table above does not hold."""
     rotated_pairs: bool = False
     """Whether rows of queries and keys are ordered for a rotary embedding of neighbours: see `permuted_heads`."""
+    spread_heads: bool = False
+    """Whether heads of values of a gated delta net are in another order: see `GgufTensor.spread_heads`."""
     norms_plus_one: Callable[[str], bool] | None = None
     """Says of our names whether 1 was added to the weight of that norm; None: it never was."""
 
@@ -212,6 +214,7 @@ def index_tensors(
                     offset=info.offset,
                     size=info.size,
                     permuted_heads=_permuted_heads(name, config) if rules.rotated_pairs else 0,
+                    spread_heads=_spread_heads(name, config) if rules.spread_heads else None,
                     change=_change(name, rules),
                     part=part,
                 )
@@ -222,6 +225,21 @@ def index_tensors(
 def _permuted_heads(name: str, config: Mapping[str, Any]) -> int:
     heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
     return heads.get(name.split(".")[-2]) or 0 if ".self_attn." in name else 0
+
+
+def _spread_heads(name: str, config: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Return what `GgufTensor.spread_heads` says of a tensor."""
+    if ".mixer." not in name:
+        return None
+    part = name.partition(".mixer.")[2].partition(".")[0]
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if part in ("in_a", "in_b", "A_log", "dt_bias"):
+        elements = 1
+    elif part in ("in_qkv", "conv_qkv", "in_z", "out_proj"):
+        elements = config["linear_value_head_dim"]
+    else:
+        return None
+    return None if values == keys else (keys, values // keys, elements)
 
 
 def _change(name: str, rules: TensorRules) -> str:

@@ -152,32 +152,52 @@ def lfm2(model: GgufModel) -> Config:
 
 
 def qwen3_next(model: GgufModel) -> Config:
+    config = _gated_delta(model)
+    if not model.layers_with("ffn_gate_inp.weight"):
+        return named("Qwen3NextForCausalLM", num_experts=0) | config
+    only_mlps = {"mlp_only_layers": layers_without_experts(model)}
+    return named("Qwen3NextForCausalLM") | config | _experts_beside_shared(model) | only_mlps
+
+
+def qwen3_5(model: GgufModel) -> Config:
+    model.keys.pass_over(
+        "rope.dimension_sections"
+    )  # three positions for each token, of which those of text are equal
+    return named("Qwen3_5ForCausalLM") | _gated_delta(model)
+
+
+def qwen3_5_moe(model: GgufModel) -> Config:
+    return qwen3_5(model) | named("Qwen3_5MoeForCausalLM") | _experts_beside_shared(model)
+
+
+def _gated_delta(model: GgufModel) -> Config:
+    """Return the sizes of attention beside gated delta nets."""
     keys = model.keys
     is_attention = model.layers_with("attn_q.weight")
     kinds = [
         "full_attention" if index in is_attention else "linear_attention" for index in range(model.num_layers)
     ]
     keys.pass_over("full_attention_interval", "attention.recurrent_layers", "recurrent_layers")
-    config = attention(model) | {
+    return attention(model) | {
         "layer_types": kinds,
         "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
         "linear_key_head_dim": keys.integer("ssm.state_size"),
         "linear_num_key_heads": keys.integer("ssm.group_count"),
-        "linear_num_value_heads": keys.integer("ssm.time_step_rank"),
+        "linear_num_value_heads": _multiple(keys, "ssm.time_step_rank", "ssm.group_count"),
         "linear_value_head_dim": _ratio(keys, "ssm.inner_size", "ssm.time_step_rank"),
     }
-    if not model.layers_with("ffn_gate_inp.weight"):
-        return named("Qwen3NextForCausalLM", num_experts=0) | config
-    return (
-        named("Qwen3NextForCausalLM")
-        | config
-        | experts(model, "num_experts")
-        | {
-            "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
-            "norm_topk_prob": True,
-            "mlp_only_layers": layers_without_experts(model),
-        }
-    )
+
+
+def _multiple(keys: ConfigFile, key: str, of: str) -> int:
+    return _ratio(keys, key, of) * keys.integer(of)
+
+
+def _experts_beside_shared(model: GgufModel) -> Config:
+    shared_size = model.keys.integer("expert_shared_feed_forward_length")
+    return experts(model, "num_experts") | {
+        "shared_expert_intermediate_size": shared_size,
+        "norm_topk_prob": True,
+    }
 
 
 def falcon_h1(model: GgufModel) -> Config:
