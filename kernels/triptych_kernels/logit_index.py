@@ -1,4 +1,4 @@
-"""Columns of entries (row, token id) that select logits, so that no operand is as wide as the vocabulary.
+"""Which logits are meant: by columns of entries (row, token id), or by a bit for each token.
 
 Entries must ascend by row, so that rows can be computed in parallel; within a row they have any order. This is not
 checked.
@@ -52,3 +52,14 @@ class PenaltyColumns:
     """[num_rows] float32, subtracted for each occurrence in the output; 0 is off."""
     repetition: Tensor
     """[num_rows] float32, > 0, divides positive and multiplies negative logits; 1 is off."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenMasks:
+    """The tokens that may be chosen in some rows, a bit each."""
+
+    rows: Tensor
+    """[num_rows] int32, number of each row's mask; -1: it has none. Not checked."""
+    words: Tensor
+    """[num_masks, vocab_size / 32 rounded up] int32, bit t % 32 of word t // 32: token t may be chosen. Bits past the
+    vocabulary say nothing."""

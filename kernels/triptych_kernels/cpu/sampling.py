@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.launch import Operand, launch
-from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns, TokenMasks
 
 Columns = TokenColumns | BiasColumns | PenaltyColumns
 
@@ -46,12 +46,17 @@ def _columns(columns: Columns | None, *names: str) -> dict[str, Operand]:
     return {name: None if columns is None else getattr(columns, name).contiguous() for name in names}
 
 
-def sample(logits: Tensor, **columns: Tensor) -> Tensor:
+def sample(logits: Tensor, *, rows: Tensor | None, masks: TokenMasks | None, **columns: Tensor) -> Tensor:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    each = logits if rows is None else rows
+    token_ids = torch.empty(len(each), dtype=torch.int64, device=logits.device)
     launch(
-        "sample", logits,
+        "sample", each,
         logits=logits, stride=logits.stride(0), vocab_size=logits.shape[1],
+        logits_rows=None if rows is None else rows.contiguous(),
+        mask_words=None if masks is None else masks.words.contiguous(),
+        num_words=0 if masks is None else masks.words.shape[1],
+        mask_rows=None if masks is None else masks.rows.contiguous(),
         **{name: column.contiguous() for name, column in columns.items()}, token_ids=token_ids,
     )  # fmt: skip
     return token_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns, TokenMasks
 from triptych_kernels.registry import find_impl
 
 __all__ = ["process_logits", "sample", "token_logprobs"]
@@ -121,9 +121,13 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    rows: Tensor | None = None,
+    masks: TokenMasks | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Choose one token for each row.
+
+    A token that the row's mask lacks counts as one with a logit of -inf, whatever its own is.
 
     A row of temperature 0 is greedy: it takes the largest logit, of equals the lowest id. Any other row takes
     `argmax(logit / temperature + gumbel)` over the tokens that three filters keep. Each filter works on the
@@ -144,13 +148,15 @@ def sample(
     so a row's token does not depend on the other rows, on their order or on how the vocabulary is split.
 
     Args:
-        logits: [num_rows, vocab_size] float32.
+        logits: [num_rows, vocab_size] float32; with `rows`, [any, vocab_size].
         temperature: [num_rows] float32, >= 0.
         top_k: [num_rows] int32, >= 0.
         top_p: [num_rows] float32, in (0, 1].
         min_p: [num_rows] float32, in [0, 1].
         seeds: [num_rows] int64, the bits of a u64.
         positions: [num_rows] int64, position of the token to be sampled in its sequence.
+        rows: [num_rows] int64, row of the logits for each, not checked; None: all of them, in order.
+        masks: Tokens that may be chosen; None restricts no row.
     Returns:
         [num_rows] int64; -1 if there is nothing to choose from: a logit is NaN, the largest is infinite, or all are
             -inf.
@@ -160,29 +166,46 @@ def sample(
         min-p, arXiv:2407.01082.
     """
     columns = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seeds": seeds,
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seeds": seeds,
         "positions": positions,
-    }
-    _check_sample(logits, columns)
-    token_ids: Tensor = find_impl("sample", logits, impl)(logits, **columns)
+    }  # fmt: skip
+    _check_sample(logits, columns, rows, masks)
+    token_ids: Tensor = find_impl("sample", logits, impl)(logits, rows=rows, masks=masks, **columns)
     return token_ids
 
 
-def _check_sample(logits: Tensor, columns: dict[str, Tensor]) -> None:
+def _check_sample(
+    logits: Tensor, columns: dict[str, Tensor], rows: Tensor | None, masks: TokenMasks | None
+) -> None:
     if logits.ndim != 2 or logits.dtype != torch.float32:
         raise ValueError(
             f"sample: logits {list(logits.shape)} {logits.dtype} must be [num_rows, vocab_size] torch.float32"
         )
+    if rows is not None and (rows.ndim != 1 or rows.dtype != torch.int64):
+        raise ValueError(f"sample: rows {list(rows.shape)} {rows.dtype} must be [num_rows] torch.int64")
+    num_rows = logits.shape[0] if rows is None else rows.shape[0]
+    if masks is not None:
+        _check_masks(masks, num_rows, logits.shape[1])
     for name, column in columns.items():
-        if column.shape != logits.shape[:1] or column.dtype != _COLUMN_DTYPES[name]:
+        if column.shape != (num_rows,) or column.dtype != _COLUMN_DTYPES[name]:
             raise ValueError(
                 f"sample: {name} {list(column.shape)} {column.dtype} does not fit logits "
                 f"{list(logits.shape)}; it must be [num_rows] {_COLUMN_DTYPES[name]}"
             )
+
+
+def _check_masks(masks: TokenMasks, num_rows: int, vocab_size: int) -> None:
+    numbers, words = masks.rows, masks.words
+    if numbers.shape != (num_rows,) or numbers.dtype != torch.int32:
+        raise ValueError(
+            f"sample: masks.rows {list(numbers.shape)} {numbers.dtype} must be [{num_rows}] torch.int32"
+        )
+    num_words = -(-vocab_size // 32)
+    if words.ndim != 2 or words.shape[1] != num_words or words.dtype != torch.int32:
+        raise ValueError(
+            f"sample: masks.words {list(words.shape)} {words.dtype} do not fit {vocab_size} tokens; they must be "
+            f"[num_masks, {num_words}] torch.int32"
+        )
 
 
 def token_logprobs(

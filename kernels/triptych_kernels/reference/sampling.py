@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns, TokenMasks
 
 MASK32 = 0xFFFFFFFF
 NUM_ROUNDS = 10
@@ -83,6 +83,8 @@ def process_logits(
 def sample(
     logits: Tensor,
     *,
+    rows: Tensor | None,
+    masks: TokenMasks | None,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
@@ -91,8 +93,12 @@ def sample(
     positions: Tensor,
 ) -> Tensor:
     token_ids = []
+    logits = logits if rows is None else logits[rows]
     for row in range(len(logits)):
         values = [float(value) for value in logits[row]]
+        if masks is not None and (mask := int(masks.rows[row])) >= 0:
+            words = [word & MASK32 for word in masks.words[mask].tolist()]
+            values = [v if words[t // 32] >> t % 32 & 1 else -math.inf for t, v in enumerate(values)]
         if any(math.isnan(value) for value in values) or math.isinf(max(values)):
             token_ids.append(-1)
             continue

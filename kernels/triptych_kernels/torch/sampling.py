@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns
+from triptych_kernels.logit_index import BiasColumns, PenaltyColumns, TokenColumns, TokenMasks
 
 MASK32 = 0xFFFFFFFF
 _NUM_ROUNDS = 10
@@ -82,6 +82,8 @@ TILE_COUNTERS = 1 << 16
 def sample(
     logits: Tensor,
     *,
+    rows: Tensor | None,
+    masks: TokenMasks | None,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
@@ -89,6 +91,10 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
+    if rows is not None:
+        logits = logits[rows]
+    if masks is not None:
+        logits = _masked(logits, masks)
     random_rows = temperature.nonzero().flatten()
     if len(random_rows) == len(logits):
         token_ids = _sample_random(logits, temperature, top_k, top_p, min_p, seeds, positions)
@@ -99,6 +105,15 @@ def sample(
         token_ids[random_rows] = _sample_random(*(column[random_rows] for column in columns))
     # a maximum carries NaN along, at a tenth of the cost of looking for it in every logit
     return token_ids.masked_fill_(~torch.isfinite(logits.amax(dim=-1)), -1)
+
+
+def _masked(logits: Tensor, masks: TokenMasks) -> Tensor:
+    """Return a copy with -inf for the tokens that may not be chosen."""
+    masked = (masks.rows >= 0).nonzero().flatten()
+    words = masks.words[masks.rows[masked].long()]
+    places = torch.arange(32, dtype=torch.int32, device=words.device)
+    allowed = ((words[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    return logits.index_copy(0, masked, torch.where(allowed, logits[masked], -torch.inf))
 
 
 def _sample_random(

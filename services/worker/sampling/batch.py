@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych_kernels import ops
+from triptych_kernels.logit_index import TokenMasks
 from triptych_services.worker.sampling.params import SamplingArrays, SamplingColumns, TokenHistory
 
 I64 = NDArray[np.int64]
@@ -24,10 +25,17 @@ class SamplingBatch:
     columns: Mapping[str, Tensor]
     """Name of each column -> its values, [num_sampling], on the rank's device. In the order of `COLUMN_TO_DTYPE`."""
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """Return one token per row of the logits, [num_sampling] int64; -1 where there is nothing to choose from."""
+    def choose(
+        self, logits: Tensor, *, rows: Tensor | None = None, masks: TokenMasks | None = None
+    ) -> Tensor:
+        """Return one token for each row, [num_sampling] int64; -1 where there is nothing to choose from.
+
+        Args:
+            rows: Rows of the logits; None: all of them, in order.
+            masks: Tokens that may be chosen; None restricts no row.
+        """
         columns: Mapping[str, Any] = self.columns
-        return ops.sample(logits, **columns)
+        return ops.sample(logits, **columns, rows=rows, masks=masks)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SamplingBatch:
         """Return a batch with each column changed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_float32, meta_int64
 from tests.kernels.ops.implementations import Implementation, implementations_of
+from triptych_kernels.logit_index import TokenMasks
 from triptych_kernels.ops import sample
 from triptych_kernels.reference.sampling import gumbel, kept_tokens
 
@@ -37,10 +39,13 @@ implementation = implementations_of("sample")
 compiled = implementations_of("sample", interpreted=False)
 
 
-def draw(implementation: Implementation, logits: Tensor, asked: dict[str, Tensor]) -> Tensor:
+def draw(implementation: Implementation, logits: Tensor, asked: dict[str, Any]) -> Tensor:
     """Sample on the implementation's device, and return the tokens on the host."""
-    on_device = {name: column.to(implementation.device) for name, column in asked.items()}
-    token_ids: Tensor = implementation(sample, logits.to(implementation.device), **on_device)
+    moved = {
+        name: column.to(implementation.device) if isinstance(column, Tensor) else column
+        for name, column in asked.items()
+    }
+    token_ids: Tensor = implementation(sample, logits.to(implementation.device), **moved)
     return token_ids.cpu()
 
 
@@ -124,6 +129,84 @@ def test_a_row_keeps_its_token_in_any_batch(implementation: Implementation) -> N
     for row in (0, 7):
         own = slice(row, row + 1)
         assert torch.equal(draw(implementation, logits[own], pick(asked, own)), token_ids[own])
+
+
+def packed(allowed: Tensor) -> Tensor:
+    """Pack [num_masks, vocab_size] bool into words; the bits past the vocabulary are set, and say nothing."""
+    num_masks, vocab_size = allowed.shape
+    bits = torch.ones(num_masks, -(-vocab_size // 32), 32, dtype=torch.int64)
+    bits.view(num_masks, -1)[:, :vocab_size] = allowed
+    return (bits << torch.arange(32)).sum(dim=-1).to(torch.int32)
+
+
+def masked_case(vocab_size: int, num_rows: int) -> tuple[Tensor, TokenMasks, Tensor]:
+    """Return logits, a mask for most rows, and the logits with -inf where a mask forbids.
+
+    A mask has one token, few, most, all or none; two rows share each, so that they are not in the order of the rows.
+    What is forbidden may be NaN or infinite.
+    """
+    generator = torch.Generator().manual_seed(vocab_size)
+    chances = torch.tensor([0.0, 3.0 / vocab_size, 0.9, 1.0, 0.0])
+    allowed = torch.rand(len(chances), vocab_size, generator=generator) < chances[:, None]
+    allowed[0, vocab_size * 2 // 3] = True
+    allowed[1, [0, vocab_size - 1]] = True
+    numbers = torch.arange(num_rows) % (len(chances) + 1) - 1
+    logits = random_logits(num_rows, vocab_size)
+    forbidden = ~allowed[numbers] & (numbers >= 0)[:, None]
+    expected = logits.masked_fill(forbidden, -torch.inf)
+    odd = torch.rand(num_rows, vocab_size, generator=generator)
+    logits[forbidden & (odd < 0.1)] = torch.nan
+    logits[forbidden & (odd > 0.9)] = torch.inf
+    return logits, TokenMasks(numbers.to(torch.int32), packed(allowed)), expected
+
+
+def on_device(implementation: Implementation, masks: TokenMasks) -> TokenMasks:
+    return TokenMasks(masks.rows.to(implementation.device), masks.words.to(implementation.device))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 31, 33, 64, 130, 8193])
+@pytest.mark.parametrize("rows", [RESTRICTIONS, [{"temperature": 0.0}]], ids=["mixed", "greedy"])
+def test_a_masked_token_counts_as_one_of_minus_infinity(
+    rows: list[dict[str, float]], vocab_size: int, implementation: Implementation
+) -> None:
+    num_rows = 12 if implementation.is_interpreted else 60
+    logits, masks, expected = masked_case(vocab_size, num_rows)
+    asked = columns(num_rows, rows)
+    masks = on_device(implementation, masks)
+    token_ids = draw(implementation, logits, {**asked, "masks": masks})
+    assert torch.equal(token_ids, draw(implementation, expected, asked))
+    assert (token_ids[masks.rows.cpu() == 4] == -1).all(), "nothing is left"
+    assert (token_ids[masks.rows.cpu() == 0] == vocab_size * 2 // 3).all(), "one is left"
+
+
+def test_the_reference_masks_as_well() -> None:
+    logits, masks, expected = masked_case(70, 24)
+    asked = columns(24, RESTRICTIONS)
+    masked = sample(logits, **asked, masks=masks, impl="reference")
+    assert torch.equal(masked, sample(expected, **asked, impl="reference"))
+
+
+def test_some_rows_of_the_logits_in_any_order(implementation: Implementation) -> None:
+    logits, masks, _ = masked_case(130, 12)
+    asked = columns(12, RESTRICTIONS)
+    whole = draw(implementation, logits, {**asked, "masks": on_device(implementation, masks)})
+    rows = torch.tensor([7, 0, 3, 11, 2])
+    some = {**pick(asked, rows), "rows": rows.to(implementation.device)}
+    some["masks"] = on_device(implementation, TokenMasks(masks.rows[rows], masks.words))
+    assert torch.equal(draw(implementation, logits, some), whole[rows])
+    unmasked = draw(implementation, random_logits(12, 130), asked)
+    alone = {**pick(asked, rows), "rows": rows.to(implementation.device)}
+    assert torch.equal(draw(implementation, random_logits(12, 130), alone), unmasked[rows])
+
+
+def test_few_masked_rows_are_shared_by_threads_as_many_are(compiled: Implementation) -> None:
+    logits, masks, _ = masked_case(20_001, 36)
+    asked = columns(36, RESTRICTIONS)
+    whole = draw(compiled, logits, {**asked, "masks": on_device(compiled, masks)})
+    for row in range(12):
+        own = slice(row, row + 1)
+        mask = on_device(compiled, TokenMasks(masks.rows[own], masks.words))
+        assert draw(compiled, logits[own], {**pick(asked, own), "masks": mask}) == whole[row]
 
 
 def test_seed_and_position_change_the_token(compiled: Implementation) -> None:
@@ -291,9 +374,23 @@ def test_shapes_and_dtypes_that_disagree_are_named() -> None:
         sample(torch.zeros(2, 5), **{**asked, "top_p": torch.ones(1)})
     with pytest.raises(ValueError, match=r"top_k \[2\] torch.int64 .* it must be \[num_rows\] torch.int32"):
         sample(torch.zeros(2, 5), **{**asked, "top_k": torch.ones(2, dtype=torch.int64)})
+    with pytest.raises(ValueError, match=r"rows \[2\] torch.int32 must be \[num_rows\] torch.int64"):
+        sample(torch.zeros(2, 5), **asked, rows=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"temperature \[2\] torch.float32 does not fit"):
+        sample(torch.zeros(2, 5), **asked, rows=torch.zeros(1, dtype=torch.int64))
+    numbers, words = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"masks.rows \[1\] torch.int32 must be \[2\] torch.int32"):
+        sample(torch.zeros(2, 5), **asked, masks=TokenMasks(numbers[:1], words))
+    with pytest.raises(
+        ValueError, match=r"masks.words \[1, 1\] torch.int32 do not fit 33 tokens.* 2\] torch"
+    ):
+        sample(torch.zeros(2, 33), **asked, masks=TokenMasks(numbers, words))
 
 
-def _model_call(num_rows: int, vocab_size: int) -> Tensor:
+def _model_call(num_rows: int, vocab_size: int, *, is_masked: bool = False) -> Tensor:
+    masks = TokenMasks(
+        meta(num_rows, dtype=torch.int32), meta(num_rows, -(-vocab_size // 32), dtype=torch.int32)
+    )
     return sample(
         meta_float32(num_rows, vocab_size),
         temperature=meta_float32(num_rows),
@@ -302,6 +399,8 @@ def _model_call(num_rows: int, vocab_size: int) -> Tensor:
         min_p=meta_float32(num_rows),
         seeds=meta_int64(num_rows),
         positions=meta_int64(num_rows),
+        rows=meta_int64(num_rows) if is_masked else None,
+        masks=masks if is_masked else None,
         impl="triton",
     )
 
@@ -310,12 +409,16 @@ MODEL_CALLS = {
     "49152": ModelCall(lambda: _model_call(1, 49152)),
     "128256": ModelCall(lambda: _model_call(256, 128256)),
     "262144": ModelCall(lambda: _model_call(64, 262144)),
+    "128256 masked": ModelCall(lambda: _model_call(32, 128256, is_masked=True)),
 }
 
 
 def launch_small(draw: SmallOperands) -> None:
     column, number = torch.linspace(0.0, 1.0, 6, device=draw.device), torch.arange(6, device=draw.device)
-    for top_k, top_p, min_p in ((0, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (50, 0.8, 0.01)):
+    words = torch.arange(2 * -(-draw.vocab_size // 32), dtype=torch.int32, device=draw.device)
+    masks = TokenMasks((number % 3 - 1).to(torch.int32), words.view(2, -1))
+    filters = ((0, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (50, 0.8, 0.01))
+    for (top_k, top_p, min_p), given in product(filters, ({}, {"rows": number.flip(0), "masks": masks})):
         sample(
             torch.randn(6, draw.vocab_size, device=draw.device) * 3,
             temperature=column,
@@ -324,5 +427,6 @@ def launch_small(draw: SmallOperands) -> None:
             min_p=torch.full((6,), min_p, device=draw.device),
             seeds=number,
             positions=number,
+            **given,
             impl="triton",
         )

@@ -63,9 +63,9 @@ def test_both_ways_to_draw_agree() -> None:
 
 def test_tiles_of_rows_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, asked = random_logits(11, 400, spread=0.5), columns(11, [{}])
-    whole = torch_implementation.sample(logits, **asked)
+    whole = torch_implementation.sample(logits, rows=None, masks=None, **asked)
     monkeypatch.setattr(torch_implementation, "TILE_COUNTERS", 300)  # three rows of 100 counters
-    assert torch.equal(torch_implementation.sample(logits, **asked), whole)
+    assert torch.equal(torch_implementation.sample(logits, rows=None, masks=None, **asked), whole)
 
 
 def test_noise_is_finite_and_exact_at_both_ends() -> None:

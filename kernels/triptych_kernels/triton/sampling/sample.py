@@ -1,7 +1,7 @@
 """Sampling in two launches: one pass over the logits, then a look into the few that can be chosen.
 
     scan      a program per chunk of a row: its best token; without filters, the winner of its race; with filters, the
-              maxima of groups
+              maxima of groups, and the logits themselves if the row has a mask
     choose    a program per row: nothing more if greedy or without filters; else the threshold of its filters, see
               `select`, and the race of the tokens that reach it
 
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triptych_kernels.logit_index import TokenMasks
 from triptych_kernels.triton.sampling.race import NO_TOKEN, load_quads, race, rates
 from triptych_kernels.triton.sampling.scan import (
     CHUNK,
@@ -52,6 +53,8 @@ _NEGLIGIBLE = tl.constexpr(40.0)  # temperatures below the best: a million such 
 def sample(
     logits: Tensor,
     *,
+    rows: Tensor | None,
+    masks: TokenMasks | None,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
@@ -59,7 +62,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    num_rows, vocab_size = logits.shape
+    num_rows, vocab_size = len(temperature), logits.shape[1]
     device = logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     if not num_rows:
@@ -76,13 +79,18 @@ def sample(
     group_maxima = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
     groups = torch.empty(num_rows, num_groups, dtype=torch.int32, device=device)
     gathered = torch.empty(num_rows, MAX_GATHERED, dtype=torch.int32, device=device)
+    logits_rows = None if rows is None else rows.contiguous()
+    mask_rows = words = masked = None
+    if masks is not None:
+        mask_rows, words = masks.rows.contiguous(), masks.words.contiguous()
+        masked = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=device)
     _scan[(num_rows, num_chunks)](
-        logits, logits.stride(0), vocab_size, *columns,
+        logits, logits.stride(0), vocab_size, logits_rows, mask_rows, words, masked, *columns,
         chunk_best, chunk_mass, chunk_score, chunk_winner, group_maxima,
         num_chunks, CHUNK=CHUNK, GROUP=GROUP, num_warps=_SCAN_WARPS,
     )  # fmt: skip
     _choose[(num_rows,)](
-        logits, logits.stride(0), vocab_size, *columns,
+        logits, logits.stride(0), vocab_size, logits_rows, mask_rows, masked, *columns,
         chunk_best, chunk_mass, chunk_score, chunk_winner, group_maxima, groups, gathered, token_ids,
         num_chunks, num_groups,
         NUM_CHUNKS=triton.next_power_of_2(num_chunks), NUM_GROUPS=triton.next_power_of_2(num_groups),
@@ -97,17 +105,32 @@ def _is_filtered(top_k, top_p, min_p, vocab_size):
 
 
 @triton.jit
+def _place_of(logits_rows, row):
+    """Return the row of the logits that is sampled as `row`."""
+    if logits_rows is not None:
+        row = tl.load(logits_rows + row)
+    return row
+
+
+@triton.jit
 def _scan(
-    logits, stride, vocab_size, temperatures, top_ks, top_ps, min_ps, seeds, positions,
+    logits, stride, vocab_size, logits_rows, mask_rows, words, masked,
+    temperatures, top_ks, top_ps, min_ps, seeds, positions,
     chunk_best, chunk_mass, chunk_score, chunk_winner, group_maxima,
     num_chunks, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    logits += row * stride
+    logits += _place_of(logits_rows, row) * stride
     quads = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
     x = load_quads(logits, quads, vocab_size)
     token = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    if mask_rows is not None:
+        mask = tl.load(mask_rows + row)
+        is_masked = mask >= 0
+        word = mask.to(tl.int64) * tl.cdiv(vocab_size, 32) + token // 32
+        bits = tl.load(words + word, mask=is_masked & (token < vocab_size), other=-1)
+        x = tl.where((bits >> (token % 32)) & 1 != 0, x, -float("inf"))
     best = tl.max(pack(key_of(x), token))
     out = row * num_chunks + chunk
     tl.store(chunk_best + out, best)
@@ -116,6 +139,8 @@ def _scan(
         top_p = tl.load(top_ps + row)
         if _is_filtered(tl.load(top_ks + row), top_p, tl.load(min_ps + row), vocab_size):
             store_group_maxima(group_maxima, x, row, chunk, num_chunks, CHUNK, GROUP)
+            if mask_rows is not None:
+                tl.store(masked + row * vocab_size + token, x, mask=is_masked & (token < vocab_size))
             if top_p < 1.0:
                 best_logit = usable_value(packed_key(best), 0.0)
                 tl.store(chunk_mass + out, tl.sum(rates(x, best_logit, temperature)))
@@ -129,7 +154,8 @@ def _scan(
 
 @triton.jit
 def _choose(
-    logits, stride, vocab_size, temperatures, top_ks, top_ps, min_ps, seeds, positions,
+    logits, stride, vocab_size, logits_rows, mask_rows, masked,
+    temperatures, top_ks, top_ps, min_ps, seeds, positions,
     chunk_best, chunk_mass, chunk_score, chunk_winner, group_maxima, groups, gathered, token_ids,
     num_chunks, num_groups,
     NUM_CHUNKS: tl.constexpr, NUM_GROUPS: tl.constexpr,
@@ -145,7 +171,9 @@ def _choose(
         token_id = -1
     elif temperature > 0.0:
         if _is_filtered(top_k, top_p, min_p, vocab_size):
-            logits += row * stride
+            logits += _place_of(logits_rows, row) * stride
+            if mask_rows is not None:
+                logits = tl.where(tl.load(mask_rows + row) >= 0, masked + row * vocab_size, logits)
             groups += row * num_groups
             group_maxima += row * num_groups
             threshold = _threshold(

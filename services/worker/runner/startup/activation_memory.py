@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS
+from triptych_kernels.logit_index import TokenMasks
 from triptych_kernels.ops import gather_rows, token_logprobs
 from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
@@ -119,7 +121,7 @@ class LargestSteps:
             return
         logits = self._model.compute_logits(gather_rows(hidden, torch.arange(num_sampling, device=device)))
         changed = logits.clone()  # as for requests that change theirs
-        _with_filters(num_sampling, device).choose(changed)
+        _with_filters(num_sampling, device).choose(changed, masks=_one_mask(changed))
         if scores_prompt:
             del changed
             rows = torch.arange(min(MAX_SCORED_AT_ONCE, num_tokens), device=device)
@@ -154,6 +156,13 @@ def _with_filters(num_rows: int, device: torch.device) -> SamplingBatch:
         trial = SAMPLING_FIELDS[name].trial if name in SAMPLING_FIELDS else 0
         columns[name] = torch.from_numpy(np.full(num_rows, trial, dtype)).to(device)
     return SamplingBatch(columns)
+
+
+def _one_mask(logits: Tensor) -> TokenMasks:
+    """Return a mask of all rows that forbids nothing, as for requests with a form."""
+    num_rows, vocab_size = logits.shape
+    words = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=logits.device)
+    return TokenMasks(torch.zeros(num_rows, dtype=torch.int32, device=logits.device), words)
 
 
 def _peak_on_cuda(launch: Callable[[], None], device: torch.device) -> int:

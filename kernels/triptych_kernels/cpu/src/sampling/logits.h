@@ -20,17 +20,39 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();  // bound of wha
 struct LogitsRow {
   const float* logits;  // [size]
   int64_t size;
+  const uint32_t* allowed = nullptr;  // bit t % 32 of word t / 32 for token t: it may be chosen; null: each may
 
   int64_t num_blocks() const { return (size + kBlock - 1) / kBlock; }
   int64_t num_segments() const { return (num_blocks() + kSegmentBlocks - 1) / kSegmentBlocks; }
   int64_t segment_end(int64_t segment) const { return std::min((segment + 1) * kSegmentBlocks, num_blocks()); }
 
-  // [kBlock], -inf past the end of the row; `room` is for such a block.
+  bool allows(int64_t token_id) const {
+    return allowed == nullptr || (allowed[token_id / 32] >> (token_id % 32) & 1) != 0;
+  }
+
+  // A bit for each token of a block that is in the row and may be chosen.
+  uint64_t allowed_in(int64_t index) const {
+    const int64_t left = size - index * kBlock;
+    const uint64_t inside = left >= kBlock ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
+    if (allowed == nullptr) return inside;
+    const uint64_t high = left > 32 ? allowed[2 * index + 1] : 0;
+    return (high << 32 | allowed[2 * index]) & inside;
+  }
+
+  // [kBlock], -inf past the end of the row and where a token may not be chosen; `room` is for such a block.
   const float* block(int64_t index, float (&room)[kBlock]) const {
     const float* from = logits + index * kBlock;
-    const int64_t left = size - index * kBlock;
-    if (left >= kBlock) return from;
-    std::fill(std::copy(from, from + left, room), room + kBlock, -kInfinity);
+    const uint64_t tokens = allowed_in(index);
+    if (tokens == ~uint64_t{0}) return from;
+    if (size - index * kBlock < kBlock) {
+      for (int64_t i = 0; i < kBlock; ++i) room[i] = (tokens >> i & 1) != 0 ? from[i] : -kInfinity;
+      return room;
+    }
+    constexpr uint32_t kAll = (1u << kLanes) - 1;
+    for (int64_t i = 0; i < kBlock; i += kLanes) {
+      const uint32_t lanes = static_cast<uint32_t>(tokens >> i) & kAll;
+      store(room + i, only(lanes, load(from + i)) + only(kAll & ~lanes, splat(-kInfinity)));
+    }
     return room;
   }
 };
@@ -50,6 +72,10 @@ inline Best scan_segment(const LogitsRow& row, int64_t segment, float* maxima) {
   Best best;
   uint32_t nan_lanes = 0;
   for (int64_t block = begin; block < end; ++block) {
+    if (row.allowed_in(block) == 0) {  // a form forbids most of them, and their logits are not read
+      maxima[block] = -kInfinity;
+      continue;
+    }
     const float* values = row.block(block, room);
     vec top = load(values);
     vec second = load(values + kLanes);

@@ -19,9 +19,13 @@ namespace triptych {
 namespace {
 
 struct Sample {
-  const float* logits;  // [rows, vocab_size], `stride` apart
+  const float* logits;  // [num_logits_rows, vocab_size], `stride` apart
   int64_t stride;
   int64_t vocab_size;
+  const int64_t* logits_rows;  // [rows]; null: each row in its place
+  const uint32_t* mask_words;  // [num_masks, num_words], see `LogitsRow`
+  int64_t num_words;
+  const int32_t* mask_rows;  // [rows], -1: no mask; null: no row has one
   const float* temperature;  // this and what follows: [rows]
   const int32_t* top_k;
   const float* top_p;
@@ -191,6 +195,7 @@ Winner draw_segment(const RandomRow& random, int64_t segment, float threshold, S
   Winner winner = {-std::numeric_limits<double>::infinity(), random.row.size};
   const auto enter = [&](int64_t token_id, uint32_t word) {
     if (token_id >= random.row.size || random.row.logits[token_id] < threshold) return;
+    if (!random.row.allows(token_id)) return;
     winner.challenge(random.score(random.row.logits[token_id], word), token_id);
   };
   const int64_t end = random.row.segment_end(segment);
@@ -236,7 +241,12 @@ int64_t draw(const RandomRow& random, float threshold, Segment* segments, const 
 
 template <typename Loop>
 int64_t sample_row(const Sample& args, int64_t index, const Loop& loop) {
-  const LogitsRow row = {args.logits + index * args.stride, args.vocab_size};
+  const int64_t mask = args.mask_rows == nullptr ? -1 : args.mask_rows[index];
+  const LogitsRow row = {
+      args.logits + (args.logits_rows == nullptr ? index : args.logits_rows[index]) * args.stride,
+      args.vocab_size,
+      mask < 0 ? nullptr : args.mask_words + mask * args.num_words,
+  };
   const int64_t num_segments = row.num_segments();
   const int64_t num_maxima = (row.num_blocks() + kUnit - 1) / kUnit * kUnit;
   thread_local Scratch maxima_scratch, segment_scratch;
@@ -261,7 +271,8 @@ int64_t sample_row(const Sample& args, int64_t index, const Loop& loop) {
 }  // namespace triptych
 
 TRIPTYCH_KERNEL(sample, triptych::Sample,
-                logits, stride, vocab_size, temperature, top_k, top_p, min_p, seeds, positions, token_ids) {
+                logits, stride, vocab_size, logits_rows, mask_words, num_words, mask_rows,
+                temperature, top_k, top_p, min_p, seeds, positions, token_ids) {
   triptych::for_rows(rows, [&](int64_t index, const auto& loop) {
     args.token_ids[index] = triptych::sample_row(args, index, loop);
   });
