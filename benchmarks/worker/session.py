@@ -30,6 +30,7 @@ class RunnerSession:
         """Launch a step; without columns every row decodes one token."""
         self._step_id += 1
         plan = StepPlan(step_id=self._step_id, last_result_seen=self._step_id - 1, **columns)
+        self._runner.prepare(plan)
         return self._runner.launch(plan)
 
     def prefill(self, rows: Sequence[NewRow]) -> None:

@@ -211,7 +211,7 @@ def _begin_forms_anew(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: FormOutput, output: Any) -> None:
         if self not in begun:
             begun.add(self)
-            self._num_seen = output.size
+            self.num_seen = output.size
         right(self, output)
 
     patch.setattr(FormOutput, "advance", wrong)

@@ -81,7 +81,7 @@ class FormOutput:
         self._had_long_mask = False
         """A mask took more than MASK_LIMIT_S."""
         self._end_ids = frozenset(end_ids)
-        self._num_seen = 0
+        self.num_seen = 0
         """Tokens of the output that the matcher has taken."""
         self._has_ended = False
 
@@ -93,14 +93,14 @@ class FormOutput:
         """
         if self.error is not None:
             return
-        for token_id in output[self._num_seen :].tolist():
+        for token_id in output[self.num_seen :].tolist():
             # A step may be on its way behind the end; its token is dropped.
             self._has_ended = self._has_ended or token_id in self._end_ids
             if self.matcher is None or self._has_ended:
                 break
             if not self.matcher.consume_token(token_id):
                 self._fail(_why_not_consumed(self.matcher))
-        self._num_seen = output.size
+        self.num_seen = output.size
 
     def may_come(self, token_id: int) -> bool:
         """Return whether the mask surely has this token."""

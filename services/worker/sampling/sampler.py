@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.types.sampling import SamplingParams
 from triptych.types.step import LogprobColumns, RowError
 from triptych_kernels import ops
 from triptych_services.worker.sampling.batch import gather_sampling, to_device
-from triptych_services.worker.sampling.logits_processors.base import (
-    ChangedRows,
-    DirectProcessor,
-    FusedProcessor,
-    JudgingProcessor,
-    LogitsProcessor,
-    OwnRow,
-    SteppedProcessor,
-)
+from triptych_services.worker.sampling.logits_processors.base import AnyProcessor, Flags
+from triptych_services.worker.sampling.logits_processors.processors import Processors
 from triptych_services.worker.sampling.params import (
     NO_LOGPROBS,
     NOTHING_ALLOWED,
-    LogitChange,
     SamplingColumns,
     TokenHistory,
 )
 from triptych_services.worker.sampling.sampled import NOT_FINITE, SampledTokens, SamplingPlaces
 
 I64 = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-P = TypeVar("P", bound=LogitsProcessor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +80,7 @@ class Sampler:
         self,
         columns: SamplingColumns,
         history: TokenHistory,
-        processors: Sequence[FusedProcessor | DirectProcessor],
+        processors: Sequence[AnyProcessor],
     ) -> None:
         """
         Args:
@@ -101,7 +89,7 @@ class Sampler:
         """
         self._columns = columns
         self._history = history
-        self._processors = _Processors(processors)
+        self._processors = Processors(processors)
         columns.observer = self._processors
 
     def needs_history(self, slots: I64) -> bool:
@@ -175,7 +163,8 @@ class Sampler:
         if changed is None:
             return ChosenTokens(chosen, chosen, self._launch_logprobs(logits, chosen, slots))
         batch = gather_sampling(self._columns, self._history, changed.slots, logits.device)
-        token_ids = chosen.index_copy(0, changed.device_rows, batch.choose(changed.logits))
+        chosen_anew = batch.choose(changed.logits, rows=changed.logits_rows, masks=changed.masks)
+        token_ids = chosen.index_copy(0, changed.device_rows, chosen_anew)
         return ChosenTokens(
             chosen, token_ids, self._launch_logprobs(logits, token_ids, slots), changed.faults
         )
@@ -221,99 +210,6 @@ class Sampler:
         return _with_named_tokens(best, named, logits) if named else best
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ChangedLogits:
-    """The logits of a step's changed rows."""
-
-    logits: Tensor
-    """[num_changed, vocab_size] float32"""
-    slots: I64
-    """[num_changed]"""
-    device_rows: Tensor
-    """[num_changed] int64 rows of the step's logits, on the rank's device."""
-    faults: Sequence[tuple[RowError, Flags]]
-    """See `ChosenTokens`."""
-
-
-class _Processors:
-    """All logits processors, as one `SlotObserver` and one change of a step's logits."""
-
-    def __init__(self, processors: Sequence[FusedProcessor | DirectProcessor]) -> None:
-        self._all = tuple(processors)
-        self._fused = tuple(each for each in processors if isinstance(each, FusedProcessor))
-        self._direct = tuple(each for each in processors if not isinstance(each, FusedProcessor))
-        self._judging = tuple(each for each in self._direct if isinstance(each, JudgingProcessor))
-        self._stepped = tuple(each for each in processors if isinstance(each, SteppedProcessor))
-        self._with_history = tuple(each for each in processors if each.needs_history)
-
-    def enter(self, slot: int, params: SamplingParams) -> LogitChange:
-        change = LogitChange.NEVER
-        for processor in self._all:
-            change = max(change, processor.enter(slot, params))
-        return change
-
-    def leave(self, slot: int) -> None:
-        for processor in self._all:
-            processor.leave(slot)
-
-    def begin_step(self, slots: I64, device: torch.device) -> None:
-        for processor in self._stepped:
-            processor.begin_step(slots, device)
-
-    def take_mask_ns(self) -> int:
-        return sum(each.take_mask_ns() for each in self._stepped)
-
-    def need_history(self, slots: I64) -> bool:
-        return any(each.find_rows(slots) is not None for each in self._with_history)
-
-    def change(self, logits: Tensor, chosen: Tensor, slots: I64) -> _ChangedLogits | None:
-        """Return the logits of the rows that change in this step, or None if none does.
-
-        A row that keeps its first choice all the same does not change.
-        """
-        fused, direct = _active(self._fused, slots), _active(self._direct, slots)
-        if direct and chosen.device.type == "cpu":  # other devices would have to be waited for
-            direct = self._unsettled(fused, direct, chosen.numpy(), slots)
-        if not fused and not direct:
-            return None
-        active: list[tuple[LogitsProcessor, Flags]] = [*fused, *direct]
-        rows = np.flatnonzero(np.logical_or.reduce([flags for _, flags in active]))
-        changed = ChangedRows(rows, slots[rows], logits.device)
-        device_rows = to_device(rows, logits.device)
-        operands: dict[str, Any] = {
-            processor.operand: processor.columns(changed, _own_rows(flags, changed))
-            for processor, flags in fused
-        }
-        processed = ops.process_logits(logits, device_rows, **operands)
-        errors: list[tuple[RowError, Flags]] = []
-        for processor, flags in direct:
-            failed = processor.apply(processed, changed, _own_rows(flags, changed))
-            errors += [(error, np.arange(slots.size) == rows[row]) for row, error in failed.items()]
-        faults = errors + [(each.fault, flags) for each, flags in active if each.fault is not None]
-        return _ChangedLogits(processed, changed.slots, device_rows, faults)
-
-    def _unsettled(
-        self,
-        fused: Sequence[tuple[LogitsProcessor, Flags]],
-        direct: Sequence[tuple[DirectProcessor, Flags]],
-        chosen: NDArray[np.generic],
-        slots: I64,
-    ) -> list[tuple[DirectProcessor, Flags]]:
-        """Return `direct` without the rows that keep their first choice, see `JudgingProcessor`."""
-        num_changes = np.sum([flags for _, flags in (*fused, *direct)], axis=0)
-        unsettled = []
-        for processor, flags in direct:
-            judge = next((each for each in self._judging if each is processor), None)
-            if judge is not None:
-                own = np.flatnonzero(flags & (num_changes == 1)).tolist()
-                settled = [row for row in own if judge.lets_pass(int(slots[row]), int(chosen[row]))]
-                flags = flags.copy()
-                flags[settled] = False
-            if flags.any():
-                unsettled.append((processor, flags))
-        return unsettled
-
-
 def _with_named_tokens(
     best: LogprobTensors, named: Sequence[tuple[int, I64]], logits: Tensor
 ) -> LogprobTensors:
@@ -341,18 +237,6 @@ def _with_named_tokens(
     top_ids.index_put_((at, column), token_ids.to(top_ids.dtype))
     top_logprobs.index_put_((at, column), best.chosen_logprobs.index_select(0, at) + distances)
     return replace(best, num_top=num_top, top_ids=top_ids, top_logprobs=top_logprobs)
-
-
-def _active(processors: Iterable[P], slots: I64) -> list[tuple[P, Flags]]:
-    """Return the processors that change rows of these slots, each with the rows."""
-    found = ((each, each.find_rows(slots)) for each in processors)
-    return [(each, flags) for each, flags in found if flags is not None]
-
-
-def _own_rows(flags: Flags, changed: ChangedRows) -> list[OwnRow]:
-    """Return a processor's rows in the order of the changed ones; `flags` are those of all rows of the step."""
-    own = np.flatnonzero(flags[changed.rows])
-    return list(zip(own.tolist(), changed.slots[own].tolist(), strict=True))
 
 
 def _read_logprobs(

@@ -8,7 +8,9 @@ A step's logits are [num_rows, vocab_size]. The rows that some processor changes
     changed rows             .    0    .    1        apply to a copy, [num_changed, vocab_size]
 
 `ops.process_logits` makes the copy and applies what `FusedProcessor`s contribute; then each `DirectProcessor` changes
-the copy by itself. Masks and penalties commute, so it does not matter that the fused ones come first.
+the copy by itself. Masks and penalties commute, so it does not matter that the fused ones come first. What a
+`MaskingProcessor` allows is left to the choice, `ops.sample`, unless another processor changes the copy after it: rows
+that are only masked are not copied.
 """
 
 from __future__ import annotations
@@ -111,14 +113,36 @@ class DirectProcessor(LogitsProcessor, Protocol):
 
 
 @runtime_checkable
-class JudgingProcessor(DirectProcessor, Protocol):
-    """A processor that only masks, and that says of one token whether it may come for much less than all masks cost.
+class MaskingProcessor(LogitsProcessor, Protocol):
+    """A processor that only says which tokens may come."""
+
+    def masks(
+        self, vocab_size: int, own: Sequence[OwnRow]
+    ) -> tuple[NDArray[np.uint32], Mapping[int, RowError]]:
+        """Return a mask for each row, and the rows that it leaves without a token because they failed, and why.
+
+        An error counts before the `fault` of any processor.
+
+        Args:
+            own: The rows that it masks, ascending, at least one.
+        Returns:
+            [num_own, vocab_size / 32 rounded up] bit t % 32 of word t // 32: token t may come.
+        """
+
+
+AnyProcessor = FusedProcessor | DirectProcessor | MaskingProcessor
+"""It changes logits in one of these ways."""
+
+
+@runtime_checkable
+class JudgingProcessor(LogitsProcessor, Protocol):
+    """A processor that only masks, and that says of one token whether it may come for much less than a mask costs.
 
     Where it alone would change a row and lets the first choice pass, no other token is better: the choice is kept.
     """
 
     def lets_pass(self, slot: int, token_id: int) -> bool:
-        """Return whether the first choice of a slot is kept; False where that takes `apply` to say.
+        """Return whether the first choice of a slot is kept; False where that takes a mask to say.
 
         Args:
             token_id: Best token among the logits as the model made them; negative: there is none.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from triptych_services.worker.sampling.logits_processors.allowed_ids import AllowedIds
 from triptych_services.worker.sampling.logits_processors.bad_words import BadWords
-from triptych_services.worker.sampling.logits_processors.base import DirectProcessor, FusedProcessor
+from triptych_services.worker.sampling.logits_processors.base import AnyProcessor
 from triptych_services.worker.sampling.logits_processors.logit_bias import LogitBias
 from triptych_services.worker.sampling.logits_processors.min_tokens import MinTokens
 from triptych_services.worker.sampling.logits_processors.penalties import Penalties
@@ -21,7 +21,7 @@ def create_logits_processors(
     eos_token_ids: Sequence[int],
     history: TokenHistory,
     forms: StructuredForms,
-) -> list[FusedProcessor | DirectProcessor]:
+) -> list[AnyProcessor]:
     """Return the processors in the order in which they apply.
 
     If a request is left with no usable logit, the first of its processors that has a `fault` gives the reason.

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowError
 from triptych_services.worker.context.rank_group import OneRank, RankGroup
-from triptych_services.worker.sampling.batch import to_device
 from triptych_services.worker.sampling.form_output import (
     MASKED_BY_OTHERS,
     SLOW_MASK_S,
@@ -25,7 +23,6 @@ from triptych_services.worker.sampling.form_output import (
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 from triptych_services.worker.sampling.logits_processors.base import (
     I64,
-    ChangedRows,
     Flags,
     OwnRow,
     SlotValues,
@@ -39,7 +36,7 @@ _SLOW_MASKS_S = 0.005  # for the masks that threads compute together; beyond it 
 
 
 class StructuredForms:
-    """A `JudgingProcessor`.
+    """A `MaskingProcessor` and a `JudgingProcessor`.
 
     The matchers advance by the tokens of the history since the step before. A request that enters with tokens, after a
     preemption or a crash, advances by all of these.
@@ -137,29 +134,26 @@ class StructuredForms:
         output = self._outputs[slot]
         return output.can_keep_first and token_id >= 0 and self._advanced(slot).may_come(token_id)
 
-    def apply(self, logits: Tensor, changed: ChangedRows, own: Sequence[OwnRow]) -> Mapping[int, RowError]:
+    def masks(
+        self, vocab_size: int, own: Sequence[OwnRow]
+    ) -> tuple[NDArray[np.uint32], Mapping[int, RowError]]:
         outputs = [self._advanced(slot) for _, slot in own]
         # Ranks measure different times. They would have to agree, in each step with a form.
         if self.may_defer and self._group.tensor_parallel_size == 1:
             leave_out_late(outputs)
-        vocab_size = logits.shape[1]
-        bits = np.zeros((len(own), -(-vocab_size // 32)), np.uint32)  # [num_own, words] 1: may come
+        bits = np.zeros((len(own), -(-vocab_size // 32)), np.uint32)
         self._fill(bits, outputs)
         for output, row_bits in zip(outputs, bits, strict=True):
             output.finish_mask(row_bits)
-        allowed = _unpacked(to_device(bits.view(np.int32), logits.device), vocab_size)
-        if len(own) == logits.shape[0]:
-            logits.masked_fill_(~allowed, -torch.inf)
-        else:
-            rows = to_device(np.array([row for row, _ in own]), logits.device)
-            logits.index_copy_(0, rows, torch.where(allowed, logits.index_select(0, rows), -torch.inf))
         failed = zip(own, outputs, strict=True)
-        return {row: output.error for (row, _), output in failed if output.error is not None}
+        return bits, {row: output.error for (row, _), output in failed if output.error is not None}
 
     def _advanced(self, slot: int) -> FormOutput:
         """Return the output of a slot after it has taken in the latest tokens."""
         output, history = self._outputs[slot], self._history
-        output.advance(history.token_ids[slot, history.num_prompt[slot] : history.num_known[slot]])
+        num_prompt, num_known = int(history.num_prompt[slot]), int(history.num_known[slot])
+        if num_known - num_prompt != output.num_seen:
+            output.advance(history.token_ids[slot, num_prompt:num_known])
         return output
 
     def _fill(self, bits: NDArray[np.uint32], outputs: Sequence[FormOutput]) -> None:
@@ -186,18 +180,3 @@ class StructuredForms:
         ended = time.perf_counter_ns()
         self._mask_ns += ended - started
         self._measures_each = ended - started_together > _SLOW_MASKS_S * 1e9
-
-
-def _unpacked(words: Tensor, num_bits: int) -> Tensor:
-    """Return the bits of each row, [num_rows, num_bits] bool.
-
-    Args:
-        words: [num_rows, words] int32, the lowest bit first.
-    """
-    if words.device.type == "cpu":
-        packed = words.numpy().view(np.uint8)
-        return torch.from_numpy(
-            np.unpackbits(packed, axis=1, bitorder="little", count=num_bits).view(np.bool_)
-        )
-    places = torch.arange(32, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> places) & 1).flatten(1)[:, :num_bits].bool()
