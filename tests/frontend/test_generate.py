@@ -195,11 +195,11 @@ async def test_a_stop_string_aborts_upstream_at_once() -> None:
 
 async def test_the_deadline_reaches_the_engine_and_is_kept_here() -> None:
     async with FakeEngine() as engine, frontend_core(engine) as core:
-        with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
-            await collect(core.generator, raw_request(deadline_s=0.05))
+        with pytest.raises(DeadlineExceeded, match=r"0\.5 s"):
+            await collect(core.generator, raw_request(deadline_s=0.5))
         (request,) = engine.submitted
         assert request.deadline_remaining_ms is not None
-        assert 0 < request.deadline_remaining_ms <= 50
+        assert 0 < request.deadline_remaining_ms <= 500
         await eventually(lambda: engine.aborted == [request.request_id])
         assert core.count("DEADLINE_EXCEEDED") == 1
 

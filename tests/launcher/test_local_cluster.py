@@ -67,7 +67,7 @@ def test_services_get_addresses_and_leave_in_order(tmp_path):
         config, pids = cluster.config, cluster.pids
         assert list(pids) == list(NAMES)
         assert cluster.address == f"127.0.0.1:{config.frontend.port}"
-        assert f"enginecore calls 127.0.0.1:{config.worker.port}" in cluster.lines
+        wait_until(lambda: f"enginecore calls 127.0.0.1:{config.worker.port}" in cluster.lines)
         wait_until(lambda: f"frontend calls 127.0.0.1:{config.engine.port}" in cluster.lines)
         assert list(tmp_path.iterdir()) == []  # not even a directory that a killed parent would leave
     assert [line for line in cluster.lines if "leaves" in line] == [
@@ -226,8 +226,10 @@ def test_a_service_waits_for_its_flags(monkeypatch):
             time.sleep(0.02)
 
 
-def test_all_services_start_before_the_first_has_bound():
+def test_all_services_start_before_the_first_has_bound(monkeypatch, tmp_path):
     """Their modules are imported at the same time."""
+    may_bind = tmp_path / "may-bind"
+    monkeypatch.setenv("FAKE_WORKER", f"late:{may_bind}")
     cluster = Cluster()
     cluster.start()
     try:
@@ -236,6 +238,7 @@ def test_all_services_start_before_the_first_has_bound():
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert cluster.config.worker.port == 0  # not known yet
+        may_bind.touch()
         cluster.wait_bound(TIMEOUT_S)
     finally:
         cluster.stop()

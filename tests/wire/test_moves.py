@@ -185,7 +185,7 @@ async def test_nothing_moves_where_the_operator_forbids_it() -> None:
 
 @pytest.mark.parametrize("policy", ["same_numerics", "any"])
 async def test_other_numerics_are_asked_only_if_allowed(policy: str) -> None:
-    terms = MigrationTerms(policy=policy, timeout_s=0.5)
+    terms = MigrationTerms(policy=policy, timeout_s=DEADLINE_S if policy == "any" else 0.5)
     async with running_units(2, moves=terms, numerics=("avx512", "cuda"), resume_ttl_s=0.3) as (units, core):
 
         async def kill() -> None:
@@ -232,7 +232,8 @@ async def test_a_lone_worker_that_computes_otherwise(
     policy: str, identity: dict[str, str], error: str
 ) -> None:
     """Other weights end no answer that they have not begun; other numerics do where the operator allows it."""
-    async with running_units(1, moves=MigrationTerms(policy=policy, timeout_s=0.3)) as ((unit,), core):
+    terms = MigrationTerms(policy=policy, timeout_s=0.3 if error else DEADLINE_S)
+    async with running_units(1, moves=terms) as ((unit,), core):
 
         async def upgrade() -> None:
             await unit.replace_worker(**identity)

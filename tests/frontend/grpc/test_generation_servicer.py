@@ -300,11 +300,11 @@ async def test_a_stalled_client_does_not_delay_the_others() -> None:
 
 async def test_the_call_s_deadline_reaches_the_engine() -> None:
     async with FakeEngine() as engine, open_api(engine) as servicer:
-        error = await error_of(servicer.generation.StreamGenerate(ask(text="x"), timeout=0.2))
+        error = await error_of(servicer.generation.StreamGenerate(ask(text="x"), timeout=1.0))
         assert isinstance(error, errors.DeadlineExceeded)
         (request,) = engine.submitted
         assert request.deadline_remaining_ms is not None
-        assert 0 < request.deadline_remaining_ms <= 200
+        assert 0 < request.deadline_remaining_ms <= 1000
         await eventually(lambda: engine.aborted == [request.request_id])
 
 

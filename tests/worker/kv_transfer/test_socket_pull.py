@@ -192,7 +192,7 @@ async def test_a_flipped_bit_is_never_written(at: int) -> None:
     async with two_workers() as (source, target, proxy):
         proxy.damage = flip_bit(at)
         source.offer(0, 8)
-        with patience(0.5):
+        with patience(DEADLINE_S):
             target.pull(proxy.address, 0, 8)
             ended = await target.ended(8)
         assert ended.failure
@@ -207,7 +207,7 @@ async def test_a_link_that_breaks_keeps_what_was_whole(damage: Callable[[int], o
     async with two_workers() as (source, target, proxy):
         proxy.damage = damage(3 * (BLOCK_BYTES + 41) + (1 << 14))
         source.offer(0, 16)
-        with patience(0.5):
+        with patience(1.0):
             target.pull(proxy.address, 0, 16)
             ended = await target.ended(16)
         assert ended.failure
