@@ -108,7 +108,7 @@ def test_ctrl_c_ends_watching_well(service):
         assert child.stdout is not None
         assert "running" in child.stdout.readline()
         child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=30)
+        _, err = child.communicate(timeout=120)
         assert (child.returncode, err) == (0, "")
 
 

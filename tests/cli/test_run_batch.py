@@ -119,7 +119,7 @@ def test_an_interrupted_batch_goes_on(api, batch, tmp_path):
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as child:
         wait_until(lambda: target.exists() and target.read_text().count("\n") == 3)
         os.kill(child.pid, signal.SIGINT)
-        assert "the same command goes on" in child.communicate(timeout=30)[1]
+        assert "the same command goes on" in child.communicate(timeout=120)[1]
         assert child.returncode == 130
     api.generator.hold_after_words = None
     num_sent = len(api.generator.requests)
@@ -142,7 +142,7 @@ def test_a_second_batch_on_one_output_is_refused(api, batch, tmp_path, capsys):
         assert f"{target}: another run-batch is writing to it" in capsys.readouterr().err
         assert target.read_bytes() == before
         os.kill(child.pid, signal.SIGINT)
-        child.communicate(timeout=30)
+        child.communicate(timeout=120)
     api.generator.hold_after_words = None
     assert exit_code(*words) == 0  # the lock ends with its process
     assert target.read_text().count("\n") == 5

@@ -33,7 +33,7 @@ async def client(frontend):
         yield made
 
 
-async def wait_until(condition, timeout_s=5.0):
+async def wait_until(condition, timeout_s=30.0):
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)

@@ -43,7 +43,7 @@ def llm(frontend):
         yield made
 
 
-def wait_until(condition, timeout_s=5.0):
+def wait_until(condition, timeout_s=30.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"
@@ -332,7 +332,7 @@ def test_closing_ends_what_another_thread_waits_for(frontend):
     thread.start()
     wait_until(lambda: frontend.num_running == 1)
     llm.close()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert len(outcomes) == 1
 
 
@@ -345,6 +345,6 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(frontend):
     program = f"from triptych import LLM\nllm = LLM(address={frontend.address!r})\n"
     program += "print(llm.generate('a b', use_tqdm=False)[0].outputs[0].text)"
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, " a b\n", "")

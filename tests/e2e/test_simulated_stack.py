@@ -225,7 +225,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_the_wait_to
 async def status_of(cluster: LocalCluster) -> admin_pb2.EngineStatus:
     async with grpc.aio.insecure_channel(cluster.admin_address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        return (await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)).status
+        return (await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=60)).status
 
 
 def test_an_operator_steers_it_from_the_command_line(

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.model
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
 GREEDY = {"temperature": 0.0}
-IDLE_S = 20.0
+IDLE_S = 60.0
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def client(cluster: LocalCluster) -> AsyncIterator[GenerationClient]:
 async def status_of(cluster: LocalCluster) -> admin_pb2.EngineStatus:
     async with grpc.aio.insecure_channel(cluster.admin_address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        return (await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)).status
+        return (await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=60)).status
 
 
 async def wait_idle(cluster: LocalCluster) -> None:
@@ -154,9 +154,9 @@ def test_reflection_and_health_list_the_services_of_each_tier(cluster: LocalClus
             assert names | {"grpc.health.v1.Health"} <= listed
             health = health_pb2_grpc.HealthStub(channel)
             for name in ("", *names):
-                response = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+                response = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
                 assert response.status == health_pb2.HealthCheckResponse.SERVING, (address, name)
-            statuses = health.List(health_pb2.HealthListRequest(), timeout=5).statuses
+            statuses = health.List(health_pb2.HealthListRequest(), timeout=60).statuses
             assert names <= set(statuses)
 
 
@@ -167,7 +167,7 @@ def test_every_tier_serves_its_metrics(cluster: LocalCluster) -> None:
         (config.engine.metrics_port, "triptych_engine_steps_total"),
         (config.worker.metrics_port, "triptych_worker_stage_seconds_total"),
     ):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
             assert name in response.read().decode()
 
 

@@ -21,7 +21,7 @@ from triptych_services.frontend.http.connections import ConnectionLimits
 from triptych_services.frontend.http.guards import OnResponse
 from triptych_services.frontend.http.server import HttpServer
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ async def _stop(unit: Unit) -> None:
     await unit.worker.stop()
 
 
-async def wait_until_idle(units: Iterable[Unit], deadline_s: float = 10.0) -> None:
+async def wait_until_idle(units: Iterable[Unit], deadline_s: float = 30.0) -> None:
     """Wait until no engine has a request or holds a block."""
     async with asyncio.timeout(deadline_s):
         while any(unit.num_requests or unit.num_used_blocks for unit in units):

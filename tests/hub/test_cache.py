@@ -78,10 +78,10 @@ def test_a_damaged_directory_is_built_again(tmp_path: Path, damage: Callable[[Pa
 
 def test_what_a_killed_builder_left_is_redone_and_cleared(tmp_path: Path) -> None:
     target, log = tmp_path / "target", tmp_path / "log"
-    assert start_builder(target, log, "die").wait(timeout=20) == -signal.SIGKILL
+    assert start_builder(target, log, "die").wait(timeout=120) == -signal.SIGKILL
     assert not target.exists()
     assert list(tmp_path.glob(".target.partial-*"))
-    assert start_builder(target, log, "live").wait(timeout=20) == 0
+    assert start_builder(target, log, "live").wait(timeout=120) == 0
     assert (target / "content").read_text() == "whole"
     assert not list(tmp_path.glob(".target.partial-*"))
 
@@ -89,7 +89,7 @@ def test_what_a_killed_builder_left_is_redone_and_cleared(tmp_path: Path) -> Non
 def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     processes = [start_builder(tmp_path / "target", log, "live") for _ in range(3)]
-    assert [process.wait(timeout=30) for process in processes] == [0, 0, 0]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
     assert log.read_text() == "built\n"
 
 

@@ -127,7 +127,7 @@ def test_a_hub_id_without_a_network_says_so_and_names_the_embedded_model(tmp_pat
         env=environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert result.returncode == 1
@@ -311,7 +311,7 @@ def test_the_path_to_a_converted_model_imports_no_converter(cache: Path, tmp_pat
         "print([name for name in ('gguf', 'huggingface_hub', 'tokenizers', 'numpy') if name in sys.modules])"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code, str(gguf)], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code, str(gguf)], capture_output=True, text=True, timeout=120, check=True
     )
     assert result.stdout.strip() == "[]"
     assert result.stderr == ""

@@ -17,7 +17,7 @@ from triptych.errors import ConfigError
 from triptych.rpc.server import RpcServer, stop_event, write_ready_file
 from triptych.v1 import generation_pb2
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 GENERATION = "triptych.v1.GenerationService"
 ADMIN = "triptych.admin.v1.AdminService"
 SERVING = health_pb2.HealthCheckResponse.SERVING

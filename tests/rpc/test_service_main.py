@@ -24,7 +24,7 @@ from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import ServiceApp, run
 from triptych.types.exit_codes import ExitCode
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 class App(ServiceApp):

@@ -56,7 +56,7 @@ class _Server:
         async with self.open_channel(tls, host) as channel:
             try:
                 request = admin_pb2.GetStatusRequest(engine_id="e")
-                response = await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(request, timeout=5)
+                response = await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(request, timeout=30)
             except grpc.RpcError as error:
                 return f"{error.code().name}: {error.details()}"
         return response.status.engine_id
@@ -84,7 +84,7 @@ def names_shown(port: int, ca: str, protocol: str = "h2") -> list[str]:
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols([protocol])
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=5) as bare,
+        socket.create_connection(("127.0.0.1", port), timeout=30) as bare,
         context.wrap_socket(bare, server_hostname="127.0.0.1") as wrapped,
     ):
         found = wrapped.getpeercert()

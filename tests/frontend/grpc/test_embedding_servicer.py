@@ -192,7 +192,7 @@ async def test_an_answer_above_the_bound_waits_for_all_others() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     unsent.release(4)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 10)
 
 
 async def test_answers_of_all_calls_are_bounded_until_they_are_sent() -> None:

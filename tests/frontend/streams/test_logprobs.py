@@ -52,7 +52,7 @@ def choices(num_choices: int = 1, **sampling: Any) -> tuple[RequestOutputs, list
 
 async def rest(outputs: RequestOutputs) -> list[PromptLogprobsEvent | DeltaEvent]:
     events = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (event := await outputs.next_event()) is not None:
             events.append(event)
     return events

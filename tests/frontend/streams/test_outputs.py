@@ -92,7 +92,7 @@ def feed(
 async def rest(outputs: RequestOutputs) -> list[DeltaEvent]:
     """All deltas that are there or come until the end."""
     deltas = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (delta := await outputs.next_event()) is not None:
             deltas.append(delta)
     return deltas
@@ -164,7 +164,7 @@ async def test_a_receiver_gets_each_token_in_the_turn_that_brings_it() -> None:
     for place, letter in enumerate("lo!"):
         feed(route, TOKENIZER.encode(letter), end(FinishReason.LENGTH) if place == 2 else None)
         assert receiver.taken[-1].text == letter
-    await asyncio.wait_for(delivery, 5)
+    await asyncio.wait_for(delivery, 30)
     assert text_of(receiver.taken) == "Hello!"
     assert receiver.taken[-1].finish_reason is FinishReason.LENGTH
 
@@ -184,7 +184,7 @@ async def test_what_a_receiver_does_not_take_is_merged_until_it_is_ready() -> No
     receiver.become_ready()
     assert text_of(receiver.taken) == "Hello"
     with pytest.raises(EngineFailure):
-        await asyncio.wait_for(delivery, 5)
+        await asyncio.wait_for(delivery, 30)
 
 
 async def test_a_receiver_that_fails_ends_its_own_request() -> None:
@@ -195,7 +195,7 @@ async def test_a_receiver_that_fails_ends_its_own_request() -> None:
     for letter in "axbc":
         feed(route, TOKENIZER.encode(letter))
     with pytest.raises(ZeroDivisionError):
-        await asyncio.wait_for(delivery, 5)
+        await asyncio.wait_for(delivery, 30)
     assert text_of(receiver.taken) == "ax"
     outputs.close()
     assert upstream.told == ["abort"]

@@ -18,7 +18,7 @@ from triptych.wire.step import Step
 from triptych_services.worker.runner.base import CompletedStep, do_nothing
 from triptych_services.worker.service.runner_thread import RunnerThread
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 class HeldStep:

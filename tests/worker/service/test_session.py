@@ -33,7 +33,7 @@ from triptych_services.worker.service.runner_thread import RunnerThread
 from triptych_services.worker.service.session import DrainNotice, EngineHello, Grant
 from triptych_services.worker.service.status import StatusPublisher
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 SHARED = {"cache.block_size": "16"}
 HELLO = EngineHello(
     "engine-0", "a", "", SHARED, max_steps_in_flight=2, agreement=Agreement(WORKER_PROTOCOL.version)
