@@ -24,7 +24,7 @@ from triptych.client.request import RequestOptions
 from triptych.types.events import DeltaEvent, Event, FinishedEvent
 
 pytestmark = pytest.mark.model
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 SHAPES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"seed": 1},

@@ -23,7 +23,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 GO_LIBRARIES = "/usr/share/gocode"  # of Debian's packages
 BUILD_S = 300.0
-RUN_S = 60.0
+RUN_S = 180.0
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from triptych.types.sampling import SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.thorough]
 
-RUN_S = 60.0
+RUN_S = 180.0
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from triptych.config.loader import load_config
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.rpc.channel import open_blocking_channel
 
-READY_S = 60.0
+READY_S = 120.0
 REQUESTS, TOKENS, MAX_NUM_SEQS = 6, 100, 4
 STEP_MS = 10
 """All rows are taken for a second at least, which a busy machine does not miss."""

@@ -36,7 +36,7 @@ PROMPT = "The story begins"
 NUM_STREAMS = 16
 """Connections, of which both processes have some but for a chance of 2 in 65,536."""
 ENDLESS = 4000
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 FREE_PORTS = {
     "frontend.admin_port": "0",
     "frontend.http_port": "0",

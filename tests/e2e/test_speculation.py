@@ -27,7 +27,7 @@ FLAGS = {
     "model.quantization": "q4",
     "model.max_model_len": "1024",
     "scheduler.max_num_seqs": "8",
-    "speculative.enabled": "auto",
+    "speculative.enabled": "true",  # `auto` judges by time whether they pay
     "worker.device": "cpu",
     "worker.num_threads": "1",
 }

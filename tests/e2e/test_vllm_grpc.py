@@ -15,7 +15,7 @@ from triptych.types.sampling import SamplingParams
 
 pytestmark = pytest.mark.model
 
-RUN_S = 60.0
+RUN_S = 180.0
 PROMPT = "The capital of France is"
 CLIENT = """
 import io, json, sys, zipfile

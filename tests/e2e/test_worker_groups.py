@@ -26,7 +26,7 @@ from triptych.types.events import DeltaEvent
 pytestmark = pytest.mark.model
 
 READY_S = 180.0
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 PATIENT_S = 60.0
 """For ranks that a busy machine stops for a while."""
 PROMPT = "The history of the sea begins with"

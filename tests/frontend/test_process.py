@@ -31,7 +31,7 @@ from triptych.types.outputs import FinishReason
 from triptych.v1 import generation_pb2_grpc
 
 TOKENIZER = byte_tokenizer()
-START_S = 30.0  # a cold start on a busy machine
+START_S = 120.0  # a cold start on a busy machine
 FREE_PORTS = {f"frontend.{name}": "0" for name in ("port", "admin-port", "http-port", "metrics-port")}
 
 

@@ -15,7 +15,7 @@ from triptych.cli import main
 
 NOBODY = "127.0.0.1:1"
 """An address where nobody answers."""
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def exit_code(*words: str) -> int:

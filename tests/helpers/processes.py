@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 _numbers = itertools.count()
 _random = random.SystemRandom()  # tests are seeded, and those of two processes would choose the same ports
 

@@ -51,7 +51,7 @@ from triptych_services.worker.service.sleep import SleepControl
 from triptych_services.worker.service.status import StatusPublisher
 
 PAUSED, ASLEEP = admin_pb2.ENGINE_STATE_PAUSED, admin_pb2.ENGINE_STATE_ASLEEP
-DEADLINE_S = 20.0
+DEADLINE_S = 40.0
 
 
 class NaiveRunner:

@@ -25,7 +25,7 @@ from triptych.launcher.process import MAX_RESTARTS, ServiceProcess
 ROOT = Path(__file__).parents[2]
 NAMES = ("worker", "enginecore", "frontend")
 FAKES = {name: f"tests.helpers.fake_services.{name}" for name in NAMES}
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 @pytest.fixture(autouse=True)

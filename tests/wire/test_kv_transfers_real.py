@@ -27,11 +27,14 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
 from triptych.types.kv_transfer import KvSource
 from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.kv_transfer import socket_pull, socket_server
 from triptych_services.worker.runner.startup.create import create_runner
 
 NUM_REQUESTS = int(os.environ.get("REQUESTS", "200"))
 NUM_CLIENTS = 12
 VOCAB_SIZE = 997
+PATIENT_S = 120.0
+"""For blocks to come and to be fetched, however busy the machine is."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Clients:
             lease = number.to_bytes(16, "little")
             first = {"max_tokens": 1, "temperature": 0.0}
             await self._finish(self._stack.prefill, number, prompt, first, kv_lease=lease)
-            fields["kv_source"] = KvSource(self._stack.prefill_worker.endpoint, lease, 5.0)
+            fields["kv_source"] = KvSource(self._stack.prefill_worker.endpoint, lease, PATIENT_S)
         tokens = await self._finish(self._stack.decode, number, prompt, sampling, **fields)
         self.answered.append(Answered(prompt, sampling, is_pulled, tokens))
 
@@ -133,8 +136,13 @@ class Clients:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
-async def test_pulls_beside_streams_that_end_change_no_answer(name: str, checkpoint_of: Any) -> None:
+async def test_pulls_beside_streams_that_end_change_no_answer(
+    name: str, checkpoint_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = checkpoint_of(name)
+    monkeypatch.setattr(socket_pull, "SILENCE_S", PATIENT_S)
+    monkeypatch.setattr(socket_server, "SILENCE_S", PATIENT_S)
+    monkeypatch.setattr(socket_server, "REQUEST_S", PATIENT_S)
 
     def make_runner(config: EngineConfig, num_blocks: int) -> Any:
         own = replace(
@@ -146,7 +154,8 @@ async def test_pulls_beside_streams_that_end_change_no_answer(name: str, checkpo
         resolved = resolve_config(own, read_architecture(checkpoint))
         return create_runner(resolved, checkpoint, boot_id="b", on_phase=lambda phase, progress: None)
 
-    async with kv_stack(200, make_runner=make_runner, max_num_batched_tokens=256, max_num_seqs=8) as stack:
+    sizes = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
+    async with kv_stack(200, lease_s=PATIENT_S, make_runner=make_runner, **sizes) as stack:
         clients = Clients(stack)
         await clients.run(NUM_REQUESTS)
         num_pulled = sum(request.is_pulled for request in clients.answered)

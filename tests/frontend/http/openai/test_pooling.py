@@ -268,7 +268,7 @@ async def test_answers_that_are_not_read_are_bounded_together() -> None:
 
 async def test_answers_that_are_never_read_give_their_space_back() -> None:
     body = {"input": "x", "model": "tiny", "encoding_format": "base64"}
-    limits = ConnectionLimits(client_timeout_s=0.5)
+    limits = ConnectionLimits(client_timeout_s=1.5)
     model = replace(EMBEDDER, embedding_size=LARGE)
     async with serve(model, large, limits, max_unsent_bytes=64 << 20) as (api, _):
         unread = [await api.connect("/v1/embeddings", body) for _ in range(2)]
