@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.architecture import ExpertsSpec, ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
 from triptych.errors import FeatureDisabled, ModelError
 
@@ -127,10 +127,44 @@ def test_layers_of_nemotron_are_one_block_each(tmp_path: Path) -> None:
     architecture = read(tmp_path, "NemotronHForCausalLM", values)
     assert kinds(architecture) == ["mamba2", "none", "mamba2", "full", "none"]
     assert [layer.mlp for layer in architecture.layers] == ["none", "plain", "none", "none", "plain"]
-    with pytest.raises(FeatureDisabled, match="with moe"):
-        read(tmp_path, "NemotronHForCausalLM", values | {"hybrid_override_pattern": "ME*"})
     with pytest.raises(ModelError, match=r"layers_block_type: .* must be a list of"):
         read(tmp_path, "NemotronHForCausalLM", values | {"hybrid_override_pattern": "M?"})
+
+
+def test_experts_of_nemotron_have_no_gate(tmp_path: Path) -> None:
+    """Those of Nemotron 3 Nano."""
+    values = {
+        "attention_bias": False, "chunk_size": 128, "conv_kernel": 4, "expand": 2, "head_dim": 128,
+        "hidden_size": 2688, "hybrid_override_pattern": "ME*E", "intermediate_size": 1856,
+        "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 64,
+        "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144,
+        "mlp_bias": False, "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_eps": 1e-05, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts_per_tok": 6, "num_hidden_layers": 4, "num_key_value_heads": 2, "num_logits_to_keep": 1,
+        "partial_rotary_factor": 1.0, "rescale_prenorm_residual": True, "residual_in_fp32": False,
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": None, "ssm_state_size": 128,
+        "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001,
+        "topk_group": 1, "use_bias": False, "use_cache": True, "use_conv_bias": True,
+        "use_mamba_kernels": True, "vocab_size": 131072,
+    }  # fmt: skip
+    architecture = read(tmp_path, "NemotronHForCausalLM", values)
+    assert kinds(architecture) == ["mamba2", "none", "full", "none"]
+    assert [layer.mlp for layer in architecture.layers] == ["none", "experts", "none", "experts"]
+    layer = architecture.layers[1]
+    assert layer.intermediate_size == 1856
+    assert layer.experts == ExpertsSpec(
+        128,
+        6,
+        score="sigmoid",
+        scale=2.5,
+        group_experts=2,
+        correction_shape=(128,),
+        shared_size=3712,
+        is_gated=False,
+    )
+    with pytest.raises(FeatureDisabled, match=r"moe_latent_size = 1024: .* vectors of another size"):
+        read(tmp_path, "NemotronHForCausalLM", values | {"moe_latent_size": 1024})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Contract of a mixture of experts: each token goes through the gated MLPs of the experts that its router prefers."""
+"""Contract of a mixture of experts: each token goes through the MLPs of the experts that its router prefers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.expert_choice import ExpertChoice
-from triptych_kernels.ops.linear import GATED_ACTIVATIONS
+from triptych_kernels.ops.linear import ACTIVATIONS, GATED_ACTIVATIONS
 from triptych_kernels.registry import find_impl
 from triptych_kernels.weights.adapter_tables import ExpertAdapters
 from triptych_kernels.weights.base import LinearWeight
@@ -37,11 +37,11 @@ def fused_moe(
     adapters: ExpertAdapters | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Compute a mixture of experts: each token goes through the gated MLPs of the experts that its router prefers.
+    """Compute a mixture of experts: each token goes through the MLPs of the experts that its router prefers.
 
         out = sigmoid(shared_gate) * shared + sum over the token's experts e of
               weight[e] * (w2[e] @ activated + w2_bias[e])
-        activated = activation(gate) * up,    [gate | up] = w13[e] @ x + w13_bias[e]
+        activated = activation(gate) * up,    [gate | up] = w13[e] @ x + w13_bias[e], or without a gate activation(up)
 
     `choice` says which experts a token has, and their weights. With `choice.scales_input` the experts read
     weight[e] * x, rounded to x's dtype, and their results are added as they are. Sums are taken in float32.
@@ -52,10 +52,10 @@ def fused_moe(
         x: [num_tokens, hidden_size], the last axis contiguous.
         router_logits: [num_tokens, num_experts], the last axis contiguous, float32 or of x's dtype.
         w13: [num_experts, 2 * intermediate_size, hidden_size], gate first, contiguous, of x's dtype; or a gated
-            `LinearWeight` of the last two axes for each expert.
+            `LinearWeight` of the last two axes for each expert. Without a gate: intermediate_size rows; not on GPUs.
         w2: [num_experts, hidden_size, intermediate_size] like w13, not gated.
-        activation: One of `GATED_ACTIVATIONS`; silu with an `ExpertStack`.
-        w13_bias: [num_experts, 2 * intermediate_size], contiguous, of w13's dtype. None: there is none, or the weights
+        activation: One of `GATED_ACTIVATIONS`, or of `ACTIVATIONS` without a gate; silu with an `ExpertStack`.
+        w13_bias: [num_experts, rows of w13], contiguous, of w13's dtype. None: there is none, or the weights
             are `LinearWeight`s, which have their own; those of an `ExpertStack` have none.
         w2_bias: [num_experts, hidden_size], likewise.
         shared: [num_tokens, hidden_size] of x's dtype, contiguous: the result of an expert of all tokens, or None.
@@ -70,8 +70,8 @@ def fused_moe(
             names both.
     Source: Mixtral of Experts, arXiv:2401.04088.
     """
-    _check(x, router_logits, w13, w2, first_expert)
-    _check_choice(router_logits, choice, activation)
+    is_gated = _check(x, router_logits, w13, w2, first_expert)
+    _check_choice(router_logits, choice, activation, GATED_ACTIVATIONS if is_gated else ACTIVATIONS)
     _check_bias("w13", w13, w13_bias)
     _check_bias("w2", w2, w2_bias)
     _check_shared(x, shared, shared_gate)
@@ -85,7 +85,8 @@ def fused_moe(
 
 def _check(
     x: Tensor, router_logits: Tensor, w13: ExpertWeights, w2: ExpertWeights, first_expert: int | None
-) -> None:
+) -> bool:
+    """Return whether experts have a gate."""
     shapes = []
     for name, weight in (("w13", w13), ("w2", w2)):
         if isinstance(weight, Tensor):
@@ -101,10 +102,19 @@ def _check(
             )
         shapes.append(shape)
     num_experts, hidden_size, intermediate_size = shapes[1]
-    if shapes[0] != (num_experts, 2 * intermediate_size, hidden_size):
+    is_gated = shapes[0] == (num_experts, 2 * intermediate_size, hidden_size)
+    if not is_gated and shapes[0] != (num_experts, intermediate_size, hidden_size):
         raise ValueError(
             f"fused_moe: w13 {list(shapes[0])} and w2 {list(shapes[1])} must be "
-            "[num_experts, 2 * intermediate_size, hidden_size] and [num_experts, hidden_size, intermediate_size]"
+            "[num_experts, 2 * intermediate_size, hidden_size] and [num_experts, hidden_size, intermediate_size], w13 "
+            "without the factor 2 if experts have no gate"
+        )
+    if any(
+        not isinstance(weight, Tensor) and weight[0].gated != gated
+        for weight, gated in ((w13, is_gated), (w2, False))
+    ):
+        raise ValueError(
+            f"fused_moe: LinearWeights of w13 must be gated as its shape {list(shapes[0])} says, w2's not"
         )
     if x.ndim != 2 or x.shape[1] != hidden_size or x.stride(1) != 1:
         raise ValueError(
@@ -129,12 +139,15 @@ def _check(
             f"[num_tokens, num_experts] = {[len(x), num_experts]} in {x.dtype} or torch.float32, the last axis "
             "contiguous"
         )
+    return is_gated
 
 
-def _check_choice(router_logits: Tensor, choice: ExpertChoice, activation: str) -> None:
+def _check_choice(
+    router_logits: Tensor, choice: ExpertChoice, activation: str, activations: Sequence[str]
+) -> None:
     choice.check_experts(router_logits.shape[1])
-    if activation not in GATED_ACTIVATIONS:
-        raise ValueError(f"fused_moe: activation {activation!r} is none of {', '.join(GATED_ACTIVATIONS)}")
+    if activation not in activations:
+        raise ValueError(f"fused_moe: activation {activation!r} is none of {', '.join(activations)}")
 
 
 def _checked_adapters(

@@ -32,7 +32,10 @@ def fused_moe(
                 continue
             up_bias, down_bias = (None if bias is None else bias[expert] for bias in (w13_bias, w2_bias))
             inputs = (x[token] * weight).to(x.dtype) if choice.scales_input else x[token]
-            activated = gated_linear(inputs, w13[expert], up_bias, activation)
+            if w13.shape[1] > w2.shape[2]:
+                activated = gated_linear(inputs, w13[expert], up_bias, activation)
+            else:
+                activated = linear(inputs, w13[expert], up_bias, x.dtype, activation)
             result = linear(activated, w2[expert], down_bias, torch.float64, None)
             out[token] += result if choice.scales_input else weight * result
     if shared is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from triptych_kernels.expert_choice import SMALLEST_SUM, ExpertChoice
-from triptych_kernels.torch.elementwise import activate_gated
+from triptych_kernels.torch.elementwise import activate, activate_gated
 
 
 def fused_moe(
@@ -25,6 +25,7 @@ def fused_moe(
 ) -> Tensor:
     weights, experts = choose_experts(router_logits, choice)
     experts = experts - first_expert  # among those that are here
+    act = activate_gated if w13.shape[1] > w2.shape[2] else activate
     results = torch.zeros(choice.top_k, *x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         if not 0 <= expert < len(w13):
@@ -34,7 +35,7 @@ def fused_moe(
         if choice.scales_input:
             inputs = (inputs * weights[tokens, ranks, None]).to(x.dtype)
         up_bias, down_bias = (None if bias is None else bias[expert] for bias in (w13_bias, w2_bias))
-        activated = activate_gated(functional.linear(inputs, w13[expert], up_bias), activation)
+        activated = act(functional.linear(inputs, w13[expert], up_bias), activation)
         results[ranks, tokens] = functional.linear(activated, w2[expert], down_bias).float()
     factors = torch.ones_like(weights) if choice.scales_input else weights
     mixed = results[0] * factors[:, :1]

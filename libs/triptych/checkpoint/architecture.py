@@ -83,6 +83,8 @@ class ExpertsSpec:
     has_norms: bool = False
     """Whether the shared expert is the layer's MLP, beside the mixture: the router, the experts and what both give have
     norms of their own."""
+    is_gated: bool = True
+    """Whether each expert, a shared one included, is `down(act(gate(x)) * up(x))`; else `down(act(up(x)))`."""
     has_expert_scales: bool = False
     """Whether the weights of each expert have a factor, `per_expert_scale`."""
 

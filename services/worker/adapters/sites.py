@@ -31,7 +31,11 @@ from triptych_services.worker.models.base import AdaptedModel
 
 _IN_MIXTURE = re.compile(r"\.(experts\.|(gate|router|shared_expert_gate)$)")
 _EXPERT = re.compile(r"^(.+\.experts)\.(\d+)\.(\w+)$")
-_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_STACKED = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
 """Parameter of all experts in transformers -> our projections of each, one after the other."""
 
 
@@ -359,7 +363,10 @@ def _modules_of_experts(
             of_projection.extend(replace(each, expert=int(match[2])) for each in own)
     found: dict[str, Module] = {}
     for prefix, projections in mixtures.items():
+        lacking = "up_proj" if "gate_proj" in projections else "gate_up_proj"
         for parameter, parts in _STACKED.items():
+            if parameter == lacking:
+                continue
             holder = architecture.names.holder(f"{prefix}.0.{parts[0]}.weight")
             fusion = holder.fused or FusedTensor(parameter, parts)
             num_experts = len(projections[parts[0]])

@@ -139,7 +139,7 @@ def create_mlp(spec: LayerSpec, *, context: ModelContext, prefix: str) -> nn.Mod
         if spec.experts.shared_size:
             shared = MLP(
                 spec.experts.shared_size,
-                is_gated=True,
+                is_gated=spec.experts.is_gated,
                 context=context,
                 prefix=f"{prefix}.shared_experts",
                 is_summed=False,

@@ -1,4 +1,4 @@
-"""Sparse mixtures of experts: a router, and many gated MLPs of which each token passes through a few.
+"""Sparse mixtures of experts: a router, and many MLPs of which each token passes through a few.
 
 With more than one tensor-parallel rank every rank holds a share of each expert's columns, as of an MLP's, or under
 `parallel.expert_parallel` some experts with all their columns. In both cases it computes its part of every token's
@@ -63,11 +63,23 @@ class ExpertSizes:
     length: int
     """Number of columns that this rank holds."""
     activation: str
-    """One of `ops.GATED_ACTIVATIONS`."""
+    """As of `fused_moe`."""
+    is_gated: bool
+    """Whether experts have a gate."""
     has_bias: bool
     """Whether the checkpoint has biases."""
     adds_down_bias: bool
     """Whether this rank adds the bias of the second product: one of those that share an expert does."""
+
+    @property
+    def up_projections(self) -> tuple[Half, ...]:
+        """The projections that the first product is made of."""
+        return _HALVES if self.is_gated else ("up",)
+
+    @property
+    def up_rows(self) -> int:
+        """Outputs of the first product on this rank."""
+        return len(self.up_projections) * self.length
 
     @property
     def first_expert(self) -> int | None:
@@ -92,11 +104,11 @@ class SparseMoE(nn.Module):
         """
         Args:
             intermediate_size: Number of columns of an expert, of all ranks together.
-            activation: One of `ops.GATED_ACTIVATIONS`.
+            activation: As of `fused_moe`.
             shared: The MLP that every token goes through, of which each rank returns its part of the result.
 
         Raises:
-            FeatureDisabled: The device's quantized products do not compute such experts.
+            FeatureDisabled: The device's products do not compute such experts.
         """
         super().__init__()
         self.group = context.group
@@ -239,12 +251,12 @@ class StackedExperts(WeightedLayer):
         super().__init__()
         self.prefix, self.sizes = prefix, sizes
         num_experts = len(sizes.experts)
-        self.w13 = empty_parameter(num_experts, 2 * sizes.length, sizes.hidden_size, context=context)
+        self.w13 = empty_parameter(num_experts, sizes.up_rows, sizes.hidden_size, context=context)
         self.w2 = empty_parameter(num_experts, sizes.hidden_size, sizes.length, context=context)
         self.w13_bias: nn.Parameter | None = None
         self.w2_bias: nn.Parameter | None = None
         if sizes.has_bias:
-            self.w13_bias = empty_parameter(num_experts, 2 * sizes.length, context=context)
+            self.w13_bias = empty_parameter(num_experts, sizes.up_rows, context=context)
         if sizes.adds_down_bias:
             self.w2_bias = empty_parameter(num_experts, sizes.hidden_size, context=context)
 
@@ -278,13 +290,13 @@ class PackedExperts(nn.Module):
         def create(
             out_features: int, in_features: int, *projections: str, bias: bool
         ) -> Sequence[LinearWeight]:
-            sources = [[f"{expert}.{name}.weight" for name in projections] for expert in prefixes]
+            sources = [[f"{expert}.{name}_proj.weight" for name in projections] for expert in prefixes]
             return create_packed(
                 out_features, in_features, sources, gated=len(projections) == 2, bias=bias, context=context
             )
 
-        self.w13 = create(2 * sizes.length, sizes.hidden_size, "gate_proj", "up_proj", bias=sizes.has_bias)
-        self.w2 = create(sizes.hidden_size, sizes.length, "down_proj", bias=sizes.adds_down_bias)
+        self.w13 = create(sizes.up_rows, sizes.hidden_size, *sizes.up_projections, bias=sizes.has_bias)
+        self.w2 = create(sizes.hidden_size, sizes.length, "down", bias=sizes.adds_down_bias)
         self.experts = nn.ModuleList(
             PackedExpert(w13, w2, sizes, expert)
             for w13, w2, expert in zip(self.w13, self.w2, prefixes, strict=True)
@@ -292,7 +304,7 @@ class PackedExperts(nn.Module):
         self.adapted: tuple[AdaptedExperts, AdaptedExperts] | None = None
         if isinstance(self.w13, PackedStack) and isinstance(self.w2, PackedStack):
             self.adapted = (
-                AdaptedExperts(self.w13, sizes, ("gate", "up"), prefix=prefix),
+                AdaptedExperts(self.w13, sizes, sizes.up_projections, prefix=prefix),
                 AdaptedExperts(self.w2, sizes, ("down",), prefix=prefix),
             )
             self.adapted_layers = nn.ModuleList(self.adapted)
@@ -337,7 +349,7 @@ class AdaptedExperts(AdaptedLayer):
             rows = AdaptedRows(0, sizes.hidden_size, expert=place)
             return AdaptedPiece(name, columns[::-1], rows, dim=1, start=sizes.start, length=length)
         half: Half = "gate" if projection == "gate" else "up"
-        rows = AdaptedRows(0, sizes.length, half, place)
+        rows = AdaptedRows(0, sizes.length, half if sizes.is_gated else None, place)
         return AdaptedPiece(name, columns, rows, start=sizes.start, length=length)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
@@ -366,11 +378,12 @@ class OtherExperts(WeightedLayer):
     def weight_targets(self) -> dict[str, WeightTarget]:
         sizes = self.sizes
         columns = (sizes.intermediate_size, sizes.hidden_size)
-        shapes = {"gate_proj": columns, "up_proj": columns, "down_proj": columns[::-1]}
+        shapes: dict[str, tuple[int, int]] = dict.fromkeys(sizes.up_projections, columns)
+        shapes["down"] = columns[::-1]
         targets = {}
         for expert in (number for number in range(sizes.num_experts) if number not in sizes.experts):
             for projection, shape in shapes.items():
-                name = f"{self.prefix}.{expert}.{projection}"
+                name = f"{self.prefix}.{expert}.{projection}_proj"
                 targets[f"{name}.weight"] = unused_target(shape)
                 if sizes.has_bias:
                     targets[f"{name}.bias"] = unused_target(shape[:1])
@@ -408,6 +421,7 @@ def _share_sizes(
         start,
         length,
         activation,
+        spec.is_gated,
         has_bias=spec.bias,
         adds_down_bias=spec.bias and adds_down_bias,
     )
@@ -417,9 +431,14 @@ def _are_packed(sizes: ExpertSizes, context: ModelContext) -> bool:
     """Return whether experts' weights are packed or quantized, rather than stacked plain tensors.
 
     Raises:
-        FeatureDisabled: The device's quantized products do not compute such experts.
+        FeatureDisabled: The device's products do not compute such experts.
     """
     if context.device.type != "cpu":
+        if not sizes.is_gated:
+            raise FeatureDisabled(
+                f"worker.device = {context.device.type}",
+                f"{context.architecture.name} has experts without a gate, which only CPUs compute",
+            )
         quantization = context.config.quantization
         if quantization != "none" and (sizes.has_bias or sizes.activation != "silu"):
             raise FeatureDisabled(
@@ -479,8 +498,8 @@ def _expert_targets(
     columns = (sizes.intermediate_size, sizes.hidden_size)
     share_of_columns = {"length": sizes.length, "start": sizes.start}
     targets = {f"{prefix}.down_proj.weight": linear_target(w2, columns[::-1], dim=1, start=sizes.start)}
-    for half in _HALVES:
-        name = f"{prefix}.{half}_proj"
+    for projection in sizes.up_projections:
+        name, half = f"{prefix}.{projection}_proj", projection if sizes.is_gated else None
         targets[f"{name}.weight"] = linear_target(w13, columns, half=half, **share_of_columns)
         if sizes.has_bias:
             targets[f"{name}.bias"] = bias_target(

@@ -90,14 +90,15 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def stacks(form: Form, *, bias: bool = False) -> tuple[PackedStack, PackedStack]:
+def stacks(form: Form, *, bias: bool = False, has_gate: bool = True) -> tuple[PackedStack, PackedStack]:
     found = []
-    for out_features, in_features, gated in ((2 * INNER, HIDDEN, True), (HIDDEN, INNER, False)):
+    up_rows = (1 + has_gate) * INNER
+    for out_features, in_features, gated in ((up_rows, HIDDEN, has_gate), (HIDDEN, INNER, False)):
         stack = PackedStack(
             [form.create(out_features, in_features, gated=gated, bias=bias) for _ in range(NUM_EXPERTS)]
         )
         for expert, weight in enumerate(stack):
-            size = INNER if gated else HIDDEN
+            size = INNER if in_features == HIDDEN else HIDDEN
             for index, half in enumerate(("gate", "up") if gated else (None,)):
                 seed = 100 * expert + 10 * index + gated
                 if isinstance(weight, CodedWeight):
@@ -129,10 +130,10 @@ def one_by_one(
     return out.to(x.dtype)
 
 
-@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai", "relu2"])
 @pytest.mark.parametrize("form", [*FORMS, *WIDE], ids=lambda form: form.name)
 def test_experts_compute_as_products_of_their_own(form: Form, activation: str) -> None:
-    w13, w2 = stacks(form, bias=activation == "swiglu_oai")
+    w13, w2 = stacks(form, bias=activation == "swiglu_oai", has_gate=activation != "relu2")
     choice = ExpertChoice(2, renormalize=False)
     tolerance = 2**-8 if form.dtype == BFLOAT16 else 1e-5
     for num_rows in (

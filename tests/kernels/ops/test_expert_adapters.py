@@ -26,6 +26,7 @@ from triptych_kernels.weights.quantized import QuantizedWeight
 HIDDEN, INNER, NUM_EXPERTS, NUM_SLOTS = 64, 96, 5, 4
 HALVES: tuple[Half, Half] = ("gate", "up")
 UP = [AdaptedRows(0, INNER, half, expert) for expert in range(NUM_EXPERTS) for half in HALVES]
+UP_WITHOUT_GATE = [AdaptedRows(0, INNER, expert=expert) for expert in range(NUM_EXPERTS)]
 DOWN = [AdaptedRows(0, HIDDEN, expert=expert) for expert in range(NUM_EXPERTS)]
 RANKS: list[tuple[dict[int, int], dict[int, int]]] = [
     (dict.fromkeys(range(2 * NUM_EXPERTS), 4), dict.fromkeys(range(NUM_EXPERTS), 4)),
@@ -62,18 +63,23 @@ def stack_of(weights: Tensor, make: Callable[..., PackedWeight], *, gated: bool)
 class Mixture:
     """Weights, and adapters in slots."""
 
-    def __init__(self, make: Callable[..., PackedWeight], dtype: torch.dtype, seed: int = 1) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.w13 = torch.randn(NUM_EXPERTS, 2 * INNER, HIDDEN, generator=generator) / 8
+    def __init__(
+        self, make: Callable[..., PackedWeight], dtype: torch.dtype, *, is_gated: bool = True
+    ) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.activation = "silu" if is_gated else "relu2"
+        self.up = UP if is_gated else UP_WITHOUT_GATE
+        self.w13 = torch.randn(NUM_EXPERTS, (1 + is_gated) * INNER, HIDDEN, generator=generator) / 8
         self.w2 = torch.randn(NUM_EXPERTS, HIDDEN, INNER, generator=generator) / 8
-        self.packed = stack_of(self.w13, make, gated=True), stack_of(self.w2, make, gated=False)
+        self.packed = stack_of(self.w13, make, gated=is_gated), stack_of(self.w2, make, gated=False)
         tables = [
             create_adapter_table(stack[0], pieces, num_slots=NUM_SLOTS, max_rank=16)
-            for stack, pieces in zip(self.packed, (UP, DOWN), strict=True)
+            for stack, pieces in zip(self.packed, (self.up, DOWN), strict=True)
         ]
         self.of_slots = []
         for slot, ranks in enumerate(RANKS):
-            both = factors(generator, ranks[0], UP, HIDDEN), factors(generator, ranks[1], DOWN, INNER)
+            of_up = {piece: rank for piece, rank in ranks[0].items() if piece < len(self.up)}
+            both = factors(generator, of_up, self.up, HIDDEN), factors(generator, ranks[1], DOWN, INNER)
             self.of_slots.append(both)
             adapters = in_one_memory(
                 {number: tables[number].pack(own, dtype) for number, own in enumerate(both) if own}
@@ -85,7 +91,7 @@ class Mixture:
 
     def __call__(self, x: Tensor, logits: Tensor, slots: Tensor | None) -> Tensor:
         adapters = None if slots is None else ExpertAdapters(*self.tables, slots)
-        return fused_moe(x, logits, *self.packed, CHOICE, adapters=adapters)
+        return fused_moe(x, logits, *self.packed, CHOICE, activation=self.activation, adapters=adapters)
 
     def expected(self, x: Tensor, logits: Tensor, slots: Tensor) -> Tensor:
         """By the reference, with merged weights for each row, in float64."""
@@ -95,12 +101,15 @@ class Mixture:
             if 0 <= slot < len(self.of_slots):
                 ups, downs = self.of_slots[slot]
                 for number, factor in ups.items():
-                    first = INNER if UP[number].half == "up" else 0
-                    w13[UP[number].expert, first : first + INNER] += factor.b.double() @ factor.a.double()
+                    first = INNER if self.up[number].half == "up" else 0
+                    w13[self.up[number].expert, first : first + INNER] += (
+                        factor.b.double() @ factor.a.double()
+                    )
                 for number, factor in downs.items():
                     w2[number] += factor.b.double() @ factor.a.double()
             part = slice(row, row + 1)
-            out.append(fused_moe(x[part].double(), logits[part].double(), w13, w2, CHOICE, impl="reference"))
+            operands = x[part].double(), logits[part].double(), w13, w2, CHOICE
+            out.append(fused_moe(*operands, activation=self.activation, impl="reference"))
         return torch.cat(out)
 
 
@@ -155,6 +164,14 @@ def test_rows_are_computed_with_the_weights_of_their_adapter(isa: str, num_rows:
     without = slots.lt(0) | slots.eq(NUM_SLOTS - 1)
     assert torch.equal(out[without], base[without])
     assert (out[~without] != base[~without]).any()
+
+
+def test_experts_without_a_gate_are_adapted(isa: str) -> None:
+    mixture = Mixture(plain(torch.float32), torch.float32, is_gated=False)
+    x, logits, slots = inputs(37, torch.float32)
+    out = mixture(x, logits, slots)
+    torch.testing.assert_close(out.double(), mixture.expected(x, logits, slots), atol=2e-4, rtol=2e-4)
+    assert (out != mixture(x, logits, None)).any()
 
 
 @pytest.mark.quick_cases(2)

@@ -13,7 +13,7 @@ from tests.kernels.ops.implementations import Case, Implementation, cases_of, im
 from tests.kernels.ops.weights import fill_weight, random
 from triptych_kernels.expert_choice import ExpertChoice
 from triptych_kernels.kv_scales import LARGEST_ELEMENT
-from triptych_kernels.ops import GATED_ACTIVATIONS, fused_moe
+from triptych_kernels.ops import ACTIVATIONS, GATED_ACTIVATIONS, fused_moe
 from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.triton.moe.w8a8_experts import ChannelQuantizedExperts
 from triptych_kernels.weights.formats import QuantizedFormat
@@ -91,7 +91,8 @@ def weights_for(
             fill_weight(stack[number], weight, None if biases is None else biases[number])
         return stack
 
-    return {"w13": pack(w13, w13_bias, gated=True), "w2": pack(w2, w2_bias, gated=False)}
+    is_gated = w13.shape[1] > w2.shape[2]
+    return {"w13": pack(w13, w13_bias, gated=is_gated), "w2": pack(w2, w2_bias, gated=False)}
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -132,6 +133,44 @@ def test_experts_have_the_activations_of_gated_linear(
     expected = fused_moe(x, logits, w13, w2, choice=ExpertChoice(2), activation=activation, impl="reference")
     weights = weights_for(implementation, w13, w2)
     out = implementation(fused_moe, x, logits, **weights, choice=ExpertChoice(2), activation=activation)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "sizes", ["one token, top-1", "odd sizes, five experts", "more pairs than the largest tile"]
+)
+def test_experts_may_have_no_gate(sizes: str, biased: bool, case: Case) -> None:
+    num_tokens, num_experts, top_k, hidden_size, inner = SIZES[sizes]
+    x, logits, w13, w2 = operands(num_tokens, num_experts, hidden_size, inner, case.device, case.dtype)
+    w1 = w13[:, inner:] / 2  # squares of what torch rounds
+    biases, options = {}, {"choice": ExpertChoice(top_k), "activation": "relu2"}
+    if biased:
+        biases["w13_bias"] = random(num_experts, inner, dtype=case.dtype, device=case.device) / 4
+        biases["w2_bias"] = random(num_experts, hidden_size, dtype=case.dtype, device=case.device) / 4
+    weights = weights_for(case.implementation, w1, w2, **biases)
+    if case.implementation.is_triton:
+        with pytest.raises(ValueError, match="experts without a gate are not computed by Triton"):
+            case(fused_moe, x, logits, **weights, **options)
+        return
+    expected = fused_moe(x, logits, w1, w2, **biases, **options, impl="reference")
+    out = case(fused_moe, x, logits, **weights, **options)
+    torch.testing.assert_close(out, expected, **TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_experts_without_a_gate_have_the_activations_of_linear(
+    activation: str, implementation: Implementation
+) -> None:
+    x, logits, w13, w2 = operands(7, 3, 18, 10, implementation.device)
+    w1, options = w13[:, 10:].contiguous(), {"choice": ExpertChoice(2), "activation": activation}
+    expected = fused_moe(x, logits, w1, w2, **options, impl="reference")
+    weights = weights_for(implementation, w1, w2)
+    if implementation.is_triton:
+        with pytest.raises(ValueError, match="experts without a gate are not computed by Triton"):
+            implementation(fused_moe, x, logits, **weights, **options)
+        return
+    out = implementation(fused_moe, x, logits, **weights, **options)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -250,6 +289,15 @@ def test_operands_that_do_not_fit_are_named(implementation: Implementation) -> N
         fused_moe(x.bfloat16(), logits, **weights, choice=ExpertChoice(2))
     with pytest.raises(ValueError, match="fused_moe: activation 'tanh' is none of silu"):
         fused_moe(x, logits, **weights, choice=ExpertChoice(2), activation="tanh")
+    without_gate = weights_for(implementation, w13[:, :8].contiguous(), w2)
+    with pytest.raises(ValueError, match="fused_moe: activation 'swiglu_oai' is none of silu"):
+        fused_moe(x, logits, **without_gate, choice=ExpertChoice(2), activation="swiglu_oai")
+    if implementation.isa:
+        plain = PackedStack([PackedWeight(16, 16, torch.float32) for _ in range(4)])
+        with pytest.raises(
+            ValueError, match=r"LinearWeights of w13 must be gated as its shape \[4, 16, 16\] says"
+        ):
+            fused_moe(x, logits, plain, weights["w2"], choice=ExpertChoice(2))
     weights |= {"w2_bias": torch.zeros(4, 15)}
     why = "must be None with LinearWeights" if implementation.isa else r"does not fit w2 \[4, 16, 8\]"
     with pytest.raises(ValueError, match=rf"w2_bias \[4, 15\].* {why}"):

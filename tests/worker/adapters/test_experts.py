@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.worker.adapters.mixtures import MIXTURES, save_adapters, save_mixture, split_by_expert
 from tests.worker.adapters.trained import create, greedy, make_runner, merged, save_base
+from tests.worker.models.checkpoints import save_checkpoint
+from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
 from triptych.checkpoint.config_json import read_architecture
@@ -77,6 +80,15 @@ def test_batches_say_what_merged_models_say(saved, name: str, enforce_eager: boo
     expected = [greedy(merged(base, path), PROMPTS[slot], 10) for slot, path in enumerate([*paths, None])]
     assert list(tokens.values()) == expected
     assert len({tuple(greedy(merged(base, path), PROMPTS[0], 10)) for path in [*paths, None]}) == len(digests)
+
+
+def test_experts_without_a_gate_serve_beside_slots(tmp_path: Path) -> None:
+    tiny = RECURRENT_FAMILIES["Nemotron-H, experts"]  # here without states, so that rows have no pages
+    arguments = tiny.arguments | {"layers_block_type": ["full_attention", "moe"] * 2}
+    oracle = save_checkpoint(replace(tiny, arguments=arguments).create(), tmp_path)
+    runner, _ = make_runner(tmp_path, max_adapters=2, dtype="float32")
+    tokens, _ = say(runner, ["", ""], 10)
+    assert list(tokens.values()) == [greedy(oracle, prompt, 10) for prompt in PROMPTS[:2]]
 
 
 @pytest.mark.thorough

@@ -46,6 +46,7 @@ def create(
     inner: int = INNER,
     bias: bool = False,
     activation: str = "silu",
+    is_gated: bool = True,
     expert_parallel: bool = False,
 ) -> SparseMoE:
     place = RankFacts(tensor_parallel_rank=rank, tensor_parallel_size=size)
@@ -54,7 +55,7 @@ def create(
     return SparseMoE(
         HIDDEN,
         inner,
-        ExpertsSpec(NUM_EXPERTS, 2, renormalize=renormalize, bias=bias),
+        ExpertsSpec(NUM_EXPERTS, 2, renormalize=renormalize, bias=bias, is_gated=is_gated),
         activation=activation,
         context=context,
         prefix="m",
@@ -191,6 +192,31 @@ def test_quantized_experts_with_biases_are_refused_on_gpus() -> None:
         SparseMoE(
             HIDDEN, INNER, ExpertsSpec(3, 2, bias=True), activation="swiglu_oai", context=context, prefix="m"
         )
+
+
+@pytest.mark.parametrize(("num_ranks", "expert_parallel"), [(1, False), (2, False), (3, True)])
+def test_experts_may_have_no_gate(num_ranks: int, expert_parallel: bool) -> None:
+    tensors = {name: tensor for name, tensor in checkpoint().items() if "gate_proj" not in name}
+    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(2))
+    total = torch.zeros(7, HIDDEN)
+    for rank in range(num_ranks):
+        layer = create(rank, num_ranks, activation="relu2", is_gated=False, expert_parallel=expert_parallel)
+        load_weights(layer, tensors.items(), tiny_architecture())
+        total += layer(x)
+    w1, w2 = (
+        torch.stack([tensors[f"m.experts.{expert}.{name}.weight"] for expert in range(NUM_EXPERTS)])
+        for name in ("up_proj", "down_proj")
+    )
+    logits = x @ tensors["m.gate.weight"].T
+    expected = fused_moe(x, logits, w1, w2, ExpertChoice(2), activation="relu2", impl="reference")
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_without_a_gate_are_refused_on_gpus() -> None:
+    context = ModelContext(replace(tiny_config(), rank=RankFacts(device="meta")))  # as a GPU, but without one
+    spec = ExpertsSpec(3, 2, is_gated=False)
+    with pytest.raises(FeatureDisabled, match="experts without a gate, which only CPUs compute"):
+        SparseMoE(HIDDEN, INNER, spec, activation="relu2", context=context, prefix="m")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

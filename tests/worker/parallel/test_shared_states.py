@@ -32,6 +32,8 @@ STATE_CASES = {
     "LFM2, biases": (2,),
     "Mamba": (2, 4),
     "Nemotron-H": (2,),
+    "Nemotron-H, experts": (2,),
+    "Nemotron-H, whole experts": (2,),
 }
 """Family -> numbers of ranks."""
 
@@ -43,6 +45,7 @@ def with_arguments(family: str, **arguments: Any) -> Tiny:
 
 STATE_MODELS = {
     **RECURRENT_FAMILIES,
+    "Nemotron-H, whole experts": RECURRENT_FAMILIES["Nemotron-H, experts"],
     "Qwen3-Next, 8 heads": with_arguments("Qwen3-Next", linear_num_value_heads=8),
     "Granite 4, one group": with_arguments("Granite 4, dense", mamba_n_groups=1),
     "Qwen3-Next, states first": with_arguments("Qwen3-Next", layer_types=[LINEAR, LINEAR, FULL, FULL]),
@@ -59,6 +62,7 @@ STAGE_CASES = {
     "Qwen3-Next, states first": (2, "s s|k k"),
     "Qwen3-Next, keys first": (2, "k k|s s"),
     "Qwen3-Next, 8 heads": (4, "s s|k s"),
+    "Nemotron-H, experts": (2, "s -|k -"),
     "Nemotron-H, MLPs last": (2, "s k|- -"),
     "Nemotron-H, MLPs first": (4, "- -|k s"),
 }
@@ -74,7 +78,14 @@ def test_ranks_share_layers_with_states(families: list[str], tmp_path: Path) -> 
         oracle = save_checkpoint(STATE_MODELS[family].create(), tmp_path / family)
         for num_ranks in STATE_CASES[family]:
             name = f"{family} by {num_ranks}"
-            case = Case(tmp_path / family, num_ranks, port=free_port(), prompts=PROMPTS, num_new=NUM_NEW)
+            case = Case(
+                tmp_path / family,
+                num_ranks,
+                port=free_port(),
+                expert_parallel="whole" in family,
+                prompts=PROMPTS,
+                num_new=NUM_NEW,
+            )
             cases[name] = case
             expected[name] = 2 * [greedy_tokens(oracle, prompt, NUM_NEW) for prompt in PROMPTS]
     answers = run_ranks(cases, tmp_path)

@@ -53,6 +53,8 @@ def fused_moe(
         raise ValueError(
             f"fused_moe: experts in an ExpertStack are computed with silu and without biases, not {activation}"
         )
+    if w13[0].shape[0] == w2[0].shape[1]:
+        raise ValueError("fused_moe: experts without a gate are not computed by Triton")
     num_tokens, hidden_size = x.shape
     top_k = choice.top_k
     # what a shared expert adds is added to sums in float32

@@ -8,6 +8,7 @@ from dataclasses import replace
 from triptych.checkpoint.architecture import (
     BlockSpec,
     EndsSpec,
+    ExpertsSpec,
     LayerSpec,
     ModelArchitecture,
     NormSpec,
@@ -16,11 +17,11 @@ from triptych.checkpoint.architecture import (
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
     FULL,
-    Sizes,
     describe,
     describe_layers,
     read_activation,
     read_experts,
+    read_grouped_experts,
     read_rope,
     read_sizes,
 )
@@ -37,7 +38,6 @@ from triptych.checkpoint.families.recurrent import (
 )
 from triptych.checkpoint.families.shared_experts import GRANITE_EXPERTS
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
-from triptych.errors import FeatureDisabled
 
 
 def _mamba2_of_hybrid(config: ConfigFile, hidden_size: int, *, inner: int = 0) -> StateSpec:
@@ -185,8 +185,7 @@ def nemotron_h(config: ConfigFile) -> ModelArchitecture:
     if not isinstance(listed, list) or not all(kind in _NEMOTRON_KINDS for kind in listed):
         config.fail(key, listed, f"must be a list of {', '.join(_NEMOTRON_KINDS)}")
     kinds = [_NEMOTRON_KINDS[kind] for kind in listed]
-    if "moe" in kinds:
-        raise FeatureDisabled(f"{key} with moe", f"{config.path}: layers of experts, which are not built")
+    experts = _nemotron_experts(config) if "moe" in kinds else None
     config.pass_over(*(key for key in config.values if key.startswith(("moe_", "mtp_"))))
     config.pass_over(
         *("n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
@@ -215,7 +214,19 @@ def nemotron_h(config: ConfigFile) -> ModelArchitecture:
     config.expect("mamba_hidden_act", "silu", otherwise="the convolution has another activation")
     config.expect("mamba_proj_bias", bias, otherwise="the mixer has biases that use_bias does not name")
     config.pass_over("expand", "time_step_limit", "sliding_window", *OF_TRAINING)
-    layers = tuple(_nemotron_layer(kind, sizes, state, config.integer("intermediate_size")) for kind in kinds)
+    config.pass_over("norm_eps", "partial_rotary_factor", "rope_theta")  # transformers reads none of them
+    kind_to_layer = {
+        # attention without positions
+        FULL: LayerSpec(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, 0, rope=None, mlp="none"),
+        LINEAR: LayerSpec(**MIXER_ONLY, intermediate_size=0, mlp="none", state=state),
+        "mlp": LayerSpec(**MIXER_ONLY, intermediate_size=config.integer("intermediate_size"), mlp="plain"),
+    }
+    if experts is not None:
+        width = config.integer("moe_intermediate_size", default=7688)
+        kind_to_layer["moe"] = LayerSpec(
+            **MIXER_ONLY, intermediate_size=width, mlp="experts", experts=experts
+        )
+    layers = tuple(kind_to_layer[kind] for kind in kinds)
     attention_bias = config.boolean("attention_bias", default=False)
     block = BlockSpec(
         norm=NormSpec(eps=config.number("layer_norm_epsilon", default=1e-5)),
@@ -242,16 +253,16 @@ _NEMOTRON_NAMES = TensorNames(
 )
 
 
-def _nemotron_layer(kind: str, sizes: Sizes, state: StateSpec, width: int) -> LayerSpec:
-    """Describe a layer of one block: a mixer, attention without positions, or an MLP."""
-    if kind == FULL:
-        return LayerSpec(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, 0, rope=None, mlp="none")
-    is_mixer = kind == LINEAR
-    return LayerSpec(
-        **MIXER_ONLY,
-        intermediate_size=0 if is_mixer else width,
-        mlp="none" if is_mixer else "plain",
-        state=state if is_mixer else None,
+def _nemotron_experts(config: ConfigFile) -> ExpertsSpec:
+    """Describe experts without a gate, chosen as DeepSeek's."""
+    config.expect("moe_latent_size", None, otherwise="the experts read and write vectors of another size")
+    config.assume(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=7688)
+    experts = read_grouped_experts(config, score="sigmoid")
+    return replace(
+        experts,
+        is_gated=False,
+        correction_shape=(experts.num_experts,),
+        shared_size=config.integer("moe_shared_expert_intermediate_size", default=7688),
     )
 
 

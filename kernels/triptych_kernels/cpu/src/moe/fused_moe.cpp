@@ -4,7 +4,8 @@
 //   sort       pairs of a row and one of its experts, by expert: place p of the pairs
 //   adapt      before each product, where rows have adapters of their experts: places of one expert and one adapter are
 //              multiplied by its A together; the product adds B's part where it finishes an output
-//   gate_up    activated[p] = activation(gate) * up        rows of an expert are one product
+//   gate_up    activated[p] = activation(gate) * up        rows of an expert are one product; of experts without a
+//              gate, activation(up)
 //   down       results[p]
 //   sum        out[row] = the row's results times their weights, in the order of its choice
 //
@@ -37,7 +38,7 @@ struct Mixture {
   Routing routing;
   int64_t first_expert;  // the first of those that weights are here of
   int64_t held_experts;  // number of these
-  Experts gate_up;
+  Experts gate_up;  // with twice as many outputs as `down` has inputs; without a gate, as many
   Experts down;
   int64_t dtype;
   const void* x;             // [rows, in_features of gate_up], rows x_stride elements apart
@@ -341,7 +342,7 @@ void mix(const Mixture& args, int64_t first, int64_t rows) {
   up.out = activated;
   up.out_stride = inner;
   up.activation = args.activation;
-  up.gated = 1;
+  up.gated = args.gate_up.out_features != inner;
   up.in_features = size;
   const AdaptedPlaces up_adapters(args, args.gate_up, first, pairs);
   up_adapters.adapt(up);
