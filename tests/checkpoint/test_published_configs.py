@@ -725,6 +725,55 @@ PUBLISHED: dict[str, tuple[str, Config, Config]] = {
         },
         {"windows": [0] * 4, "head_dim": 128, "tied": False},
     ),
+    "Qwen2.5-VL-7B": (
+        "Qwen2_5_VLForConditionalGeneration",
+        LLAMA
+        | {
+            "image_token_id": 151655,
+            "max_window_layers": 28,
+            "model_type": "qwen2_5_vl",
+            "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "video_token_id": 151656,
+            "vision_config": {"depth": 32, "fullatt_block_indexes": [7, 15, 23, 31]},
+            "vision_end_token_id": 151653,
+            "vision_start_token_id": 151652,
+            "vision_token_id": 151654,
+        },
+        {"windows": [0] * 4, "qkv_bias": True, "kinds": ["default"] * 4, "theta": 1e6},
+    ),
+    "Qwen3-VL-30B-A3B": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "image_token_id": 151655,
+            "text_config": LLAMA
+            | {
+                "attention_bias": False,
+                "decoder_sparse_step": 1,
+                "head_dim": 128,
+                "mlp_only_layers": [],
+                "model_type": "qwen3_vl_moe_text",
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": True,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "rope_scaling": {
+                    "mrope_interleaved": True,
+                    "mrope_section": [24, 20, 20],
+                    "rope_type": "default",
+                },
+                "rope_theta": 5000000,
+            },
+            "tie_word_embeddings": False,
+            "video_token_id": 151656,
+            "vision_config": {"deepstack_visual_indexes": [8, 16, 24], "depth": 27},
+            "vision_end_token_id": 151653,
+            "vision_start_token_id": 151652,
+        },
+        {"experts": (128, 8), "head_dim": 128, "tied": False, "theta": 5e6},
+    ),
     "Mixtral-8x7B": (
         "MixtralForCausalLM",
         LLAMA

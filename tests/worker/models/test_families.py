@@ -40,8 +40,12 @@ from triptych_services.worker.runner.startup.kv_groups import blocks_held
 COMPOSITE = {
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 }
 ALL_FAMILIES = FAMILIES | RECURRENT_FAMILIES

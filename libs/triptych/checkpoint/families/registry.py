@@ -117,6 +117,12 @@ _GROUPS = {
         "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
         "Qwen3_5MoeForConditionalGeneration": "qwen3_5_with_images",
     },
+    "with_images": {
+        "Llama4ForConditionalGeneration": "llama4",
+        "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+        "Qwen3VLForConditionalGeneration": "qwen3_vl",
+        "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    },
 }
 """Module in this package -> architecture of a decoder -> its function."""
 
