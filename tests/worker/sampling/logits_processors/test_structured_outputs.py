@@ -8,11 +8,12 @@ import threading
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
-from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
+from tests.helpers.byte_tokenizer import EOS, byte_backend, byte_tokenizer, write_model_directory
 from tests.worker.deferred import DeferredStream
 from tests.worker.sampling.fake_matchers import ExhaustedMatcher, HeldCompiler
 from tests.worker.sampling.sampler_bench import SamplerBench
@@ -385,6 +386,27 @@ def test_waiting_grammars_are_not_forgotten_for_others():
     assert grammars.start("0") is first
     release.set()
     assert first.result(30)
+
+
+def test_masks_are_those_of_a_tokenizer_without_slices(grammars):
+    texts = {"a": {"type": "string", "maxLength": 24}, "b": {"type": "string"}, "c": {"type": "number"}}
+    schema = {"type": "object", "properties": texts, "required": list(texts), "additionalProperties": False}
+    grammar = LLMatcher.grammar_from_json_schema(schema)
+    plain = LLTokenizer(byte_backend().to_str(), n_vocab=VOCAB_SIZE, eos_token=[EOS_ID], slices=[])
+    rng, num_wide = np.random.default_rng(3), 0
+    for _ in range(4):
+        ours, other = grammars.start(grammar).result(30).deep_copy(), LLMatcher(plain, grammar)
+        for _ in range(60):
+            mask = ours.compute_bitmask()
+            assert mask == other.compute_bitmask()
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            num_wide += bits.sum() > 50
+            token_id = int(rng.choice(bits.nonzero()[0]))
+            if token_id == EOS_ID:
+                break
+            assert ours.consume_token(token_id)
+            assert other.consume_token(token_id)
+    assert num_wide > 50, "else the test says nothing"
 
 
 @pytest.mark.parametrize("text", ["{", "{}", LLMatcher.grammar_from_regex("(")])
