@@ -91,16 +91,20 @@ class FormOutput:
         Args:
             output: [num_output] all tokens so far.
         """
+        self.take(output[self.num_seen :].tolist())
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Take in the tokens that came since the last call, and no others."""
         if self.error is not None:
             return
-        for token_id in output[self.num_seen :].tolist():
+        self.num_seen += len(token_ids)
+        for token_id in token_ids:
             # A step may be on its way behind the end; its token is dropped.
             self._has_ended = self._has_ended or token_id in self._end_ids
             if self.matcher is None or self._has_ended:
-                break
+                return
             if not self.matcher.consume_token(token_id):
                 self._fail(_why_not_consumed(self.matcher))
-        self.num_seen = output.size
 
     def may_come(self, token_id: int) -> bool:
         """Return whether the mask surely has this token."""

@@ -93,23 +93,45 @@ class StructuredForms:
         self._outputs.discard(slot)
 
     def begin_step(self, slots: I64, device: torch.device) -> None:
-        """Give the requests that are sampled for the first time their matchers, or leave them out.
+        """Give the requests that are sampled for the first time their matchers, or leave them out; advance all others.
 
         Those left out get no token until the engine has removed them. All ranks leave out the same ones: where one has
         no matcher yet, none samples.
         """
-        if not self._entered:
+        flags = self._outputs.find_rows(slots)
+        if flags is None:
             return
-        outputs = [self._outputs[slot] for slot in slots.tolist() if slot in self._entered]
-        if not outputs:
+        own_slots = slots[flags]
+        if self._entered:
+            self._start([slot for slot in own_slots.tolist() if slot in self._entered], device)
+        self._advance(own_slots)
+
+    def _start(self, slots: Sequence[int], device: torch.device) -> None:
+        """Give requests their matchers, or leave them out."""
+        if not slots:
             return
-        self._entered.difference_update(slots.tolist())
+        outputs = [self._outputs[slot] for slot in slots]
+        self._entered.difference_update(slots)
         is_missing = await_grammars(outputs, may_defer=self.may_defer)
         if self._group.tensor_parallel_size > 1:
             counts = torch.tensor(is_missing[None], dtype=torch.float32, device=device)
             is_missing = self._group.all_reduce(counts)[0].numpy(force=True) > 0
         for output, misses in zip(outputs, is_missing.tolist(), strict=True):
             output.start(is_missing=misses, may_defer=self.may_defer)
+
+    def _advance(self, slots: I64) -> None:
+        """Let the matchers take in the tokens since the step before, nearly always one."""
+        history = self._history
+        num_prompt, num_known = history.num_prompt[slots], history.num_known[slots]
+        newest = history.token_ids[slots, num_known - 1]
+        columns = (slots, num_prompt, num_known, newest)
+        for slot, first, end, token_id in zip(*(column.tolist() for column in columns), strict=True):
+            output = self._outputs[slot]
+            num_new = end - first - output.num_seen
+            if num_new == 1:
+                output.take((token_id,))
+            elif num_new:
+                output.take(history.token_ids[slot, first + output.num_seen : end].tolist())
 
     @property
     def tokenizer(self) -> LLTokenizer | None:
@@ -121,7 +143,10 @@ class StructuredForms:
 
         The request's own matcher takes in the tokens as well, which the next step would let it do otherwise.
         """
-        return self._advanced(slot).look_ahead() if slot in self._outputs else None
+        if slot not in self._outputs:
+            return None
+        self._advance(np.array([slot]))
+        return self._outputs[slot].look_ahead()
 
     def take_mask_ns(self) -> int:
         mask_ns, self._mask_ns = self._mask_ns, 0
@@ -132,12 +157,12 @@ class StructuredForms:
 
     def lets_pass(self, slot: int, token_id: int) -> bool:
         output = self._outputs[slot]
-        return output.can_keep_first and token_id >= 0 and self._advanced(slot).may_come(token_id)
+        return output.can_keep_first and token_id >= 0 and output.may_come(token_id)
 
     def masks(
         self, vocab_size: int, own: Sequence[OwnRow]
     ) -> tuple[NDArray[np.uint32], Mapping[int, RowError]]:
-        outputs = [self._advanced(slot) for _, slot in own]
+        outputs = [self._outputs[slot] for _, slot in own]
         # Ranks measure different times. They would have to agree, in each step with a form.
         if self.may_defer and self._group.tensor_parallel_size == 1:
             leave_out_late(outputs)
@@ -147,14 +172,6 @@ class StructuredForms:
             output.finish_mask(row_bits)
         failed = zip(own, outputs, strict=True)
         return bits, {row: output.error for (row, _), output in failed if output.error is not None}
-
-    def _advanced(self, slot: int) -> FormOutput:
-        """Return the output of a slot after it has taken in the latest tokens."""
-        output, history = self._outputs[slot], self._history
-        num_prompt, num_known = int(history.num_prompt[slot]), int(history.num_known[slot])
-        if num_known - num_prompt != output.num_seen:
-            output.advance(history.token_ids[slot, num_prompt:num_known])
-        return output
 
     def _fill(self, bits: NDArray[np.uint32], outputs: Sequence[FormOutput]) -> None:
         """Write the mask of each output that has a matcher."""
