@@ -120,8 +120,10 @@ class LargestSteps:
         if not self._rank.is_last_stage:
             return
         logits = self._model.compute_logits(gather_rows(hidden, torch.arange(num_sampling, device=device)))
+        sampling, masks = _with_filters(num_sampling, device), _one_mask(logits)
+        sampling.choose(logits, rows=torch.arange(num_sampling, device=device), masks=masks)
         changed = logits.clone()  # as for requests that change theirs
-        _with_filters(num_sampling, device).choose(changed, masks=_one_mask(changed))
+        sampling.choose(changed, masks=masks)
         if scores_prompt:
             del changed
             rows = torch.arange(min(MAX_SCORED_AT_ONCE, num_tokens), device=device)
