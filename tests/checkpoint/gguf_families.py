@@ -70,7 +70,16 @@ CONVERSIONS: dict[str, Conversion] = {
             *("Llama, linear", "Llama, llama3", "MiniMax M2", "Mixtral", "Nemotron", "OLMo", "OLMo 2"),
             *("OLMo 3", "OLMo 3, yarn", "Phi 3", "Phi 4", "Qwen 2", "Qwen 3", "Seed-OSS", "SmolLM 3"),
             *("Qwen 3.5", "Qwen 3.5 MoE"),
-            *("StableLM", "StableLM, parallel", "Jamba", "LFM2", "Mamba", "Mamba 2", "Nemotron-H"),
+            *(
+                "StableLM",
+                "StableLM, parallel",
+                "Jamba",
+                "LFM2",
+                "Mamba",
+                "Mamba 2",
+                "Nemotron-H",
+                "Nemotron-H, experts",
+            ),
         )
     },
     "Cohere 2": changed("Cohere 2", {"rotary_pct": 1.0}, head_dim=...),

@@ -143,7 +143,7 @@ def our_name(gguf_name: str, names: Collection[str], rules: TensorRules, *, arch
         ours = rules.renamed.get(stem) or _LAYER.get(stem)
         if stem == "ffn_norm" and f"blk.{index}.post_attention_norm.weight" in names:
             ours = "pre_feedforward_layernorm"
-        if stem == "attn_norm" and f"blk.{index}.ffn_up.weight" in names and not _mixes(index, names):
+        if stem == "attn_norm" and not _mixes(index, names):
             ours = "post_attention_layernorm"
         if f"blk.{index}.attn_norm_2.weight" in names and stem in _TWO_NORMS:
             ours = _TWO_NORMS[stem]

@@ -218,17 +218,17 @@ def falcon_h1(model: GgufModel) -> Config:
     )
 
 
+_NEMOTRON_STEMS = {"attention": "attn_q.weight", "mamba": "ssm_in.weight", "moe": "ffn_gate_inp.weight"}
+"""Kind of a layer -> the tensor that tells it; others are MLPs."""
+
+
 def nemotron_h(model: GgufModel) -> Config:
     keys = model.keys
-    if model.layers_with("ffn_gate_inp.weight"):
-        raise ModelError(
-            f"{keys.path}: layers of experts are not supported for {keys.path.name}'s architecture"
-        )
-    is_attention, is_mixer = model.layers_with("attn_q.weight"), model.layers_with("ssm_in.weight")
     kinds = [
-        "attention" if index in is_attention else "mamba" if index in is_mixer else "mlp"
+        next((kind for kind, stem in _NEMOTRON_STEMS.items() if index in model.layers_with(stem)), "mlp")
         for index in range(model.num_layers)
     ]
+    mixture = _nemotron_experts(model) if "moe" in kinds else {}
     keys.pass_over(*(key for key in keys.values if key.startswith("expert_")), "rope.dimension_count")
     config = attention(model, eps="layer_norm_epsilon", rope={})
     width = next(
@@ -239,7 +239,8 @@ def nemotron_h(model: GgufModel) -> Config:
         named("NemotronHForCausalLM")
         | config
         | {
-            "intermediate_size": width,
+            "intermediate_size": width
+            or mixture.get("moe_intermediate_size"),  # nothing reads it without an MLP
             "layers_block_type": kinds,
             "mamba_num_heads": keys.integer("ssm.time_step_rank"),
             "mamba_head_dim": _ratio(keys, "ssm.inner_size", "ssm.time_step_rank"),
@@ -249,4 +250,20 @@ def nemotron_h(model: GgufModel) -> Config:
             "use_conv_bias": bool(model.layers_with("ssm_conv1d.bias")),
             "time_step_min": 0.0,
         }
+        | mixture
     )
+
+
+def _nemotron_experts(model: GgufModel) -> Config:
+    keys = model.keys
+    return {
+        "n_routed_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "n_group": keys.integer("expert_group_count", default=1),
+        "topk_group": keys.integer("expert_group_used_count", default=1),
+        "n_shared_experts": keys.integer("expert_shared_count"),
+        "moe_shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": keys.boolean("expert_weights_norm", default=True),
+        "routed_scaling_factor": model.number("expert_weights_scale", default=1.0),
+    }
