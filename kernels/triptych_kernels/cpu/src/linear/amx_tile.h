@@ -14,7 +14,7 @@
 #pragma once
 
 #include "simd/amx.h"
-#include "linear/panel.h"
+#include "linear/finish.h"
 #include "simd/scalar.h"
 
 namespace triptych::amx {
@@ -135,82 +135,39 @@ inline void multiply_panel(const bf16* x, int64_t x_stride, const bf16* panel, i
   store_sums<false>(out, stride);
 }
 
-// How rows are finished: each by `finish_row`, or by its arithmetic for a case that is looked at once.
-enum Ending { kRowByRow, kPlain, kWithGelu, kActivated, kGated };
-
 // The rows of a tile on their way from sums to results of type O.
 template <typename O, Ending E>
 class TileRows {
  public:
-  explicit TileRows(const Linear& args) : args_(args) {}
+  explicit TileRows(const Linear& args) : args_(args), to_(args, 0, 0) {}
 
   // Takes the tiles of sums over: of `rows` rows from `row` on.
   template <bool Both>
   void take(int64_t row, int64_t rows, int64_t panel) {
     store_sums<Both>(sums_[0], sizeof sums_[0]);
-    row_ = row;
-    panel_ = panel;
+    to_ = PanelRows<O, E>(args_, row, panel);
     next_ = 0;
     rows_ = rows;
-    bias_ = args_.bias ? args_.bias + panel * kPanel : kNoBias;
-    out_ = static_cast<O*>(args_.out) + row * args_.out_stride + panel * (E == kGated ? kLanes : kPanel);
   }
 
   // Finishes so many more rows, or those that are left.
   [[gnu::always_inline]] void finish(int64_t count) {
-    for (const int64_t end = std::min(next_ + count, rows_); next_ < end; ++next_, out_ += args_.out_stride) {
-      const vec first = triptych::load(sums_[next_]), second = triptych::load(sums_[next_] + kLanes);
-      if constexpr (E == kRowByRow) {
-        finish_row<O>(args_, row_ + next_, panel_, first, second);
-      } else {
-        store_row(first + triptych::load(bias_), second + triptych::load(bias_ + kLanes));
-      }
+    for (const int64_t end = std::min(next_ + count, rows_); next_ < end; ++next_) {
+      to_.finish(triptych::load(sums_[next_]), triptych::load(sums_[next_] + kLanes));
     }
   }
 
  private:
-  static constexpr bool kRounded = sizeof(O) == sizeof(bf16);
-  alignas(64) static constexpr float kNoBias[kPanel] = {};
-
-  void store_row(vec first, vec second) const {
-    if constexpr (E == kGated) {
-      triptych::store(out_, activate_gated<kRounded>(args_.activation, first, second));
-    } else {
-      triptych::store(out_, activated(first));
-      triptych::store(out_ + kLanes, activated(second));
-    }
-  }
-
-  vec activated(vec x) const {
-    if constexpr (E == kPlain) return x;
-    else if constexpr (E == kWithGelu) return gelu<kRounded>(x);  // of most encoders: a call would take as long as itself
-    else return activate<kRounded>(args_.activation, x);
-  }
-
   const Linear& args_;
-  O* out_ = nullptr;
-  const float* bias_ = nullptr;
-  int64_t row_ = 0, panel_ = 0, next_ = 0, rows_ = 0;  // no rows yet
+  PanelRows<O, E> to_;
+  int64_t next_ = 0, rows_ = 0;  // no rows yet
   alignas(64) float sums_[kMaxRows][kPanel];
 };
 
 // f(rows on their way) for the case that these panels are.
 template <typename F>
 void with_tile_rows(const Linear& args, int64_t end_panel, const F& f) {
-  const auto of_type = [&]<typename O>(O) {
-    if (args.adapted || end_panel * kPanel > args.out_features) {
-      f(TileRows<O, kRowByRow>(args));
-    } else if (args.gated) {
-      f(TileRows<O, kGated>(args));
-    } else if (args.activation == kNoActivation) {
-      f(TileRows<O, kPlain>(args));
-    } else if (args.activation == kGelu) {
-      f(TileRows<O, kWithGelu>(args));
-    } else {
-      f(TileRows<O, kActivated>(args));
-    }
-  };
-  args.out_dtype == kFloat32 ? of_type(float()) : of_type(bf16());
+  with_ending(args, end_panel, [&]<typename O, Ending E>() { f(TileRows<O, E>(args)); });
 }
 
 // Rows first … end - 1 of a block in tiles of `tile_rows`, which divides them and for which there are Tiles. While

@@ -4,7 +4,7 @@
 // not depend on its batch.
 #pragma once
 
-#include "linear/panel.h"
+#include "linear/finish.h"
 #include "simd/scalar.h"
 
 namespace triptych {
@@ -74,7 +74,7 @@ template <int Rows, typename T>
 void multiply_tile(const Linear& args, const T* x, int64_t x_stride, const T* weights, int64_t row, int64_t panel) {
   vec sums[Rows][2];
   multiply<Rows>(x, x_stride, weights, args.in_features, sums);
-  for (int i = 0; i < Rows; ++i) finish_row(args, row + i, panel, sums[i][0], sums[i][1]);
+  finish_rows(args, row, Rows, panel, sums);
 }
 
 // A tile of up to kMaxTileRows rows, by the template made for their number.
