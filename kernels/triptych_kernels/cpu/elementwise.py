@@ -46,6 +46,7 @@ def _norm_operands(
         "x_dtype": DTYPES[x.dtype],
         "weight_dtype": DTYPES[torch.float32 if weight is None else weight.dtype],
         "out_dtype": DTYPES[out.dtype],
+        "residual_dtype": DTYPES[torch.float32],
         "x": x,
         "x_stride": x.stride(0),
         "weight": weight,

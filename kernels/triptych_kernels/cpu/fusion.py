@@ -11,16 +11,19 @@ too. What falls away is a wait for all threads after each of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.call_list import Ahead
+from triptych_kernels.cpu.dtypes import DTYPES
 from triptych_kernels.cpu.launch import Operand, find_kernel
 from triptych_kernels.cpu.library import isa
-from triptych_kernels.cpu.pointwise import Pointwise
-from triptych_kernels.cpu.recording import Buffer, Call
+from triptych_kernels.cpu.pointwise import Pointwise, View
+from triptych_kernels.cpu.recording import Buffer, Call, KernelCall
 from triptych_kernels.weights.packed import panel_size
 
 _MAKERS = {
@@ -152,6 +155,52 @@ def chain_calls(calls: Sequence[Call], kept: Collection[int]) -> list[Call]:
         else:
             chains.append((call, {number}))
     return [call.storing(needed_beyond(own)) if isinstance(call, Pointwise) else call for call, own in chains]
+
+
+_NORMS = {"rms_norm": "", "layer_norm": "norm_"}
+"""Kernel that takes a residual -> what the fields of `Norm` in norm.cpp begin with."""
+
+
+def narrow_residuals(calls: Sequence[Call], kept: Collection[int]) -> list[Call]:
+    """Return the calls in which norms read a residual as it was before it became float32, and leave out unread sums.
+
+    Conversions that nothing reads any more are left out, too. No bit changes: bfloat16 becomes float32 exactly.
+
+    Args:
+        kept: Storages that are read after the calls.
+    """
+    writers = Counter(storage for call in calls for storage in _storages(call)[1])
+    read = set(kept).union(*(_storages(call)[0] for call in calls))
+    widened: dict[int, View] = {}
+    narrowed: list[Call] = []
+    for call in calls:
+        if isinstance(call, Pointwise) and (source := call.widens()) is not None:
+            target = call.outputs[0].storage
+            if writers[target] == 1 and writers[source.storage] <= 1:
+                widened[target] = source
+        if isinstance(call, KernelCall) and call.kernel in _NORMS:
+            call = _with_narrow_residual(call, widened, read)
+        narrowed.append(call)
+    read = set(kept).union(*(_storages(call)[0] for call in narrowed))
+    return [
+        call
+        for call in narrowed
+        if not isinstance(call, Pointwise) or call.widens() is None or call.outputs[0].storage in read
+    ]
+
+
+def _with_narrow_residual(norm: KernelCall, widened: Mapping[int, View], read: Collection[int]) -> KernelCall:
+    prefix, fields = _NORMS[norm.kernel], dict(norm.fields)
+    residual, total = fields[f"{prefix}residual"], fields[f"{prefix}sum"]
+    if not isinstance(residual, Tensor) or not isinstance(total, Tensor):
+        return norm
+    source = widened.get(residual.untyped_storage()._cdata)
+    if source is not None and source.row_stride == residual[0].numel():
+        fields[f"{prefix}residual"] = source.tensor
+        fields[f"{prefix}residual_dtype"] = DTYPES[torch.bfloat16]
+    if total.untyped_storage()._cdata not in read:
+        fields[f"{prefix}sum"] = None
+    return replace(norm, fields=fields)
 
 
 def _storages(call: Call) -> tuple[set[int], set[int]]:

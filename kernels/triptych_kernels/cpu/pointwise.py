@@ -115,6 +115,20 @@ class Pointwise:
         """The storages that are read, and those that are written."""
         return {view.storage for view in self.inputs.values()}, {view.storage for view in self.outputs}
 
+    def widens(self) -> View | None:
+        """Return the bfloat16 of dense rows that it only copies to float32; None if it does something else."""
+        if len(self.steps) != 1 or self.steps[0].operation != "copy":
+            return None
+        (source,), output = self.steps[0].sources, self.steps[0].output
+        if not isinstance(source, View) or output is None:
+            return None
+        dtypes = source.tensor.dtype, output.tensor.dtype
+        rows_are_dense = all(
+            (view.row_stride, view.strides, view.tensor.storage_offset()) == (*self.sizes, (1,), 0)
+            for view in (source, output)
+        )
+        return source if rows_are_dense and dtypes == (torch.bfloat16, torch.float32) else None
+
     def fits(self) -> bool:
         """Return whether the kernel has room for all of it."""
         numbers = {

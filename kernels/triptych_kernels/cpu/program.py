@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triptych_kernels.cpu.call_list import ADDRESS_BYTES, Ahead, CallList, PackedCall, PackedStage
-from triptych_kernels.cpu.fusion import StagedCall, chain_calls, fuse_calls, panels_of, reads_chosen_weights
+from triptych_kernels.cpu.fusion import (
+    StagedCall,
+    chain_calls,
+    fuse_calls,
+    narrow_residuals,
+    panels_of,
+    reads_chosen_weights,
+)
 from triptych_kernels.cpu.launch import Operand, find_kernel, recorders
 from triptych_kernels.cpu.library import isa
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
@@ -63,7 +70,7 @@ class Program:
         if recording.more_rows is not None:  # torch has computed
             inputs = [identity for identity, buffer in buffers.items() if buffer.memory is not None]
             kept = {*inputs, *(output.untyped_storage()._cdata for output in outputs)}
-            calls = chain_calls(calls, kept)
+            calls = narrow_residuals(chain_calls(calls, kept), kept)
         fused = fuse_calls(calls, buffers)
         operands = [list(call.operands()) for call in fused]
         for output in outputs:

@@ -290,3 +290,54 @@ def test_operations_of_torch_are_stages() -> None:
         alone = program.outputs[0][:num_tokens].clone()
         program.run({"tokens": 40})
         assert torch.equal(program.outputs[0][:num_tokens], alone)
+
+
+def assert_recorded_bits(forward: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> Program:
+    """Compare a recorded function with its operations called one by one, for several numbers of rows."""
+    program = record(lambda recording: forward(recording.input(x, count="tokens")))
+    for num_tokens in (1, 13, 40):
+        program.run({"tokens": num_tokens})
+        for found, expected in zip(program.outputs, forward(x[:num_tokens].clone()), strict=True):
+            assert torch.equal(found[:num_tokens], expected)
+    return program
+
+
+def kernels_of(program: Program) -> list[str]:
+    return [
+        name for call in program.calls for name in (*(stage.kernel for stage in call.stages), call.kernel)
+    ]
+
+
+@pytest.mark.parametrize("size", [HIDDEN, 37])
+@pytest.mark.parametrize("is_rms", [True, False], ids=["RMSNorm", "LayerNorm"])
+def test_norms_read_residuals_as_they_were_before_they_were_widened(is_rms: bool, size: int) -> None:
+    """A model that normalises sums keeps the bits of float32 without float32 in memory."""
+    torch.manual_seed(0)
+    x, other, weight = torch.randn(MOST, size).bfloat16(), torch.randn(size), torch.rand(size) + 0.5
+
+    def normalise(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if is_rms:
+            return rms_norm(x, weight, 1e-5, residual, out_dtype=torch.bfloat16)
+        return layer_norm(x, weight, other, 1e-5, residual, out_dtype=torch.bfloat16)
+
+    def layers(x: Tensor) -> tuple[Tensor, ...]:
+        first, _ = normalise(x * 2, x.float())
+        return (normalise(first, first.float())[0],)
+
+    kernel = "rms_norm" if is_rms else "layer_norm"
+    assert kernels_of(assert_recorded_bits(layers, x)) == ["pointwise", kernel, kernel]
+
+    def widened_and_sum_are_read(x: Tensor) -> tuple[Tensor, ...]:
+        residual = (x * 2).float()
+        return (*normalise(x, residual), residual)
+
+    assert kernels_of(assert_recorded_bits(widened_and_sum_are_read, x)) == ["pointwise", kernel]
+
+    def changed_after_it_was_widened(x: Tensor) -> tuple[Tensor, ...]:
+        hidden = x + 1
+        residual = hidden.float()
+        normalised, _ = normalise(x, residual)
+        hidden.copy_(normalised)
+        return (hidden, normalise(x, residual)[0])
+
+    assert_recorded_bits(changed_after_it_was_widened, x)

@@ -14,11 +14,12 @@ struct Norm {
   int64_t x_dtype;
   int64_t weight_dtype;
   int64_t out_dtype;
+  int64_t residual_dtype;
   const void* x;            // [rows, vectors, size], rows x_stride elements apart
   int64_t x_stride;
   const void* weight;       // [size] or null
-  const float* residual;    // [rows, vectors, size] or null
-  float* sum;               // [rows, vectors, size], x + residual; null without a residual
+  const void* residual;     // [rows, vectors, size] or null
+  float* sum;               // [rows, vectors, size], x + residual, or null
   void* out;                // [rows, vectors, size]
   int64_t vectors;          // number of vectors of a row, each normalised on its own: 1, or the heads of a token
   int64_t size;
@@ -52,11 +53,21 @@ template <typename X, typename W, typename O>
 struct Vector {
   const X* x;
   const W* weight;
-  const float* residual;
-  float* sum;
+  const void* residual;     // or null
+  bool residual_is_narrow;  // bfloat16 in place of float32
+  float* sum;               // with a residual
   O* out;
   int64_t size;
   float eps;
+
+  vec residuals(int64_t i) const {
+    if (residual_is_narrow) return load(static_cast<const bf16*>(residual) + i);
+    return load(static_cast<const float*>(residual) + i);
+  }
+  float residual_at(int64_t i) const {
+    if (residual_is_narrow) return to_float(static_cast<const bf16*>(residual)[i]);
+    return static_cast<const float*>(residual)[i];
+  }
 
   // x or its sum with the residual, once that is stored
   vec values(int64_t i) const { return residual ? load(sum + i) : load(x + i); }
@@ -70,7 +81,7 @@ void rms_norm(const Vector<X, W, O>& v) {
   for (; i + kLanes <= v.size; i += kLanes) {
     vec value = load(v.x + i);
     if (v.residual) {
-      value = value + load(v.residual + i);
+      value = value + v.residuals(i);
       store(v.sum + i, value);
     }
     squares = fma(value, value, squares);
@@ -78,7 +89,7 @@ void rms_norm(const Vector<X, W, O>& v) {
   float sum_of_squares = sum(squares);
   for (int64_t j = i; j < v.size; ++j) {
     float value = to_float(v.x[j]);
-    if (v.residual) v.sum[j] = value += v.residual[j];
+    if (v.residual) v.sum[j] = value += v.residual_at(j);
     sum_of_squares += value * value;
   }
   const float scale = 1.0f / std::sqrt(sum_of_squares / static_cast<float>(v.size) + v.eps);
@@ -95,7 +106,7 @@ void layer_norm(const Vector<X, W, O>& v, const W* bias) {
   for (; i + kLanes <= v.size; i += kLanes) {
     vec value = load(v.x + i);
     if (v.residual) {
-      value = value + load(v.residual + i);
+      value = value + v.residuals(i);
       store(v.sum + i, value);
     }
     totals = totals + value;
@@ -103,7 +114,7 @@ void layer_norm(const Vector<X, W, O>& v, const W* bias) {
   float total = sum(totals);
   for (; i < v.size; ++i) {
     float value = to_float(v.x[i]);
-    if (v.residual) v.sum[i] = value += v.residual[i];
+    if (v.residual) v.sum[i] = value += v.residual_at(i);
     total += value;
   }
   const float mean = total / static_cast<float>(v.size);
@@ -130,13 +141,18 @@ void layer_norm(const Vector<X, W, O>& v, const W* bias) {
 // f(vector) for every vector of rows first … end - 1.
 template <typename X, typename W, typename O, typename F>
 void for_vectors(const Norm& args, int64_t first, int64_t end, const F& f) {
+  static thread_local Scratch scratch;
   const int64_t size = args.size, vectors = args.vectors;
+  const bool is_narrow = args.residual_dtype == kBfloat16;
+  const auto* const residual = static_cast<const char*>(args.residual);
+  float* const own_sum = residual && !args.sum ? static_cast<float*>(scratch.get(size * sizeof(float))) : nullptr;
   for (int64_t row = first; row < end; ++row) {
     for (int64_t vector = 0; vector < vectors; ++vector) {
       const int64_t at = (row * vectors + vector) * size;
       f(Vector<X, W, O>{static_cast<const X*>(args.x) + row * args.x_stride + vector * size,
-                        static_cast<const W*>(args.weight), args.residual ? args.residual + at : nullptr,
-                        args.sum ? args.sum + at : nullptr, static_cast<O*>(args.out) + at, size,
+                        static_cast<const W*>(args.weight),
+                        residual ? residual + at * (is_narrow ? sizeof(bf16) : sizeof(float)) : nullptr, is_narrow,
+                        args.sum ? args.sum + at : own_sum, static_cast<O*>(args.out) + at, size,
                         static_cast<float>(args.eps)});
     }
   }
@@ -178,14 +194,15 @@ TRIPTYCH_STAGE(layer_norm, triptych::LayerNorm) {
 }
 
 TRIPTYCH_KERNEL(rms_norm, triptych::Norm,
-                x_dtype, weight_dtype, out_dtype, x, x_stride, weight, residual, sum, out, vectors, size, eps) {
+                x_dtype, weight_dtype, out_dtype, residual_dtype, x, x_stride, weight, residual, sum, out, vectors,
+                size, eps) {
   triptych::for_rows(rows, triptych::kRowsPerIndex,
                      [&](int64_t first, int64_t end) { triptych_rms_norm_rows(args, first, end); });
 }
 
 TRIPTYCH_KERNEL(layer_norm, triptych::LayerNorm,
-                norm.x_dtype, norm.weight_dtype, norm.out_dtype, norm.x, norm.x_stride, norm.weight, norm.residual,
-                norm.sum, norm.out, norm.vectors, norm.size, norm.eps, bias) {
+                norm.x_dtype, norm.weight_dtype, norm.out_dtype, norm.residual_dtype, norm.x, norm.x_stride,
+                norm.weight, norm.residual, norm.sum, norm.out, norm.vectors, norm.size, norm.eps, bias) {
   triptych::for_rows(rows, triptych::kRowsPerIndex,
                      [&](int64_t first, int64_t end) { triptych_layer_norm_rows(args, first, end); });
 }
