@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,3 +82,11 @@ class Proposer(Protocol):
             slots: [num_rows] rows that have entered.
             limits: [num_rows] the most tokens that are of use for each, >= 1.
         """
+
+
+@runtime_checkable
+class TakesTime(Protocol):
+    """A proposer that takes longer for each place that it looks ahead, as a model does."""
+
+    def place_seconds(self, num_rows: int) -> float | None:
+        """Return what it takes to look one place further ahead of so many rows; None: that is not known by now."""

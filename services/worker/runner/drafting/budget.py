@@ -8,7 +8,9 @@ row is accepted if all before it are: with a chance of p^i, where p is what was 
     tokens per second with m    (2 + the first m of these) / cost(2 + m)      the best m decides
 
 It is asked twice for a step: how many guesses the rows should look for, if the best proposer of each has some, and how
-many of those that were found are verified, with what is known of the proposer that has found them.
+many of those that were found are verified, with what is known of the proposer that has found them. What a model takes
+to guess counts in the first question: rows that it looks two places ahead for wait for two places. In the second it is
+spent.
 
 An account holds what guesses have brought, and what it took to look for them and to verify them. They may lose 0.5% of
 the time of steps, and where that is used up, a step has none: chances may be misjudged, time is not. Needs no torch.
@@ -16,26 +18,15 @@ the time of steps, and where that is used up, a step has none: chances may be mi
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 
-import numpy as np
-from numpy.typing import NDArray
+from triptych_services.worker.runner.drafting.costs import MAX_PLAIN_AGE, StepCosts
 
-F64 = NDArray[np.float64]
+PlaceSeconds = Callable[[int], "float | None"]
+"""Number of rows -> the seconds that a proposer takes to look one place further ahead of them; None: not known."""
 
-_NUM_EXACT = 16
-"""Steps of up to so many positions are told apart; longer ones fall into classes, eight in each doubling."""
-_NUM_KEPT = 5
-"""Steps of a class that are kept, the latest. The fastest one counts: what else runs on a machine only slows steps."""
-_NUM_TRUSTED = 3
-"""Steps of a class before it counts, so that one bad moment of the machine does not decide."""
-_MAX_AGE = 1000
-"""Steps after which a measurement is doubted, so that bad moments do not decide for ever."""
-_MAX_PLAIN_AGE = 64
-"""Steps after which a step without guesses is due, so that what guesses bring is held against the machine as it is."""
-_NUM_BETWEEN = 8
-"""Steps between two looks at all measurements."""
 _RATE_WEIGHT = 0.1
 """The weight of the latest verified guesses among those of their row."""
 _OVERALL_WEIGHT = 0.02
@@ -65,94 +56,12 @@ _MAX_CREDIT = 12.0
 _MIN_REST, _MAX_REST = 7, 31
 """Steps in which nothing is decided or measured, where guesses have no chance: a look at all costs a percent of a step
 of a small model."""
+NO_PROPOSER = -1
+"""In place of the proposer of a row that has no guesses."""
 _NEVER = 2.0
 """A chance that no guess has."""
 _LEAST_GAIN = 1.02
-"""Tokens per second with guesses, over those without, below which a step has none. Covers the search for guesses."""
-
-
-class StepCosts:
-    """The seconds of a step by its number of positions: the fastest of the latest by size, with straight lines
-    between them."""
-
-    def __init__(self) -> None:
-        self._classes: dict[int, _Measured] = {}
-        """Class of the size -> what was measured."""
-        self._num_steps = 0
-        self._num_known = 0
-        """Steps that `_points` knows."""
-        self._points: tuple[F64, F64] | None = None
-        """Sizes and their seconds; None: nothing counts yet."""
-        self._tables: dict[tuple[int, int], list[float]] = {}
-        """First size and number of sizes -> their seconds, as of `_points`."""
-        self.num_looks = 0
-        """How often `_points` were formed. What is derived from estimates holds until then."""
-
-    def note(self, num_positions: int, seconds: float) -> None:
-        """Take in the duration of one step."""
-        self._num_steps += 1
-        key = _class_of(num_positions)
-        measured = self._classes.get(key)
-        if measured is None:
-            measured = self._classes[key] = _Measured()
-        is_news = len(measured.seconds) <= _NUM_TRUSTED or self._num_steps - measured.step > _MAX_PLAIN_AGE
-        measured.add(num_positions, seconds, self._num_steps)
-        if is_news or self._num_steps - self._num_known >= _NUM_BETWEEN:
-            self._look()
-
-    def knows(self, num_positions: int, max_age: int = _MAX_AGE) -> bool:
-        """Return whether steps of this size were measured, the last time not longer ago than so many steps."""
-        measured = self._classes.get(_class_of(num_positions))
-        if measured is None or len(measured.seconds) < _NUM_TRUSTED:
-            return False
-        return measured.step >= self._num_steps - max_age
-
-    def _look(self) -> None:
-        """Form the points anew."""
-        self._num_known = self._num_steps
-        self.num_looks += 1
-        self._tables.clear()
-        oldest = self._num_steps - _MAX_AGE
-        known = sorted(
-            (measured.size, min(measured.seconds))
-            for measured in self._classes.values()
-            if len(measured.seconds) >= _NUM_TRUSTED and measured.step >= oldest
-        )
-        if known:
-            sizes, seconds = np.array(known).T
-            self._points = sizes, np.minimum.accumulate(seconds[::-1])[::-1]
-
-    def estimate(self, first: int, count: int) -> list[float] | None:
-        """Return the seconds of steps of so many sizes in a row, [count]; None if nothing is known.
-
-        More positions never count as cheaper. Beyond the largest size that was measured lately a step counts as no
-        dearer than that one: so it is tried, and known from then on.
-        """
-        if self._points is None:
-            return None
-        table = self._tables.get((first, count))
-        if table is None:
-            table = np.interp(np.arange(first, first + count), *self._points).tolist()
-            self._tables[first, count] = table
-        return table
-
-
-class _Measured:
-    """The latest steps of a class of sizes."""
-
-    __slots__ = ("seconds", "size", "step")
-
-    def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=_NUM_KEPT)
-        self.size = 0.0
-        """Their positions, on average."""
-        self.step = 0
-        """Number of the latest one."""
-
-    def add(self, size: int, seconds: float, step: int) -> None:
-        self.seconds.append(seconds)
-        self.size += (size - self.size) / len(self.seconds)
-        self.step = step
+"""Tokens per second with guesses, over those without, below which a step has none. Covers what is not measured."""
 
 
 class _Row:
@@ -179,10 +88,18 @@ class GuessBudget:
     It computes with plain numbers: for the few rows that guesses are worth having for, arrays take longer.
     """
 
-    def __init__(self, max_num_seqs: int, num_proposers: int, max_guesses: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        num_proposers: int,
+        max_guesses: int,
+        place_seconds: Mapping[int, PlaceSeconds] | None = None,
+    ) -> None:
         """
         Args:
             max_guesses: The most guesses of one row in a step.
+            place_seconds: Of proposers that take longer for each place that they look ahead. The time of others counts
+                in the account alone. None: there are only others.
         """
         self.costs = StepCosts()
         self._max_guesses = max_guesses
@@ -190,6 +107,7 @@ class GuessBudget:
         self._overall = [_PRIOR_RATE] * num_proposers
         """By proposer: share of right guesses, of all rows."""
         self._step = 0
+        self._place_seconds = place_seconds or {}
         self._balance = 0.0
         """Seconds that guesses have gained, and may still lose where it is below 0."""
         self._plain_seconds = 0.0
@@ -228,6 +146,18 @@ class GuessBudget:
         row.vain[proposer] = 0 if has_found else row.vain[proposer] + 1
         if row.vain[proposer] >= _MAX_VAIN:
             row.asked_from[proposer] = self._step + _VAIN_PAUSE
+
+    def prices(self, num_rows: int) -> list[float]:
+        """Return by proposer what one place of so many rows takes, in steps without guesses; 0: next to nothing, or
+        that is not known.
+
+        A proposer gains less than one that takes no time and is right less often by this.
+        """
+        prices = [0.0] * len(self._overall)
+        if self._plain_seconds:
+            for proposer, seconds_of in self._place_seconds.items():
+                prices[proposer] = (seconds_of(num_rows) or 0.0) / self._plain_seconds
+        return prices
 
     def note_verified(self, slot: int, proposer: int, drafted: int, accepted: int) -> None:
         """Take in how many of a proposer's guesses for a row were verified in a step, and how many were right."""
@@ -270,10 +200,14 @@ class GuessBudget:
             self._balance += plain * num_tokens / num_rows - took
         self._balance = min(self._balance + _LOSS_SHARE * took, _MAX_CREDIT * plain)
 
-    def note_search(self, num_rows: int, seconds: float) -> None:
-        """Take in how long proposers have looked for guesses for a step of so many rows."""
+    def note_search(self, num_rows: int, seconds: float, *, in_full: bool = False) -> None:
+        """Take in how long proposers have looked for guesses for a step of so many rows.
+
+        Args:
+            in_full: Whether a model has guessed. If not, more than the time of a step is the fault of what else runs.
+        """
         if (estimates := self.costs.estimate(num_rows, 1)) is not None:
-            self._balance -= min(seconds, estimates[0])
+            self._balance -= seconds if in_full else min(seconds, estimates[0])
 
     def least_chance(self, num_rows: int, num_positions: int, most: int) -> float:
         """Return the chance of being right below which no guess gains; above 1: none does, or may lose any more.
@@ -296,10 +230,15 @@ class GuessBudget:
 
     def needs_plain(self, num_positions: int) -> bool:
         """Return whether the next step must have no guesses, since what such a step takes is not known any more."""
-        return not self.costs.knows(num_positions, _MAX_PLAIN_AGE)
+        return not self.costs.knows(num_positions, MAX_PLAIN_AGE)
 
     def allot(
-        self, rates: Sequence[float], found: Sequence[int] | None, num_positions: int, most: int
+        self,
+        rates: Sequence[float],
+        found: Sequence[int] | None,
+        num_positions: int,
+        most: int,
+        asked: Sequence[int] | None = None,
     ) -> list[int]:
         """Return how many guesses each row should have in the next step.
 
@@ -308,27 +247,43 @@ class GuessBudget:
             found: By row: the most guesses that it may have; None: no row has fewer than others.
             num_positions: Positions of the step without guesses.
             most: Guesses of all rows together, at most.
+            asked: By row: the proposer that will be asked for them, in time that counts, or `NO_PROPOSER`. A row has
+                one guess of a model until its time is known. None: they are there.
         """
         counts, seconds = [0] * len(rates), self.costs.estimate(num_positions, most + 1)
         if seconds is None:
             return counts
+        place_seconds = {} if asked is None else self._seconds_of(asked)
         gains: list[tuple[float, int]] = []
         for row, rate in enumerate(rates):
-            gain = 1.0
-            for _ in range(self._max_guesses if found is None else min(found[row], self._max_guesses)):
+            gain, limit = 1.0, self._max_guesses if found is None else min(found[row], self._max_guesses)
+            if asked is not None and place_seconds.get(asked[row], 0.0) is None:
+                limit = min(limit, 1)
+            for _ in range(limit):
                 gain *= rate
                 if gain < _LEAST_CHANCE:
                     break
                 gains.append((gain, -row))
         gains.sort(reverse=True)
+        searches = _search_seconds(gains, asked, place_seconds) if asked and place_seconds else repeat(0.0)
         num_tokens, best, num_kept = float(len(rates)), _LEAST_GAIN * len(rates) / seconds[0], 0
-        for count, ((gain, _), duration) in enumerate(zip(gains, seconds[1:], strict=False), 1):
+        for count, ((gain, _), duration, search) in enumerate(
+            zip(gains, seconds[1:], searches, strict=False), 1
+        ):
             num_tokens += gain
-            if num_tokens > best * duration:
-                best, num_kept = num_tokens / duration, count
+            if num_tokens > best * (duration + search):
+                best, num_kept = num_tokens / (duration + search), count
         for _, row in gains[:num_kept]:
             counts[-row] += 1
         return counts
+
+    def _seconds_of(self, asked: Sequence[int]) -> dict[int, float | None]:
+        """Return what each of these proposers takes for one place of the rows that it is asked for, where it does."""
+        return {
+            proposer: seconds_of(asked.count(proposer))
+            for proposer, seconds_of in self._place_seconds.items()
+            if proposer in asked
+        }
 
     def _faded(self, slot: int) -> _Row:
         """Return what is known of a row, as it has faded until this step."""
@@ -341,9 +296,23 @@ class GuessBudget:
         return row
 
 
-def _class_of(num_positions: int) -> int:
-    """Return the class of a size, ascending with it."""
-    if num_positions <= _NUM_EXACT:
-        return num_positions
-    doublings = num_positions.bit_length()
-    return doublings * 8 + (num_positions >> (doublings - 4))
+def _search_seconds(
+    gains: Sequence[tuple[float, int]], asked: Sequence[int], place_seconds: Mapping[int, float | None]
+) -> Iterator[float]:
+    """Yield what it takes to look for the first of these guesses, for the first two, …
+
+    A model guesses for all of its rows at once, one place after the other.
+
+    Args:
+        gains: Of each guess its chance and the negative number of its row. Those of a row are in the order of places.
+    """
+    row_to_places: defaultdict[int, int] = defaultdict(int)
+    num_places: defaultdict[int, int] = defaultdict(int)
+    total = 0.0
+    for _, negative_row in gains:
+        row_to_places[negative_row] += 1
+        proposer = asked[-negative_row]
+        if row_to_places[negative_row] > num_places[proposer]:
+            num_places[proposer] += 1
+            total += place_seconds.get(proposer) or 0.0
+        yield total

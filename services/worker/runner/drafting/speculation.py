@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import NewRow, VerifiedGuesses, empty_u32
-from triptych_services.worker.runner.drafting.base import I64, GuessReport, Proposer
-from triptych_services.worker.runner.drafting.budget import GuessBudget
+from triptych_services.worker.runner.drafting.base import I64, GuessReport, Proposer, TakesTime
+from triptych_services.worker.runner.drafting.budget import NO_PROPOSER, GuessBudget
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 from triptych_services.worker.sampling.sampled import SamplingPlaces
 
@@ -40,13 +40,18 @@ class Speculation:
     def __init__(self, rows: RequestRows, proposers: Sequence[Proposer], max_guesses: int) -> None:
         """
         Args:
-            proposers: The first one with a guess for a row decides. The one that was right most often for the row
-                lately is asked first, of equals the first of these.
+            proposers: The first one with a guess for a row decides. The one that gains most is asked first, by how
+                often it was right for the row lately and by its own time; of equals the first of these.
             max_guesses: The most guesses of one row in a step.
         """
         self._rows = rows
         self._proposers = tuple(proposers)
-        self._budget = GuessBudget(rows.live.size, len(proposers), max_guesses)
+        place_seconds = {
+            index: proposer.place_seconds
+            for index, proposer in enumerate(proposers)
+            if isinstance(proposer, TakesTime)
+        }
+        self._budget = GuessBudget(rows.live.size, len(proposers), max_guesses, place_seconds)
         self._takes_part: Flags = np.zeros(rows.live.size, np.bool_)
         """[max_num_seqs] whether the row has entered here."""
         self._not_asked: set[int] = set()
@@ -82,7 +87,9 @@ class Speculation:
         slots, limits = step.sampling_slots.tolist(), step.sample_limits.tolist()
         entered = [(s, most - 1) for s, most in zip(slots, limits, strict=True) if s in self._not_asked]
         if entered:  # an engine that knows no reports gives rows that enter several tokens
-            self._propose([(slot, most, self._budget.rates(slot)) for slot, most in entered if most])
+            self._propose(
+                [(slot, most, self._budget.rates(slot)) for slot, most in entered if most], len(slots)
+            )
         found, counts, token_ids = list[int](), list[int](), self._rows.token_ids
         for slot, limit in zip(slots, limits, strict=True):
             ready = self._ready.get(slot)
@@ -196,12 +203,13 @@ class Speculation:
         hoped = [max(of_row) for of_row in hopes]
         if max(hoped) < least:
             return [0] * len(slots)
-        limits = budget.allot(hoped, None, *sizes)
+        prices = budget.prices(len(slots))
+        asked = [_best(of_row, prices) for of_row in hopes]
+        hoped = [of_row[proposer] for of_row, proposer in zip(hopes, asked, strict=True)]
+        limits = budget.allot(hoped, None, *sizes, asked)
         if not any(limits) or budget.needs_plain(num_positions):
             return limits
-        started = time.perf_counter()
-        self._propose([entry for entry in zip(slots, limits, hopes, strict=True) if entry[1]])
-        budget.note_search(num_positions, time.perf_counter() - started)
+        self._propose([entry for entry in zip(slots, limits, hopes, strict=True) if entry[1]], num_positions)
         ready = [self._ready.get(slot, _NOTHING) for slot in slots]
         found = [len(token_ids) for _, token_ids in ready]
         rates = [of_row[proposer] for of_row, (proposer, _) in zip(hopes, ready, strict=True)]
@@ -212,20 +220,40 @@ class Speculation:
                     self._ready[slot] = proposer, token_ids[:count]
         return limits
 
-    def _propose(self, rows: Sequence[tuple[int, int, list[float]]]) -> None:
-        """Ask proposers for guesses of these rows, until each row has some: the one that was right most often first.
+    def _propose(self, rows: Sequence[tuple[int, int, list[float]]], num_positions: int) -> None:
+        """Ask proposers for guesses of these rows, until each row has some: the one that gains most first.
 
         Args:
             rows: For each its slot, the most guesses, >= 1, and by proposer the chance that one is right; 0: it is not
                 asked.
+            num_positions: Positions of the next step without guesses.
         """
-        waiting = [(slot, limit, _ranked(hopes)) for slot, limit, hopes in rows]
-        while waiting := [row for row in waiting if row[0] not in self._ready and row[2]]:
+        started, prices = time.perf_counter(), self._budget.prices(len(rows))
+        waiting = [_Waiting(slot, limit, hopes, _ranked(hopes, prices)) for slot, limit, hopes in rows]
+        in_full = False
+        while waiting := [row for row in waiting if row.ranked]:
             proposer_to_rows: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-            for slot, limit, ranked in waiting:
-                proposer_to_rows[ranked.pop()].append((slot, limit))
+            for row in waiting:
+                proposer_to_rows[row.ranked.pop()].append((row.slot, row.limit))
             for index, asked in proposer_to_rows.items():
                 self._ask(index, asked)
+                in_full |= isinstance(self._proposers[index], TakesTime)
+            waiting = [row for row in waiting if row.slot not in self._ready and row.ranked]
+            if waiting:
+                waiting = self._still_worth_it(waiting, num_positions)
+        self._budget.note_search(num_positions, time.perf_counter() - started, in_full=in_full)
+
+    def _still_worth_it(self, rows: Sequence[_Waiting], num_positions: int) -> list[_Waiting]:
+        """Return those rows for which the next proposer should be asked, with as many guesses as it should look for."""
+        others = max(num_positions - len(rows), 0)  # get one token each, which they have to wait for
+        asked = [row.ranked[-1] for row in rows] + [NO_PROPOSER] * others
+        rates = [row.hopes[row.ranked[-1]] for row in rows] + [0.0] * others
+        counts = self._budget.allot(rates, None, num_positions, MAX_GUESSES_PER_STEP, asked)
+        return [
+            replace(row, limit=min(row.limit, count))
+            for row, count in zip(rows, counts, strict=False)
+            if count
+        ]
 
     def _ask(self, index: int, rows: Sequence[tuple[int, int]]) -> None:
         """Ask one proposer for guesses.
@@ -252,9 +280,28 @@ class Speculation:
         return token_ids
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A row that has no guesses yet."""
+
+    slot: int
+    limit: int
+    """The most guesses that are of use for it, >= 1."""
+    hopes: list[float]
+    """By proposer: the chance that a guess of it is right; 0: it is not asked."""
+    ranked: list[int]
+    """The proposers that may still be asked, the best one last."""
+
+
 _NOTHING: tuple[int, list[int]] = 0, []
 
 
-def _ranked(hopes: list[float]) -> list[int]:
+def _best(hopes: list[float], prices: list[float]) -> int:
+    """Return the proposer of a row that gains most; of equals the first one."""
+    return max(range(len(hopes)), key=lambda i: (hopes[i] - prices[i], -i))
+
+
+def _ranked(hopes: list[float], prices: list[float]) -> list[int]:
     """Return the proposers of a row that are worth asking, the best one last; of equals the first one."""
-    return sorted((i for i, hope in enumerate(hopes) if hope), key=lambda i: (hopes[i], -i))
+    worth = (i for i, hope in enumerate(hopes) if hope > prices[i])
+    return sorted(worth, key=lambda i: (hopes[i] - prices[i], -i))

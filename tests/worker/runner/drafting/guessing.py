@@ -136,10 +136,11 @@ def runner_with(
 
 def guess_at_all_costs(speculation: Speculation, most: int) -> None:
     """Let each row have as many guesses as there are, up to `most`, whatever they bring."""
-    budget = speculation._budget
+    budget, num_proposers = speculation._budget, len(speculation._proposers)
+    budget.prices = lambda num_rows: [0.0] * num_proposers  # type: ignore[method-assign]
     budget.least_chance = lambda *sizes: 0.0  # type: ignore[method-assign]
     budget.needs_plain = lambda num_positions: False  # type: ignore[method-assign]
-    budget.allot = lambda rates, found, *sizes: [most] * len(rates)  # type: ignore[method-assign]
+    budget.allot = lambda rates, found, *others: [most] * len(rates)  # type: ignore[method-assign]
 
 
 def blocks_of(slot: int) -> range:

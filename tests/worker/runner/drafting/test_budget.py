@@ -10,16 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych_services.worker.runner.drafting.budget import GuessBudget, StepCosts
+from triptych_services.worker.runner.drafting.budget import NO_PROPOSER, GuessBudget, PlaceSeconds
+from triptych_services.worker.runner.drafting.costs import StepCosts
 
 Q4 = {1: 3.0, 2: 3.4, 4: 4.4, 8: 6.2, 16: 10.5, 32: 19.0, 64: 37.0, 128: 73.0}
 """Positions of a step -> its milliseconds, of a model with 4 bits per weight on a CPU."""
 BF16 = {1: 7.6, 8: 9.8, 32: 21.0, 64: 40.0, 128: 80.0}
 
 
-def budget_of(costs: dict[int, float], num_rows: int, rate: float) -> GuessBudget:
-    """Return a budget that has seen such steps, and guesses of each row that were right at this rate."""
-    budget = GuessBudget(max_num_seqs=64, num_proposers=2, max_guesses=8)
+def budget_of(
+    costs: dict[int, float], num_rows: int, rate: float, place_seconds: PlaceSeconds | None = None
+) -> GuessBudget:
+    """Return a budget that has seen such steps, and guesses of each row that were right at this rate.
+
+    Args:
+        place_seconds: Those of the first proposer; None: its time does not grow with places.
+    """
+    timed = None if place_seconds is None else {0: place_seconds}
+    budget = GuessBudget(max_num_seqs=64, num_proposers=2, max_guesses=8, place_seconds=timed)
     for size, milliseconds in costs.items():
         for _ in range(3):
             budget.costs.note(size, milliseconds * 1e-3)
@@ -59,6 +67,49 @@ def test_no_equal_number_of_guesses_is_faster(costs: dict[int, float], num_rows:
     rate = budget.rates(0)[0]
     best = max(speed(costs, rate, [count] * num_rows) for count in range(9) if count * num_rows <= 64)
     assert speed(costs, rate, counts) > best / 1.021
+
+
+@pytest.mark.parametrize("costs", [Q4, BF16])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("share", [0.03, 0.1, 0.3])
+def test_no_equal_number_of_guesses_of_a_model_is_faster(
+    costs: dict[int, float], num_rows: int, rate: float, share: float
+) -> None:
+    """The model that guesses takes a share of the step of one row for a place, and a tenth of that for each row."""
+
+    def place_seconds(num_rows: int) -> float:
+        return 1e-3 * costs[1] * share * (0.9 + 0.1 * num_rows)
+
+    budget = budget_of(costs, num_rows, rate, place_seconds)
+    rates = [budget.rates(slot)[0] for slot in range(num_rows)]
+    counts = budget.allot(rates, None, num_rows, 64, [0] * num_rows)
+
+    def speed_with(counts: list[int]) -> float:
+        seconds = 1e-3 * float(
+            np.interp(num_rows + sum(counts), list(costs), list(costs.values()))
+        ) + place_seconds(num_rows) * max(counts)
+        return sum(rates[0] ** place for count in counts for place in range(count + 1)) / seconds
+
+    best = max(speed_with([count] * num_rows) for count in range(9))
+    assert speed_with(counts) > best / 1.021
+    found = budget.allot(rates, [8] * num_rows, num_rows, 64)
+    assert sum(found) >= sum(counts), "what has been looked for has cost what it costs"
+
+
+def test_a_model_that_takes_as_long_as_a_step_has_no_guess_worth_asking_for() -> None:
+    budget = budget_of(BF16, 1, 0.9, lambda num_rows: 1e-3 * BF16[1])
+    assert budget.allot([0.98], None, 1, 64, [0]) == [0]
+    assert budget.allot([0.98], None, 1, 64, [1])[0] > 4
+    budget.note_step(1, 0, 1, 1e-3 * BF16[1])
+    assert budget.prices(1) == [pytest.approx(1.0), 0.0]
+
+
+def test_a_model_of_which_no_time_is_known_is_asked_for_one_guess() -> None:
+    budget = budget_of(BF16, 3, 0.9, lambda num_rows: None)
+    assert budget.allot([0.9, 0.9, 0.0], None, 3, 64, [0, 0, NO_PROPOSER]) == [1, 1, 0]
+    budget.note_step(3, 0, 3, 1e-3 * BF16[1])
+    assert budget.prices(2) == [0.0, 0.0]
 
 
 def test_full_batches_and_wrong_guesses_have_none() -> None:
@@ -182,16 +233,24 @@ LOSS_SHARE, MOST_LOST = 0.005, 8
 class Decoding:
     """Steps of some rows with made-up costs, in which a budget decides. One proposer always has guesses."""
 
-    def __init__(self, cost: Callable[[int], float], num_rows: int, max_guesses: int = 8) -> None:
+    def __init__(
+        self,
+        cost: Callable[[int], float],
+        num_rows: int,
+        max_guesses: int = 8,
+        place_cost: Callable[[int], float] = lambda num_rows: 0.0,
+    ) -> None:
         """
         Args:
             cost: Positions of a step -> its seconds.
+            place_cost: Rows -> the seconds that the proposer takes for each place ahead of them.
         """
-        self.budget = GuessBudget(num_rows, 1, max_guesses)
-        self.cost, self.num_rows = cost, num_rows
+        self.budget = GuessBudget(num_rows, 1, max_guesses, {0: place_cost})
+        self.cost, self.num_rows, self.place_cost = cost, num_rows, place_cost
         self.seconds = self.plain_seconds = 0.0
         """The time of all steps, and of those that would give the same tokens without guesses."""
         self.most_seconds = 0.0
+        """The time of the longest step with its search."""
         self.num_guesses = 0
         self.rest = self.num_rested = 0
         for slot in range(num_rows):
@@ -212,18 +271,20 @@ class Decoding:
         counts = wanted = [0] * self.num_rows
         if budget.least_chance(self.num_rows, self.num_rows, 64) <= 1:
             hopes = [max(budget.hopes(slot)) for slot in slots]
-            counts = wanted = budget.allot(hopes, None, self.num_rows, 64)
+            counts = wanted = budget.allot(hopes, None, self.num_rows, 64, [0] * self.num_rows)
             if budget.needs_plain(self.num_rows):
                 counts = [0] * self.num_rows
             elif any(counts):
-                budget.note_search(self.num_rows, search_s)
-                self.seconds += search_s
+                search_s += self.place_cost(sum(count > 0 for count in counts)) * max(counts)
         self.rest = 0 if any(wanted) else budget.rest()
         right = [accept(slot, count) if count else 0 for slot, count in enumerate(counts)]
         took = self.cost(self.num_rows + sum(counts)) * noise
         num_tokens = self.num_rows + sum(right)
+        if any(counts):
+            budget.note_search(self.num_rows, search_s, in_full=True)
+            self.seconds += search_s
         self.seconds += took
-        self.most_seconds = max(self.most_seconds, took)
+        self.most_seconds = max(self.most_seconds, took + search_s)
         self.plain_seconds += self.cost(self.num_rows) * num_tokens / self.num_rows
         self.num_guesses += sum(counts)
         budget.note_step(self.num_rows, sum(counts), num_tokens, took)
@@ -245,7 +306,8 @@ class Decoding:
     base=st.floats(0.5, 20.0),
     slope=st.floats(0.01, 2.0),
     num_rows=st.integers(1, 2),
-    search=st.floats(0.0, 0.3),
+    search=st.floats(0.0, 3.0),
+    place=st.floats(0.0, 1.5),
     phases=st.lists(st.tuples(st.integers(1, 200), st.floats(0.0, 1.0)), min_size=1, max_size=6),
     random=st.randoms(use_true_random=False),
 )
@@ -254,11 +316,13 @@ def test_no_proposer_loses_more_than_the_account_allows(
     slope: float,
     num_rows: int,
     search: float,
+    place: float,
     phases: list[tuple[int, float]],
     random: Random,
 ) -> None:
-    """The proposer is right at any rate that changes, and takes any time."""
-    decoding = Decoding(lambda size: 1e-3 * (base + slope * size), num_rows)
+    """The proposer is right at any rate that changes, and takes any time, for a place and beside that."""
+    cost = lambda size: 1e-3 * (base + slope * size)  # noqa: E731
+    decoding = Decoding(cost, num_rows, place_cost=lambda rows: place * cost(rows))
 
     def chance_of(rate: float) -> Callable[[int, int], int]:
         return lambda slot, count: next((n for n in range(count) if random.random() >= rate), count)
@@ -288,8 +352,13 @@ def test_a_proposer_that_turns_wrong_whenever_it_is_trusted_loses_no_more(costs:
 
 @pytest.mark.parametrize("costs", [Q4, BF16])
 @pytest.mark.parametrize("num_rows", [1, 4, 64])
-def test_a_proposer_that_is_always_wrong_costs_two_percent(costs: dict[int, float], num_rows: int) -> None:
-    decoding = Decoding(lambda size: float(np.interp(size, list(costs), list(costs.values()))), num_rows)
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.3])
+def test_a_proposer_that_is_always_wrong_costs_two_percent(
+    costs: dict[int, float], num_rows: int, place: float
+) -> None:
+    """A place takes this share of a step, beside what the search takes anyway."""
+    cost = lambda size: float(np.interp(size, list(costs), list(costs.values())))  # noqa: E731
+    decoding = Decoding(cost, num_rows, place_cost=lambda rows: place * cost(rows))
     for _ in range(1500):
         decoding.step(lambda slot, count: 0, search_s=0.05)
     assert decoding.seconds / decoding.plain_seconds < 1.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -45,7 +46,11 @@ from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.drafting import speculation as drafting
+from triptych_services.worker.runner.drafting.base import I64, Guesses
+from triptych_services.worker.runner.drafting.speculation import Speculation
 from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.request_rows import create_rows
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
@@ -312,3 +317,103 @@ def test_random_plans_say_what_single_requests_would(random: Random, change: str
             said[seed] += count
             if change == "right":
                 assert count == limits[slot]
+
+
+class Steady:
+    """A `Proposer` that guesses the same token as often as it is asked to, for some slots."""
+
+    def __init__(self, name: str, slots: Sequence[int]) -> None:
+        self.name, self._slots = name, slots
+        self.asked: list[dict[int, int]] = []
+
+    def enter(self, row: NewRow) -> None: ...
+
+    def leave(self, slot: int) -> None: ...
+
+    def accept(self, slots: I64, counts: I64) -> None: ...
+
+    def propose(self, slots: I64, limits: I64) -> Guesses:
+        asked = dict(zip(slots.tolist(), limits.tolist(), strict=True))
+        self.asked.append(asked)
+        return Guesses.of([[5] * limit if slot in self._slots else [] for slot, limit in asked.items()])
+
+
+class Slow(Steady):
+    """One that `TakesTime`: so many seconds for each place."""
+
+    def __init__(self, name: str, slots: Sequence[int], seconds: float | None) -> None:
+        super().__init__(name, slots)
+        self.seconds = seconds
+
+    def place_seconds(self, num_rows: int) -> float | None:
+        return self.seconds
+
+
+def speculation_of(*proposers: Steady, num_rows: int) -> Speculation:
+    """Return what guesses for rows that take 10 ms a step, and 0.1 ms more for each further position."""
+    config = config_of("float32", "none")
+    kv = plan_kv_cache(config, free_bytes=1 << 30)
+    rows = create_rows(tiny_facts(config, kv.max_model_len, kv.shape, max_samples_per_row=9))
+    speculation = Speculation(rows, proposers, 8)
+    for slot in range(num_rows):
+        speculation.enter(new_row(slot, [5, 6, 7], blocks_of(slot)))
+    for size in (num_rows, num_rows + 64):
+        for _ in range(3):
+            speculation._budget.note_step(
+                num_rows, size - num_rows, num_rows, 0.01 + 1e-4 * (size - num_rows)
+            )
+    return speculation
+
+
+def test_of_equal_proposers_the_one_that_takes_no_time_is_asked() -> None:
+    slow, quick = Slow("slow", [0], 1e-3), Steady("quick", [0])
+    speculation = speculation_of(slow, quick, num_rows=1)
+    assert speculation._guess_next([0], 1)[0] > 0
+    assert (len(slow.asked), len(quick.asked)) == (0, 1)
+    for _ in range(10):  # until it is right so much more often that its time is worth it
+        speculation._budget.note_verified(0, 0, 5, 5)
+    speculation._ready.clear()
+    speculation._guess_next([0], 1)
+    assert (len(slow.asked), len(quick.asked)) == (1, 1)
+
+
+def test_a_model_is_asked_for_as_many_guesses_as_are_worth_its_time() -> None:
+    """It is so where another proposer has found nothing, too. As long as its time is not known that is one guess."""
+    quick, slow = Steady("quick", [1]), Slow("slow", [0, 1, 2], 1e-3)
+    speculation = speculation_of(quick, slow, num_rows=3)
+    budget = speculation._budget
+    for slot in range(3):
+        for _ in range(20):
+            budget.note_verified(slot, 0, 8, 8)
+            budget.note_verified(slot, 1, 5, 3)
+    limits = speculation._guess_next([0, 1, 2], 3)
+    assert min(limits) >= 6, "the one that is nearly always right is hoped for"
+    assert quick.asked == [dict(enumerate(limits))]
+    assert set(slow.asked[0]) == {0, 2}
+    assert 1 < max(slow.asked[0].values()) < min(limits)
+    for seconds, expected in ((None, {0: 1, 2: 1}), (0.02, None)):
+        slow.seconds = seconds
+        slow.asked.clear()
+        speculation._ready.clear()
+        speculation._guess_next([0, 1, 2], 3)
+        assert slow.asked == ([] if expected is None else [expected])
+
+
+def test_the_account_hears_of_all_that_a_model_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it guesses or takes in a prompt. Others take no time: a long search is the fault of what else runs."""
+    clock = [0.0]
+
+    def long(proposer: Steady) -> Steady:
+        def propose(slots: I64, limits: I64, propose=proposer.propose) -> Guesses:
+            clock[0] += 0.03
+            return propose(slots, limits)
+
+        proposer.propose = propose  # type: ignore[method-assign]
+        return proposer
+
+    monkeypatch.setattr(drafting.time, "perf_counter", lambda: clock[0])
+    for proposer, lost in ((Slow("slow", [], 1e-4), 0.03), (Steady("quick", []), 0.01)):
+        speculation = speculation_of(long(proposer), num_rows=1)
+        before = speculation._budget._balance
+        speculation._guess_next([0], 1)
+        assert speculation._budget._balance == pytest.approx(before - lost)
