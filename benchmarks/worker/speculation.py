@@ -4,7 +4,8 @@
 
 Greedy answers to prompts of four kinds, those of the last one in the form of a JSON schema. Both runners answer each
 prompt in turn; prompts are cached, so the time is that of decoding. An answer that differs is an error. With `--wrong`
-each guess is a wrong one, so the ratio is what guesses lose at most.
+each guess is a wrong one, so the ratio is what guesses lose at most; with `--speculative.model` these are the model's,
+each made wrong when it has taken the time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from triptych.types.step import NewRow
 from triptych.types.structured import StructuredOutputs, compiled
 from triptych_services.worker.runner.base import Runner
 from triptych_services.worker.runner.drafting import create as drafting
-from triptych_services.worker.runner.drafting.base import I64, Guesses
+from triptych_services.worker.runner.drafting.base import I64, Guesses, Proposer, TakesTime
 from triptych_services.worker.sampling.params import TokenHistory
 from triptych_services.worker.service.startup import load_runner
 
@@ -96,8 +97,7 @@ _KIND_TO_QUESTIONS = {
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     config = config_from_arguments(arguments)
     if arguments.wrong:
-        drafting._OWN["ngram"] = lambda sources: WrongProposer(sources.history)
-        config = replace(config, speculative=replace(config.speculative, proposers="ngram"))
+        config = _with_wrong_guesses(config)
     directory = resolve_model(config.model.model)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     engines = {
@@ -153,6 +153,32 @@ class WrongProposer:
     def propose(self, slots: I64, limits: I64) -> Guesses:
         newest = self._history.token_ids[slots, self._history.num_known[slots] - 1]
         return Guesses(np.repeat(newest.astype(np.int64), limits), limits)
+
+
+class WrongDraft:
+    """The proposer of a model, of which each guess is made another token."""
+
+    def __init__(self, proposer: Proposer, vocab_size: int) -> None:
+        self._proposer, self._vocab_size = proposer, vocab_size
+        self.name, self.enter, self.leave = proposer.name, proposer.enter, proposer.leave
+        self.accept = proposer.accept
+        assert isinstance(proposer, TakesTime), "a model's"
+        self.place_seconds = proposer.place_seconds
+
+    def propose(self, slots: I64, limits: I64) -> Guesses:
+        guesses = self._proposer.propose(slots, limits)
+        return replace(guesses, token_ids=(guesses.token_ids + 1) % self._vocab_size)
+
+
+def _with_wrong_guesses(config: EngineConfig) -> EngineConfig:
+    """Return a config with one proposer, which is always wrong from now on."""
+    name = "draft" if config.speculative.model else "ngram"
+    if config.speculative.model:
+        create = drafting._draft
+        drafting._OWN["draft"] = lambda sources: WrongDraft(create(sources), sources.facts.model.vocab_size)
+    else:
+        drafting._OWN["ngram"] = lambda sources: WrongProposer(sources.history)
+    return replace(config, speculative=replace(config.speculative, proposers=name))
 
 
 def runner_of(config: EngineConfig, is_on: bool) -> Runner:

@@ -294,8 +294,8 @@ class SpeculativeConfig:
         "answered lately. A guess is taken only if it is the token that would have been chosen, so outputs stay the "
         "same where `model.batch_invariant` is true; where it is false, near ties may fall otherwise. Steps have no "
         "guesses where these would cost more than they bring. auto: true on CPUs with one rank, no recurrent states "
-        "and `model.batch_invariant`, else false; the log says why. true is refused on other devices, with several "
-        "ranks and with recurrent states.",
+        "and `model.batch_invariant` or `speculative.model`, else false; the log says why. true is refused on other "
+        "devices, with several ranks and with recurrent states.",
         WORKER,
         choices=("auto", "true", "false"),
     )
@@ -303,9 +303,26 @@ class SpeculativeConfig:
     proposers: str = value(
         "grammar,ngram,suffix",
         "What guesses, comma-separated; the first of equals is asked first. `grammar` guesses what the form of an "
-        "answer leaves open, `ngram` from the request's own text, `suffix` from what its tenant was answered lately; "
-        "others are entry points `triptych.proposers` of installed packages.",
+        "answer leaves open, `ngram` from the request's own text, `suffix` from what its tenant was answered lately, "
+        "`draft` by `speculative.model`, last if it is not named; others are entry points `triptych.proposers` of "
+        "installed packages.",
         WORKER,
+    )
+    model: str = value(
+        "",
+        "A small model that guesses: path of a model directory or .gguf file, or a hub id, perhaps "
+        "`org/name@revision`. It has the tokens of `model.model`, and ends with the same ones; else it is refused, and "
+        "so it is where `speculative.enabled = true` is. Its weights are held in 4 bits if they are not quantized yet. "
+        "It guesses where that is worth its own time. Empty: none.",
+        WORKER,
+    )
+    cache_gib: float = value(
+        1.0,
+        "GiB for keys and values of the model that guesses, at most, taken before `cache.num_blocks` is sized. "
+        "Requests without room there are guessed for by the other proposers.",
+        WORKER,
+        gt=0,
+        le=1024,
     )
     suffix_mib: int = value(
         32,

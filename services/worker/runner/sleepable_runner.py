@@ -44,6 +44,8 @@ class MemoryNeeds:
     kv_cache: int
     activations: int
     """Memory of the largest step; 0 if that was not measured."""
+    draft: int = 0
+    """Weights and KV cache of a model that guesses, which are dropped at each level; 0: there is none."""
 
 
 class SleepableRunner(Runner):
@@ -213,7 +215,8 @@ class SleepableRunner(Runner):
 
     def _needed_bytes(self) -> int:
         has_weights = self._model is not None and self._host_copy is None
-        return self._needs.kv_cache + self._needs.activations + (0 if has_weights else self._needs.weights)
+        needs = self._needs
+        return needs.kv_cache + needs.activations + needs.draft + (0 if has_weights else needs.weights)
 
     def _release(self) -> None:
         """Free the device's memory, including dropped objects in reference cycles and memory in torch's cache."""
@@ -228,10 +231,11 @@ class SleepableRunner(Runner):
 
     def _memory_short(self, needed: int, free: int) -> MemoryShort:
         needs = self._needs
+        of_draft = f", the model that guesses {needs.draft // _MIB}" if needs.draft else ""
         return MemoryShort(
             f"waking takes {needed // _MIB} MiB on {self.device}, but {free // _MIB} MiB are free (weights "
-            f"{needs.weights // _MIB}, KV cache {needs.kv_cache // _MIB}, the longest step {needs.activations // _MIB} "
-            "MiB); free some and wake the worker again"
+            f"{needs.weights // _MIB}, KV cache {needs.kv_cache // _MIB}, the longest step {needs.activations // _MIB}"
+            f"{of_draft} MiB); free some and wake the worker again"
         )
 
 

@@ -7,8 +7,10 @@ import os
 import uuid
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, SpeculativeConfig
+from triptych.errors import ModelError, ModelNotFound
 from triptych.hub import resolve_model
 from triptych.types.facts import Phase
 from triptych_services.worker.context.group_place import GroupPlace
@@ -60,7 +62,31 @@ def load_runner(
     if met is not None:
         boot_id = met.generation
         resolved = replace(resolved, rank=replace(resolved.rank, ranks_on_host=met.ranks_on_host))
-    runner = create_runner(resolved, directory, boot_id=boot_id, on_phase=on_phase, place=met)
+    runner = create_runner(
+        resolved,
+        directory,
+        boot_id=boot_id,
+        on_phase=on_phase,
+        place=met,
+        draft_directory=_find_draft(resolved.engine.speculative),
+    )
     if resolved.architecture.encoder is None:
         store_later(runner, resolved, directory)
     return runner
+
+
+def _find_draft(config: SpeculativeConfig) -> Path | None:
+    """Return the directory of the model that guesses; None: there is none, or nothing is guessed.
+
+    Raises:
+        ModelNotFound, ModelError: It is not available, or its files are not whole.
+    """
+    if not config.model or config.enabled != "true":
+        return None
+    name, revision = config.model, ""
+    if not Path(name).expanduser().exists():
+        name, _, revision = name.partition("@")
+    try:
+        return resolve_model(name, revision=revision)
+    except (ModelNotFound, ModelError) as error:
+        raise type(error)(f"speculative.model: {error.message}") from error

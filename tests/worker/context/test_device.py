@@ -565,6 +565,12 @@ def test_what_cannot_guess_refuses_to(device, num_ranks, changes, why):
         config = resolve_for_device(without, architecture, traits)
         assert config.engine.speculative.enabled == "false"
         assert (why in config.no_guesses) == (enabled == "auto")
+    for enabled in ("auto", "true"):
+        guessing = replace(engine, speculative=SpeculativeConfig(enabled=enabled, model="small"))
+        with pytest.raises(FeatureDisabled, match=rf"speculative\.model = small: .*{why}.*; leave it empty"):
+            resolve_for_device(guessing, architecture, traits)
+    off = replace(engine, speculative=SpeculativeConfig(enabled="false", model="small"))
+    assert resolve_for_device(off, architecture, traits).max_samples_per_row == 1
 
 
 @pytest.mark.parametrize(
@@ -581,6 +587,9 @@ def test_a_worker_guesses_by_itself_where_no_tie_may_fall_otherwise(native_kerne
     assert config.no_guesses == (
         "" if enabled == "true" else "near ties may fall otherwise, since model.batch_invariant is false"
     )
+    by_model = replace(engine, speculative=SpeculativeConfig(model="small"))
+    config = resolve_for_device(by_model, tiny_architecture(), DeviceTraits(device="cpu"))
+    assert config.engine.speculative.enabled == "true"
     asked = replace(engine, speculative=SpeculativeConfig(enabled="true"))
     config = resolve_for_device(asked, tiny_architecture(), DeviceTraits(device="cpu"))
     assert config.engine.speculative == asked.speculative

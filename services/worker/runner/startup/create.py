@@ -51,6 +51,7 @@ from triptych_services.worker.runner.graph_sizes import graph_token_limit
 from triptych_services.worker.runner.model_runner import LastingParts, ModelRunner
 from triptych_services.worker.runner.pipeline_stage import create_stage
 from triptych_services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
+from triptych_services.worker.runner.startup.draft import DraftSource
 from triptych_services.worker.runner.startup.encoder import (
     create_encoder_runner,
     plan_encoder,
@@ -78,6 +79,7 @@ def create_runner(
     boot_id: str,
     on_phase: PhaseChange,
     place: GroupPlace | None = None,
+    draft_directory: Path | None = None,
 ) -> SleepableRunner:
     """Load the model, size and allocate its KV cache, and warm up. Called on the thread that will compute.
 
@@ -88,33 +90,32 @@ def create_runner(
         boot_id: A uuid drawn at process start.
         on_phase: Called while the runner starts, and again whenever it wakes.
         place: What several ranks know of each other if they have met before.
+        draft_directory: The same of `speculative.model`; None: there is none, or nothing is guessed.
 
     Raises:
         ModelError: A file is missing, cut short or not understood.
         ConfigError: The KV cache does not fit into the free memory.
-        FeatureDisabled: The architecture, the attention backend or a proposer of tokens is not built or installed.
+        FeatureDisabled: The architecture, the attention backend or what is to guess tokens does not serve here.
         RankUnavailable, HandshakeMismatch: Another rank is missing, or has another model or config.
     """
     engine, device = config.engine, torch.device(config.rank.device)
     proposers_of(engine.speculative)  # a wrong name is refused before the model is loaded
     use_device(device)
     group = create_rank_group(config, place)
-    num_threads = use_threads(engine.worker.num_threads, num_sharing=config.rank.ranks_on_host)
-    if device.type == "cpu":
-        _report_processor(config, num_threads)
+    num_threads = _use_threads(config)
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
+    draft = DraftSource(config, directory, draft_directory) if draft_directory else None
     checkpoint, identity = _open(config, directory)
     log.info("weights: samples of their bytes have sha256 %s", identity.weights)
     processor = isa() if device.type == "cpu" else device_name(device)
     check_agreement(config, group, identity=identity, processor=processor)
-    kept_types: list[str] = []
-    during = partial(_checked_and_compiled, config, group)
+    kept_types, during = list[str](), partial(_checked_and_compiled, config, group)
     model = _load(config, checkpoint, group, on_phase, during, kept_types)
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
-    config, kv = _plan(config, group, model)
+    config, kv = _plan(config, group, model, draft)
     facts = worker_facts(
         config,
         kv,
@@ -129,15 +130,25 @@ def create_runner(
         load_s=load_s,
         served=served_tasks(config.architecture, directory),
     )
-    factory = RunnerFactory(config, directory, facts, group, on_phase)
+    factory = RunnerFactory(config, directory, facts, group, on_phase, draft=draft)
     return factory.sleepable(model, activation_bytes=kv.activation_bytes)
 
 
-def _plan(config: ResolvedConfig, group: RankGroup, model: CausalLM) -> tuple[ResolvedConfig, KvPlan]:
-    """Return the sizes of the KV cache, and the config with the step that is taken; see `plan_memory`."""
+def _plan(
+    config: ResolvedConfig, group: RankGroup, model: CausalLM, draft: DraftSource | None
+) -> tuple[ResolvedConfig, KvPlan]:
+    """Load what guesses, and return the sizes of the KV cache beside it, and the config with the step that is taken.
+
+    See `plan_memory`.
+    """
     if config.architecture.encoder is not None:
         return plan_encoder(config)
-    config, kv = plan_memory(config, group, model, create_attention(config), torch.device(config.rank.device))
+    draft_cache_bytes = 0
+    if draft is not None:
+        draft.load()
+        draft_cache_bytes = draft.cache_bytes
+    device = torch.device(config.rank.device)
+    config, kv = plan_memory(config, group, model, create_attention(config), device, draft_cache_bytes)
     report_groups(config, kv.shape)
     return config, kv
 
@@ -192,11 +203,13 @@ class RunnerFactory:
         group: RankGroup,
         on_phase: PhaseChange,
         held: HeldState | None = None,
+        draft: DraftSource | None = None,
     ) -> None:
         """
         Args:
             facts: Those of the worker with the weights that are loaded first.
             held: State of a runner that the first one goes on for; None: there is none.
+            draft: The model that guesses; None: there is none.
         """
         self._config = config
         self._directory = directory
@@ -205,7 +218,8 @@ class RunnerFactory:
         self._on_phase = on_phase
         self._held = held
         self._adapters = _create_adapters(config) if held is None else held.adapters
-        self._proposers = proposers_of(config.engine.speculative)
+        self._draft = draft
+        self._proposers = proposers_of(config.engine.speculative, None if draft is None else draft.create)
         self._device = torch.device(config.rank.device)
         self._grammars = GrammarCompiler(
             directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
@@ -280,7 +294,12 @@ class RunnerFactory:
         return SleepableRunner(
             model,
             device=self._device,
-            needs=MemoryNeeds(self._facts.weight_bytes, num_bytes, activation_bytes),
+            needs=MemoryNeeds(
+                self._facts.weight_bytes,
+                num_bytes,
+                activation_bytes,
+                0 if self._draft is None else self._draft.weight_bytes + self._draft.cache_bytes,
+            ),
             load=self.load,
             create=self.create,
             warm_up=self.warm_up,
@@ -398,6 +417,14 @@ def _checked_and_compiled(
     )
 
     return compiled_ahead(config, group, model)
+
+
+def _use_threads(config: ResolvedConfig) -> int:
+    """Give the model its threads, and return how many; log how CPUs compute."""
+    num_threads = use_threads(config.engine.worker.num_threads, num_sharing=config.rank.ranks_on_host)
+    if config.rank.device == "cpu":
+        _report_processor(config, num_threads)
+    return num_threads
 
 
 def _report_processor(config: ResolvedConfig, num_threads: int) -> None:

@@ -28,12 +28,16 @@ def plan_memory(
     model: CausalLM,
     attention: AttentionBackend,
     device: torch.device,
+    draft_cache_bytes: int = 0,
 ) -> tuple[ResolvedConfig, KvPlan]:
     """Decide the number of KV blocks; on a CUDA device the measured memory of the largest step is left free.
 
     Where the operator has left the tokens of a step to the device, and its memory does not hold such a step with a KV
     cache beside it, the next smaller step that fits is taken. Several ranks take none: one that is out of memory would
     leave the others waiting within the step.
+
+    Args:
+        draft_cache_bytes: What the KV cache of a model that guesses will take on a CPU.
 
     Returns:
         The config, with the step that is taken, and the plan.
@@ -45,6 +49,7 @@ def plan_memory(
         free_bytes = (
             group.minimum(free_memory(device)) // config.rank.ranks_on_host
         )  # each has counted the same
+        free_bytes -= draft_cache_bytes
         return config, _agree_on_blocks(config, plan_kv_cache(config, free_bytes), group)
     plan_kv_cache(
         config, group.minimum(free_memory(device))

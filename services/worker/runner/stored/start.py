@@ -68,6 +68,7 @@ def may_store(config: EngineConfig) -> bool:
         and worker.attention_backend == "auto"
         and not worker.enforce_eager
         and not worker.kv_transfer
+        and not config.speculative.model  # a stored program is that of one model
     )
 
 

@@ -165,7 +165,7 @@ def test_names_are_those_that_are_built_or_installed(monkeypatch: pytest.MonkeyP
     assert names(SpeculativeConfig().proposers) == ["ngram", "suffix"]  # without matchers there are no forms
     assert names(SpeculativeConfig().proposers, suffix_mib=0) == ["ngram"]
     with pytest.raises(
-        FeatureDisabled, match=r"proposers = ngram,eagle.*only grammar, ngram, suffix, package"
+        FeatureDisabled, match=r"proposers = ngram,eagle.*only grammar, ngram, suffix, draft, package"
     ):
         names("ngram,eagle")
     with pytest.raises(FeatureDisabled, match="it names 0"):
@@ -174,3 +174,34 @@ def test_names_are_those_that_are_built_or_installed(monkeypatch: pytest.MonkeyP
     with pytest.raises(FeatureDisabled, match=r"Missing.*cannot be imported.*leave package out"):
         names("package")
     assert proposers_of(SpeculativeConfig(proposers="eagle"))(facts, history, None) == []
+
+
+def test_a_model_that_guesses_is_named_by_its_own_option() -> None:
+    """It comes last, or where it is named; without a model its name means nothing."""
+    facts: Any = None
+    made: list[str] = []
+
+    def create_draft(facts: WorkerFacts, history: TokenHistory) -> Any:
+        made.append("draft")
+        return Named("draft")
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patched:
+        for name in ("grammar", "ngram", "suffix"):
+            patched.setitem(create._OWN, name, lambda sources, name=name: Named(name))
+        for named, expected in (
+            ("grammar,ngram", ["grammar", "ngram", "draft"]),
+            ("draft,ngram", ["draft", "ngram"]),
+        ):
+            config = SpeculativeConfig(enabled="true", proposers=named, model="small")
+            proposers = proposers_of(config, create_draft)(facts, facts, None)
+            assert [each.name for each in proposers] == expected
+        assert made == ["draft", "draft"]
+        off = SpeculativeConfig(enabled="false", model="small")
+        assert not proposers_of(off, create_draft)(facts, facts, None)
+    with pytest.raises(FeatureDisabled, match=r"draft needs a model; set speculative\.model"):
+        proposers_of(SpeculativeConfig(enabled="true", proposers="ngram,draft"))

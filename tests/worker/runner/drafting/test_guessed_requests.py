@@ -18,6 +18,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from llguidance import LLMatcher
@@ -47,14 +48,18 @@ from triptych_kernels.cpu.library import isa
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.scheduler import Scheduler
 from triptych_services.enginecore.scheduler.step_results import Finished
+from triptych_services.worker.attention.create import create_attention
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.runner.drafting.base import Proposer
 from triptych_services.worker.runner.drafting.create import proposers_of
+from triptych_services.worker.runner.drafting.draft_model import DraftModel, DraftModelProposer
 from triptych_services.worker.runner.drafting.grammar import FormMatchers
 from triptych_services.worker.runner.model_runner import ModelRunner
+from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
+from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
 from triptych_services.worker.sampling.params import TokenHistory
 
@@ -67,6 +72,10 @@ MAX_SEQS, MAX_LEN, BLOCK_SIZE, MOST_GUESSES = 4, 48, 4, 8
 CHANGES = tuple(changes(Random(0), VOCAB))
 OWN = "own"
 """The project's own proposers, in place of one that knows what comes."""
+SAME_DRAFT, OTHER_DRAFT = "a draft model that is the same", "another draft model"
+DRAFT_TO_SEED = {SAME_DRAFT: 3, OTHER_DRAFT: 4}
+DRAFT_BLOCKS = 20
+"""Blocks of a draft model's cache: too few for all rows."""
 
 
 @cache
@@ -91,7 +100,7 @@ def kinds() -> dict[str, SamplingParams]:
 
 
 @cache
-def parts() -> tuple[nn.Module, ResolvedConfig, GrammarCompiler]:
+def parts(seed: int = DRAFT_TO_SEED[SAME_DRAFT]) -> tuple[nn.Module, ResolvedConfig, GrammarCompiler]:
     architecture = tiny_architecture(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -111,7 +120,20 @@ def parts() -> tuple[nn.Module, ResolvedConfig, GrammarCompiler]:
     config = resolve_config(engine, architecture)
     directory = write_model_directory(Path(tempfile.mkdtemp()))
     grammars = GrammarCompiler(directory, vocab_size=VOCAB, eos_token_ids=(EOS_ID,))
-    return load_model(config, RandomCheckpoint(architecture, seed=3)), config, grammars
+    return load_model(config, RandomCheckpoint(architecture, seed=seed)), config, grammars
+
+
+def create_draft(seed: int, facts: WorkerFacts, history: TokenHistory) -> DraftModelProposer:
+    """Create the proposer of a draft model with these weights."""
+    model, config, _ = parts(seed)
+    plan = plan_kv_cache(config, 1 << 30)
+    shape = replace(plan.shape, num_blocks=DRAFT_BLOCKS)
+    caches = allocate_kv_cache(shape, torch.device("cpu"), plan.places)
+    for layer in caches:
+        layer.blocks[1:] = float("nan")
+    sizes = plan.max_model_len, VOCAB, (EOS_ID,)
+    draft = DraftModel(model, create_attention(config), caches, shape, *sizes)
+    return DraftModelProposer(draft, facts, history=history)
 
 
 @dataclass
@@ -126,6 +148,8 @@ class Guessed:
     def __call__(
         self, facts: WorkerFacts, history: TokenHistory, forms: FormMatchers | None
     ) -> Sequence[Proposer]:
+        if self.change in DRAFT_TO_SEED:
+            return [create_draft(DRAFT_TO_SEED[self.change], facts, history)]
         if self.change != OWN:
             return [Replaying(history, self.known, changes(self.random, VOCAB)[self.change])]
         return proposers_of(SpeculativeConfig(enabled="true", suffix_mib=1))(facts, history, forms)
@@ -137,12 +161,16 @@ def create_runner(num_guesses: int, proposers: Guessed) -> ModelRunner:
 
 
 def let_the_budget_decide(runner: ModelRunner) -> None:
-    """Verify what the budget allots, with made-up times of steps, in place of all guesses that there are."""
+    """Verify what the budget allots, with made-up times of steps, in place of all guesses that there are.
+
+    A draft model takes no time, so that nothing depends on the machine.
+    """
     if runner._speculation is None:
         return
     budget = runner._speculation._budget
-    for name in ("least_chance", "needs_plain", "allot"):
+    for name in ("least_chance", "needs_plain", "allot", "prices"):
         delattr(budget, name)
+    budget._place_seconds = {}
     note_step = budget.note_step
 
     def note_made_up(num_rows: int, num_guesses: int, num_tokens: int, seconds: float | None) -> None:
@@ -150,7 +178,7 @@ def let_the_budget_decide(runner: ModelRunner) -> None:
         note_step(num_rows, num_guesses, num_tokens, made_up)
 
     budget.note_step = note_made_up  # type: ignore[method-assign]
-    budget.note_search = lambda num_rows, seconds: None  # type: ignore[method-assign]
+    budget.note_search = lambda num_rows, seconds, *, in_full: None  # type: ignore[method-assign]
 
 
 def create_scheduler(
@@ -230,7 +258,7 @@ class GuessedRequests(RuleBasedStateMachine):
 
     @initialize(
         num_guesses=st.integers(0, MOST_GUESSES),
-        change=st.sampled_from((OWN, OWN, *CHANGES)),
+        change=st.sampled_from((OWN, OWN, *CHANGES, *DRAFT_TO_SEED, *DRAFT_TO_SEED)),
         spare_blocks=st.integers(0, 20),
         budget=st.integers(MAX_SEQS, 40),
         max_num_seqs=st.integers(1, MAX_SEQS),
@@ -359,13 +387,19 @@ class GuessedRequests(RuleBasedStateMachine):
             if number not in self.aborted:
                 assert (self.engine.tokens[0, number], outcome.reason) == (tokens, reason)
         assert self.engine.scheduler.snapshot().num_used_blocks == 0
+        runner = self.engine.worker.runner  # type: ignore[attr-defined]
+        runner.reset()
+        if runner._speculation is not None:
+            for proposer in runner._speculation._proposers:
+                if isinstance(proposer, DraftModelProposer):
+                    assert proposer.num_free_blocks == DRAFT_BLOCKS - 1
 
 
 TestGuessedRequests = pytest.mark.thorough(GuessedRequests.TestCase)
 TestGuessedRequests.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize("change", [OWN, "some"])
+@pytest.mark.parametrize("change", [OWN, "some", SAME_DRAFT])
 def test_crowded_requests_say_what_they_say_alone(change: str) -> None:
     """Too few blocks for all of them, and a limit in the middle of what a row gets."""
     machine = GuessedRequests()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.worker.tiny import tiny_architecture
-from triptych.config import EngineConfig, ModelConfig, SchedulerConfig
+from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from triptych.errors import ConfigError
 from triptych_services.worker.attention.paged import PagedAttention
 from triptych_services.worker.context.rank_group import OneRank
@@ -78,6 +78,25 @@ def test_a_step_that_fits_is_as_it_was_resolved(monkeypatch: pytest.MonkeyPatch)
     assert found is config
     assert device.tried == [8192]
     assert kv.activation_bytes == 8 * GIB
+
+
+def test_a_model_that_guesses_has_its_cache_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDevice(monkeypatch, 2 * GIB)
+    config = resolve_for_device(
+        EngineConfig(cache=CacheConfig(memory_fraction=0.5), scheduler=SchedulerConfig(max_num_seqs=4096)),
+        tiny_architecture(max_position_embeddings=1 << 14),
+        DeviceTraits(device="cpu"),
+    )
+    model: Any = None
+
+    def num_bytes(draft_cache_bytes: int) -> int:
+        _, kv = plan_memory(
+            config, OneRank(), model, PagedAttention(), torch.device("cpu"), draft_cache_bytes
+        )
+        return kv.shape.num_blocks * kv.shape.block_bytes
+
+    assert num_bytes(0) == GIB
+    assert num_bytes(GIB) == GIB // 2
 
 
 def test_a_step_by_device_that_does_not_fit_gives_way_to_a_smaller_one(
