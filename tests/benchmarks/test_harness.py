@@ -90,10 +90,10 @@ def child(code: str) -> list[str]:
 def test_child_answers_until_it_ends() -> None:
     code = "for line in sys.stdin: print(json.dumps({'got': json.loads(line)['n']}))\nprint('{\"last\": 1}')"
     with Child(child(code)) as echo:
-        assert echo.ask({"n": 3}, 10) == {"got": 3}
-        echo.finish(10)
+        assert echo.ask({"n": 3}, 60) == {"got": 3}
+        echo.finish(60)
         with pytest.raises(ChildError, match="ended with status 0"):
-            echo.receive(10)
+            echo.receive(60)
 
 
 def test_child_that_hangs_is_ended() -> None:
@@ -105,7 +105,7 @@ def test_child_that_hangs_is_ended() -> None:
 def test_child_says_what_failed() -> None:
     with Child(child('print(\'{"error": "no model"}\')')) as failing:
         with pytest.raises(ChildError, match="no model"):
-            failing.receive(10)
+            failing.receive(60)
 
 
 def test_a_benchmark_is_named_by_its_module(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     (folder / "probe.cpp").write_text(PROBE)
     flags = ["-std=c++20", "-O1", "-pthread", f"-I{SOURCES}", *filter(None, [request.param])]
     sources = [str(folder / "probe.cpp"), str(SOURCES / "parallel.cpp")]
-    subprocess.run(["g++", *flags, *sources, "-o", str(folder / "probe")], check=True, timeout=120)
+    subprocess.run(["g++", *flags, *sources, "-o", str(folder / "probe")], check=True, timeout=300)
     return folder / "probe"
 
 
@@ -182,7 +182,7 @@ def run_python(program: str) -> list[str]:
     if not isa() or sys.platform != "linux":
         pytest.skip("needs native kernels, and limits of memory as Linux has them")
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", LIMIT + program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

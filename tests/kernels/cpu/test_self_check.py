@@ -190,7 +190,7 @@ def dying(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("dying")
     (folder / "dying.cpp").write_text(DYING)
     command = ["g++", "-shared", "-fPIC", str(folder / "dying.cpp"), "-o", str(folder / "dying.so")]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=300)
     return ctypes.CDLL(str(folder / "dying.so"))
 
 

@@ -94,7 +94,7 @@ def leave_program(config: EngineConfig, directory: Path) -> Path:
 def in_process_without_torch(flags: dict[str, Any], directory: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.worker.runner.stored_start"]
     arguments = [json.dumps(flags), str(directory), str(NUM_NEW), json.dumps(PROMPTS)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
