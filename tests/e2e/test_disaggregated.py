@@ -144,7 +144,8 @@ def make_prompt(length: int, seed: int) -> list[int]:
 
 @pytest.mark.thorough
 async def test_real_blocks_give_the_tokens_of_one_engine(tmp_path: Path) -> None:
-    patient = ("--engine.kv-lease-s=120", "--engine.resume-ttl-s=120")  # however busy the machine is
+    # however busy the machine is; a pull that broke leaves its lease to time
+    patient = ("--engine.kv-lease-s=20", "--engine.resume-ttl-s=120")
     async with processes(tmp_path, *REAL, *patient) as stack:
         for length, temperature in [(300, 0.0), (517, 1.0), (64, 0.7)]:
             sampling = {"max_tokens": 12, "temperature": temperature}
