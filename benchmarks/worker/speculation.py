@@ -163,7 +163,7 @@ class WrongDraft:
         self.name, self.enter, self.leave = proposer.name, proposer.enter, proposer.leave
         self.accept = proposer.accept
         assert isinstance(proposer, TakesTime), "a model's"
-        self.place_seconds = proposer.place_seconds
+        self.place_seconds, self.take_seconds = proposer.place_seconds, proposer.take_seconds
 
     def propose(self, slots: I64, limits: I64) -> Guesses:
         guesses = self._proposer.propose(slots, limits)

@@ -90,3 +90,6 @@ class TakesTime(Protocol):
 
     def place_seconds(self, num_rows: int) -> float | None:
         """Return what it takes to look one place further ahead of so many rows; None: that is not known by now."""
+
+    def take_seconds(self) -> float:
+        """Return what it has taken since this was asked last, as nearly as it knows without what else runs."""

@@ -200,14 +200,15 @@ class GuessBudget:
             self._balance += plain * num_tokens / num_rows - took
         self._balance = min(self._balance + _LOSS_SHARE * took, _MAX_CREDIT * plain)
 
-    def note_search(self, num_rows: int, seconds: float, *, in_full: bool = False) -> None:
+    def note_search(self, num_rows: int, seconds: float, model_seconds: float = 0.0) -> None:
         """Take in how long proposers have looked for guesses for a step of so many rows.
 
         Args:
-            in_full: Whether a model has guessed. If not, more than the time of a step is the fault of what else runs.
+            seconds: The time of look-ups. More than that of a step is the fault of what else runs.
+            model_seconds: The time of models that guess.
         """
         if (estimates := self.costs.estimate(num_rows, 1)) is not None:
-            self._balance -= seconds if in_full else min(seconds, estimates[0])
+            self._balance -= min(seconds, estimates[0]) + model_seconds
 
     def least_chance(self, num_rows: int, num_positions: int, most: int) -> float:
         """Return the chance of being right below which no guess gains; above 1: none does, or may lose any more.

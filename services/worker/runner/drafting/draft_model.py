@@ -91,6 +91,11 @@ class DraftModelProposer:
             draft.model, draft.kv_caches, self._inputs, enforce_eager=draft.enforce_eager
         )
         self._costs = StepCosts()
+        """By the tokens of a query that says what a place takes."""
+        self._query_costs = StepCosts()
+        """By the tokens of any query."""
+        self._seconds = 0.0
+        """The time of queries that `take_seconds` has not returned yet."""
         self._step = 0
         self._warm_up()
 
@@ -110,6 +115,7 @@ class DraftModelProposer:
             self._rows.num_computed[0] = 0
             self._compute(slots, np.ones(1, np.int64), samples)
         self._forget(0)
+        self.take_seconds()
 
     def enter(self, row: NewRow) -> None:
         self._rows.sampling.enter(row.slot, _GREEDY, 0)
@@ -127,6 +133,10 @@ class DraftModelProposer:
         self._costs.pass_to(self._step)
         seconds = self._costs.estimate(num_rows, 1)
         return None if seconds is None else seconds[0]
+
+    def take_seconds(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     @torch.inference_mode()
     def propose(self, slots: I64, limits: I64) -> Guesses:
@@ -221,6 +231,14 @@ class DraftModelProposer:
         sizes = self._inputs.gather(self._rows, step)
         token_ids = self._backend.forward(sizes).token_ids.tolist()
         self._rows.num_computed[slots] += query_lens
-        if int(query_lens.max()) <= _MAX_NEW:  # a part of a prompt says nothing of a place
-            self._costs.note(sizes.num_tokens, time.perf_counter() - started)
+        self._note(sizes.num_tokens, int(query_lens.max()), time.perf_counter() - started)
         return dict(zip(step.sampling_slots.tolist(), token_ids, strict=True))
+
+    def _note(self, num_tokens: int, longest: int, seconds: float) -> None:
+        """Take in what a query took. It counts as much as the fastest of its size lately, as the steps of the model."""
+        if longest <= _MAX_NEW:  # a part of a prompt says nothing of a place
+            self._costs.note(num_tokens, seconds)
+        self._query_costs.pass_to(self._step)
+        self._query_costs.note(num_tokens, seconds)
+        known = self._query_costs.estimate(num_tokens, 1) if self._query_costs.knows(num_tokens) else None
+        self._seconds += seconds if known is None else min(seconds, known[0])

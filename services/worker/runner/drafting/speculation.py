@@ -230,18 +230,21 @@ class Speculation:
         """
         started, prices = time.perf_counter(), self._budget.prices(len(rows))
         waiting = [_Waiting(slot, limit, hopes, _ranked(hopes, prices)) for slot, limit, hopes in rows]
-        in_full = False
+        model_seconds = 0.0
         while waiting := [row for row in waiting if row.ranked]:
             proposer_to_rows: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
             for row in waiting:
                 proposer_to_rows[row.ranked.pop()].append((row.slot, row.limit))
             for index, asked in proposer_to_rows.items():
+                asked_at, proposer = time.perf_counter(), self._proposers[index]
                 self._ask(index, asked)
-                in_full |= isinstance(self._proposers[index], TakesTime)
+                if isinstance(proposer, TakesTime):
+                    started += time.perf_counter() - asked_at
+                    model_seconds += proposer.take_seconds()
             waiting = [row for row in waiting if row.slot not in self._ready and row.ranked]
             if waiting:
                 waiting = self._still_worth_it(waiting, num_positions)
-        self._budget.note_search(num_positions, time.perf_counter() - started, in_full=in_full)
+        self._budget.note_search(num_positions, time.perf_counter() - started, model_seconds)
 
     def _still_worth_it(self, rows: Sequence[_Waiting], num_positions: int) -> list[_Waiting]:
         """Return those rows for which the next proposer should be asked, with as many guesses as it should look for."""

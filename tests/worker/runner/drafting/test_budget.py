@@ -281,7 +281,7 @@ class Decoding:
         took = self.cost(self.num_rows + sum(counts)) * noise
         num_tokens = self.num_rows + sum(right)
         if any(counts):
-            budget.note_search(self.num_rows, search_s, in_full=True)
+            budget.note_search(self.num_rows, 0.0, search_s)
             self.seconds += search_s
         self.seconds += took
         self.most_seconds = max(self.most_seconds, took + search_s)

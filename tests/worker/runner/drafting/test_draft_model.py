@@ -23,6 +23,7 @@ from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.drafting import draft_model
 from triptych_services.worker.runner.drafting.draft_model import DraftModel, DraftModelProposer
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache
@@ -259,6 +260,26 @@ def test_it_says_what_a_place_takes_until_that_is_long_ago() -> None:
     drafting.say(0, [5])
     drafting.ask({0: 6})
     assert drafting.proposer.place_seconds(1) is not None
+
+
+def test_what_it_takes_is_the_fastest_query_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that does something else meanwhile slows some of them."""
+    ticks = iter([])
+    drafting = Drafting(draft_of())
+    assert drafting.proposer.take_seconds() == 0.0, "nothing for requests so far"
+    monkeypatch.setattr(draft_model.time, "perf_counter", lambda: next(ticks))
+    drafting.enter(0, list(range(3, 33)))
+    ticks = iter([0.0, 5.0])
+    drafting.ask({0: 1})
+    assert drafting.proposer.take_seconds() == 5.0, "a size that is not known"
+    taken = []
+    for seconds in (1.0, 2.0, 3.0, 9.0):
+        drafting.say(0, [7] * 20)
+        ticks = iter([0.0, seconds])
+        drafting.ask({0: 1})
+        taken.append(drafting.proposer.take_seconds())
+    assert taken == [1.0, 2.0, 1.0, 1.0]
+    assert drafting.proposer.take_seconds() == 0.0
 
 
 @pytest.mark.parametrize("seed", [SAME, OTHER])

@@ -178,7 +178,7 @@ def let_the_budget_decide(runner: ModelRunner) -> None:
         note_step(num_rows, num_guesses, num_tokens, made_up)
 
     budget.note_step = note_made_up  # type: ignore[method-assign]
-    budget.note_search = lambda num_rows, seconds, *, in_full: None  # type: ignore[method-assign]
+    budget.note_search = lambda num_rows, seconds, model_seconds: None  # type: ignore[method-assign]
 
 
 def create_scheduler(
