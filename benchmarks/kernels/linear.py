@@ -2,7 +2,8 @@
 
 Weights are read from memory: as many of them are multiplied in turn as no cache holds. Quantized ones are shown beside
 the limit of bfloat16. Their inputs are rounded to 16 bits; `8-bit` ones to 8 bits; `wide` ones are multiplied in
-bfloat16 themselves, `wide bytes` ones in bytes. Inputs of `widened` ones are float32.
+bfloat16 themselves, `wide bytes` ones in bytes. Inputs of `widened` ones are float32, and so are those of floats of 8
+bits and of nf4, unless they are bfloat16.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from benchmarks.kernels.limits import UNCACHED_BYTES, create_kernel_parser, meas
 from triptych_kernels.cpu.program import record
 from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.ops import linear
-from triptych_kernels.weights.formats import BLOCK_FORMATS, QuantizedFormat
+from triptych_kernels.weights.coded_weight import CodedWeight
+from triptych_kernels.weights.formats import BLOCK_FORMATS, GGUF_FORMATS, PANEL_FORMATS, QuantizedFormat
 from triptych_kernels.weights.packed import PackedWeight, WidenedWeight
 from triptych_kernels.weights.quantized import NEVER, QuantizedWeight
 
@@ -43,6 +45,10 @@ FORMS: dict[str, Form] = {
     "bfloat16 widened": Widened(torch.bfloat16),
     "float16 widened": Widened(torch.float16),
     **{name: BLOCK_FORMATS[name] for name in ("Q8_0", "Q4_0", "Q4_1")},
+    **{name: GGUF_FORMATS[name] for name in ("Q4_K", "Q6_K", "MXFP4")},
+    "4 bits in groups of 128": QuantizedFormat(4, "zero", 128),
+    "nf4": QuantizedFormat(4, "none", 64, "nf4", "float32"),
+    "fp8": QuantizedFormat(8, "none", 128, "e4m3", "float32"),
 }
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 1024)
 WIDE_FROM = 32
@@ -54,10 +60,11 @@ Arithmetic = Literal["", "8-bit", "wide", "wide bytes"]
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     limits = measure_limits(arguments.threads)
     shape = (arguments.out_features, arguments.in_features)
-    for name, form in FORMS.items():
+    for name in arguments.forms or FORMS:
+        form = FORMS[name]
         num_bytes = create_weight(form, *shape).num_bytes
         weights = [create_weight(form, *shape) for _ in range(-(-UNCACHED_BYTES // num_bytes))]
-        for num_rows in ROWS:
+        for num_rows in arguments.rows or ROWS:
             for arithmetic in arithmetics(form, num_rows):
                 yield from limits.rates(
                     f"{name} {arithmetic}".rstrip() + f", {num_rows} rows",
@@ -71,17 +78,28 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
 def arithmetics(form: Form, num_rows: int) -> tuple[Arithmetic, ...]:
     if not isinstance(form, QuantizedFormat):
         return ("",)
+    if not form.has_integers:
+        return ("",) if num_rows < WIDE_FROM else ("", "wide")
     if num_rows < WIDE_FROM:
         return ("", "8-bit")
-    return ("", "8-bit", "wide", "wide bytes") if form.bits == 4 else ("", "8-bit", "wide")
+    has_wide_bytes = form in PANEL_FORMATS and form.bits == 4
+    return ("", "8-bit", "wide", "wide bytes") if has_wide_bytes else ("", "8-bit", "wide")
 
 
 def create_weight(form: Form, out_features: int, in_features: int) -> PackedWeight:
+    """Return a weight of any numbers; zeros that nobody wrote would all be one page of memory."""
+    weight = _empty_weight(form, out_features, in_features)
+    weight.data.view(torch.uint8).random_(0, 0x78)  # no float is infinite
+    return weight
+
+
+def _empty_weight(form: Form, out_features: int, in_features: int) -> PackedWeight:
     if isinstance(form, Widened):
         return WidenedWeight(out_features, in_features, form.stored_dtype)
     if isinstance(form, torch.dtype):
         return PackedWeight(out_features, in_features, form)
-    return QuantizedWeight(out_features, in_features, torch.bfloat16, form)
+    create = QuantizedWeight if form in PANEL_FORMATS else CodedWeight
+    return create(out_features, in_features, torch.bfloat16, form)
 
 
 def product_s(
@@ -107,6 +125,8 @@ def product_s(
 
 if __name__ == "__main__":
     parser = create_kernel_parser(__doc__, rounds=20)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, help="default: all")
+    parser.add_argument("--rows", nargs="+", type=int, help=f"default: {' '.join(map(str, ROWS))}")
     parser.add_argument("--in-features", type=int, default=1536)
     parser.add_argument("--out-features", type=int, default=1536)
     sys.exit(run(parser, measure))
