@@ -87,7 +87,7 @@ def arithmetics(form: Form, num_rows: int) -> tuple[Arithmetic, ...]:
 
 
 def create_weight(form: Form, out_features: int, in_features: int) -> PackedWeight:
-    """Return a weight of any numbers; zeros that nobody wrote would all be one page of memory."""
+    """Return a weight of any numbers; zeros that were never written would all be one page of memory."""
     weight = _empty_weight(form, out_features, in_features)
     weight.data.view(torch.uint8).random_(0, 0x78)  # no float is infinite
     return weight

@@ -44,6 +44,7 @@ class CodedWeight(QuantizedWeight):
 
     Inputs are rounded as by `QuantizedWeight`, or to 16 bits where this machine has no products of bytes. If values of
     the format are no integers of 8 bits, they are not rounded: products are those of the file's weights in float32.
+    Nor are inputs in bfloat16 where vectors multiply pairs of it, unless they are rounded to 8 bits.
     """
 
     def fill_rows(self, first_row: int, rows: Tensor, half: Half | None = None) -> None:

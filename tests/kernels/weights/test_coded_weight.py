@@ -119,6 +119,37 @@ def test_a_rows_result_does_not_depend_on_its_batch_or_threads(isa: str, name: s
         assert torch.equal(linear(x[:size], weight), together[:size])
 
 
+@pytest.mark.parametrize("name", ["GPTQ", "GPTQ of rows", "MXFP4", "NVFP4", "nf4", "fp8"])
+def test_inputs_of_an_odd_number_of_groups(isa: str, name: str) -> None:
+    rows = random_rows(FORMATS[name], 50, 352)
+    weight, exact_weight = filled(rows), meaning(rows)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = inputs(27, 352).to(dtype)
+        together = linear(x, weight, out_dtype=torch.float32)
+        assert ((together - x.double() @ exact_weight.T).abs() <= allowed_error(x, rows, 16) + 1e-5).all()
+        for first, end in ((0, 1), (1, 5), (5, 14), (14, 27)):
+            assert torch.equal(linear(x[first:end], weight, out_dtype=torch.float32), together[first:end])
+
+
+@pytest.mark.parametrize(
+    ("name", "code_of_zero"), [("symmetric", 8), ("Q6_K", 32), ("MXFP4", 0), ("NVFP4", 0), ("fp8", 0)]
+)
+def test_bfloat16_inputs_are_not_rounded_in_pairs(name: str, code_of_zero: int) -> None:
+    """A large input meets weights of zero; as integers of 16 bits inputs of 1 would be 0 beside it."""
+    if "avx512_bf16" not in usable_isas():
+        pytest.skip("this processor multiplies no pairs of bfloat16 in vectors")
+    rows = random_rows(FORMATS[name], 50, IN_FEATURES)
+    rows.codes[:, ::32] = code_of_zero
+    x = torch.ones(13, IN_FEATURES, dtype=torch.bfloat16)
+    x[:, ::32] = 2.0**20
+    exact_weight = meaning(rows)
+    with forced_isa("avx512_bf16"):
+        weight = filled(rows)
+        for num_rows in (1, 13):
+            error = linear(x[:num_rows], weight, out_dtype=torch.float32) - exact_weight.sum(1)
+            assert (error.abs() <= 2.0**-18 * exact_weight.abs().sum(1)).all()
+
+
 @pytest.mark.parametrize("name", ["Q4_K", "NVFP4", "nf4"])
 def test_wide_products_are_those_of_bfloat16(isa: str, name: str) -> None:
     rows = random_rows(FORMATS[name], 75, IN_FEATURES)

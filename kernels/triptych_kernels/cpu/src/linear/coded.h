@@ -78,6 +78,8 @@ struct CodedForm {
   bool is_affine() const { return offset != kNoOffset; }
   // Whether its values are bytes, and whether inputs of 8 bits can be multiplied with them.
   bool has_bytes() const { return table <= kIq4Nl; }
+  // Whether its values are bfloat16.
+  bool has_pairs() const { return table != kNormal4 && table != kTree4; }
   bool has_byte_products() const { return kHasByteProducts || (table == kIntegers && bits == 4); }
   int64_t panel_bytes(int64_t in_features) const {
     return (has_factors() ? kPanel * 4 : 0) + (in_features + block - 1) / block * head_bytes +

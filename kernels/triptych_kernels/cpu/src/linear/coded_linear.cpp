@@ -6,6 +6,8 @@
 //   inputs of 16 bits   the same chunk, inputs as integers with a scale per row and group: exact sums as well, which the
 //                       tiles of AMX make of many rows (amx_shorts.h)
 //   in floats           the chunk as values in float32 and scales, and inputs in float32, which are not rounded
+//   in pairs            the chunk as values in bfloat16 and scales, and inputs in bfloat16, of which none is rounded; in
+//                       place of the two before, where vectors multiply such pairs (coded_pairs.h)
 //
 // Floats are for values that are no bytes: nf4, floats of 8 bits. Inputs of 8 bits become 16 where no instruction makes
 // products of bytes, except with integers of 4 bits: others would saturate sums of 16 bits. Each output is one chain of
@@ -16,6 +18,7 @@
 
 #include "linear/block.h"
 #include "linear/coded.h"
+#include "linear/coded_pairs.h"
 #include "linear/product.h"
 #include "linear/quantized_bytes.h"
 
@@ -326,15 +329,31 @@ struct FloatTiles {
   }
 };
 
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+
+struct PairTiles {
+  using Element = int32_t;
+  static int64_t count(int64_t rows) { return (rows + coded::kPairRows - 1) / coded::kPairRows; }
+  static int64_t height(int64_t) { return coded::kPairRows; }
+  static int64_t row_units(const Linear& args) { return args.in_features / kGroup * coded::kPairUnits; }
+  static void prepare(const Linear& args, int64_t rows, int64_t tile, Element* to) {
+    const int64_t begin = rows * tile / count(rows), height = rows * (tile + 1) / count(rows) - begin;
+    make_rows(args.stages, begin, begin + height);
+    coded::lay_out_pairs(static_cast<const bf16*>(args.x) + begin * args.x_stride, args.x_stride, height,
+                         args.in_features, to + begin * row_units(args));
+  }
+};
+
+#endif
+
 // Tiles first … end - 1 of `rows` rows with a panel. unpack(reader, groups, chunk) takes the next groups, multiply(count,
-// x, groups, chunk, sums) adds a tile of `count` rows.
+// x, group, groups, chunk, sums) adds a tile of `count` rows of which x are all inputs.
 template <typename Tiles, typename Unpack, typename Multiply>
 void walk_panel(const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
-                const typename Tiles::Element* x, int64_t panel, int64_t group_floats, const Unpack& unpack,
-                const Multiply& multiply) {
+                const typename Tiles::Element* x, int64_t panel, int64_t chunk_groups, int64_t group_floats,
+                const Unpack& unpack, const Multiply& multiply) {
   static thread_local Scratch memory;
   const int64_t groups = args.in_features / kGroup, row_units = Tiles::row_units(args), count = Tiles::count(rows);
-  const int64_t chunk_groups = std::max<int64_t>(kChunkBytes / (group_floats * int64_t{sizeof(float)}), 1);
   const auto first_row = [&](int64_t tile) { return rows * tile / count; };
   const int64_t begin_row = first_row(first), num_rows = first_row(end) - begin_row;
   auto* const chunk = static_cast<float*>(memory.get((chunk_groups * group_floats + num_rows * kPanel) * sizeof(float)));
@@ -346,8 +365,7 @@ void walk_panel(const Linear& args, const CodedForm& form, int64_t rows, int64_t
     unpack(reader, now, chunk);
     for (int64_t tile = first; tile < end; ++tile) {
       const int64_t row = first_row(tile), height = first_row(tile + 1) - row;
-      multiply(height, x + row * row_units + group * (row_units / groups) * height, now, chunk,
-               sums + (row - begin_row) * kPanel);
+      multiply(height, x + row * row_units, group, now, chunk, sums + (row - begin_row) * kPanel);
     }
   }
   for (int64_t row = 0; row < num_rows; ++row) {
@@ -356,15 +374,22 @@ void walk_panel(const Linear& args, const CodedForm& form, int64_t rows, int64_t
   }
 }
 
+// Groups of a chunk.
+constexpr int64_t groups_in_chunk(int64_t group_floats) {
+  return std::max<int64_t>(kChunkBytes / (group_floats * int64_t{sizeof(float)}), 1);
+}
+
 template <typename Tiles, int Units, bool Affine>
 void multiply_integers(const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
                        const typename Tiles::Element* x, int64_t panel) {
+  constexpr int64_t kFloats = ByteGroup<Units, Affine>::kFloats;
+  const int64_t group_units = Tiles::row_units(args) / (args.in_features / kGroup);
   coded::with_codes(form, [&](auto codes) {
     walk_panel<Tiles>(
-        args, form, rows, first, end, x, panel, ByteGroup<Units, Affine>::kFloats,
+        args, form, rows, first, end, x, panel, groups_in_chunk(kFloats), kFloats,
         coded::unpack_bytes<Units, Affine, decltype(codes)>,
-        [](int64_t height, const auto* inputs, int64_t groups, const float* weights, float* sums) {
-          Tiles::template multiply<Units, Affine>(inputs, height, groups, weights, sums);
+        [&](int64_t height, const auto* inputs, int64_t group, int64_t groups, const float* weights, float* sums) {
+          Tiles::template multiply<Units, Affine>(inputs + group * group_units * height, height, groups, weights, sums);
         });
   });
 }
@@ -381,13 +406,50 @@ void multiply_panel(Tiles, const Linear& args, const CodedForm& form, int64_t ro
 
 void multiply_panel(FloatTiles, const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
                     const float* x, int64_t panel) {
-  walk_panel<FloatTiles>(args, form, rows, first, end, x, panel, FloatGroup::kFloats, coded::unpack_values,
-                         [](int64_t height, const float* inputs, int64_t groups, const float* weights, float* sums) {
-                           with_rows<kMaxTileRows>(height, [&](auto count) {
-                             multiply_float_groups<count>(inputs, groups, weights, sums);
-                           });
-                         });
+  walk_panel<FloatTiles>(
+      args, form, rows, first, end, x, panel, groups_in_chunk(FloatGroup::kFloats), FloatGroup::kFloats,
+      coded::unpack_values,
+      [](int64_t height, const float* inputs, int64_t group, int64_t groups, const float* weights, float* sums) {
+        with_rows<kMaxTileRows>(height, [&](auto count) {
+          multiply_float_groups<count>(inputs + group * kGroup * height, groups, weights, sums);
+        });
+      });
 }
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+
+void multiply_panel(PairTiles, const Linear& args, const CodedForm& form, int64_t rows, int64_t first, int64_t end,
+                    const int32_t* x, int64_t panel) {
+  using coded::PairGroup;
+  const coded::PairUnits units(form, args.in_features);
+  const int64_t size = args.in_features;
+  const auto sums_of = [&](const int32_t* inputs, int64_t height) {
+    return reinterpret_cast<const float*>(inputs + size / 2 * height);
+  };
+  if (rows <= coded::kDirectRows) {
+    Reader reader(form, static_cast<const char*>(args.weight) + panel * form.panel_bytes(size));
+    return coded::with_pairs(form, [&](auto codes, const auto& value) {
+      with_rows<coded::kDirectRows>(rows, [&](auto count) {
+        vec sums[count][2];
+        coded::multiply_pairs_directly<count, decltype(codes)>(reader, value, units, x, sums_of(x, count), size / kGroup,
+                                                               sums);
+        for (int row = 0; row < count; ++row) finish_row(args, row, panel, sums[row][0], sums[row][1]);
+      });
+    });
+  }
+  walk_panel<PairTiles>(
+      args, form, rows, first, end, x, panel, coded::kChunkGroups, PairGroup::kFloats,
+      [&](Reader& reader, int64_t groups, float* chunk) { coded::unpack_pair_values(reader, units, groups, chunk); },
+      [&](int64_t height, const int32_t* inputs, int64_t group, int64_t groups, const float* weights, float* sums) {
+        with_rows<coded::kPairRows>(height, [&](auto count) {
+          coded::multiply_pair_groups<count>(inputs + group * coded::kGroupPairs * height,
+                                             sums_of(inputs, height) + group * coded::kPairSums * height, units, groups,
+                                             weights, sums);
+        });
+      });
+}
+
+#endif
 
 template <typename Tiles>
 void multiply_all(const Linear& args, const CodedForm& form, int64_t rows) {
@@ -432,9 +494,13 @@ void multiply_wide(const Linear& args, const CodedForm& form, int64_t rows) {
   });
 }
 
-// f(Tiles) of the arithmetic of few rows.
+// f(Tiles) of the arithmetic of few rows, of inputs of this dtype.
 template <typename F>
-void with_tiles(const CodedForm& form, int64_t input_bits, const F& f) {
+void with_tiles(const CodedForm& form, [[maybe_unused]] int64_t dtype, int64_t input_bits, const F& f) {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+  const bool is_rounded = input_bits == 8 && form.has_bytes();
+  if (dtype == kBfloat16 && form.has_pairs() && !is_rounded) return f(PairTiles());
+#endif
   if (!form.has_bytes()) return f(FloatTiles());
   input_bits == 8 && form.has_byte_products() ? f(ByteTiles()) : f(ShortTiles());
 }
@@ -442,7 +508,7 @@ void with_tiles(const CodedForm& form, int64_t input_bits, const F& f) {
 void multiply_form(const Linear& args, const WeightForm& held, int64_t rows) {
   const CodedForm form(held.form);
   if (rows >= held.wide_rows) return multiply_wide(args, form, rows);
-  with_tiles(form, held.input_bits, [&](auto tiles) {
+  with_tiles(form, args.dtype, held.input_bits, [&](auto tiles) {
     using Tiles = decltype(tiles);
 #if defined(__AMX_BF16__) || defined(TRIPTYCH_AMX_EMULATED)
     if constexpr (std::is_same_v<Tiles, ShortTiles>) {
@@ -475,9 +541,9 @@ ProductSteps steps() {
 
 }  // namespace
 
-ProductSteps coded_product(const WeightForm& form) {
+ProductSteps coded_product(const Linear& args, const WeightForm& form) {
   ProductSteps product;
-  with_tiles(CodedForm(form.form), form.input_bits, [&](auto tiles) { product = steps<decltype(tiles)>(); });
+  with_tiles(CodedForm(form.form), args.dtype, form.input_bits, [&](auto tiles) { product = steps<decltype(tiles)>(); });
   return product;
 }
 

@@ -38,13 +38,13 @@ struct ProductSteps {
 ProductSteps packed_product(const Linear& args);
 ProductSteps widened_product(const WeightForm& form);
 ProductSteps quantized_product(const WeightForm& form);
-ProductSteps coded_product(const WeightForm& form);
+ProductSteps coded_product(const Linear& args, const WeightForm& form);
 
 inline ProductSteps product_of(const Linear& args, const WeightForm& form) {
   switch (form.kind) {
     case kWidenedWeight: return widened_product(form);
     case kQuantizedWeight: return quantized_product(form);
-    case kCodedWeight: return coded_product(form);
+    case kCodedWeight: return coded_product(args, form);
     default: return packed_product(args);
   }
 }
