@@ -55,16 +55,16 @@ def test_a_class_inside_that_needs_keywords_is_refused():
 
 
 def test_options_that_come_too_late_are_refused():
-    cls = of_fields(address=str, layout=str, block_bytes=int)
-    assert codec(cls, kv_transfer_pb2.KvEndpoint) is codec(cls, kv_transfer_pb2.KvEndpoint)
+    cls = of_fields(num_tokens=int, num_bytes=int)
+    assert codec(cls, kv_transfer_pb2.KvTail) is codec(cls, kv_transfer_pb2.KvTail)
     with pytest.raises(TypeError, match=r"^Sample has a codec: import the module that makes it before"):
-        codec(cls, kv_transfer_pb2.KvEndpoint, finish=lambda value, message: value)
+        codec(cls, kv_transfer_pb2.KvTail, finish=lambda value, message: value)
 
 
 def test_fields_of_a_class_without_a_message_are_in_the_outer_one():
     inner = of_fields(layout=str, block_bytes=int)
     outer = of_fields(address=str, rest=inner)
-    made = codec(outer, kv_transfer_pb2.KvEndpoint)
+    made = codec(outer, kv_transfer_pb2.KvEndpoint, left_out=("tails",))
     message = made.encode(outer("a:1", inner("x", 7)))
     assert message == kv_transfer_pb2.KvEndpoint(address="a:1", layout="x", block_bytes=7)
     assert made.decode(message) == outer("a:1", inner("x", 7))
