@@ -153,7 +153,7 @@ async def test_another_frontend_goes_on_where_the_client_is(shape: str, num_delt
 
 async def test_counts_of_guesses_are_taken_along() -> None:
     """They are those of the engine when it is lost by the second frontend, which had only the last tokens."""
-    async with stand(max_samples_per_row=5) as s:
+    async with stand(keep_s=0.1, max_samples_per_row=5) as s:
         seen = Seen()
         async with aclosing(s.first.generator.generate(request())) as events:
             await read(events, seen, lambda seen: bool(seen.token) and seen.num_deltas >= 3)
