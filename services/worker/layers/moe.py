@@ -434,7 +434,7 @@ def _are_packed(sizes: ExpertSizes, context: ModelContext) -> bool:
         FeatureDisabled: The device's products do not compute such experts.
     """
     if context.device.type != "cpu":
-        if not sizes.is_gated:
+        if not sizes.is_gated and context.device.type != "meta":
             raise FeatureDisabled(
                 f"worker.device = {context.device.type}",
                 f"{context.architecture.name} has experts without a gate, which only CPUs compute",
