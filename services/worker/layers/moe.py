@@ -111,6 +111,11 @@ class SparseMoE(nn.Module):
             FeatureDisabled: The device's products do not compute such experts.
         """
         super().__init__()
+        if not spec.is_gated and context.device.type not in ("cpu", "meta"):
+            raise FeatureDisabled(
+                f"worker.device = {context.device.type}",
+                f"{context.architecture.name} has experts without a gate, which only CPUs compute",
+            )
         self.group = context.group
         self.activation = activation
         self.router = Router(hidden_size, spec, context=context, prefix=f"{prefix}.gate")
@@ -434,11 +439,6 @@ def _are_packed(sizes: ExpertSizes, context: ModelContext) -> bool:
         FeatureDisabled: The device's products do not compute such experts.
     """
     if context.device.type != "cpu":
-        if not sizes.is_gated and context.device.type != "meta":
-            raise FeatureDisabled(
-                f"worker.device = {context.device.type}",
-                f"{context.architecture.name} has experts without a gate, which only CPUs compute",
-            )
         quantization = context.config.quantization
         if quantization != "none" and (sizes.has_bias or sizes.activation != "silu"):
             raise FeatureDisabled(

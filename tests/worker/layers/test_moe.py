@@ -213,7 +213,7 @@ def test_experts_may_have_no_gate(num_ranks: int, expert_parallel: bool) -> None
 
 
 def test_experts_without_a_gate_are_refused_on_gpus() -> None:
-    context = ModelContext(replace(tiny_config(), rank=RankFacts(device="meta")))  # as a GPU, but without one
+    context = ModelContext(replace(tiny_config(), rank=RankFacts(device="cuda")))  # on which nothing is made
     spec = ExpertsSpec(3, 2, is_gated=False)
     with pytest.raises(FeatureDisabled, match="experts without a gate, which only CPUs compute"):
         SparseMoE(HIDDEN, INNER, spec, activation="relu2", context=context, prefix="m")
