@@ -15,7 +15,6 @@ from triptych_services.enginecore.workers.base import Connected, Executor, Worke
 log = logging.getLogger(__name__)
 
 _SILENCE_S = 60.0  # a stream on which a result is due for so long may have lost something
-_RESTART_S = 2.0  # that a supervisor takes to start a worker's process again, with room
 _MAX_WHY = 500
 
 
@@ -54,7 +53,6 @@ class WorkerConnection:
             on_failed=self._on_failed,
             on_given_up=self._give_up,
             fatal=(StaleEpoch,),
-            quick_s=_RESTART_S,
         )
         self.is_worker_asleep = False
         """The last attempt to dial found the worker asleep."""

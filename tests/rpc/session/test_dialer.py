@@ -44,14 +44,13 @@ class Client:
         return outcome
 
 
-def make(*script: Welcome | Exception | float | None, quick_s: float = 0.0) -> tuple[Client, Dialer[Welcome]]:
+def make(*script: Welcome | Exception | float | None) -> tuple[Client, Dialer[Welcome]]:
     client = Client(iter(script))
     dialer = Dialer(
         client.connect,
         on_failed=lambda error: client.failures.append(str(error)),
         on_given_up=client.given_up.append,
         fatal=(StaleEpoch,),
-        quick_s=quick_s,
     )
     return client, dialer
 
@@ -76,13 +75,6 @@ async def test_delays_double_from_50_ms_to_250_ms(clock: list[float]) -> None:
     assert clock == [0.05, 0.1, 0.2, 0.25, 0.25, 0.25, 0.25]
     assert client.failures == ["refused"] * 7
     assert dialer.has_session
-
-
-async def test_a_server_that_starts_again_is_dialed_often_at_first(clock: list[float]) -> None:
-    _, dialer = make(*[EngineUnavailable("refused")] * 120, FRESH, quick_s=5.0)
-    assert await dialer.dial() is FRESH
-    assert clock[:80] == [0.05] * 80
-    assert clock[110:] == [0.25] * 10
 
 
 async def test_a_server_that_held_the_caller_is_dialed_again_at_once(clock: list[float]) -> None:

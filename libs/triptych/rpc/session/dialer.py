@@ -50,7 +50,6 @@ class Dialer(Generic[WelcomedT]):
         on_failed: Callable[[Exception], None],
         on_given_up: Callable[[str], None],
         fatal: tuple[type[Exception], ...] = (),
-        quick_s: float = 0.0,
     ) -> None:
         """
         Args:
@@ -58,14 +57,11 @@ class Dialer(Generic[WelcomedT]):
             on_failed: Called with what went wrong each time that `connect` has failed.
             on_given_up: Called once when a session is over, with the reason.
             fatal: Errors of `connect` that dialing again cannot mend; `dial` raises them.
-            quick_s: How long each call of `dial` waits for no more than the shortest time between two attempts. For one
-                server that is started again soon, not for many that are lost together.
         """
         self._connect = connect
         self._on_failed = on_failed
         self._on_given_up = on_given_up
         self._fatal = fatal
-        self._quick_s = quick_s
         self.has_session = False
         """There is a session, with a stream or to be resumed."""
         self._resume_ttl_s = 0.0
@@ -76,7 +72,7 @@ class Dialer(Generic[WelcomedT]):
         self._why_broken = ""
 
     async def dial(self) -> WelcomedT:
-        """Dial until the server welcomes this client; after failures wait for 50 ms, then doubling to 250 ms.
+        """Dial until the server welcomes this client; after failures wait for 50 ms, doubling to 250 ms.
 
         A failure that itself took as long as the longest wait, such as a server's that holds the caller until it is
         ready, is followed by the shortest.
@@ -85,7 +81,6 @@ class Dialer(Generic[WelcomedT]):
             Exception: One of the fatal errors.
         """
         loop, delay_s = asyncio.get_running_loop(), FIRST_REDIAL_S
-        quick_until = loop.time() + self._quick_s
         while True:
             dialed_at = loop.time()
             try:
@@ -105,8 +100,7 @@ class Dialer(Generic[WelcomedT]):
                 delay_s = FIRST_REDIAL_S
             await asyncio.sleep(self._until_deadline(delay_s))
             self._expire()
-            if loop.time() >= quick_until:
-                delay_s = min(2 * delay_s, MAX_REDIAL_S)
+            delay_s = min(2 * delay_s, MAX_REDIAL_S)
 
     def note_progress(self) -> None:
         """Note progress: a message of this session has arrived."""
