@@ -225,22 +225,31 @@ def llama4(config: ConfigFile) -> ModelArchitecture:
     return describe(config, sizes, layers=layers, block=block, names=_LLAMA4_NAMES)
 
 
-_LLAMA4_NAMES = TensorNames(
-    renamed=(
-        (".mlp.gate.", ".feed_forward.router."),
-        (".shared_experts.", ".shared_expert."),
-        (".mlp.", ".feed_forward."),
-    ),
-    fused=tuple(
+def transposed_experts(module: str) -> tuple[FusedTensor, ...]:
+    """Return the tensors of all experts that have each one's weights as [in_features, out_features].
+
+    Args:
+        module: Their module in the checkpoint, as it follows the layer's prefix.
+    """
+    return tuple(
         FusedTensor(
-            f"feed_forward.experts.{name}",
+            f"{module}.{name}",
             tuple(f"mlp.experts.{part}" for part in parts),
             of_experts=True,
             is_transposed=True,
             suffixes=("", "_bias"),
         )
         for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+    )
+
+
+_LLAMA4_NAMES = TensorNames(
+    renamed=(
+        (".mlp.gate.", ".feed_forward.router."),
+        (".shared_experts.", ".shared_expert."),
+        (".mlp.", ".feed_forward."),
     ),
+    fused=transposed_experts("feed_forward.experts"),
 )
 
 

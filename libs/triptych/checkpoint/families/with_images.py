@@ -12,7 +12,7 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families import experts, llama, shared_experts
 from triptych.checkpoint.families.keys import WITH_IMAGES
-from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+from triptych.checkpoint.tensor_names import TensorNames
 
 _OF_IMAGES = (
     *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
@@ -27,16 +27,6 @@ _QWEN = TensorNames(
         ("model.", "model.language_model."),
     ),
     ignored_prefixes=("model.visual.",),
-)
-_EXPERTS = tuple(
-    FusedTensor(
-        f"mlp.experts.{name}",
-        tuple(f"mlp.experts.{part}" for part in parts),
-        of_experts=True,
-        is_transposed=True,
-        suffixes=("", "_bias"),
-    )
-    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
 )
 
 
@@ -54,7 +44,7 @@ def qwen3_vl_moe(config: ConfigFile) -> ModelArchitecture:
         text.assume(norm_topk_prob=True)
         return experts.qwen3_moe(text)
 
-    return _read(config, read, replace(_QWEN, fused=_EXPERTS))
+    return _read(config, read, replace(_QWEN, fused=shared_experts.transposed_experts("mlp.experts")))
 
 
 def llama4(config: ConfigFile) -> ModelArchitecture:

@@ -15,18 +15,10 @@ from triptych_services.worker.sampling.params import LogitChange
 NOTHING_DERIVED = RowError.of_client("the grammar derives no further token")
 
 
-class AlternatingGrammar:
-    """A grammar for requests with stop string "(": opening and closing parentheses in turn, at most two of each.
+class OfStopString:
+    """Has the rows of requests with stop string "("."""
 
-    Its state is a function of the output tokens.
-    """
-
-    OPENING, CLOSING = 40, 41
-    needs_history = True
-    fault = NOTHING_DERIVED
-
-    def __init__(self, history) -> None:
-        self._history = history
+    def __init__(self) -> None:
         self._slots: set[int] = set()
 
     def enter(self, slot, params):
@@ -41,6 +33,21 @@ class AlternatingGrammar:
     def find_rows(self, slots):
         flags = np.isin(slots, list(self._slots))
         return flags if flags.any() else None
+
+
+class AlternatingGrammar(OfStopString):
+    """A grammar for requests with stop string "(": opening and closing parentheses in turn, at most two of each.
+
+    Its state is a function of the output tokens.
+    """
+
+    OPENING, CLOSING = 40, 41
+    needs_history = True
+    fault = NOTHING_DERIVED
+
+    def __init__(self, history) -> None:
+        super().__init__()
+        self._history = history
 
     def allowed(self, own):
         allowed = torch.zeros(len(own), VOCAB_SIZE, dtype=torch.bool)
@@ -70,7 +77,7 @@ class PackedAlternating(AlternatingGrammar):
         return np.packbits(bits, axis=1, bitorder="little").view(np.uint32), {}
 
 
-class Forcing:
+class Forcing(OfStopString):
     """Forces a token in rows with stop string "(", and keeps the logits that it finds."""
 
     TOKEN = 9
@@ -78,21 +85,8 @@ class Forcing:
     fault = None
 
     def __init__(self, history) -> None:
-        self._slots: set[int] = set()
+        super().__init__()
         self.seen: list[torch.Tensor] = []
-
-    def enter(self, slot, params):
-        if params.stop != ("(",):
-            return LogitChange.NEVER
-        self._slots.add(slot)
-        return LogitChange.ALWAYS
-
-    def leave(self, slot):
-        self._slots.discard(slot)
-
-    def find_rows(self, slots):
-        flags = np.isin(slots, list(self._slots))
-        return flags if flags.any() else None
 
     def apply(self, logits, changed, own):
         for row, _ in own:
