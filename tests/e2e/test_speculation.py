@@ -102,8 +102,7 @@ def num_steps(stack: LocalCluster) -> float:
 async def check_fewer_steps(stack: LocalCluster, sampling: SamplingParams) -> None:
     """Check that an answer with guesses is the same one, in fewer steps.
 
-    A form that takes long to look ahead of is given up, as it seems to where a busy machine stops the worker twice
-    meanwhile; so the answer is asked for again.
+    How soon guesses are worth their time depends on what else the machine does, so the answer is asked for again.
     """
     before = num_steps(stack)
     plain = await stream_all(stack, [sampling], speculation=False)

@@ -93,3 +93,17 @@ class TakesTime(Protocol):
 
     def take_seconds(self) -> float:
         """Return what it has taken since this was asked last, as nearly as it knows without what else runs."""
+
+
+@runtime_checkable
+class ReadsTexts(Protocol):
+    """A proposer that computes the text of a row before it guesses for it, as a model does."""
+
+    def allow_reading(self, seconds: float | None) -> None:
+        """Bound the time that texts may take in the next `propose`; None: by nothing."""
+
+    def is_reading(self, slot: int) -> bool:
+        """Return whether the latest `propose` found no guess since it computes the text of the row part by part."""
+
+    def take_reading_seconds(self) -> float:
+        """Return what texts have taken since this was asked last. `TakesTime.take_seconds` does not count it."""

@@ -13,7 +13,9 @@ to guess counts in the first question: rows that it looks two places ahead for w
 spent.
 
 An account holds what guesses have brought, and what it took to look for them and to verify them. They may lose 0.5% of
-the time of steps, and where that is used up, a step has none: chances may be misjudged, time is not. Needs no torch.
+the time of steps, and where that is used up, a step has none: chances may be misjudged, time is not. A second one holds
+what a model took to read texts, which bring guesses later: of what is gained beyond the first, and a fixed advance.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -53,6 +55,10 @@ _MAX_LOSS = 8.0
 """The steps without guesses that they may lose beyond that: when nothing is known yet, and when a text changes."""
 _MAX_CREDIT = 12.0
 """The gains that may be lost again, in steps without guesses."""
+_READING_SHARE = 0.5
+"""The part of a step that all rows may wait for a model that reads the texts of some."""
+_MAX_READING = 32.0
+"""The steps without guesses that it may read for in advance, and of gains that are kept for it."""
 _MIN_REST, _MAX_REST = 7, 31
 """Steps in which nothing is decided or measured, where guesses have no chance: a look at all costs a percent of a step
 of a small model."""
@@ -110,6 +116,8 @@ class GuessBudget:
         self._place_seconds = place_seconds or {}
         self._balance = 0.0
         """Seconds that guesses have gained, and may still lose where it is below 0."""
+        self._reading_balance = 0.0
+        """Seconds of gains beyond the account that are left for reading texts; below 0: what was read in advance."""
         self._plain_seconds = 0.0
         """The time of the latest step that was noted, without its guesses; 0: not known."""
         self._chances: dict[tuple[int, int, int], float] = {}
@@ -198,7 +206,10 @@ class GuessBudget:
             took = max(took, min(seconds, plain * size / num_rows))
         if num_guesses:
             self._balance += plain * num_tokens / num_rows - took
-        self._balance = min(self._balance + _LOSS_SHARE * took, _MAX_CREDIT * plain)
+        self._balance += _LOSS_SHARE * took
+        if (surplus := self._balance - _MAX_CREDIT * plain) > 0:
+            self._balance -= surplus
+            self._reading_balance = min(self._reading_balance + surplus, _MAX_READING * plain)
 
     def note_search(self, num_rows: int, seconds: float, model_seconds: float = 0.0) -> None:
         """Take in how long proposers have looked for guesses for a step of so many rows.
@@ -209,6 +220,17 @@ class GuessBudget:
         """
         if (estimates := self.costs.estimate(num_rows, 1)) is not None:
             self._balance -= min(seconds, estimates[0]) + model_seconds
+
+    def reading_seconds(self) -> float | None:
+        """Return how long models may read texts before the next step; None: that is not known yet."""
+        if not self._plain_seconds:
+            return None
+        left = self._reading_balance + _MAX_READING * self._plain_seconds
+        return max(min(_READING_SHARE * self._plain_seconds, left), 0.0)
+
+    def note_reading(self, seconds: float) -> None:
+        """Take in how long a model has read texts."""
+        self._reading_balance -= seconds
 
     def least_chance(self, num_rows: int, num_positions: int, most: int) -> float:
         """Return the chance of being right below which no guess gains; above 1: none does, or may lose any more.

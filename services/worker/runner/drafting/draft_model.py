@@ -9,13 +9,15 @@ place:
     one token of each row           e            chooses f
                                       f          chooses g; the guesses are e, f and g
 
-A guess that turns out right has been computed already. A long prompt is taken in by parts, one in each step, so that no
-step waits for more than one of them. A row that has no room in the cache is left to other proposers.
+A guess that turns out right has been computed already. A row that lacks more than a step brings has a text to read
+first. That is computed part by part, one between two steps, as long as the budget of guesses allows. A row that has no
+room in the cache is left to other proposers.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,10 +37,12 @@ from triptych_services.worker.runner.input_batch import InputBuffers
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 from triptych_services.worker.sampling.params import TokenHistory
 
-PART = 256
-"""Tokens that it computes in one query, of all rows together: the longest that it holds up a step for."""
+PART, _LEAST_PART = 256, 16
+"""Tokens that it computes in one query, of all rows together, at most; and those of a text, at least."""
 _MAX_NEW = 17
-"""Tokens that a row gets in a step at most, and so those of a query that says what one place takes."""
+"""Tokens that a row gets in a step at most. One that lacks more has a text to read."""
+_NUM_TEXTS = 5
+"""Parts of texts that are kept, the latest. The fastest one counts: what else runs on a machine only slows it."""
 _NUM_WARM_UPS = 5
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -59,7 +63,7 @@ class DraftModel:
 
 
 class DraftModelProposer:
-    """A `Proposer` that `TakesTime`. Owns the draft model's rows and cache."""
+    """A `Proposer` that `TakesTime` and `ReadsTexts`. Owns the draft model's rows and cache."""
 
     name = "draft"
 
@@ -91,11 +95,17 @@ class DraftModelProposer:
             draft.model, draft.kv_caches, self._inputs, enforce_eager=draft.enforce_eager
         )
         self._costs = StepCosts()
-        """By the tokens of a query that says what a place takes."""
+        """By the tokens of a query that reads no text."""
         self._query_costs = StepCosts()
         """By the tokens of any query."""
-        self._seconds = 0.0
-        """The time of queries that `take_seconds` has not returned yet."""
+        self._token_seconds: deque[float] = deque(maxlen=_NUM_TEXTS)
+        """Seconds by token of the latest parts of texts."""
+        self._seconds = self._reading_seconds = 0.0
+        """The time of queries that `take_seconds` and `take_reading_seconds` have not returned yet."""
+        self._allowed: float | None = None
+        """As of `allow_reading`."""
+        self._reading: frozenset[int] = frozenset()
+        """Slots of rows with a text of which the latest `propose` has computed a part."""
         self._step = 0
         self._warm_up()
 
@@ -110,12 +120,15 @@ class DraftModelProposer:
         slots, samples = np.zeros(1, np.int64), np.ones(1, np.bool_)
         longest = min(self._part, self._max_len)
         self._make_room(0, longest)
-        self._compute(slots, np.full(1, longest), samples)
+        for _ in range(2):  # the first one has more to set up
+            self._rows.num_computed[0] = 0
+            self._compute(slots, np.full(1, longest), samples, is_text=True)
         for _ in range(_NUM_WARM_UPS):
             self._rows.num_computed[0] = 0
             self._compute(slots, np.ones(1, np.int64), samples)
         self._forget(0)
         self.take_seconds()
+        self.take_reading_seconds()
 
     def enter(self, row: NewRow) -> None:
         self._rows.sampling.enter(row.slot, _GREEDY, 0)
@@ -138,6 +151,16 @@ class DraftModelProposer:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
+    def allow_reading(self, seconds: float | None) -> None:
+        self._allowed = seconds
+
+    def is_reading(self, slot: int) -> bool:
+        return slot in self._reading
+
+    def take_reading_seconds(self) -> float:
+        seconds, self._reading_seconds = self._reading_seconds, 0.0
+        return seconds
+
     @torch.inference_mode()
     def propose(self, slots: I64, limits: I64) -> Guesses:
         wanted = {
@@ -145,9 +168,7 @@ class DraftModelProposer:
             for slot, limit in zip(slots.tolist(), limits.tolist(), strict=True)
             if (count := self._take_over(slot, limit))
         }
-        guesses: dict[int, list[int]] = {}
-        if wanted:
-            guesses = {slot: [token_id] for slot, token_id in self._catch_up(list(wanted)).items()}
+        guesses = {slot: [token_id] for slot, token_id in self._catch_up(list(wanted)).items()}
         while going_on := [
             slot
             for slot, token_ids in guesses.items()
@@ -202,20 +223,40 @@ class DraftModelProposer:
         self._agreed[slot] = self._rows.num_computed[slot] = 0
 
     def _catch_up(self, slots: Sequence[int]) -> dict[int, int]:
-        """Compute what rows have got, the shortest first, up to the tokens of one query.
+        """Compute what rows have got, and as much of their texts as is allowed.
 
         Returns:
             Slot -> the token that follows, for the rows of which all is computed by now.
         """
         all_slots = np.array(slots, np.int64)
-        lacking = self._rows.num_known[all_slots] - self._rows.num_computed[all_slots]
+        has_text = self._rows.num_known[all_slots] - self._rows.num_computed[all_slots] > _MAX_NEW
+        texts, self._reading = all_slots[has_text], frozenset()
+        found = self._compute_up_to(self._part, all_slots[~has_text])
+        if texts.size and (room := self._text_room()):
+            found |= self._compute_up_to(room, texts, is_text=True)
+            self._reading = frozenset(texts.tolist()) - found.keys()
+        return found
+
+    def _text_room(self) -> int:
+        """Return how many tokens of texts may be computed now."""
+        if self._allowed is None:
+            return self._part
+        if self._allowed <= 0:
+            return 0
+        return min(max(int(self._allowed / min(self._token_seconds)), _LEAST_PART), self._part)
+
+    def _compute_up_to(self, room: int, slots: I64, *, is_text: bool = False) -> dict[int, int]:
+        """Compute up to so many tokens of what rows lack, the shortest first; see `_catch_up`."""
+        if not slots.size:
+            return {}
+        lacking = self._rows.num_known[slots] - self._rows.num_computed[slots]
         order = np.argsort(lacking, kind="stable")
-        room_before = self._part - (np.cumsum(lacking[order]) - lacking[order])
+        room_before = room - (np.cumsum(lacking[order]) - lacking[order])
         query_lens = np.zeros_like(lacking)
         query_lens[order] = np.clip(room_before, 0, lacking[order])
         takes_part = query_lens > 0
         return self._compute(
-            all_slots[takes_part], query_lens[takes_part], (query_lens == lacking)[takes_part]
+            slots[takes_part], query_lens[takes_part], (query_lens == lacking)[takes_part], is_text=is_text
         )
 
     def _append(self, guesses: Sequence[tuple[int, int]]) -> dict[int, int]:
@@ -224,21 +265,27 @@ class DraftModelProposer:
         self._rows.token_ids[slots, self._rows.num_computed[slots]] = token_ids
         return self._compute(slots, np.ones_like(slots), np.ones(slots.size, np.bool_))
 
-    def _compute(self, slots: I64, query_lens: I64, samples: NDArray[np.bool_]) -> dict[int, int]:
+    def _compute(
+        self, slots: I64, query_lens: I64, samples: NDArray[np.bool_], *, is_text: bool = False
+    ) -> dict[int, int]:
         """Compute tokens of rows behind what is computed of them, and return by slot what follows, where it samples."""
         started = time.perf_counter()
         step = StepRows(slots, query_lens, self._rows.num_computed[slots], samples)
         sizes = self._inputs.gather(self._rows, step)
         token_ids = self._backend.forward(sizes).token_ids.tolist()
         self._rows.num_computed[slots] += query_lens
-        self._note(sizes.num_tokens, int(query_lens.max()), time.perf_counter() - started)
+        self._note(sizes.num_tokens, time.perf_counter() - started, is_text=is_text)
         return dict(zip(step.sampling_slots.tolist(), token_ids, strict=True))
 
-    def _note(self, num_tokens: int, longest: int, seconds: float) -> None:
+    def _note(self, num_tokens: int, seconds: float, *, is_text: bool) -> None:
         """Take in what a query took. It counts as much as the fastest of its size lately, as the steps of the model."""
-        if longest <= _MAX_NEW:  # a part of a prompt says nothing of a place
-            self._costs.note(num_tokens, seconds)
         self._query_costs.pass_to(self._step)
         self._query_costs.note(num_tokens, seconds)
         known = self._query_costs.estimate(num_tokens, 1) if self._query_costs.knows(num_tokens) else None
-        self._seconds += seconds if known is None else min(seconds, known[0])
+        counted = seconds if known is None else min(seconds, known[0])
+        if is_text:
+            self._token_seconds.append(seconds / num_tokens)
+            self._reading_seconds += counted
+        else:
+            self._costs.note(num_tokens, seconds)
+            self._seconds += counted

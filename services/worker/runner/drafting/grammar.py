@@ -39,7 +39,8 @@ _BYTES_PER_TOKEN = 32
 _TIME_SHARE, _TIME_BURST_S = 0.1, 0.02
 """The part of the time that looking ahead may take, and what it may take at once."""
 _SLOW_S = 0.005
-"""A row is not looked ahead of after this has taken so long twice: once builds automata."""
+"""A row is not looked ahead of after this has taken so long twice: once builds automata. As all times here it is the
+thread's own: a search is no slower for what else a machine does meanwhile."""
 _MARK_BYTES = frozenset(b'{}[]":, \n\r\t')
 _MARKS = re.compile(rb'\s*[{}\[\]":,][\s{}\[\]":,]*')
 _OPENS_VALUE = re.compile(rb':\s*"$')
@@ -91,7 +92,7 @@ class GrammarProposer:
         *,
         history: TokenHistory,
         forms: FormMatchers,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """
         Args:
@@ -104,8 +105,10 @@ class GrammarProposer:
         self._rows: dict[int, _FormRow] = {}
         self._cutter: _Cutter | None = None
         """The tokenizer at work; None before the first grammar is compiled."""
-        self._credit_s, self._asked_at = _TIME_BURST_S, clock()
-        """Time that looking ahead may take now, and since when it grows."""
+        self._credit_s = _TIME_BURST_S
+        """Time that looking ahead may take now."""
+        self._asked_at: float | None = None
+        """Since when it grows; None: nothing was asked yet. Another thread may have created this."""
 
     def enter(self, row: NewRow) -> None:
         form = row.sampling.structured_outputs
@@ -130,7 +133,8 @@ class GrammarProposer:
     def _guess(self, row: _FormRow, slot: int, limit: int) -> list[int]:
         """Return up to `limit` guesses, unless rows with forms have taken too much time lately."""
         started = self._clock()
-        self._credit_s = min(self._credit_s + (started - self._asked_at) * _TIME_SHARE, _TIME_BURST_S)
+        if self._asked_at is not None:
+            self._credit_s = min(self._credit_s + (started - self._asked_at) * _TIME_SHARE, _TIME_BURST_S)
         self._asked_at = started
         if self._credit_s <= 0 or row.num_slow > 1:
             return []

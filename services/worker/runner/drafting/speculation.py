@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import NewRow, VerifiedGuesses, empty_u32
-from triptych_services.worker.runner.drafting.base import I64, GuessReport, Proposer, TakesTime
+from triptych_services.worker.runner.drafting.base import I64, GuessReport, Proposer, ReadsTexts, TakesTime
 from triptych_services.worker.runner.drafting.budget import NO_PROPOSER, GuessBudget
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 from triptych_services.worker.sampling.sampled import SamplingPlaces
@@ -46,11 +46,9 @@ class Speculation:
         """
         self._rows = rows
         self._proposers = tuple(proposers)
-        place_seconds = {
-            index: proposer.place_seconds
-            for index, proposer in enumerate(proposers)
-            if isinstance(proposer, TakesTime)
-        }
+        self._timed = {i: each for i, each in enumerate(proposers) if isinstance(each, TakesTime)}
+        self._readers = {i: each for i, each in enumerate(proposers) if isinstance(each, ReadsTexts)}
+        place_seconds = {index: proposer.place_seconds for index, proposer in self._timed.items()}
         self._budget = GuessBudget(rows.live.size, len(proposers), max_guesses, place_seconds)
         self._takes_part: Flags = np.zeros(rows.live.size, np.bool_)
         """[max_num_seqs] whether the row has entered here."""
@@ -236,11 +234,11 @@ class Speculation:
             for row in waiting:
                 proposer_to_rows[row.ranked.pop()].append((row.slot, row.limit))
             for index, asked in proposer_to_rows.items():
-                asked_at, proposer = time.perf_counter(), self._proposers[index]
+                asked_at = time.perf_counter()
                 self._ask(index, asked)
-                if isinstance(proposer, TakesTime):
+                if (timed := self._timed.get(index)) is not None:
                     started += time.perf_counter() - asked_at
-                    model_seconds += proposer.take_seconds()
+                    model_seconds += timed.take_seconds()
             waiting = [row for row in waiting if row.slot not in self._ready and row.ranked]
             if waiting:
                 waiting = self._still_worth_it(waiting, num_positions)
@@ -265,12 +263,17 @@ class Speculation:
             rows: Slot of each row, and the most guesses that are of use for it.
         """
         slots, limits = np.array(rows, np.int64).T
+        if (reader := self._readers.get(index)) is not None:
+            reader.allow_reading(self._budget.reading_seconds())
         guesses = self._proposers[index].propose(slots, limits)
+        if reader is not None:
+            self._budget.note_reading(reader.take_reading_seconds())
         token_ids, start = guesses.token_ids.tolist(), 0
         for (slot, limit), count in zip(rows, guesses.counts.tolist(), strict=True):
             usable = self._usable(token_ids[start : start + min(count, limit)])
             start += count
-            self._budget.note_searched(slot, index, has_found=bool(usable))
+            if usable or reader is None or not reader.is_reading(slot):
+                self._budget.note_searched(slot, index, has_found=bool(usable))
             if usable:
                 self._ready[slot] = index, usable
 

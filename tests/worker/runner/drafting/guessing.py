@@ -140,6 +140,7 @@ def guess_at_all_costs(speculation: Speculation, most: int) -> None:
     budget.prices = lambda num_rows: [0.0] * num_proposers  # type: ignore[method-assign]
     budget.least_chance = lambda *sizes: 0.0  # type: ignore[method-assign]
     budget.needs_plain = lambda num_positions: False  # type: ignore[method-assign]
+    budget.reading_seconds = lambda: None  # type: ignore[method-assign]
     budget.allot = lambda rates, found, *others: [most] * len(rates)  # type: ignore[method-assign]
 
 
