@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen = set[tuple[str, str]]()
     interpreted: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if Path(__file__).parent not in item.path.parents:
+        if not item.nodeid.startswith("tests/kernels/"):
             continue
         if ON_DEVICE and "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu)
@@ -43,12 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _other_than_this_cpu(item: pytest.Item) -> str:
     """Return "triton" or the narrower instruction set that a test is for, else an empty string."""
-    if Path(__file__).with_name("triton") in item.path.parents:
+    if item.nodeid.startswith("tests/kernels/triton/"):
         return "triton"
+    others = ("triton", *usable_isas()[1:])
     for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
         implementation = getattr(value, "implementation", value)  # of a case
         name = getattr(implementation, "name", implementation)
-        if isinstance(name, str) and name in ("triton", *usable_isas()[1:]):
+        if isinstance(name, str) and name in others:
             return name
     return ""
 
