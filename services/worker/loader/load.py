@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE
 from triptych.errors import FeatureDisabled, ModelError
 from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_products
 from triptych_services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
+from triptych_services.worker.context.garbage import without_collection
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.rank_group import OneRank, RankGroup
 from triptych_services.worker.context.resolved_config import ResolvedConfig
@@ -115,7 +115,7 @@ def load_model(
         if stored.format is not None
     }
     context = ModelContext(config, group or OneRank(), tensor_types, tensor_formats)
-    with _without_collector():
+    with without_collection():  # among the objects of a growing model it finds no garbage, and looks often
         model = create_model(context=context)
     names = list(checkpoint.tensors)
     if config.rank.num_stages > 1:
@@ -124,7 +124,7 @@ def load_model(
     _check_kv_scales(checkpoint, config)
     dequantized: set[str] = set()
     rate = _LoadRate(sum(checkpoint.tensors[name].size for name in names), progress)
-    with during(model), _one_thread(), _without_collector():
+    with during(model), _one_thread(), without_collection():
         model.load_weights(_stream(checkpoint, names, config, rate, dequantized))
     rate.log_end()
     _log_dequantized(checkpoint, dequantized, config)
@@ -283,18 +283,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep Python from looking for cycles of objects: among those of a growing model it finds none, and looks often."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _stream(

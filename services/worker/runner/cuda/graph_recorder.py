@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
 from triptych.errors import ConfigError
+from triptych_services.worker.context.garbage import without_collection
 from triptych_services.worker.runner.device_loss import is_lost_at_capture
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ class CudaGraphRecorder:
             begin()
 
         reserved = torch.cuda.memory_reserved(self._device)
-        with torch.cuda.stream(self._stream), _without_collection():
+        # Collecting garbage might free device memory, which ends a capture.
+        with torch.cuda.stream(self._stream), without_collection():
             begin()
             try:
                 launch(cut)
@@ -135,15 +136,3 @@ def record_if_it_fits(
         recorder.num_bytes / _MIB,
     )
     return replays
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Disable garbage collection, which might free device memory and so end a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
