@@ -25,6 +25,8 @@ from triptych_services.frontend.http.listener import BACKLOG, listen
 log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75  # longer than clients and proxies keep an idle connection, so that they close it, not we
+_DATE_S = 1.0  # the date in the headers of answers is as old at most
+_DRAIN_POLL_S = 0.01
 
 
 class HttpServer:
@@ -107,7 +109,7 @@ class HttpServer:
         """Take no more connections, give running requests `grace_s` to end, end the rest with an error."""
         if self._task is None:
             return
-        self._server.should_exit = True
+        self._server.end()
         if not await self._has_ended_within(grace_s):
             if num_ended := self._app.state.in_flight.end_all():
                 log.warning("ended %d HTTP requests that still ran after %g s", num_ended, grace_s)
@@ -124,15 +126,41 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn's server, which leaves signals to the app and reports when it is up."""
+    """Uvicorn's server, which leaves signals to the app, reports when it is up and ends at once when it is told to.
+
+    Uvicorn's own looks ten times a second whether it shall end, and then again whether all has ended.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.has_started = asyncio.Event()
+        self._shall_end = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         self.has_started.set()
+
+    def end(self) -> None:
+        """Take no more connections, and return from `serve` when the last answer has ended."""
+        self.should_exit = True
+        self._shall_end.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # which writes the date into the headers of answers
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._shall_end.wait(), _DATE_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        while self.server_state.connections or self.server_state.tasks:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        for server in self.servers:
+            await server.wait_closed()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
