@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.adapter_stack import AdapterStack, make_adapter, running, until
 from tests.helpers.frontend import FrontendCore, answer, frontend_core, raw_request
+from tests.helpers.http_api import TRUSTS_NOBODY
 from tests.helpers.stack import DEADLINE_S
 from triptych.admin.v1 import admin_pb2
 from triptych.errors import ModelNotFound, WrongState
@@ -66,7 +67,10 @@ async def served(app: Any) -> AsyncIterator[httpx.AsyncClient]:
     server = HttpServer(app, "127.0.0.1", 0)
     port = await server.start()
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as http:
+        client = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S, verify=TRUSTS_NOBODY
+        )
+        async with client as http:
             yield http
     finally:
         await server.stop(0)

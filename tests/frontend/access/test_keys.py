@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.helpers.fake_engine import FakeEngine, eventually
 from tests.helpers.grpc_api import Api, alphabet, ask, error_of
 from tests.helpers.grpc_api import open_api as open_grpc
-from tests.helpers.http_api import HttpApi
+from tests.helpers.http_api import TRUSTS_NOBODY, HttpApi
 from tests.helpers.http_api import open_api as open_http
 from triptych import errors
 from triptych.admin.v1 import admin_pb2
@@ -72,7 +72,10 @@ class Doors:
 
     def openai(self, key: str) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{self.http.port}/v1", api_key=key, max_retries=0
+            base_url=f"http://127.0.0.1:{self.http.port}/v1",
+            api_key=key,
+            max_retries=0,
+            http_client=openai.DefaultAsyncHttpxClient(verify=TRUSTS_NOBODY),
         )
 
 

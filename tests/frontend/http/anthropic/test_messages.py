@@ -19,7 +19,7 @@ from tests.frontend.requests.test_tools import TOKENIZER, prompt_of
 from tests.frontend.requests.test_tools import http_api as openai_api
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.fake_generator import MODEL, WORDS
-from tests.helpers.http_api import DEADLINE_S, HttpApi, open_api, schema_of_answer
+from tests.helpers.http_api import DEADLINE_S, TRUSTS_NOBODY, HttpApi, open_api, schema_of_answer
 from triptych.config.api_keys import entry_line
 from triptych.errors import GenerationLost, QueueFull
 from triptych_services.frontend.access.keys import ApiKeys
@@ -37,7 +37,8 @@ EVENT: Any = pydantic.TypeAdapter(RawMessageStreamEvent)
 def client_of(api: HttpApi, key: str = "none", **options: Any) -> anthropic.AsyncAnthropic:
     address = f"http://127.0.0.1:{api.port}"
     options = {"api_key": key, "max_retries": 0, "timeout": DEADLINE_S} | options
-    return anthropic.AsyncAnthropic(base_url=address, **options)
+    http_client = anthropic.DefaultAsyncHttpxClient(verify=TRUSTS_NOBODY)
+    return anthropic.AsyncAnthropic(base_url=address, http_client=http_client, **options)
 
 
 @asynccontextmanager

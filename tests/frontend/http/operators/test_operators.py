@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import FrontendCore, answer, frontend_core, raw_request
+from tests.helpers.http_api import TRUSTS_NOBODY
 from triptych.admin.v1 import admin_pb2
 from triptych.config.api_keys import entry_line
 from triptych.types.outputs import FinishReason
@@ -28,7 +29,10 @@ async def operators_http(core: FrontendCore, keys: ApiKeys | None = None) -> Asy
     server = HttpServer(create_operators_app(core.router, core.generator, keys), "127.0.0.1", 0)
     port = await server.start()
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as http:
+        client = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S, verify=TRUSTS_NOBODY
+        )
+        async with client as http:
             yield http
     finally:
         await server.stop(0)
