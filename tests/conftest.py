@@ -124,7 +124,8 @@ def _random_numbers_are_those_of_the_test(request: pytest.FixtureRequest) -> Non
     if (numpy := sys.modules.get("numpy")) is not None:  # where no test has imported it, none draws from it
         numpy.random.seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(seed)
+        # torch.manual_seed tells devices that are not there, too, which takes most of the time of a small test.
+        (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(seed)
 
 
 @pytest.fixture(autouse=True)
