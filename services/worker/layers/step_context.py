@@ -39,6 +39,9 @@ class StepContext:
     state_pages: Sequence[Tensor | None] = ()
     """[num_pages, page elements] float32, one entry per layer, by the layer's index: see `StateSpec.page_elements`.
     None for a layer without a state; empty where no layer has one."""
+    states_before: Tensor | None = None
+    """[num_tokens, hidden_size] in the model's precision, what another model has computed at the token before each; an
+    `MtpLayer` reads it. None: the model reads tokens only."""
     chosen_keys: list[ChosenKeys] = field(default_factory=list)
     """At most one: what the last layer that chooses keys has chosen. Written by such layers, read by those after
     them."""

@@ -17,6 +17,7 @@ from torch import nn
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture, read_stored_quantization
 from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE
+from triptych.checkpoint.mtp import MtpSpec
 from triptych.errors import FeatureDisabled, ModelError
 from triptych_kernels.weights.quantized import QuantizedWeight, allow_wide_products
 from triptych_services.worker.context.device import STORED_DTYPES, TORCH_DTYPES
@@ -38,6 +39,7 @@ from triptych_services.worker.loader.quantized import QuantizedCheckpoint
 from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.loader.safetensors import SafetensorsCheckpoint
 from triptych_services.worker.models.base import CausalLM, StagedModel
+from triptych_services.worker.models.decoder import MtpLayer
 from triptych_services.worker.models.registry import create_model
 
 log = logging.getLogger(__name__)
@@ -107,14 +109,7 @@ def load_model(
         FeatureDisabled: No model is registered for the architecture.
         ModelError: A tensor is missing, left over or of another shape.
     """
-    current = config.architecture.stored_names.current
-    tensor_types = {current(name): stored.type for name, stored in checkpoint.tensors.items()}
-    tensor_formats = {
-        current(name): stored.format
-        for name, stored in checkpoint.tensors.items()
-        if stored.format is not None
-    }
-    context = ModelContext(config, group or OneRank(), tensor_types, tensor_formats)
+    context = _context_of(config, checkpoint, group)
     with without_collection():  # among the objects of a growing model it finds no garbage, and looks often
         model = create_model(context=context)
     names = list(checkpoint.tensors)
@@ -122,20 +117,63 @@ def load_model(
         assert isinstance(model, StagedModel), "checked at its creation"
         names = [name for name in names if not model.is_elsewhere(name)]
     _check_kv_scales(checkpoint, config)
+    with during(model):
+        kept = _fill(model, checkpoint, names, config, progress)
+    if kept_types is not None:
+        kept_types += kept
+    return model
+
+
+def load_mtp_layer(config: ResolvedConfig, checkpoint: Checkpoint, spec: MtpSpec) -> MtpLayer:
+    """Create the layer with which a checkpoint guesses, and stream its weights into it.
+
+    Args:
+        config: Its architecture has this layer only.
+
+    Raises:
+        ModelError: A tensor is missing, left over or of another shape.
+    """
+    with without_collection():
+        layer = MtpLayer(spec, context=_context_of(config, checkpoint, None))
+    _fill(
+        layer, checkpoint, [name for name in checkpoint.tensors if name.startswith(f"{spec.prefix}.")], config
+    )
+    return layer
+
+
+def _context_of(config: ResolvedConfig, checkpoint: Checkpoint, group: RankGroup | None) -> ModelContext:
+    current = config.architecture.stored_names.current
+    tensor_types = {current(name): stored.type for name, stored in checkpoint.tensors.items()}
+    tensor_formats = {
+        current(name): stored.format
+        for name, stored in checkpoint.tensors.items()
+        if stored.format is not None
+    }
+    return ModelContext(config, group or OneRank(), tensor_types, tensor_formats)
+
+
+def _fill(
+    model: CausalLM,
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    config: ResolvedConfig,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Stream these tensors into a model, and return the forms of the file of which weights keep the codes, the most
+    frequent first.
+    """
     dequantized: set[str] = set()
     rate = _LoadRate(sum(checkpoint.tensors[name].size for name in names), progress)
-    with during(model), _one_thread(), without_collection():
+    with _one_thread(), without_collection():
         model.load_weights(_stream(checkpoint, names, config, rate, dequantized))
     rate.log_end()
     _log_dequantized(checkpoint, dequantized, config)
     kept = _kept_types(checkpoint, set(names) - dequantized, config)
     if kept:
         log.info("weights keep the codes of the file: %s", ", ".join(f"{n} {kind}" for kind, n in kept))
-    if kept_types is not None:
-        kept_types += [kind for kind, _ in kept]
     if not config.batch_invariant:
         _allow_wide_products(model, TORCH_DTYPES[config.dtype])
-    return model
+    return [kind for kind, _ in kept]
 
 
 def _check_kv_scales(checkpoint: Checkpoint, config: ResolvedConfig) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.architecture import LatentSpec, LayerSpec, ModelArchitecture
+from triptych.checkpoint.mtp import MtpSpec
 from triptych.checkpoint.tensor_names import TensorNames
 from triptych.errors import FeatureDisabled
 from triptych_services.worker.context.model_context import ModelContext
@@ -24,6 +25,7 @@ from triptych_services.worker.layers.embedding import (
     VocabEmbedding,
 )
 from triptych_services.worker.layers.latent_attention import LatentSelfAttention
+from triptych_services.worker.layers.linear import ColumnLinear
 from triptych_services.worker.layers.mlp import LayerInput, LayerScalar, MLPBesideExperts, create_mlp
 from triptych_services.worker.layers.norm import create_norm
 from triptych_services.worker.layers.recurrent import create_mixer
@@ -177,7 +179,7 @@ class Decoder(nn.Module):
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         """Return the hidden states [num_tokens, hidden_size] after the last norm, or this stage's residual."""
         # [num_tokens, hidden_size] float32
-        residual = token_ids if self.embed_tokens is None else self._embed(token_ids, positions, context)
+        residual = token_ids if self.embed_tokens is None else self.embed(token_ids, positions, context)
         inputs: Tensor | None = None
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(token_ids, residual, context.adapter_slots)
@@ -189,7 +191,8 @@ class Decoder(nn.Module):
         normalised: Tensor = self.norm(residual) if hidden is None else self.norm(hidden, residual)[0]
         return normalised
 
-    def _embed(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+    def embed(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        """Return the residual [num_tokens, hidden_size] before the first layer, in float32."""
         assert self.embed_tokens is not None, "asked of the first stage"
         embedded: Tensor = self.embed_tokens(token_ids, context.adapter_slots)
         if self.embedding_multiplier != 1.0:
@@ -353,6 +356,66 @@ class DecoderLayer(nn.Module):
 
 def _times(hidden: Tensor, factor: float) -> Tensor:
     return hidden if factor == 1.0 else hidden * factor
+
+
+class MtpLayer(nn.Module):
+    """A layer that guesses the token after the next, with the embedding and the head of its model; a `CausalLM`.
+
+    Its tokens are those behind the ones of `StepContext.states_before`.
+    """
+
+    def __init__(self, spec: MtpSpec, *, context: ModelContext) -> None:
+        """
+        Args:
+            context: Its architecture has this layer only.
+        """
+        super().__init__()
+        size, names = context.architecture.hidden_size, spec.names
+        norm_spec = context.architecture.block.norm
+
+        def norm(name: str) -> nn.Module:
+            return create_norm(size, norm_spec, context=context, prefix=f"{spec.prefix}.{name}")
+
+        self._architecture, self._names = context.architecture, names
+        self._model: tuple[
+            DecoderForCausalLM, ...
+        ] = ()  # in a tuple, since its weights are none of this module
+        self.token_norm, self.state_norm = norm(names.token_norm), norm(names.state_norm)
+        self.projection = ColumnLinear(
+            2 * size,
+            size,
+            activation=None,
+            bias=False,
+            context=context,
+            prefix=f"{spec.prefix}.{names.projection}",
+        )
+        self.layer = DecoderLayer(
+            0, layer_index=0, tables=RotaryTables(context=context), context=context, prefix=spec.prefix
+        )
+        self.norm = norm(names.last_norm)
+
+    def share(self, model: DecoderForCausalLM) -> None:
+        """Use the embedding and the head of a model from now on."""
+        self._model = (model,)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        """Return the states [num_tokens, hidden_size], from which it goes on after a guess of its own."""
+        (model,), states = self._model, context.states_before
+        assert states is not None, "given to the backend that computes this"
+        token = self.token_norm(model.model.embed(token_ids, positions, context))
+        state = self.state_norm(states)
+        pair = (state, token) if self._names.state_first else (token, state)
+        residual = self.projection(torch.cat(pair, dim=-1)).float()
+        hidden, residual = self.layer(None, residual, positions, context, None)
+        normalised: Tensor = self.norm(residual) if hidden is None else self.norm(hidden, residual)[0]
+        return normalised
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        (model,) = self._model
+        return model.compute_logits(hidden)
+
+    def load_weights(self, tensors: Iterable[tuple[str, LoadedTensor]]) -> None:
+        load_weights(self, tensors, self._architecture, ignored=self._names.shared)
 
 
 def check_supported(architecture: ModelArchitecture) -> None:

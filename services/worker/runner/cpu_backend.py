@@ -41,19 +41,20 @@ class RecordedBackend:
         inputs: InputBuffers,
         *,
         received: Tensor | None = None,
+        states_before: Tensor | None = None,
         samples: bool = True,
     ) -> None:
         """Record `model` for steps of any size that fits `inputs`.
 
         Args:
-            received, samples: As of `create_cpu_backend`.
+            received, states_before, samples: As of `create_cpu_backend`.
 
         Raises:
             NotRecordable: the model computes something that no native kernel does; names it.
         """
         entry = inputs.token_ids if received is None else received
         self._samples = samples
-        self.program = _record(model, kv_caches, inputs, entry, samples=samples)
+        self.program = _record(model, kv_caches, inputs, entry, states_before, samples=samples)
         self.description = f"{isa()} recorded"
 
     def compute_states(self, sizes: StepSizes) -> Tensor:
@@ -76,14 +77,20 @@ class RecordedBackend:
 
 
 def _record(
-    model: CausalLM, kv_caches: Sequence[KvCache], inputs: InputBuffers, entry: Tensor, *, samples: bool
+    model: CausalLM,
+    kv_caches: Sequence[KvCache],
+    inputs: InputBuffers,
+    entry: Tensor,
+    states_before: Tensor | None,
+    *,
+    samples: bool,
 ) -> Program:
     if inputs.attention.writer == "torch":
         raise NotRecordable("attention in plain torch loops over the rows of each step")
 
     def forward(recording: Recording) -> tuple[Tensor, ...]:
-        def slots_input(slots: Tensor | None, count: str) -> Tensor | None:
-            return None if slots is None else recording.input(slots, count=count)
+        def optional_input(tensor: Tensor | None, count: str) -> Tensor | None:
+            return None if tensor is None else recording.input(tensor, count=count)
 
         query_starts = recording.input(inputs.query_starts, count="rows")
         seq_lens = recording.input(inputs.seq_lens, count="rows")
@@ -111,14 +118,15 @@ def _record(
                 attention,
                 kv_caches,
                 state,
-                slots_input(inputs.adapter_slots, "tokens"),
+                optional_input(inputs.adapter_slots, "tokens"),
                 [cache.state for cache in kv_caches],
+                optional_input(states_before, "tokens"),
             ),
         )
         if not samples:
             return (hidden,)
         sampling_tokens = recording.input(inputs.sampling_tokens, count="samples")
-        adapters = slots_input(inputs.sampling_adapters, "samples")
+        adapters = optional_input(inputs.sampling_adapters, "samples")
         logits = logits_of(model, gather_rows(hidden, sampling_tokens), adapters)
         sampling = inputs.sampling.columns.map(lambda column: recording.input(column, count="samples"))
         return logits, sampling.choose(logits), hidden
@@ -138,11 +146,12 @@ class EagerBackend:
         inputs: InputBuffers,
         *,
         received: Tensor | None = None,
+        states_before: Tensor | None = None,
         samples: bool = True,
     ) -> None:
         """
         Args:
-            received, samples: As of `create_cpu_backend`.
+            received, states_before, samples: As of `create_cpu_backend`.
         """
         self._samples = samples
         self._model = model
@@ -150,6 +159,7 @@ class EagerBackend:
         self._state_pages = [cache.state for cache in kv_caches]
         self._inputs = inputs
         self._received = received
+        self._states_before = states_before
         self._device = kv_caches[0].device
         native = self._device.type == "cpu" and isa()
         self.description = f"{isa()} eager" if native else "torch"
@@ -167,9 +177,15 @@ class EagerBackend:
         return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)
 
     def _run(self, batch: InputBatch) -> Tensor:
-        entry = batch.token_ids if self._received is None else self._received[: len(batch.token_ids)]
+        num_tokens = len(batch.token_ids)
+        entry = batch.token_ids if self._received is None else self._received[:num_tokens]
         context = StepContext(
-            batch.attention, self._kv_caches, batch.state, batch.adapter_slots, self._state_pages
+            batch.attention,
+            self._kv_caches,
+            batch.state,
+            batch.adapter_slots,
+            self._state_pages,
+            None if self._states_before is None else self._states_before[:num_tokens],
         )
         return self._model(entry, batch.positions, context)
 
@@ -223,7 +239,9 @@ class ImmediateSteps:
         self._rows.record(step, sampled.token_ids, sampled.token_counts)
         guesses = None
         if self._speculation is not None:
-            guesses = self._speculation.finish(step, sampled.token_counts, forwarded - prepared)
+            guesses = self._speculation.finish(
+                step, sampled.token_counts, forwarded - prepared, output.hidden
+            )
         timings = StepTimings(
             prepare_ns=prepared - started_ns,
             forward_ns=forwarded - prepared,
@@ -248,6 +266,7 @@ def create_cpu_backend(
     *,
     enforce_eager: bool,
     received: Tensor | None = None,
+    states_before: Tensor | None = None,
     samples: bool = True,
 ) -> RecordedBackend | EagerBackend:
     """Create the backend for a device that has completed a step when it has launched it.
@@ -257,14 +276,19 @@ def create_cpu_backend(
         enforce_eager: Whether the model's operations are called one by one, even if they can be recorded.
         received: [max_num_batched_tokens, hidden_size] float32 on the device, the states of the stage before, which the
             model reads in place of token ids; None: it is the first stage.
+        states_before: As of `StepContext`, for the longest step; the caller fills it in before each.
         samples: Whether the model has a head. If not, it is a stage of which `compute_states` is called, not `forward`,
             or no row of it samples.
     """
     if kv_caches[0].device.type == "cpu" and isa() and not enforce_eager:
         try:
-            return RecordedBackend(model, kv_caches, inputs, received=received, samples=samples)
+            return RecordedBackend(
+                model, kv_caches, inputs, received=received, states_before=states_before, samples=samples
+            )
         except NotRecordable as reason:
             log.warning(
                 "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
             )
-    return EagerBackend(model, kv_caches, inputs, received=received, samples=samples)
+    return EagerBackend(
+        model, kv_caches, inputs, received=received, states_before=states_before, samples=samples
+    )
