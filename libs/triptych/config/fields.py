@@ -294,8 +294,8 @@ class SpeculativeConfig:
         "answered lately. A guess is taken only if it is the token that would have been chosen, so outputs stay the "
         "same where `model.batch_invariant` is true; where it is false, near ties may fall otherwise. Steps have no "
         "guesses where these would cost more than they bring. auto: true on CPUs with one rank, no recurrent states "
-        "and `model.batch_invariant` or `speculative.model`, else false; the log says why. true is refused on other "
-        "devices, with several ranks and with recurrent states.",
+        "and `model.batch_invariant`, `speculative.model` or `mtp`, else false; the log says why. true is refused on "
+        "other devices, with several ranks and with recurrent states.",
         WORKER,
         choices=("auto", "true", "false"),
     )
@@ -304,8 +304,8 @@ class SpeculativeConfig:
         "grammar,ngram,suffix",
         "What guesses, comma-separated; the first of equals is asked first. `grammar` guesses what the form of an "
         "answer leaves open, `ngram` from the request's own text, `suffix` from what its tenant was answered lately, "
-        "`draft` by `speculative.model`, last if it is not named; others are entry points `triptych.proposers` of "
-        "installed packages.",
+        "`draft` by `speculative.model`, last if it is not named, `mtp` by a layer that the checkpoint has for it "
+        "(DeepSeek V3, GLM 4.5); others are entry points `triptych.proposers` of installed packages.",
         WORKER,
     )
     model: str = value(
@@ -318,8 +318,8 @@ class SpeculativeConfig:
     )
     cache_gib: float = value(
         1.0,
-        "GiB for keys and values of the model that guesses, at most, taken before `cache.num_blocks` is sized. "
-        "Requests without room there are guessed for by the other proposers.",
+        "GiB for keys and values of the model that guesses, and as many for `mtp`, at most, taken before "
+        "`cache.num_blocks` is sized. Requests without room there are guessed for by the other proposers.",
         WORKER,
         gt=0,
         le=1024,
@@ -332,6 +332,12 @@ class SpeculativeConfig:
         ge=0,
         le=65536,
     )
+
+    @property
+    def proposer_names(self) -> tuple[str, ...]:
+        """Those of `proposers`, each once, in their order."""
+        parts = (part.strip() for part in self.proposers.split(","))
+        return tuple(dict.fromkeys(part for part in parts if part))
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,17 +319,23 @@ def _with_speculation(config: ResolvedConfig) -> ResolvedConfig:
     """Return the same with `speculative.enabled` resolved.
 
     Raises:
-        FeatureDisabled: It is true, or there is a model that guesses, and this worker cannot guess.
+        FeatureDisabled: It is true, or a model or a layer was asked to guess, and this worker cannot guess.
     """
     speculative = config.engine.speculative
     obstacle = _no_guesses(config)
-    if speculative.model and speculative.enabled != "false" and obstacle:
-        raise FeatureDisabled(f"speculative.model = {speculative.model}", f"{obstacle}; leave it empty")
+    guesses_with_mtp = "mtp" in speculative.proposer_names
+    if speculative.enabled != "false" and obstacle:
+        if speculative.model:
+            raise FeatureDisabled(f"speculative.model = {speculative.model}", f"{obstacle}; leave it empty")
+        if guesses_with_mtp:
+            raise FeatureDisabled(
+                f"speculative.proposers = {speculative.proposers}", f"{obstacle}; leave mtp out"
+            )
     if speculative.enabled == "true" and obstacle:
         raise FeatureDisabled("speculative.enabled = true", f"{obstacle}; set it to auto or false")
     if speculative.enabled != "auto":
         return config
-    if not (obstacle or config.batch_invariant or speculative.model):
+    if not (obstacle or config.batch_invariant or speculative.model or guesses_with_mtp):
         obstacle = "near ties may fall otherwise, since model.batch_invariant is false"
     speculative = replace(speculative, enabled="false" if obstacle else "true")
     return replace(config, engine=replace(config.engine, speculative=speculative), no_guesses=obstacle)

@@ -15,12 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.types.step import U32, NewRow, VerifiedGuesses
+from triptych_services.worker.runner.request_rows import StepRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 I64 = NDArray[np.int64]
 
@@ -107,3 +111,16 @@ class ReadsTexts(Protocol):
 
     def take_reading_seconds(self) -> float:
         """Return what texts have taken since this was asked last. `TakesTime.take_seconds` does not count it."""
+
+
+@runtime_checkable
+class ReadsStates(Protocol):
+    """A proposer that goes on from what the model has computed, as a layer of its checkpoint does."""
+
+    def take_states(self, step: StepRows, token_counts: I64 | None, states: Tensor) -> None:
+        """Take in the states of a step's tokens, before `accept` is called for it.
+
+        Args:
+            token_counts: As of `Speculation.finish`.
+            states: [num_tokens or more, hidden_size] behind the last norm, valid during the call only.
+        """

@@ -1,7 +1,7 @@
 """The proposers of a worker: the project's own, and those of installed packages. Needs no torch.
 
-    speculative.proposers    grammar, ngram, suffix, draft, lists
-                             └──────── own names ────────┘  └ an entry point of the group triptych.proposers
+    speculative.proposers    grammar, ngram, suffix, draft, mtp, lists
+                             └─────────── own names ──────────┘  └ an entry point of the group triptych.proposers
 
 A package's proposer is called by a `GuardedProposer`. So its faults cost guesses, and no request.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "triptych.proposers"
 """Entry points of installed packages: name in `speculative.proposers` -> `module:function`, a `CreateProposer`."""
 MAX_PROPOSERS = 16
-DRAFT = "draft"
-"""The name of what `speculative.model` guesses."""
+DRAFT, MTP = "draft", "mtp"
+"""The names of proposers that are loaded: `speculative.model`, and a layer of the checkpoint."""
 _SLOW_S = 0.005
 """A call of a package's proposer that takes longer is slow: about a step of a small model."""
 _MAX_SLOW = 3
@@ -56,7 +56,7 @@ class _Sources:
     facts: WorkerFacts
     history: TokenHistory
     forms: FormMatchers | None
-    create_draft: CreateProposer | None
+    loaded: Mapping[str, CreateProposer]
 
 
 def _grammar(sources: _Sources) -> Proposer | None:
@@ -77,16 +77,20 @@ def _suffix(sources: _Sources) -> Proposer | None:
     return SuffixProposer(sources.facts.max_num_seqs, max_bytes, history=sources.history)
 
 
-def _draft(sources: _Sources) -> Proposer:
-    assert sources.create_draft is not None, "speculative.model is loaded where it is to guess"
-    return sources.create_draft(sources.facts, sources.history)
+def _loaded(name: str) -> Callable[[_Sources], Proposer]:
+    def create(sources: _Sources) -> Proposer:
+        assert name in sources.loaded, f"{name} is loaded where it is to guess"
+        return sources.loaded[name](sources.facts, sources.history)
+
+    return create
 
 
 _OWN: dict[str, Callable[[_Sources], Proposer | None]] = {
     "grammar": _grammar,
     "ngram": _ngram,
     "suffix": _suffix,
-    DRAFT: _draft,
+    DRAFT: _loaded(DRAFT),
+    MTP: _loaded(MTP),
 }
 
 
@@ -97,11 +101,13 @@ def ngram_only(
     return [NgramProposer(facts.max_num_seqs, history=history)]
 
 
-def proposers_of(config: SpeculativeConfig, create_draft: CreateProposer | None = None) -> CreateProposers:
+def proposers_of(
+    config: SpeculativeConfig, loaded: Mapping[str, CreateProposer] | None = None
+) -> CreateProposers:
     """Return what creates the proposers that an operator wants, in their order; none unless `enabled` is true.
 
     Args:
-        create_draft: Creates that of `speculative.model`; None: none is created, or there is no such model.
+        loaded: Name -> what creates a proposer that is loaded; None: none is created, or there is no such one.
 
     Raises:
         FeatureDisabled: No proposer of this name is built or installed, or it cannot be imported; names it.
@@ -111,7 +117,7 @@ def proposers_of(config: SpeculativeConfig, create_draft: CreateProposer | None 
     def create(
         facts: WorkerFacts, history: TokenHistory, forms: FormMatchers | None = None
     ) -> Sequence[Proposer]:
-        sources = _Sources(config, facts, history, forms, create_draft)
+        sources = _Sources(config, facts, history, forms, loaded or {})
         return [
             proposer
             for create_one in name_to_create.values()
@@ -140,7 +146,7 @@ def create_speculation(
 
 
 def _named_by(config: SpeculativeConfig) -> dict[str, Callable[[_Sources], Proposer | None]]:
-    names = list(dict.fromkeys(filter(None, (part.strip() for part in config.proposers.split(",")))))
+    names = list(config.proposer_names)
     if not 1 <= len(names) <= MAX_PROPOSERS:
         raise _refused(config, f"it names {len(names)}; 1 to {MAX_PROPOSERS} may be named")
     if DRAFT in names and not config.model:

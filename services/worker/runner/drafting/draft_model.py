@@ -24,17 +24,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from triptych.types.facts import KvLayout, WorkerFacts
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow
 from triptych_services.worker.attention.base import AttentionBackend, KvCache
 from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.backend import StepOutput
 from triptych_services.worker.runner.cpu_backend import create_cpu_backend
 from triptych_services.worker.runner.drafting.base import I64, Guesses
 from triptych_services.worker.runner.drafting.costs import StepCosts
 from triptych_services.worker.runner.input_batch import InputBuffers
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
+from triptych_services.worker.runner.step_inputs import StepSizes
 from triptych_services.worker.sampling.params import TokenHistory
 
 PART, _LEAST_PART = 256, 16
@@ -60,6 +63,8 @@ class DraftModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     enforce_eager: bool = False
+    states_before: Tensor | None = None
+    """[most tokens of a query, hidden_size] as of `create_cpu_backend`; None: the model reads tokens only."""
 
 
 class DraftModelProposer:
@@ -92,7 +97,11 @@ class DraftModelProposer:
             attention=draft.attention,
         )
         self._backend = create_cpu_backend(
-            draft.model, draft.kv_caches, self._inputs, enforce_eager=draft.enforce_eager
+            draft.model,
+            draft.kv_caches,
+            self._inputs,
+            enforce_eager=draft.enforce_eager,
+            states_before=draft.states_before,
         )
         self._costs = StepCosts()
         """By the tokens of a query that reads no text."""
@@ -271,11 +280,16 @@ class DraftModelProposer:
         """Compute tokens of rows behind what is computed of them, and return by slot what follows, where it samples."""
         started = time.perf_counter()
         step = StepRows(slots, query_lens, self._rows.num_computed[slots], samples)
-        sizes = self._inputs.gather(self._rows, step)
-        token_ids = self._backend.forward(sizes).token_ids.tolist()
+        sizes, output = self._forward(step)
+        token_ids = output.token_ids.tolist()
         self._rows.num_computed[slots] += query_lens
         self._note(sizes.num_tokens, time.perf_counter() - started, is_text=is_text)
         return dict(zip(step.sampling_slots.tolist(), token_ids, strict=True))
+
+    def _forward(self, step: StepRows) -> tuple[StepSizes, StepOutput]:
+        """Compute the tokens of a query."""
+        sizes = self._inputs.gather(self._rows, step)
+        return sizes, self._backend.forward(sizes)
 
     def _note(self, num_tokens: int, seconds: float, *, is_text: bool) -> None:
         """Take in what a query took. It counts as much as the fastest of its size lately, as the steps of the model."""

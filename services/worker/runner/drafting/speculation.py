@@ -6,16 +6,27 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.types.facts import WorkerFacts
 from triptych.types.step import NewRow, VerifiedGuesses, empty_u32
-from triptych_services.worker.runner.drafting.base import I64, GuessReport, Proposer, ReadsTexts, TakesTime
+from triptych_services.worker.runner.drafting.base import (
+    I64,
+    GuessReport,
+    Proposer,
+    ReadsStates,
+    ReadsTexts,
+    TakesTime,
+)
 from triptych_services.worker.runner.drafting.budget import NO_PROPOSER, GuessBudget
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 from triptych_services.worker.sampling.sampled import SamplingPlaces
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Flags = NDArray[np.bool_]
 
@@ -49,6 +60,7 @@ class Speculation:
         self._timed = {i: each for i, each in enumerate(proposers) if isinstance(each, TakesTime)}
         self._readers = {i: each for i, each in enumerate(proposers) if isinstance(each, ReadsTexts)}
         place_seconds = {index: proposer.place_seconds for index, proposer in self._timed.items()}
+        self._state_readers = [each for each in proposers if isinstance(each, ReadsStates)]
         self._budget = GuessBudget(rows.live.size, len(proposers), max_guesses, place_seconds)
         self._takes_part: Flags = np.zeros(rows.live.size, np.bool_)
         """[max_num_seqs] whether the row has entered here."""
@@ -101,17 +113,23 @@ class Speculation:
             return step
         return replace(step, places=SamplingPlaces.of(np.array(found, np.int64), np.array(counts, np.int64)))
 
-    def finish(self, step: StepRows, token_counts: I64 | None, forward_ns: int) -> GuessReport:
+    def finish(
+        self, step: StepRows, token_counts: I64 | None, forward_ns: int, states: Tensor | None = None
+    ) -> GuessReport:
         """Take in what the rows of a step have got, once it is recorded, and guess what follows.
 
         Args:
             token_counts: [num_sampling] tokens of each sampling row; None: one each.
             forward_ns: The time of the model.
+            states: As of `ReadsStates.take_states`; None: no proposer reads them.
 
         Returns:
             The report. The engine may have planned the next step, so rows may have as many guesses as were looked for,
             not only those that were found.
         """
+        for reader in self._state_readers:
+            assert states is not None, "a worker whose proposers read states hands them over"
+            reader.take_states(step, token_counts, states)
         slots = step.sampling_slots
         verified: tuple[VerifiedGuesses, ...] = ()
         if self._num_rested < self._rest and step.places is None:

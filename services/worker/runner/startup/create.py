@@ -51,7 +51,7 @@ from triptych_services.worker.runner.graph_sizes import graph_token_limit
 from triptych_services.worker.runner.model_runner import LastingParts, ModelRunner
 from triptych_services.worker.runner.pipeline_stage import create_stage
 from triptych_services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
-from triptych_services.worker.runner.startup.draft import DraftSource
+from triptych_services.worker.runner.startup.draft import GuessSources
 from triptych_services.worker.runner.startup.encoder import (
     create_encoder_runner,
     plan_encoder,
@@ -105,7 +105,7 @@ def create_runner(
     num_threads = _use_threads(config)
     on_phase(Phase.LOADING, 0.0)
     started = time.perf_counter()
-    draft = DraftSource(config, directory, draft_directory) if draft_directory else None
+    guessing = GuessSources(config, directory, draft_directory)
     checkpoint, identity = _open(config, directory)
     log.info("weights: samples of their bytes have sha256 %s", identity.weights)
     processor = isa() if device.type == "cpu" else device_name(device)
@@ -115,7 +115,7 @@ def create_runner(
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
-    config, kv = _plan(config, group, model, draft)
+    config, kv = _plan(config, group, model, guessing)
     facts = worker_facts(
         config,
         kv,
@@ -130,12 +130,12 @@ def create_runner(
         load_s=load_s,
         served=served_tasks(config.architecture, directory),
     )
-    factory = RunnerFactory(config, directory, facts, group, on_phase, draft=draft)
+    factory = RunnerFactory(config, directory, facts, group, on_phase, guessing=guessing)
     return factory.sleepable(model, activation_bytes=kv.activation_bytes)
 
 
 def _plan(
-    config: ResolvedConfig, group: RankGroup, model: CausalLM, draft: DraftSource | None
+    config: ResolvedConfig, group: RankGroup, model: CausalLM, guessing: GuessSources
 ) -> tuple[ResolvedConfig, KvPlan]:
     """Load what guesses, and return the sizes of the KV cache beside it, and the config with the step that is taken.
 
@@ -143,12 +143,9 @@ def _plan(
     """
     if config.architecture.encoder is not None:
         return plan_encoder(config)
-    draft_cache_bytes = 0
-    if draft is not None:
-        draft.load()
-        draft_cache_bytes = draft.cache_bytes
+    guessing.load()
     device = torch.device(config.rank.device)
-    config, kv = plan_memory(config, group, model, create_attention(config), device, draft_cache_bytes)
+    config, kv = plan_memory(config, group, model, create_attention(config), device, guessing.cache_bytes)
     report_groups(config, kv.shape)
     return config, kv
 
@@ -203,13 +200,13 @@ class RunnerFactory:
         group: RankGroup,
         on_phase: PhaseChange,
         held: HeldState | None = None,
-        draft: DraftSource | None = None,
+        guessing: GuessSources | None = None,
     ) -> None:
         """
         Args:
             facts: Those of the worker with the weights that are loaded first.
             held: State of a runner that the first one goes on for; None: there is none.
-            draft: The model that guesses; None: there is none.
+            guessing: What guesses and is loaded; None: nothing is.
         """
         self._config = config
         self._directory = directory
@@ -218,8 +215,7 @@ class RunnerFactory:
         self._on_phase = on_phase
         self._held = held
         self._adapters = _create_adapters(config) if held is None else held.adapters
-        self._draft = draft
-        self._proposers = proposers_of(config.engine.speculative, None if draft is None else draft.create)
+        self._guessing = guessing
         self._device = torch.device(config.rank.device)
         self._grammars = GrammarCompiler(
             directory, vocab_size=facts.model.vocab_size, eos_token_ids=facts.model.eos_token_ids
@@ -260,6 +256,10 @@ class RunnerFactory:
         config, stages = self._config, self._group.stages
         stage = None if stages is None else create_stage(config, stages)
         held, shape, places = self._held, self._facts.kv, choose_groups(config).places
+        if self._guessing is None:
+            proposers = proposers_of(config.engine.speculative)
+        else:
+            proposers = self._guessing.proposers_for(model)
         runner = ModelRunner(
             model=model,
             kv_caches=allocate_kv_cache(shape, self._device, places)
@@ -272,7 +272,7 @@ class RunnerFactory:
             group=self._group,
             stage=stage,
             max_graph_tokens=graph_token_limit(config.architecture),
-            lasting=LastingParts(self._grammars, self._adapters, self._proposers),
+            lasting=LastingParts(self._grammars, self._adapters, proposers),
         )
         pooler = create_pooler(config.architecture, self._directory, model)
         if pooler is not None:
@@ -298,7 +298,7 @@ class RunnerFactory:
                 self._facts.weight_bytes,
                 num_bytes,
                 activation_bytes,
-                0 if self._draft is None else self._draft.weight_bytes + self._draft.cache_bytes,
+                0 if self._guessing is None else self._guessing.num_bytes,
             ),
             load=self.load,
             create=self.create,

@@ -165,7 +165,7 @@ def test_names_are_those_that_are_built_or_installed(monkeypatch: pytest.MonkeyP
     assert names(SpeculativeConfig().proposers) == ["ngram", "suffix"]  # without matchers there are no forms
     assert names(SpeculativeConfig().proposers, suffix_mib=0) == ["ngram"]
     with pytest.raises(
-        FeatureDisabled, match=r"proposers = ngram,eagle.*only grammar, ngram, suffix, draft, package"
+        FeatureDisabled, match=r"proposers = ngram,eagle.*only grammar, ngram, suffix, draft, mtp, package"
     ):
         names("ngram,eagle")
     with pytest.raises(FeatureDisabled, match="it names 0"):
@@ -198,10 +198,10 @@ def test_a_model_that_guesses_is_named_by_its_own_option() -> None:
             ("draft,ngram", ["draft", "ngram"]),
         ):
             config = SpeculativeConfig(enabled="true", proposers=named, model="small")
-            proposers = proposers_of(config, create_draft)(facts, facts, None)
+            proposers = proposers_of(config, {"draft": create_draft})(facts, facts, None)
             assert [each.name for each in proposers] == expected
         assert made == ["draft", "draft"]
         off = SpeculativeConfig(enabled="false", model="small")
-        assert not proposers_of(off, create_draft)(facts, facts, None)
+        assert not proposers_of(off, {"draft": create_draft})(facts, facts, None)
     with pytest.raises(FeatureDisabled, match=r"draft needs a model; set speculative\.model"):
         proposers_of(SpeculativeConfig(enabled="true", proposers="ngram,draft"))

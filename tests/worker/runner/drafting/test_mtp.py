@@ -1,0 +1,272 @@
+"""A layer of the checkpoint guesses what transformers' layer does, changes no token, and sleeps with the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.in_process import InProcessEngine
+from tests.worker.models.checkpoints import random_prompts
+from tests.worker.runner.drafting.guessing import guess_at_all_costs
+from tests.worker.runner.drafting.mtp_checkpoints import MtpOracle, save_cycle, save_with_mtp
+from triptych.checkpoint.config_json import read_architecture
+from triptych.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
+from triptych.errors import ConfigError, FeatureDisabled, ModelError
+from triptych.types.facts import SleepLevel
+from triptych.types.sampling import SamplingParams
+from triptych_kernels.cpu.library import isa
+from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.runner.drafting import mtp
+from triptych_services.worker.runner.drafting.base import I64, Guesses
+from triptych_services.worker.runner.drafting.mtp import MtpProposer
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.runner.startup.create import create_runner
+from triptych_services.worker.runner.stored.start import may_store
+
+pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
+
+NUM_NEW, MOST_GUESSES, MAX_SEQS = 14, 4, 4
+PROMPTS = random_prompts(3, 11, 21)
+GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=5)
+
+
+def start(
+    directory: Path, *, proposers: str = "mtp", cache_gib: float = 1.0, **model: Any
+) -> SleepableRunner:
+    """Start a worker of which a step has up to 16 tokens; empty `proposers`: it does not guess."""
+    options = {"dtype": "float32", "batch_invariant": "true", **model}
+    engine = EngineConfig(
+        model=ModelConfig(model="somewhere/tiny", **options),
+        cache=CacheConfig(block_size=5, num_blocks=40),
+        scheduler=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=16),
+        worker=WorkerConfig(device="cpu", num_threads=1),
+        speculative=SpeculativeConfig(
+            enabled="auto" if proposers else "false",
+            max_tokens=MOST_GUESSES,
+            cache_gib=cache_gib,
+            proposers=proposers or "ngram",
+        ),
+    )
+    config = resolve_config(engine, read_architecture(directory))
+    return create_runner(config, directory, boot_id="b", on_phase=lambda phase, progress: None)
+
+
+def proposer_of(runner: SleepableRunner) -> MtpProposer:
+    """Return the proposer of a runner, which guesses at all costs from now on."""
+    assert runner.runner._speculation is not None
+    guess_at_all_costs(runner.runner._speculation, MOST_GUESSES)
+    (proposer,) = runner.runner._speculation._proposers
+    assert isinstance(proposer, MtpProposer)
+    return proposer
+
+
+def answers(
+    runner: SleepableRunner, sampling: SamplingParams = GREEDY, prompts: list[list[int]] = PROMPTS
+) -> tuple[list[list[int]], int, int]:
+    """Return the tokens of all prompts, and the numbers of guesses and of right ones."""
+    engine = InProcessEngine(runner, max_num_seqs=MAX_SEQS)  # type: ignore[arg-type]
+    tokens = engine.generate(prompts, replace(sampling, max_tokens=NUM_NEW, ignore_eos=True))
+    counters = engine.scheduler.counters
+    runner.reset()
+    return tokens, counters.num_guesses, counters.num_accepted_guesses
+
+
+class Checked:
+    """Holds all guesses of a proposer to those of transformers."""
+
+    def __init__(self, proposer: MtpProposer, oracle: MtpOracle) -> None:
+        self._propose, self._history, self._first = proposer.propose, proposer._history, proposer._first
+        self._oracle = oracle
+        self.firsts: list[int] = []
+        """The position at which each row with guesses began."""
+        proposer.propose = self.propose  # type: ignore[method-assign]
+
+    def propose(self, slots: I64, limits: I64) -> Guesses:
+        guesses = self._propose(slots, limits)
+        found = np.split(guesses.token_ids, np.cumsum(guesses.counts)[:-1])
+        for slot, tokens in zip(slots.tolist(), found, strict=True):
+            if tokens.size:
+                text = self._history.token_ids[slot, : self._history.num_known[slot]].tolist()
+                self.firsts.append(int(self._first[slot]))
+                expected = self._oracle.logits(text, tokens.size, self.firsts[-1]).argmax(1)
+                assert tokens.tolist() == expected.tolist()
+        return guesses
+
+
+@pytest.mark.parametrize("name", ["GLM 4.5", pytest.param("DeepSeek V3", marks=pytest.mark.thorough)])
+def test_guesses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Of prompts that take one step or two, alone and side by side, and of texts that begin in cached blocks."""
+    oracle = save_with_mtp(name, tmp_path)
+    runner = start(tmp_path)
+    proposer = proposer_of(runner)
+    assert not proposer._backend.computes_with_torch, "it is recorded"
+    checked = Checked(proposer, oracle)
+    engine = InProcessEngine(runner, max_num_seqs=MAX_SEQS)  # type: ignore[arg-type]
+    sampling = replace(GREEDY, max_tokens=NUM_NEW, ignore_eos=True)
+    expected = [oracle.say(prompt, NUM_NEW) for prompt in PROMPTS]
+    assert engine.generate(PROMPTS, sampling) == expected
+    assert set(checked.firsts) == {0}
+    checked.firsts.clear()
+    assert engine.generate(PROMPTS, sampling) == expected
+    assert {first > 0 for first in checked.firsts} == {True, False}, "some prompts are shorter than a block"
+    assert len(checked.firsts) > NUM_NEW
+
+
+def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    """Not only the likeliest token: of the first guess, and of the ones behind it, from the layer's own states."""
+    oracle = save_with_mtp("GLM 4.5", tmp_path)
+    runner = start(tmp_path)
+    proposer = proposer_of(runner)
+    found: list[torch.Tensor] = []
+    forward = proposer._backend.forward
+
+    def note_logits(sizes: Any) -> Any:
+        output = forward(sizes)
+        found.append(output.logits.clone())
+        return output
+
+    proposer._backend.forward = note_logits  # type: ignore[method-assign]
+    (answer,), *_ = answers(runner, prompts=PROMPTS[1:2])
+    limits = [min(MOST_GUESSES, NUM_NEW - 1 - count) for count in range(NUM_NEW)]
+    texts = [[*PROMPTS[1], *answer[: count + 1]] for count in range(NUM_NEW) if limits[count] > 0]
+    expected = torch.cat([oracle.logits(text, MOST_GUESSES) for text in texts])
+    assert len(found) >= len(expected)
+    torch.testing.assert_close(torch.cat(found)[: len(expected)], expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("reads", "share"), [("token", 1.0), ("state", 1.0), ("nothing new", 0.0)])
+def test_a_layer_that_must_be_right_is(reads: str, share: float, tmp_path: Path) -> None:
+    """And one that says the token before it again, which a state of a wrong place would make right, is not."""
+    save_cycle(tmp_path, reads)
+    runner = start(tmp_path)
+    proposer_of(runner)
+    tokens, num_guesses, num_right = answers(runner)
+    for prompt, answer in zip(PROMPTS, tokens, strict=True):
+        text = [prompt[-1], *answer]
+        assert all(after == (before - 2) % 94 + 3 for before, after in pairwise(text) if before > 2)
+    assert num_guesses > 20
+    assert num_right == share * num_guesses
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling"),
+    [
+        pytest.param({}, GREEDY, id="float32"),
+        pytest.param({"dtype": "bfloat16"}, SAMPLED, id="bfloat16"),
+        pytest.param({"quantization": "q4"}, GREEDY, id="q4", marks=pytest.mark.thorough),
+        pytest.param(
+            {"quantization": "q4", "batch_invariant": "auto"},
+            SAMPLED,
+            id="q4, sampled",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_it_changes_no_token_and_sleeps_with_the_model(
+    options: Mapping[str, Any], sampling: SamplingParams, tmp_path: Path
+) -> None:
+    save_cycle(tmp_path, "state")
+    expected, *_ = answers(start(tmp_path, proposers="", **options), sampling)
+    runner = start(tmp_path, **options)
+    proposer_of(runner)
+    found = answers(runner, sampling)
+    assert found[0] == expected
+    for level in (SleepLevel.WEIGHTS_ON_HOST, SleepLevel.WEIGHTS_DROPPED):
+        runner.sleep(level)
+        runner.wake()
+        proposer = proposer_of(runner)
+        assert answers(runner, sampling) == found
+        assert proposer.num_waiting == 0
+
+
+def test_states_that_wait_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row with most of them begins anew, and guesses from there."""
+    oracle = save_with_mtp("GLM 4.5", tmp_path)
+    monkeypatch.setattr(mtp, "_MAX_WAITING", 17)
+    runner = start(tmp_path)
+    checked = Checked(proposer_of(runner), oracle)
+    tokens, *_ = answers(runner)
+    assert tokens == [oracle.say(prompt, NUM_NEW) for prompt in PROMPTS]
+    assert max(checked.firsts) > 0, "the longest prompt has 21 tokens"
+
+
+def test_a_cache_without_room_changes_nothing(tmp_path: Path) -> None:
+    """Blocks for 15 tokens: rows that find none, or outgrow them, begin anew or are left to others."""
+    oracle = save_with_mtp("GLM 4.5", tmp_path)
+    block_bytes = 5 * 2 * 2 * 12 * 4  # tokens, pairs, heads, elements of float32
+    runner = start(tmp_path, cache_gib=4.5 * block_bytes / 2**30)
+    proposer = proposer_of(runner)
+    checked, num_blocks = Checked(proposer, oracle), proposer.num_free_blocks
+    assert num_blocks == 3
+    tokens, *_ = answers(runner)
+    assert tokens == [oracle.say(prompt, NUM_NEW) for prompt in PROMPTS]
+    assert max(checked.firsts) > 0
+    assert (proposer.num_free_blocks, proposer.num_waiting) == (num_blocks, 0)
+
+
+def test_it_is_loaded_where_it_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_with_mtp("GLM 4.5", tmp_path)
+    with caplog.at_level(logging.INFO):
+        runner = start(tmp_path, proposers="ngram")
+    assert "layers.3" not in caplog.text
+    assert [each.name for each in runner.runner._speculation._proposers] == ["ngram"]  # type: ignore[union-attr]
+    with caplog.at_level(logging.INFO):
+        runner = start(tmp_path, proposers="ngram, mtp", batch_invariant="auto")
+    assert "layer model.layers.3 guesses: 0 MiB of weights (none), " in caplog.text
+    assert [each.name for each in runner.runner._speculation._proposers] == ["ngram", "mtp"]  # type: ignore[union-attr]
+    engine = EngineConfig(worker=WorkerConfig(device="cpu"))
+    assert may_store(engine)
+    assert not may_store(replace(engine, speculative=SpeculativeConfig(proposers="grammar, mtp")))
+
+
+def test_what_cannot_guess_is_refused_by_name(tmp_path: Path) -> None:
+    save_with_mtp("GLM 4.5", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+
+    def refuse(changed: Mapping[str, torch.Tensor | None], match: str) -> None:
+        kept = {name: tensor for name, tensor in {**tensors, **changed}.items() if tensor is not None}
+        save_file(kept, file, {"format": "pt"})
+        with pytest.raises(ModelError, match=match):
+            start(tmp_path)
+        start(tmp_path, proposers="ngram")  # touches nobody who has not asked
+
+    fits = r"^speculative\.proposers: mtp: the checkpoint does not fit MtpLayer: 1 tensors are"
+    refuse({"model.layers.3.enorm.weight": None}, rf"{fits} missing: model\.layers\.3\.enorm\.weight")
+    refuse({"model.layers.3.other.weight": torch.ones(3)}, rf"{fits} unexpected: model\.layers\.3\.other")
+    refuse({"model.layers.3.eh_proj.weight": torch.ones(32, 32)}, r"mtp: .*eh_proj\.weight.*\[32, 64\]")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"speculative\.cache_gib: 1e-06 GiB hold \d+ blocks"):
+        start(tmp_path, cache_gib=1e-6)
+
+    architecture = read_architecture(tmp_path)
+    without = replace(architecture, names=replace(architecture.names, ignored_prefixes=()))
+    engine = EngineConfig(
+        worker=WorkerConfig(device="cpu"), speculative=SpeculativeConfig(proposers="grammar,mtp")
+    )
+    with pytest.raises(
+        FeatureDisabled, match=r"proposers = grammar,mtp: the checkpoint of Glm4MoeForCausalLM has no layer"
+    ):
+        create_runner(
+            resolve_config(engine, without), tmp_path, boot_id="b", on_phase=lambda phase, progress: None
+        )
+    two_ranks = replace(engine, parallel=ParallelConfig(tensor_parallel_size=2))
+    with pytest.raises(FeatureDisabled, match=r"proposers = grammar,mtp: 2 ranks do not .*; leave mtp out"):
+        resolve_config(two_ranks, architecture)
