@@ -4,8 +4,8 @@
 
 Greedy answers to prompts of four kinds, those of the last one in the form of a JSON schema. Both runners answer each
 prompt in turn; prompts are cached, so the time is that of decoding. An answer that differs is an error. With `--wrong`
-each guess is a wrong one, so the ratio is what guesses lose at most; with `--speculative.model` these are the model's,
-each made wrong when it has taken the time.
+each guess is a wrong one, so the ratio is what guesses lose at most; with `--speculative.model`, or `mtp` in
+`--speculative.proposers`, these are the model's or the layer's, each made wrong when it has taken the time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from triptych.types.step import NewRow
 from triptych.types.structured import StructuredOutputs, compiled
 from triptych_services.worker.runner.base import Runner
 from triptych_services.worker.runner.drafting import create as drafting
-from triptych_services.worker.runner.drafting.base import I64, Guesses, Proposer, TakesTime
+from triptych_services.worker.runner.drafting.base import I64, Guesses, Proposer
 from triptych_services.worker.sampling.params import TokenHistory
 from triptych_services.worker.service.startup import load_runner
 
@@ -155,29 +155,27 @@ class WrongProposer:
         return Guesses(np.repeat(newest.astype(np.int64), limits), limits)
 
 
-class WrongDraft:
-    """The proposer of a model, of which each guess is made another token."""
+def _made_wrong(proposer: Proposer, vocab_size: int) -> Proposer:
+    """Make each guess of a proposer another token, once it has taken its time."""
+    propose = proposer.propose
 
-    def __init__(self, proposer: Proposer, vocab_size: int) -> None:
-        self._proposer, self._vocab_size = proposer, vocab_size
-        self.name, self.enter, self.leave = proposer.name, proposer.enter, proposer.leave
-        self.accept = proposer.accept
-        assert isinstance(proposer, TakesTime), "a model's"
-        self.place_seconds, self.take_seconds = proposer.place_seconds, proposer.take_seconds
+    def propose_wrong(slots: I64, limits: I64) -> Guesses:
+        guesses = propose(slots, limits)
+        return replace(guesses, token_ids=(guesses.token_ids + 1) % vocab_size)
 
-    def propose(self, slots: I64, limits: I64) -> Guesses:
-        guesses = self._proposer.propose(slots, limits)
-        return replace(guesses, token_ids=(guesses.token_ids + 1) % self._vocab_size)
+    proposer.propose = propose_wrong  # type: ignore[method-assign]
+    return proposer
 
 
 def _with_wrong_guesses(config: EngineConfig) -> EngineConfig:
     """Return a config with one proposer, which is always wrong from now on."""
-    name = "draft" if config.speculative.model else "ngram"
-    if config.speculative.model:
-        create = drafting._draft
-        drafting._OWN["draft"] = lambda sources: WrongDraft(create(sources), sources.facts.model.vocab_size)
+    name = "draft" if config.speculative.model else "mtp"
+    if not config.speculative.model and "mtp" not in config.speculative.proposer_names:
+        name = "ngram"
+        drafting._OWN[name] = lambda sources: WrongProposer(sources.history)
     else:
-        drafting._OWN["ngram"] = lambda sources: WrongProposer(sources.history)
+        create = drafting._loaded(name)
+        drafting._OWN[name] = lambda sources: _made_wrong(create(sources), sources.facts.model.vocab_size)
     return replace(config, speculative=replace(config.speculative, proposers=name))
 
 

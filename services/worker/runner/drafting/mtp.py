@@ -13,7 +13,7 @@ has verified them, from its own states.
 
 States are there only during the step that computes them. They are copied, and wait until the row is guessed for. Tokens
 that the worker has not computed for the row, in cached blocks or those of another worker, have no states. Such a row
-begins at its first state, as if there were no text before. So does one whose states had to make room.
+begins at its first state, as if there were no text before. So does one that lost its states to others.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class MtpProposer(DraftModelProposer):
         self._first[slot], self._num_read[slot] = _NOWHERE, 0
 
     def _take_over(self, slot: int, limit: int) -> int:
-        """Take the tokens beside whose states the layer goes on; 0: not all of these are there."""
+        """Copy the tokens behind a row's states; return how many guesses it can have; 0: states are missing."""
         known, first, num_read = (
             int(each[slot]) for each in (self._history.num_known, self._first, self._num_read)
         )

@@ -128,7 +128,7 @@ class Speculation:
             not only those that were found.
         """
         for reader in self._state_readers:
-            assert states is not None, "a worker whose proposers read states hands them over"
+            assert states is not None, "the caller has them where a proposer reads them"
             reader.take_states(step, token_counts, states)
         slots = step.sampling_slots
         verified: tuple[VerifiedGuesses, ...] = ()

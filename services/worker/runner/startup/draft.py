@@ -1,7 +1,4 @@
-"""What guesses beside a model and is loaded: another model, or a layer of the checkpoint.
-
-It is found to fit, loaded, and given a KV cache of its own.
-"""
+"""A second model or a layer of the checkpoint that guesses: it is found to fit, loaded, and given a KV cache."""
 
 from __future__ import annotations
 
@@ -238,7 +235,7 @@ class MtpSource:
 
 
 class GuessSources:
-    """Whatever of a worker guesses and is loaded. Owned by the `RunnerFactory`."""
+    """The loaded parts of a worker that guess. Owned by the `RunnerFactory`."""
 
     def __init__(self, config: ResolvedConfig, directory: Path, draft_directory: Path | None) -> None:
         """Find out whether all of it fits the model; reads no weights.

@@ -24,7 +24,7 @@ MTP_FAMILIES: Mapping[str, Tiny] = {
 
 
 class MtpOracle:
-    """What the model and its further layer say, as transformers computes them."""
+    """The model and its further layer, as transformers computes them."""
 
     def __init__(self, model: Any, parts: Mapping[str, torch.Tensor]) -> None:
         """

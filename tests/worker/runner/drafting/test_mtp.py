@@ -112,7 +112,7 @@ class Checked:
 
 @pytest.mark.parametrize("name", ["GLM 4.5", pytest.param("DeepSeek V3", marks=pytest.mark.thorough)])
 def test_guesses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Of prompts that take one step or two, alone and side by side, and of texts that begin in cached blocks."""
+    """Prompts take one step or two, alone and side by side, and the second time they begin in cached blocks."""
     oracle = save_with_mtp(name, tmp_path)
     runner = start(tmp_path)
     proposer = proposer_of(runner)
