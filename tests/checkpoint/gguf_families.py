@@ -82,6 +82,7 @@ CONVERSIONS: dict[str, Conversion] = {
             ),
         )
     },
+    "LFM2, experts": changed("LFM2, experts", routed_scaling_factor=1.0),
     "Cohere 2": changed("Cohere 2", {"rotary_pct": 1.0}, head_dim=...),
     "DeepSeek V2": changed("DeepSeek V2", {"scoring_func": "softmax"}, **MSCALE_ALIKE),
     "DeepSeek V2 Lite": changed("DeepSeek V2 Lite", {"scoring_func": "softmax"}),

@@ -198,3 +198,63 @@ def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
     falcon = SIZES | {"num_hidden_layers": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64}
     with pytest.raises(FeatureDisabled, match="mamba_norm_before_gate = True"):
         read(tmp_path, "FalconH1ForCausalLM", falcon | {"mamba_rms_norm": True})
+
+
+LFM2 = SIZES | {
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "num_heads": 4,
+    "use_pos_enc": True,
+}
+
+
+def test_lfm2_is_read_as_published(tmp_path: Path) -> None:
+    """As in LFM2 1.2B: the list of layers that attend, and columns before they are cut and rounded."""
+    of_blocks = {
+        "block_auto_adjust_ff_dim": True,
+        "block_dim": 64,
+        "block_ff_dim": 12288,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_mlp_init_scale": 1.0,
+        "block_multiple_of": 256,
+        "block_norm_eps": 1e-5,
+        "block_out_init_scale": 1.0,
+        "block_use_swiglu": True,
+        "block_use_xavier_init": True,
+        "conv_dim": 64,
+        "conv_dim_out": 64,
+        "conv_use_xavier_init": True,
+        "full_attn_idxs": [2],
+        "num_hidden_layers": 4,
+    }
+    architecture = read(tmp_path, "Lfm2ForCausalLM", LFM2 | of_blocks)
+    assert kinds(architecture) == ["short_conv", "short_conv", "full", "short_conv"]
+    assert {layer.intermediate_size for layer in architecture.layers} == {8192}
+
+
+def test_experts_of_lfm2_are_read_as_published(tmp_path: Path) -> None:
+    """As in LFM2 8B A1B: dense layers first, sigmoids with a correction, renormalized."""
+    of_experts = {
+        "layer_types": ["conv", "conv", FULL, "conv"],
+        "num_hidden_layers": 4,
+        "num_dense_layers": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": True,
+    }
+    architecture = read(tmp_path, "Lfm2MoeForCausalLM", LFM2 | of_experts)
+    chosen = ExpertsSpec(32, 4, score="sigmoid", correction_shape=(32,))
+    assert [layer.experts for layer in architecture.layers] == [None, None, chosen, chosen]
+    assert [layer.intermediate_size for layer in architecture.layers] == [96, 96, 32, 32]
+    with pytest.raises(ModelError, match=r"num_experts_per_tok: 40 must be at most num_experts 32"):
+        read(tmp_path, "Lfm2MoeForCausalLM", LFM2 | of_experts | {"num_experts_per_tok": 40})
+
+
+def test_lfm2_without_rotated_positions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FeatureDisabled, match=r"use_pos_enc = False: .*positions are not rotated"):
+        read(tmp_path, "Lfm2ForCausalLM", LFM2 | {"num_hidden_layers": 2, "use_pos_enc": False})

@@ -43,7 +43,7 @@ def save_checkpoint(model: Any, directory: Path) -> Any:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
         for name, buffer in model.named_buffers():
             # those that checkpoints store: of routers, and factors of layers
-            if name.endswith(("correction_bias", "layer_scalar")):
+            if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
                 drawn = torch.randn(buffer.shape, generator=generator) * 0.3
                 buffer.copy_(drawn + 1 if name.endswith("layer_scalar") else drawn)
     model.save_pretrained(directory)

@@ -99,6 +99,18 @@ RECURRENT_FAMILIES: dict[str, Tiny] = {
             "conv_L_cache": 5,
         },
     ),
+    "LFM2, experts": Tiny(
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", FULL, "conv", FULL],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.3,
+            "experts_implementation": "eager",
+        },
+    ),
     "Mamba": Tiny("mamba", {"state_size": 6, "time_step_rank": 5, "use_bias": True}, NO_ATTENTION),
     "Mamba 2": Tiny(
         "mamba2",

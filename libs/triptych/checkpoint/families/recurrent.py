@@ -347,6 +347,7 @@ def _mixers_only(config: ConfigFile, state: StateSpec, *, is_tied: bool) -> Mode
 
 
 def lfm2(config: ConfigFile) -> ModelArchitecture:
+    """Read LFM2: layers attend or have a short convolution, with one MLP in each or with experts."""
     config.assume(rope_theta=1000000.0)
     sizes = read_sizes(config)
     full = config.indices("full_attn_idxs", length=sizes.num_layers)
@@ -364,13 +365,12 @@ def lfm2(config: ConfigFile) -> ModelArchitecture:
         conv_bias=bias,
         bias=bias,
     )
+    config.pass_over("num_heads")  # those of attention, once more
+    config.expect("use_pos_enc", True, otherwise="positions are not rotated")
+    has_experts = architecture_name(config) == "Lfm2MoeForCausalLM"
     layers = with_states(
-        describe_layers(sizes, intermediate_size=_lfm2_width(config), rope=read_rope(config, sizes)),
+        (_lfm2_mixtures if has_experts else _lfm2_mlps)(config, sizes),
         {index: state for index, kind in enumerate(kinds) if kind == conv},
-    )
-    config.pass_over("conv_dim", "conv_dim_out", "block_dim", "block_mlp_init_scale", "block_norm_eps")
-    config.pass_over(
-        "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "conv_use_xavier_init"
     )
     norm = NormSpec(eps=config.number("norm_eps", default=1e-5))
     names = TensorNames(
@@ -381,9 +381,11 @@ def lfm2(config: ConfigFile) -> ModelArchitecture:
             (".k_norm", ".k_layernorm"),
             ("input_layernorm", "operator_norm"),
             ("post_attention_layernorm", "ffn_norm"),
-            (".mlp.gate_proj", ".feed_forward.w1"),
-            (".mlp.up_proj", ".feed_forward.w3"),
-            (".mlp.down_proj", ".feed_forward.w2"),
+            (".gate_proj", ".w1"),
+            (".up_proj", ".w3"),
+            (".down_proj", ".w2"),
+            (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
+            (".mlp.", ".feed_forward."),
             (".mixer.conv1d", ".conv.conv"),
             (".mixer.", ".conv."),
         ),
@@ -392,6 +394,32 @@ def lfm2(config: ConfigFile) -> ModelArchitecture:
     is_tied = config.boolean("tie_embedding", default=True)
     block = BlockSpec(norm=norm, qk_norm="head", qk_norm_spec=norm)
     return describe(config, sizes, layers=layers, block=block, names=names, is_tied=is_tied)
+
+
+def _lfm2_mlps(config: ConfigFile, sizes: Sizes) -> tuple[LayerSpec, ...]:
+    config.pass_over("conv_dim", "conv_dim_out", "block_dim", "block_mlp_init_scale", "block_norm_eps")
+    config.pass_over(
+        "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "conv_use_xavier_init"
+    )
+    return describe_layers(sizes, intermediate_size=_lfm2_width(config), rope=read_rope(config, sizes))
+
+
+def _lfm2_mixtures(config: ConfigFile, sizes: Sizes) -> tuple[LayerSpec, ...]:
+    experts = replace(
+        read_experts(config, "num_experts", renormalize=config.boolean("norm_topk_prob", default=True)),
+        score="sigmoid",
+        scale=config.positive("routed_scaling_factor", default=1.0),
+    )
+    if config.boolean("use_expert_bias", default=True):
+        experts = replace(experts, correction_shape=(experts.num_experts,))
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        rope=read_rope(config, sizes),
+        experts=experts,
+    )
+    num_dense = config.integer("num_dense_layers", default=2, minimum=0)
+    return with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
 
 
 def _lfm2_width(config: ConfigFile) -> int:

@@ -109,6 +109,7 @@ _GROUPS = {
     },
     "recurrent": {
         "Lfm2ForCausalLM": "lfm2",
+        "Lfm2MoeForCausalLM": "lfm2",
         "MambaForCausalLM": "mamba",
         "Mamba2ForCausalLM": "mamba2",
         "Qwen3NextForCausalLM": "qwen3_next",

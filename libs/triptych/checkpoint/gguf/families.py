@@ -119,6 +119,7 @@ _FAMILIES = {
     "hunyuan-moe": GgufFamily(mixtures.hunyuan_moe),
     "jamba": GgufFamily(recurrent.jamba),
     "lfm2": GgufFamily(recurrent.lfm2, TensorRules(renamed={"token_embd_norm": "model.norm"})),
+    "lfm2moe": GgufFamily(recurrent.lfm2_moe, TensorRules(renamed={"token_embd_norm": "model.norm"})),
     "llama": GgufFamily(dense.llama, _ROTATED),
     "llama4": GgufFamily(mixtures.llama4),
     "mamba": GgufFamily(recurrent.mamba),

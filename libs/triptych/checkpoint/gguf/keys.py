@@ -263,6 +263,26 @@ def layers_without_experts(model: GgufModel) -> list[int]:
     return [index for index in range(model.num_layers) if index not in with_experts]
 
 
+def leading_dense(model: GgufModel) -> int:
+    """Return how many layers have one MLP, before the first with experts.
+
+    Raises:
+        ModelError: Such layers come later.
+    """
+    with_experts = model.layers_with("ffn_gate_inp.weight")
+    first = with_experts[0] if with_experts else model.num_layers
+    if with_experts != list(range(first, model.num_layers)):
+        raise ModelError(
+            f"{model.keys.path}: layers {with_experts} have experts: those after the first must all have them"
+        )
+    return first
+
+
+def expect_gating(model: GgufModel, number: int, name: str) -> None:
+    """Refuse another number of the router's function than that of `name`."""
+    model.keys.expect("expert_gating_func", number, otherwise=f"the router has another function than {name}")
+
+
 def granite_factors(model: GgufModel) -> Config:
     return {
         "attention_multiplier": model.number("attention.scale", default=model.head_dim**-0.5),

@@ -8,10 +8,12 @@ from triptych.checkpoint.gguf.keys import (
     GgufModel,
     all_biases,
     attention,
+    expect_gating,
     experts,
     granite_factors,
     layer_types,
     layers_without_experts,
+    leading_dense,
     named,
     qkv_bias,
     read_rope,
@@ -104,26 +106,12 @@ def _grouped_experts(model: GgufModel) -> Config:
         "topk_group": keys.integer("expert_group_used_count", default=1),
         "routed_scaling_factor": model.number("expert_weights_scale", default=1.0) or 1.0,
         "norm_topk_prob": keys.boolean("expert_weights_norm", default=False),
-        "first_k_dense_replace": _leading_dense(model),
+        "first_k_dense_replace": leading_dense(model),
     }
 
 
-def _leading_dense(model: GgufModel) -> int:
-    with_experts = model.layers_with("ffn_gate_inp.weight")
-    first = with_experts[0] if with_experts else model.num_layers
-    if with_experts != list(range(first, model.num_layers)):
-        raise ModelError(
-            f"{model.keys.path}: layers {with_experts} have experts: those after the first must all have them"
-        )
-    return first
-
-
-def _expect_gating(model: GgufModel, number: int, name: str) -> None:
-    model.keys.expect("expert_gating_func", number, otherwise=f"the router has another function than {name}")
-
-
 def glm4_moe(model: GgufModel) -> Config:
-    _expect_gating(model, 2, "a sigmoid")
+    expect_gating(model, 2, "a sigmoid")
     return (
         named("Glm4MoeForCausalLM")
         | attention(model)
@@ -137,7 +125,7 @@ def glm4_moe(model: GgufModel) -> Config:
 
 
 def dots1(model: GgufModel) -> Config:
-    _expect_gating(model, 2, "a sigmoid")
+    expect_gating(model, 2, "a sigmoid")
     config = attention(model) | _grouped_experts(model) | all_biases(model)
     return (
         named("Dots1ForCausalLM")
@@ -147,7 +135,7 @@ def dots1(model: GgufModel) -> Config:
 
 
 def minimax_m2(model: GgufModel) -> Config:
-    _expect_gating(model, 2, "a sigmoid")
+    expect_gating(model, 2, "a sigmoid")
     config = attention(model) | experts(model, "num_local_experts", width="intermediate_size")
     rotary = model.keys.integer("rope.dimension_count", default=model.head_dim)
     return named("MiniMaxM2ForCausalLM", rotary_dim=rotary) | config
@@ -174,9 +162,9 @@ def deepseek2(model: GgufModel) -> Config:
         rope.pop("attention_factor", None)
     has_correction = bool(model.layers_with("exp_probs_b.bias") or model.layers_with("exp_probs_b"))
     if has_correction:
-        _expect_gating(model, 2, "a sigmoid")
+        expect_gating(model, 2, "a sigmoid")
     else:
-        _expect_gating(model, 1, "a softmax")
+        expect_gating(model, 1, "a softmax")
     keys.expect("attention.temperature_scale", None, otherwise="queries are scaled by their position")
     config = {
         "num_attention_heads": keys.integer("attention.head_count"),

@@ -7,9 +7,11 @@ from triptych.checkpoint.gguf.keys import (
     Config,
     GgufModel,
     attention,
+    expect_gating,
     experts,
     granite_factors,
     layers_without_experts,
+    leading_dense,
     named,
 )
 from triptych.errors import ModelError
@@ -148,6 +150,16 @@ def lfm2(model: GgufModel) -> Config:
             "block_auto_adjust_ff_dim": False,
             "conv_bias": bool(model.layers_with("shortconv.in_proj.bias")),
         }
+    )
+
+
+def lfm2_moe(model: GgufModel) -> Config:
+    expect_gating(model, 2, "a sigmoid")
+    has_correction = bool(model.layers_with("exp_probs_b.bias"))
+    config = lfm2(model) | experts(model, "num_experts")
+    del config["block_auto_adjust_ff_dim"]  # of the MLP in layers of the dense models
+    return config | named(
+        "Lfm2MoeForCausalLM", use_expert_bias=has_correction, num_dense_layers=leading_dense(model)
     )
 
 
