@@ -164,6 +164,11 @@ class AliveRequests:
         duplicate = replace(raw, deadline_s=alive.raw.deadline_s)
         return alive.outputs.resume_token if duplicate == alive.raw else ""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether none is alive."""
+        return self._idle.is_set()
+
     async def wait_idle(self) -> None:
         """Return as soon as none is alive."""
         await self._idle.wait()
@@ -197,13 +202,17 @@ class Departure:
         return sum(not _has_ended(alive) for alive in self._alive)
 
     async def _wait_until_known(self) -> None:
-        """Return when all engines that are there know that no stream can go on here.
+        """Return when all engines that are there know that no stream can go on here, or no stream is left.
 
         Two frontends that leave together would hand their streams to each other otherwise.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + _KNOWN_S
-        while loop.time() < until and not all(engine.knows_state for engine in self._router.engines):
+        while (
+            not self._alive.is_idle
+            and loop.time() < until
+            and not all(engine.knows_state for engine in self._router.engines)
+        ):
             await self._wait_idle(_POLL_S)
 
     async def _wait_idle(self, timeout_s: float) -> None:

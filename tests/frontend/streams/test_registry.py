@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -78,6 +79,15 @@ async def test_streams_go_on_at_another_frontend_at_once(shape: dict[str, Any]) 
         assert s.first.count("handed_over") == 0, "of this api"
         assert s.first.metric("requests_total", outcome="handed_over") == 1
         s.check_idle()
+
+
+async def test_a_frontend_without_streams_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych_services.frontend.streams.registry._KNOWN_S", LONG_S)
+    async with stand() as s:
+        await know_each_other(s)
+        started = time.monotonic()
+        assert await s.first.generator.drain(LONG_S) == 0
+        assert time.monotonic() - started < LONG_S / 2  # before, it kept the event loop for all of it
 
 
 async def test_streams_of_clients_that_do_not_resume_are_served_to_their_end() -> None:
