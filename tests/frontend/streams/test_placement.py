@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -41,12 +41,16 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand(keep_s: float = 10.0, max_samples_per_row: int = 1) -> AsyncIterator[Stand]:
+async def stand(
+    keep_s: float = 10.0, max_samples_per_row: int = 1, resume_ttl_s: float = 10.0
+) -> AsyncIterator[Stand]:
     config = make_config()
     runner = NaiveRunner(config, 600, max_samples_per_row=max_samples_per_row)
     worker = WorkerStack(config, runner)
     await worker.start()
-    engine = EngineStack(make_config(worker.port))
+    config = make_config(worker.port)
+    config = replace(config, engine=replace(config.engine, resume_ttl_s=resume_ttl_s))
+    engine = EngineStack(config)
     await engine.start()
     try:
         async with (
@@ -153,7 +157,7 @@ async def test_another_frontend_goes_on_where_the_client_is(shape: str, num_delt
 
 async def test_counts_of_guesses_are_taken_along() -> None:
     """They are those of the engine when it is lost by the second frontend, which had only the last tokens."""
-    async with stand(keep_s=0.1, max_samples_per_row=5) as s:
+    async with stand(keep_s=0.1, max_samples_per_row=5, resume_ttl_s=0.5) as s:
         seen = Seen()
         async with aclosing(s.first.generator.generate(request())) as events:
             await read(events, seen, lambda seen: bool(seen.token) and seen.num_deltas >= 3)
