@@ -6,13 +6,15 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
 import pytest
 
+from tests.e2e.test_simulated_stack import once
 from tests.worker.ranks import save_checkpoint
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.client.grpc_client import GenerationClient
@@ -21,7 +23,8 @@ from triptych.errors import ConfigError
 from triptych.hub import resolve_model
 from triptych.launcher.local_cluster import LocalCluster
 from triptych.launcher.ports import with_free_ports
-from triptych.types.events import DeltaEvent
+from triptych.types.events import DeltaEvent, FinishedEvent
+from triptych.types.structured import StructuredOutputs
 
 pytestmark = pytest.mark.model
 
@@ -212,6 +215,55 @@ async def test_ranks_say_what_one_says_through_the_whole_stack(
                 await admin.Sleep(admin_pb2.SleepRequest(level=level))
                 await admin.Wake(admin_pb2.WakeRequest())
                 assert await answers_of(client) == answers_of_one_rank
+
+
+LONG = {"max_tokens": 200, "ignore_eos": True}
+SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
+WAYS: tuple[dict[str, object], ...] = (
+    LONG | {"temperature": 0.0},
+    LONG | {"temperature": 0.8, "seed": 4, "logprobs": 1, "frequency_penalty": 0.1},
+    {"max_tokens": 40, "temperature": 1.0, "seed": 5, "structured_outputs": StructuredOutputs(json=SCHEMA)},
+)
+
+
+async def answers_with(
+    stack: LocalCluster, *, speculation: bool, on_delta: Callable[[], None] = lambda: None
+) -> tuple[list[list[int]], int]:
+    """Return the tokens of requests of several kinds at once, and how many of their guesses were right."""
+    num_right = 0
+
+    async def answer(client: GenerationClient, sampling: dict[str, object]) -> list[int]:
+        nonlocal num_right
+        tokens: list[int] = []
+        async for event in client.generate([300, 301, 302] * 5, sampling | {"speculation": speculation}):
+            if isinstance(event, DeltaEvent):
+                tokens += event.token_ids
+                on_delta()
+            elif isinstance(event, FinishedEvent):
+                num_right += event.timings.num_accepted_guesses
+        return tokens
+
+    async with GenerationClient(stack.address) as client, asyncio.timeout(DEADLINE_S):
+        return await asyncio.gather(*(answer(client, sampling) for sampling in WAYS)), num_right
+
+
+@pytest.mark.thorough
+async def test_ranks_guess_and_lose_no_token_when_one_is_killed(checkpoint: Path) -> None:
+    flags = {"parallel.tensor_parallel_size": "2", "speculative.enabled": "true"}
+    with group_of_ranks(**real(checkpoint, **flags)) as (stack, _):
+        expected, num_right = await answers_with(stack, speculation=False)
+        assert num_right == 0
+        async with asyncio.timeout(DEADLINE_S):
+            while not num_right:  # how soon guesses are worth their time depends on the machine
+                answers, num_right = await answers_with(stack, speculation=True)
+                assert answers == expected
+        ranks = ranks_of(stack)
+        kill = once(partial(os.kill, ranks["worker/1"], signal.SIGKILL))
+        answers, _ = await answers_with(stack, speculation=True, on_delta=kill)
+        assert answers == expected
+        await wait_until(lambda: not any(map(is_running, ranks.values())))
+        answers, _ = await answers_with(stack, speculation=True)
+        assert answers == expected
 
 
 @pytest.mark.thorough

@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.helpers.in_process import InProcessEngine
+from tests.worker.runner.drafting.guessing import guess_at_all_costs
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
@@ -34,6 +35,7 @@ from triptych.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
 from triptych.errors import RankUnavailable
@@ -42,12 +44,14 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.loader.random import RandomCheckpoint
+from triptych_services.worker.runner.base import PendingStep
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup.create import create_runner
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180.0  # of a whole job; it takes 5 s
 TIMEOUT_S = 20.0  # of ranks for each other
+MOST_GUESSES = 4
 LOGPROBS = SamplingParams(temperature=0.0, logprobs=8)
 
 
@@ -78,6 +82,9 @@ class Case:
     """Blocks of the cache while `prompts` are computed."""
     preempts: bool = False
     """Whether these blocks are too few for all prompts at once."""
+    guesses: bool = False
+    """Whether rows with `prompts` have guesses at all costs. The engine of rank 0 plans for all ranks then, and each
+    gives a `Together`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,18 @@ class Answer:
     """Greedy tokens after each of `adapted_prompts`."""
     after_the_loss: tuple[str, ...] = ()
     """Errors of the next two steps after a rank had left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """The answer of one rank to the plans of rank 0."""
+
+    tokens: list[list[int]]
+    """Tokens after each prompt; none at other ranks than 0."""
+    steps: list[list[int]]
+    """Tokens of each step."""
+    num_guesses: int
+    num_right: int
 
 
 def save_checkpoint(directory: Path, config: dict[str, Any]) -> Path:
@@ -182,6 +201,9 @@ def create(case: Case, rank: int, cache: CacheConfig) -> SleepableRunner:
             enforce_eager=case.enforce_eager,
             max_adapters=len(case.adapters),
         ),
+        speculative=SpeculativeConfig(
+            enabled="true" if case.guesses else "false", max_tokens=MOST_GUESSES, proposers="ngram"
+        ),
         parallel=ParallelConfig(
             tensor_parallel_size=case.num_ranks // case.num_stages,
             pipeline_parallel_size=case.num_stages,
@@ -209,6 +231,75 @@ def generate(case: Case, rank: int) -> list[list[int]]:
         torch.distributed.barrier()  # what the last one has sent may still be on its way
         torch.distributed.destroy_process_group()
     return tokens
+
+
+class _Leading:
+    """The runner of rank 0, which has the other ranks do what it does."""
+
+    def __init__(self, runner: SleepableRunner) -> None:
+        self._runner = runner
+        self.facts = runner.facts
+        self.steps: list[list[int]] = []
+
+    def reset(self) -> None:
+        self._tell("reset")
+        self._runner.reset()
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Do nothing: the ranks compute one step after the other."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        self._tell(plan)
+        step = self._runner.launch(plan)
+        self.steps.append(step.wait().token_ids.tolist())
+        return step
+
+    def end(self) -> None:
+        self._tell("end")
+
+    def _tell(self, order: object) -> None:
+        torch.distributed.broadcast_object_list([order])
+
+
+def _follow(runner: SleepableRunner) -> list[list[int]]:
+    """Do what rank 0 does, and return the tokens of each step."""
+    steps: list[list[int]] = []
+    while True:
+        orders: list[Any] = [None]
+        torch.distributed.broadcast_object_list(orders)
+        if orders[0] == "end":
+            return steps
+        if orders[0] == "reset":
+            runner.reset()
+        else:
+            steps.append(runner.execute(orders[0]).token_ids.tolist())
+
+
+def generate_together(case: Case, rank: int) -> Together:
+    """Return the tokens after a case's prompts, greedy and drawn: without guesses, and with all that there are."""
+    runner = create(case, rank, CacheConfig(block_size=4, num_blocks=case.num_blocks))
+    tokens: list[list[int]] = []
+    num_guesses = num_right = 0
+    if rank:
+        steps = _follow(runner)
+    else:
+        own = runner.runner._speculation._own  # type: ignore[union-attr]
+        guess_at_all_costs(own, MOST_GUESSES)
+        leading = _Leading(runner)
+        engine = InProcessEngine(leading, max_num_batched_tokens=16)  # type: ignore[arg-type]
+        greedy = SamplingParams(temperature=0.0, max_tokens=case.num_new, ignore_eos=True)
+        drawn = replace(greedy, temperature=1.0, seed=5, presence_penalty=0.5, logprobs=1)
+        plain = [replace(sampling, speculation=False) for sampling in (greedy, drawn)]
+        for sampling in (*plain, greedy, drawn):
+            tokens += engine.generate(case.prompts, sampling, first_number=len(tokens))
+        assert case.preempts == (engine.scheduler.counters.num_preemptions > 0)
+        num_guesses = engine.scheduler.counters.num_guesses
+        num_right = engine.scheduler.counters.num_accepted_guesses
+        leading.end()
+        steps = leading.steps
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return Together(tokens, steps, num_guesses, num_right)
 
 
 def compute(case: Case, rank: int) -> Answer:
@@ -284,7 +375,11 @@ def _run_rank(rank: int, job: Path) -> None:
     cases: dict[str, Case] = pickle.loads(job.read_bytes())
     for name, case in cases.items():
         if rank < case.num_ranks:
-            said = generate(case, rank) if case.prompts else compute(case, rank)
+            said: object
+            if case.guesses:
+                said = generate_together(case, rank)
+            else:
+                said = generate(case, rank) if case.prompts else compute(case, rank)
             (job.parent / f"{name}.{rank}").write_bytes(pickle.dumps(said))
 
 

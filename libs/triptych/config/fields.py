@@ -293,9 +293,9 @@ class SpeculativeConfig:
         "Guess tokens ahead: of requests that repeat their own text, answer in a form, or say what their tenant was "
         "answered lately. A guess is taken only if it is the token that would have been chosen, so outputs stay the "
         "same where `model.batch_invariant` is true; where it is false, near ties may fall otherwise. Steps have no "
-        "guesses where these would cost more than they bring. auto: true on CPUs with one rank, no recurrent states "
-        "and `model.batch_invariant`, `speculative.model` or `mtp`, else false; the log says why. true is refused on "
-        "other devices, with several ranks and with recurrent states.",
+        "guesses where these would cost more than they bring. auto: true on CPUs with "
+        "`model.batch_invariant`, `speculative.model` or `mtp`, no pipeline stages and no recurrent states, else "
+        "false; the log says why. true is refused on other devices, with pipeline stages and with recurrent states.",
         WORKER,
         choices=("auto", "true", "false"),
     )
@@ -312,8 +312,8 @@ class SpeculativeConfig:
         "",
         "A small model that guesses: path of a model directory or .gguf file, or a hub id, perhaps "
         "`org/name@revision`. It has the tokens of `model.model`, and ends with the same ones; else it is refused, and "
-        "so it is where `speculative.enabled = true` is. Its weights are held in 4 bits if they are not quantized yet. "
-        "It guesses where that is worth its own time. Empty: none.",
+        "so it is with several ranks and where `speculative.enabled = true` is. Its weights are held in 4 bits if they "
+        "are not quantized yet. It guesses where that is worth its own time. Empty: none.",
         WORKER,
     )
     cache_gib: float = value(

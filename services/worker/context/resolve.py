@@ -322,15 +322,14 @@ def _with_speculation(config: ResolvedConfig) -> ResolvedConfig:
         FeatureDisabled: It is true, or a model or a layer was asked to guess, and this worker cannot guess.
     """
     speculative = config.engine.speculative
-    obstacle = _no_guesses(config)
+    obstacle, num_ranks = _no_guesses(config), config.rank.num_ranks
     guesses_with_mtp = "mtp" in speculative.proposer_names
-    if speculative.enabled != "false" and obstacle:
+    if speculative.enabled != "false" and (obstacle or num_ranks > 1):
+        why = obstacle or f"{num_ranks} ranks do not guess by a model or a layer yet"
         if speculative.model:
-            raise FeatureDisabled(f"speculative.model = {speculative.model}", f"{obstacle}; leave it empty")
+            raise FeatureDisabled(f"speculative.model = {speculative.model}", f"{why}; leave it empty")
         if guesses_with_mtp:
-            raise FeatureDisabled(
-                f"speculative.proposers = {speculative.proposers}", f"{obstacle}; leave mtp out"
-            )
+            raise FeatureDisabled(f"speculative.proposers = {speculative.proposers}", f"{why}; leave mtp out")
     if speculative.enabled == "true" and obstacle:
         raise FeatureDisabled("speculative.enabled = true", f"{obstacle}; set it to auto or false")
     if speculative.enabled != "auto":
@@ -346,8 +345,8 @@ def _no_guesses(config: ResolvedConfig) -> str:
     rank, architecture = config.rank, config.architecture
     if rank.device != "cpu":
         return f"several tokens of a request are not verified on {rank.device} yet"
-    if config.engine.parallel.num_ranks > 1:
-        return f"{config.engine.parallel.num_ranks} ranks do not guess together yet"
+    if rank.num_stages > 1:
+        return f"{rank.num_stages} pipeline stages do not guess yet"
     if any(layer.state is not None for layer in architecture.layers):
         return f"{architecture.name} keeps recurrent states, which cannot go back behind a wrong guess"
     if architecture.head != "logits":

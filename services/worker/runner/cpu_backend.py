@@ -19,6 +19,7 @@ from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.models.base import CausalLM, logits_of
 from triptych_services.worker.runner.backend import ForwardBackend, StepOutput, without_samples
 from triptych_services.worker.runner.base import CompletedStep
+from triptych_services.worker.runner.drafting.ranks import SharedGuesses
 from triptych_services.worker.runner.drafting.speculation import Speculation
 from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers
 from triptych_services.worker.runner.pooled_rows import RowPooler
@@ -204,7 +205,7 @@ class ImmediateSteps:
         scorer: PromptScorer,
         pooler: RowPooler,
         rows: RequestRows,
-        speculation: Speculation | None = None,
+        speculation: Speculation | SharedGuesses | None = None,
     ) -> None:
         """
         Args:

@@ -36,7 +36,8 @@ from triptych_services.worker.runner.cuda.forward import LastTokens
 from triptych_services.worker.runner.cuda.steps_in_flight import DeviceSteps
 from triptych_services.worker.runner.cuda.streams import DeviceStream
 from triptych_services.worker.runner.drafting.create import CreateProposers, create_speculation
-from triptych_services.worker.runner.drafting.speculation import max_sampling_places
+from triptych_services.worker.runner.drafting.ranks import SharedGuesses
+from triptych_services.worker.runner.drafting.speculation import Speculation, max_sampling_places
 from triptych_services.worker.runner.graph_sizes import LEAST_GRAPH_TOKENS
 from triptych_services.worker.runner.input_batch import FeedbackBuffers, InputBuffers
 from triptych_services.worker.runner.pipeline_stage import PipelineStage, create_stage_steps
@@ -118,7 +119,7 @@ class ModelRunner(StepRunner):
             history=self._rows.history,
             group=self._group,
         )
-        self._speculation = create_speculation(self._rows, facts, lasting.proposers, self._forms)
+        self._speculation = self._create_speculation(facts)
         scorer = PromptScorer(self._rows, partial(logits_of, model), self._inputs.adapter_slots)
         self._pooler = RowPooler(self._rows)
         self._generates = GENERATION in facts.model.tasks
@@ -131,6 +132,15 @@ class ModelRunner(StepRunner):
         kernels = describe_kernels(self._backend.description, self._inputs.attention)
         self._facts = replace(facts, kernels=kernels)
         self._last_step_id = 0
+
+    def _create_speculation(self, facts: WorkerFacts) -> Speculation | SharedGuesses | None:
+        """Return what guesses, at rank 0 alone; None if a row gets one token in a step."""
+        if facts.max_samples_per_row == 1:
+            return None
+        own = None
+        if self._group.rank == 0:
+            own = create_speculation(self._rows, facts, self._lasting.proposers, self._forms)
+        return own if self._group.size == 1 else SharedGuesses(self._rows, self._group, own)
 
     def _create_sampler(self, facts: WorkerFacts) -> Sampler:
         history = self._rows.history

@@ -536,10 +536,10 @@ def test_a_cpu_needs_no_choosing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "num_ranks", "changes", "why"),
+    ("device", "num_stages", "changes", "why"),
     [
         ("cuda:0", 1, {}, "several tokens of a request are not verified on cuda"),
-        ("cpu", 2, {}, "2 ranks do not guess together"),
+        ("cpu", 2, {}, "2 pipeline stages do not guess"),
         (
             "cpu",
             1,
@@ -549,10 +549,10 @@ def test_a_cpu_needs_no_choosing(monkeypatch):
         ("cpu", 1, {"head": "score", "num_labels": 2}, "generates nothing"),
     ],
 )
-def test_what_cannot_guess_refuses_to(device, num_ranks, changes, why):
+def test_what_cannot_guess_refuses_to(device, num_stages, changes, why):
     architecture = tiny_architecture(**changes)
     engine = EngineConfig(
-        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+        parallel=ParallelConfig(pipeline_parallel_size=num_stages),
         speculative=SpeculativeConfig(enabled="true"),
     )
     traits = DeviceTraits(device=device, prefers_bfloat16=True, native_kernels=True)
@@ -571,6 +571,23 @@ def test_what_cannot_guess_refuses_to(device, num_ranks, changes, why):
             resolve_for_device(guessing, architecture, traits)
     off = replace(engine, speculative=SpeculativeConfig(enabled="false", model="small"))
     assert resolve_for_device(off, architecture, traits).max_samples_per_row == 1
+
+
+def test_ranks_guess_without_a_model():
+    engine = EngineConfig(
+        model=ModelConfig(batch_invariant="true"), parallel=ParallelConfig(tensor_parallel_size=2)
+    )
+    traits = DeviceTraits(device="cpu", prefers_bfloat16=True, native_kernels=True)
+    for enabled, max_samples in (("auto", 9), ("true", 9), ("false", 1)):
+        chosen = replace(engine, speculative=SpeculativeConfig(enabled=enabled))
+        assert resolve_for_device(chosen, tiny_architecture(), traits).max_samples_per_row == max_samples
+    for enabled in ("auto", "true"):
+        guessing = replace(engine, speculative=SpeculativeConfig(enabled=enabled, model="small"))
+        with pytest.raises(
+            FeatureDisabled,
+            match=r"model = small: .*2 ranks do not guess by a model or a layer yet; leave it empty",
+        ):
+            resolve_for_device(guessing, tiny_architecture(), traits)
 
 
 @pytest.mark.parametrize(

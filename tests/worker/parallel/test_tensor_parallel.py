@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.processes import free_port
 from tests.worker.models.families import FAMILIES
-from tests.worker.ranks import Answer, Case, compute, plans, run_ranks, save_checkpoint
+from tests.worker.ranks import Answer, Case, Together, compute, plans, run_ranks, save_checkpoint
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, FeatureDisabled, HandshakeMismatch, RankUnavailable
@@ -100,6 +100,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Case -> family, keys of its config. Routers by softmax and by sigmoids in groups, experts that are stacked, biased or
 read scaled inputs, and shared ones."""
 BFLOAT16 = "bfloat16"
+GUESSES = "guesses"
 LOSES_A_RANK = "norms of heads, even vocabulary"
 
 
@@ -110,6 +111,16 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         directory = tmp_path_factory.mktemp("model")
         directories[name] = save_checkpoint(directory, SIZES | config)
     in_bfloat16 = Case(directories["biases, odd vocabulary"], 2, port=free_port(), dtype="bfloat16")
+    guessing = Case(
+        directories["biases, odd vocabulary"],
+        2,
+        port=free_port(),
+        prompts=tuple((5, 6, 7 + number) * 5 for number in range(5)),
+        num_new=30,
+        num_blocks=30,  # three of five requests
+        preempts=True,
+        guesses=True,
+    )
     return {
         name: Case(
             directories[model],
@@ -118,11 +129,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
             quantization=quantization,
         )
         for name, (model, num_ranks, quantization) in NUM_RANKS_OF.items()
-    } | {BFLOAT16: in_bfloat16}
+    } | {BFLOAT16: in_bfloat16, GUESSES: guessing}
 
 
 @pytest.fixture(scope="module")
-def answers(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+def answers(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Those of all ranks, by case: `Answer`, or `Together`."""
     return run_ranks(cases, tmp_path_factory.mktemp("ranks"))
 
 
@@ -142,6 +154,17 @@ def test_ranks_say_what_one_says(name: str, cases: dict[str, Case], answers: dic
         assert other.token_ids == first.token_ids
         assert all(map(np.array_equal, other.logprobs, first.logprobs))
         assert all(map(np.array_equal, other.vectors, first.vectors))
+
+
+@pytest.mark.skipif(not isa(), reason="without native kernels numbers depend on the batch")
+def test_guesses_of_one_rank_are_verified_by_all(answers: dict[str, list[Together]]) -> None:
+    """Requests are preempted meanwhile."""
+    first, second = answers[GUESSES]
+    half = len(first.tokens) // 2
+    assert first.tokens[half:] == first.tokens[:half], "as without guesses"
+    assert second.steps == first.steps, "to the token: nobody tells them"
+    assert 50 < first.num_right < first.num_guesses, "right ones and wrong ones"
+    assert (second.num_guesses, second.num_right) == (0, 0), "counted once"
 
 
 @pytest.mark.thorough

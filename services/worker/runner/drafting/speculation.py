@@ -100,18 +100,18 @@ class Speculation:
             self._propose(
                 [(slot, most, self._budget.rates(slot)) for slot, most in entered if most], len(slots)
             )
-        found, counts, token_ids = list[int](), list[int](), self._rows.token_ids
+        found, counts = list[int](), list[int]()
         for slot, limit in zip(slots, limits, strict=True):
             ready = self._ready.get(slot)
             count = 0 if ready is None else min(len(ready[1]), limit - 1, MAX_GUESSES_PER_STEP - len(found))
             counts.append(count)
             if ready is not None and count:
                 found += ready[1][:count]
-                known = int(self._rows.num_known[slot])
-                token_ids[slot, known : known + count] = ready[1][:count]
-        if not found:
-            return step
-        return replace(step, places=SamplingPlaces.of(np.array(found, np.int64), np.array(counts, np.int64)))
+        return with_guesses(self._rows, step, np.array(found, np.int64), np.array(counts, np.int64))
+
+    def note_sharing(self, num_rows: int, seconds: float) -> None:
+        """Take in how long it takes to give the guesses of a step of so many rows to other ranks."""
+        self._budget.note_search(num_rows, seconds)
 
     def finish(
         self, step: StepRows, token_counts: I64 | None, forward_ns: int, states: Tensor | None = None
@@ -302,6 +302,24 @@ class Speculation:
             if not 0 <= token_id < vocab_size:
                 return token_ids[:place]
         return token_ids
+
+
+def with_guesses(rows: RequestRows, step: StepRows, token_ids: I64, counts: I64) -> StepRows:
+    """Write guesses into the rows of a step behind what is known, and return the step with them; the same step if
+    there are none.
+
+    Args:
+        token_ids, counts: As of `SamplingPlaces.of`.
+    """
+    if not token_ids.size:
+        return step
+    start = 0
+    for slot, count in zip(step.sampling_slots.tolist(), counts.tolist(), strict=True):
+        if count:
+            known = int(rows.num_known[slot])
+            rows.token_ids[slot, known : known + count] = token_ids[start : start + count]
+            start += count
+    return replace(step, places=SamplingPlaces.of(token_ids, counts))
 
 
 @dataclass(frozen=True, slots=True)
