@@ -640,6 +640,22 @@ PUBLISHED: dict[str, tuple[str, Config, Config]] = {
         {"kind": "yarn", "rope_factor": 4.0},
     ),
     "DeepSeek-R1-Distill-Qwen-7B": ("Qwen2ForCausalLM", QWEN | {"use_mrope": False}, {"windows": [0] * 4}),
+    "MiMo-7B-RL": (
+        "MiMoForCausalLM",
+        QWEN
+        | {
+            "attention_bias": True,
+            "head_dim": 128,
+            "model_type": "mimo",
+            "num_nextn_predict_layers": 1,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": None,
+            "rope_theta": 640000,
+            "sliding_window": None,
+            "use_mrope": False,
+        },
+        {"windows": [0] * 4, "qkv_bias": True, "theta": 640000, "head_dim": 128, "tied": False},
+    ),
     "Qwen3-0.6B": (
         "Qwen3ForCausalLM",
         QWEN | {"attention_bias": False, "head_dim": 128, "rope_scaling": None, "sliding_window": None},
@@ -1100,6 +1116,7 @@ def test_indexers_that_cannot_be_are_named(keys: Config, message: str, tmp_path:
             {"use_bidirectional_attention": "all", "num_hidden_layers": 6},
             "use_bidirectional_attention = 'all'",
         ),
+        ("MiMoForCausalLM", QWEN | {"attention_bias": False}, "attention_bias = False"),
         ("StableLmForCausalLM", LAYER_NORM | {"qk_layernorm": True}, "qk_layernorm = True"),
         ("CohereForCausalLM", COHERE | {"use_qk_norm": True}, "use_qk_norm = True"),
         ("DeepseekV2ForCausalLM", DEEPSEEK | {"norm_topk_prob": True}, "norm_topk_prob = True"),

@@ -44,6 +44,14 @@ _NAMES = {
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Glm4MoeForCausalLM": _DEEPSEEK,
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "MiMoForCausalLM": MtpNames(
+        token_norm="token_layernorm",
+        state_norm="hidden_layernorm",
+        projection="input_proj",
+        last_norm="final_layernorm",
+        shared=(),
+        state_first=True,
+    ),
 }
 """Architecture -> names of its layers, of which `TensorNames.ignored_prefixes` are the prefixes."""
 

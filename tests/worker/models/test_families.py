@@ -37,6 +37,8 @@ from triptych_services.worker.models import registry
 from triptych_services.worker.runner import cpu_backend
 from triptych_services.worker.runner.startup.kv_groups import blocks_held
 
+NAMED_ANEW = {"MiMoForCausalLM"}
+"""Architectures of which transformers has only a class that is alike: tests/worker/runner/drafting/test_mtp.py."""
 COMPOSITE = {
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -69,7 +71,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_every_architecture_has_a_tiny_checkpoint() -> None:
     tested = {tiny.create().__class__.__name__ for tiny in ALL_FAMILIES.values()}
-    assert tested | COMPOSITE == set(GENERATING)
+    assert tested | COMPOSITE | NAMED_ANEW == set(GENERATING)
 
 
 def test_the_readme_has_a_row_for_every_architecture() -> None:
@@ -78,7 +80,7 @@ def test_the_readme_has_a_row_for_every_architecture() -> None:
     assert sorted(name for name, _ in listed) == GENERATING
     forms = {form: tiny.create().__class__.__name__ for form, tiny in ALL_FAMILIES.items()}
     for name, tested in listed:
-        if name not in COMPOSITE:
+        if name not in COMPOSITE | NAMED_ANEW:
             own = [form for form, architecture in forms.items() if architecture == name]
             assert ", ".join(own) == tested
 

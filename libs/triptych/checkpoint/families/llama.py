@@ -320,6 +320,14 @@ def qwen2(config: ConfigFile) -> ModelArchitecture:
     return _qwen(config, lambda block: replace(block, qkv_bias=True))
 
 
+def mimo(config: ConfigFile) -> ModelArchitecture:
+    """Read MiMo: Qwen 2 with layers beside the others that predict further tokens."""
+    config.expect("attention_bias", True, otherwise="the projections of the attention have no biases")
+    num_further = config.integer("num_nextn_predict_layers", default=0, minimum=0)
+    further = tuple(f"model.mtp_layers.{index}." for index in range(num_further))
+    return replace(qwen2(config), names=TensorNames(ignored_prefixes=further))
+
+
 def qwen3(config: ConfigFile) -> ModelArchitecture:
     bias = config.boolean("attention_bias", default=False)
     return _qwen(

@@ -34,6 +34,7 @@ _GROUPS = {
         "HeliumForCausalLM": "helium",
         "HunYuanDenseV1ForCausalLM": "hunyuan",
         "LlamaForCausalLM": "llama",
+        "MiMoForCausalLM": "mimo",
         "MinistralForCausalLM": "mistral",
         "Ministral3ForCausalLM": "mistral",
         "MistralForCausalLM": "mistral",

@@ -12,14 +12,18 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from tests.worker.models.checkpoints import save_checkpoint
-from tests.worker.models.families import DEEPSEEK_EXPERTS, LATENT, Tiny
+from tests.worker.models.families import DEEPSEEK_EXPERTS, FOUR, LATENT, Tiny
 
 PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+MIMO_PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+MIMO = "MiMo"
+"""Qwen 2 in other words, of which transformers has no class: https://huggingface.co/XiaomiMiMo/MiMo-7B-RL."""
 MTP_FAMILIES: Mapping[str, Tiny] = {
     "GLM 4.5": Tiny(
         "glm4_moe", {**DEEPSEEK_EXPERTS, "head_dim": 12, "use_qk_norm": True, "attention_bias": True}
     ),
     "DeepSeek V3": Tiny("deepseek_v3", DEEPSEEK_EXPERTS, LATENT),
+    MIMO: Tiny("qwen2", {}, FOUR),
 }
 
 
@@ -34,8 +38,10 @@ class MtpOracle:
         """
         layer = model.model.layers[-1]
         model.model.layers = model.model.layers[:-1]
-        model.config.num_hidden_layers -= 1
-        model.config.num_mtp_layers = 1
+        config = model.config
+        config.num_hidden_layers -= 1
+        config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+        config.mtp_hidden_states_first = config.model_type == "qwen2"
         self.model = model
         self.mtp = MtpModel(model, 1).eval()
         of_layer = self.mtp.layers[0]
@@ -83,7 +89,10 @@ def save_with_mtp(name: str, directory: Path) -> MtpOracle:
     parts = {
         f"{part}.weight": torch.randn(shape, generator=generator) * 0.3 for part, shape in shapes.items()
     }
-    _write_parts(directory, model.config.num_hidden_layers - 1, parts)
+    last = model.config.num_hidden_layers - 1
+    _write_parts(directory, last, parts)
+    if name == MIMO:
+        _rename_to_mimo(directory, last)
     return MtpOracle(model, parts)
 
 
@@ -127,4 +136,20 @@ def _write_parts(directory: Path, last: int, parts: Mapping[str, torch.Tensor]) 
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config |= {"num_hidden_layers": last, "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _rename_to_mimo(directory: Path, last: int) -> None:
+    """Give a Qwen 2 with a further layer the names that MiMo has, which has no copy of the embedding."""
+    file, renamed = directory / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        theirs = name.replace(f"model.layers.{last}.", "model.mtp_layers.0.")
+        for ours, part in zip(PARTS, MIMO_PARTS, strict=True):
+            theirs = theirs.replace(f"mtp_layers.0.{ours}.", f"mtp_layers.0.{part}.")
+        if not theirs.endswith("layers.0.embed_tokens.weight"):
+            renamed[theirs] = tensor
+    save_file(renamed, file, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    del config["layer_types"]
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
     (directory / "config.json").write_text(json.dumps(config))

@@ -48,7 +48,12 @@ GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.
 
 
 def start(
-    directory: Path, *, proposers: str = "mtp", cache_gib: float = 1.0, **model: Any
+    directory: Path,
+    *,
+    proposers: str = "mtp",
+    cache_gib: float = 1.0,
+    enforce_eager: bool = False,
+    **model: Any,
 ) -> SleepableRunner:
     """Start a worker of which a step has up to 16 tokens; empty `proposers`: it does not guess."""
     options = {"dtype": "float32", "batch_invariant": "true", **model}
@@ -56,7 +61,7 @@ def start(
         model=ModelConfig(model="somewhere/tiny", **options),
         cache=CacheConfig(block_size=5, num_blocks=40),
         scheduler=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=16),
-        worker=WorkerConfig(device="cpu", num_threads=1),
+        worker=WorkerConfig(device="cpu", num_threads=1, enforce_eager=enforce_eager),
         speculative=SpeculativeConfig(
             enabled="auto" if proposers else "false",
             max_tokens=MOST_GUESSES,
@@ -110,7 +115,7 @@ class Checked:
         return guesses
 
 
-@pytest.mark.parametrize("name", ["GLM 4.5", pytest.param("DeepSeek V3", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["GLM 4.5", pytest.param("DeepSeek V3", marks=pytest.mark.thorough), "MiMo"])
 def test_guesses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Prompts take one step or two, alone and side by side, and the second time they begin in cached blocks."""
     oracle = save_with_mtp(name, tmp_path)
@@ -131,7 +136,7 @@ def test_guesses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     """Not only the likeliest token: of the first guess, and of the ones behind it, from the layer's own states."""
-    oracle = save_with_mtp("GLM 4.5", tmp_path)
+    oracle = save_with_mtp("MiMo", tmp_path)
     runner = start(tmp_path)
     proposer = proposer_of(runner)
     found: list[torch.Tensor] = []
@@ -170,6 +175,7 @@ def test_a_layer_that_must_be_right_is(reads: str, share: float, tmp_path: Path)
     [
         pytest.param({}, GREEDY, id="float32"),
         pytest.param({"dtype": "bfloat16"}, SAMPLED, id="bfloat16"),
+        pytest.param({"enforce_eager": True}, GREEDY, id="eager", marks=pytest.mark.thorough),
         pytest.param({"quantization": "q4"}, GREEDY, id="q4", marks=pytest.mark.thorough),
         pytest.param(
             {"quantization": "q4", "batch_invariant": "auto"},
