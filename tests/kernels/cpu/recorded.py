@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch import Tensor
 
-from triptych_kernels.cpu.library import forced_isa, usable_isas
+from triptych_kernels.cpu.library import usable_isas
 from triptych_kernels.cpu.program import Program, record
 from triptych_kernels.cpu.recording import Recording
 
@@ -21,14 +21,6 @@ MODES = (
 )
 """In the first composite operations arrive whole, in the others in pieces, as in every model that is recorded."""
 Mode = Callable[[], AbstractContextManager[None]]
-
-
-@pytest.fixture(params=usable_isas() or [""])
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not request.param:
-        pytest.skip("no native kernels are built for this processor")
-    with forced_isa(request.param):
-        yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,24 +19,17 @@ from tests.kernels.ops.test_paged_attention import (
 )
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.attention import paged_attention as native_paged_attention
-from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
+from triptych_kernels.cpu.library import forced_isa, use_threads
 from triptych_kernels.cpu.program import record
 from triptych_kernels.cpu.recording import NotRecordable
 from triptych_kernels.ops import paged_attention
 from triptych_kernels.registry import find_impl
 from triptych_kernels.torch.attention import paged_attention as torch_paged_attention
 
+pytestmark = pytest.mark.usefixtures("each_isa")
+
 AROUND_A_SPAN = [(1, 1), (1, 15), (1, 33), (1, 255), (1, 256), (1, 257), (3, 258), (1, 600)]
 """Queries and keys of each row; a span is 256 keys."""
-
-
-@pytest.fixture(params=usable_isas() or [""], autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not request.param:
-        pytest.skip("no native kernels are built for this processor")
-    with forced_isa(request.param):
-        yield
-        use_threads(1)
 
 
 @pytest.fixture(autouse=True)

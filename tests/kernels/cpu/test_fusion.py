@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triptych_kernels.attend_options import AttendOptions
 from triptych_kernels.cpu.fusion import StagedCall, fuse_calls
-from triptych_kernels.cpu.library import forced_isa, usable_isas, use_threads
+from triptych_kernels.cpu.library import use_threads
 from triptych_kernels.cpu.program import Program, record
 from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.ops import (
@@ -30,18 +30,11 @@ from triptych_kernels.weights.formats import QuantizedFormat
 from triptych_kernels.weights.packed import PackedWeight, WidenedWeight
 from triptych_kernels.weights.quantized import QuantizedWeight
 
+pytestmark = pytest.mark.usefixtures("each_isa")
+
 MOST, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, BLOCK = 40, 96, 4, 2, 32, 160, 4
 STEPS = ((1, (1,)), (3, (1, 1, 1)), (8, (1,) * 8), (17, (1, 11, 5)), (40, (33, 7)))
 """Tokens of a step, and of each sequence of it."""
-
-
-@pytest.fixture(params=usable_isas() or [""], autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not request.param:
-        pytest.skip("no native kernels are built for this processor")
-    with forced_isa(request.param):
-        yield
-        use_threads(1)
 
 
 def new_weight(kind: str, out_features: int, in_features: int, *, gated: bool, bias: bool) -> LinearWeight:

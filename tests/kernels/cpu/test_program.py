@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
@@ -11,21 +11,14 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.launch import launch
-from triptych_kernels.cpu.library import forced_isa, usable_isas
 from triptych_kernels.cpu.program import record
 from triptych_kernels.cpu.recording import NotRecordable, Recording
 from triptych_kernels.ops import embedding, gated_linear, gather_rows, linear, rms_norm
 from triptych_kernels.weights.packed import PackedWeight
 
+pytestmark = pytest.mark.usefixtures("each_isa")
+
 MAX_ROWS, HIDDEN, INNER, VOCAB = 20, 24, 40, 50
-
-
-@pytest.fixture(params=usable_isas() or [""], autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not request.param:
-        pytest.skip("no native kernels are built for this processor")
-    with forced_isa(request.param):
-        yield
 
 
 class Network:

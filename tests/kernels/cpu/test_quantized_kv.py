@@ -51,15 +51,6 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Implementation]:
         use_threads(1)
 
 
-@pytest.fixture(params=usable_isas() or [""])
-def native(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not request.param:
-        pytest.skip("no native kernels are built for this processor")
-    with forced_isa(request.param):
-        yield
-        use_threads(1)
-
-
 def empty_cache(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
 ) -> list[Tensor]:
@@ -178,7 +169,7 @@ def assert_reads_what_it_means(step: Step, **options: Any) -> None:
 
 @pytest.mark.parametrize("head_dim", [1, 24, 64, 80, 96, 128, 256, 700])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_every_head_size(native: None, head_dim: int, dtype: torch.dtype) -> None:
+def test_every_head_size(each_isa: None, head_dim: int, dtype: torch.dtype) -> None:
     step = build_step(AROUND_A_SPAN, block_size=16, head_dim=head_dim, dtype=dtype, cache_dtype=torch.int8)
     step.query *= (8 / head_dim) ** 0.5  # scores of the same size in heads of every size
     assert_reads_what_it_means(step)
@@ -190,7 +181,7 @@ def test_every_head_size(native: None, head_dim: int, dtype: torch.dtype) -> Non
 )
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 300}, OPTIONS["all"]])
 def test_every_grouping_block_size_and_options(
-    native: None, num_heads: int, num_kv_heads: int, block_size: int, options: dict[str, Any]
+    each_isa: None, num_heads: int, num_kv_heads: int, block_size: int, options: dict[str, Any]
 ) -> None:
     rows = [*AROUND_A_SPAN, (40, 300)]
     step = build_step(
@@ -199,7 +190,7 @@ def test_every_grouping_block_size_and_options(
     assert_reads_what_it_means(step, **for_heads(options, num_heads))
 
 
-def test_the_largest_sums_fit_their_integers(native: None) -> None:
+def test_the_largest_sums_fit_their_integers(each_isa: None) -> None:
     step = build_step([(1, 256), (3, 256)], head_dim=256, block_size=16, cache_dtype=torch.int8)
     step.query.fill_(0.01)
     assert step.kv_scales is not None
@@ -208,7 +199,7 @@ def test_the_largest_sums_fit_their_integers(native: None) -> None:
     torch.testing.assert_close(step.attend(impl="cpu"), torch.full_like(step.query, 2.0), rtol=1e-4, atol=0)
 
 
-def test_vectors_of_very_different_size_share_a_step(native: None) -> None:
+def test_vectors_of_very_different_size_share_a_step(each_isa: None) -> None:
     step = build_step(AROUND_A_SPAN, head_dim=64, cache_dtype=torch.int8)
     assert step.kv_scales is not None
     step.kv_scales *= torch.logspace(-6, 0, step.kv_scales.shape[-1])
@@ -218,7 +209,7 @@ def test_vectors_of_very_different_size_share_a_step(native: None) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("options", [{}, {"window": 300}, OPTIONS["all"]])
 def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
-    native: None, dtype: torch.dtype, options: dict[str, Any]
+    each_isa: None, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     rows = [(90, 600), (1, 257), (70, 530), (1, 900)]
     step = build_step(
@@ -275,7 +266,7 @@ def test_a_flawed_key_or_value_affects_only_those_that_see_it(
 
 
 @pytest.mark.parametrize("flaw", [NAN, INF])
-def test_a_flawed_query_shows(native: None, flaw: float) -> None:
+def test_a_flawed_query_shows(each_isa: None, flaw: float) -> None:
     step = build_step([(1, 40), (2, 50)], head_dim=24, cache_dtype=torch.int8)
     step.query[1, 2, 20] = flaw
     out = step.attend(impl="cpu")
@@ -283,7 +274,7 @@ def test_a_flawed_query_shows(native: None, flaw: float) -> None:
     assert out.isnan().sum() == 24
 
 
-def test_a_recorded_step_writes_and_reads_its_scales(native: None) -> None:
+def test_a_recorded_step_writes_and_reads_its_scales(each_isa: None) -> None:
     torch.manual_seed(0)
     caches = [empty_cache(4, 2, 16, 24, torch.int8) for _ in range(2)]
     query, key, value = (torch.randn(5, heads, 24) for heads in (4, 2, 2))

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from tests.kernels.cpu.recorded import MODES, TOKENS, Mode, assert_recorded, isa
+from tests.kernels.cpu.recorded import MODES, TOKENS, Mode, assert_recorded
 from triptych_kernels.cpu.expressions import EXPRESSIONS
 from triptych_kernels.cpu.torch_ops import OPERATIONS
 
-__all__ = ["isa"]
-pytestmark = pytest.mark.usefixtures("isa")
+pytestmark = pytest.mark.usefixtures("each_isa")
 
 UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
     "neg": lambda x: -x,
