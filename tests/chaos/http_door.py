@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from tests.chaos.recorder import Request
+from tests.helpers.http_api import TRUSTS_NOBODY
 from triptych.errors import (
     AttachedElsewhere,
     DeadlineExceeded,
@@ -38,7 +39,7 @@ async def generate_over_http(address: str, request: Request) -> AsyncIterator[Ev
     has_output, usage = False, None
     try:
         async with (
-            httpx.AsyncClient(timeout=_READ_S) as client,
+            httpx.AsyncClient(timeout=_READ_S, verify=TRUSTS_NOBODY) as client,
             client.stream("POST", f"http://{address}/v1/completions", json=body, headers=headers) as response,
         ):
             if response.status_code != 200:

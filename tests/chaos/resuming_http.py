@@ -13,6 +13,7 @@ import httpx
 
 from tests.chaos.http_door import body_of, delta_of, error_of, refusal_of
 from tests.chaos.recorder import Request
+from tests.helpers.http_api import TRUSTS_NOBODY
 from triptych.errors import AttachedElsewhere, EngineUnavailable, GenerationLost, QueueFull, TriptychError
 from triptych.types.events import Event, FinishedEvent
 from triptych.types.outputs import StageTimings, Usage
@@ -49,7 +50,7 @@ async def post_to(
     url = f"http://{address}/v1/completions"
     try:
         async with (
-            httpx.AsyncClient(timeout=_READ_S) as client,
+            httpx.AsyncClient(timeout=_READ_S, verify=TRUSTS_NOBODY) as client,
             client.stream("POST", url, json=dict(body), headers=dict(headers)) as response,
         ):
             if response.status_code != 200:
