@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
+from tests.helpers.command import wait_until
 from tests.helpers.fake_frontend import MAX_MODEL_LEN, FakeFrontend
 from triptych import LLM, PartialFailure, SamplingParams
 from triptych.client import batch
@@ -41,13 +42,6 @@ def frontend():
 def llm(frontend):
     with LLM(address=frontend.address) as made:
         yield made
-
-
-def wait_until(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
 
 
 def test_the_classic_example_prints_prompt_and_text(llm):

@@ -14,12 +14,12 @@ from tests.worker.adapters.trained import (
     LLAMA,
     PROJECTIONS,
     create,
-    greedy,
     make_runner,
     merged,
     save_adapter,
     save_base,
 )
+from tests.worker.models.checkpoints import greedy_tokens
 from tests.worker.tiny import new_row, step_plan
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import RowErrorCode
@@ -85,7 +85,9 @@ def test_batches_say_what_merged_models_say(base, adapters, enforce_eager):
     prompts = texts(1, 4, 5, 9, 11, 2, 7, 3)
     said = say(runner, prompts, [*digests, ""], 24)
     for prompt, tokens, name in zip(prompts, said, [*names, None], strict=True):
-        assert tokens == greedy(merged(base, None if name is None else adapters[name]), prompt, 24), name
+        assert tokens == greedy_tokens(merged(base, None if name is None else adapters[name]), prompt, 24), (
+            name
+        )
 
 
 def test_log_probabilities_are_those_of_peft(base, adapters):
@@ -112,7 +114,7 @@ def test_eight_adapters_share_four_slots_one_after_the_other(base, adapters, tmp
     paths = [save_adapter(base, tmp_path / str(seed), seed=100 + seed, r=4) for seed in range(8)]
     digests = [store.load(str(number), "", path).digest for number, path in enumerate(paths)]
     assert len(set(digests)) == 8
-    expected = [greedy(merged(base, path), prompt, 4) for path in paths]
+    expected = [greedy_tokens(merged(base, path), prompt, 4) for path in paths]
     for first in (0, 4, 0):
         chosen = range(first, first + 4)
         assert say(runner, [prompt] * 4, [digests[n] for n in chosen], 4) == [expected[n] for n in chosen]
@@ -126,7 +128,8 @@ def test_sixty_four_adapters_run_in_one_batch(base, tmp_path):
     digests = [store.load(str(number), "", path).digest for number, path in enumerate(paths)]
     said = say(runner, prompts, [*digests, ""], 5)
     expected = [
-        greedy(merged(base, path), prompt, 5) for prompt, path in zip(prompts, [*paths, None], strict=True)
+        greedy_tokens(merged(base, path), prompt, 5)
+        for prompt, path in zip(prompts, [*paths, None], strict=True)
     ]
     assert said == expected
 
@@ -150,13 +153,13 @@ def test_a_row_of_an_adapter_that_is_not_loaded_fails_alone(base, adapters):
     }
     assert not any(error.kv_is_valid for error in result.row_errors.values())
     tokens = result.token_ids.tolist()
-    assert tokens[0] == greedy(merged(base, adapters["all"]), one, 1)[0]
-    assert tokens[2] == greedy(merged(base, None), other, 1)[0]
+    assert tokens[0] == greedy_tokens(merged(base, adapters["all"]), one, 1)[0]
+    assert tokens[2] == greedy_tokens(merged(base, None), other, 1)[0]
     # the slot is free again when its row has left
     plan = step_plan(2, removed=[0, 1, 2, 3], new=[replace(rows[3], slot_version=2)], chunks={3: 6})
     result = runner.execute(plan)
     assert not result.row_errors
-    assert result.token_ids.tolist() == greedy(merged(base, adapters["some"]), other, 1)
+    assert result.token_ids.tolist() == greedy_tokens(merged(base, adapters["some"]), other, 1)
 
 
 def test_an_unloaded_adapter_serves_the_rows_that_have_it(base, adapters):
@@ -170,7 +173,7 @@ def test_an_unloaded_adapter_serves_the_rows_that_have_it(base, adapters):
     store.unload(digest)
     assert not store.list()
     tokens += runner.execute(step_plan(2)).token_ids.tolist()
-    assert tokens == greedy(merged(base, adapters["all"]), prompt, 2)
+    assert tokens == greedy_tokens(merged(base, adapters["all"]), prompt, 2)
     later = replace(row, slot_version=2)
     assert runner.execute(step_plan(3, removed=[0], new=[later], chunks={0: 5})).row_errors
     store.unload(digest)

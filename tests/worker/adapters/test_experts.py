@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.adapters.mixtures import MIXTURES, save_adapters, save_mixture, split_by_expert
-from tests.worker.adapters.trained import create, greedy, make_runner, merged, save_base
-from tests.worker.models.checkpoints import save_checkpoint
+from tests.worker.adapters.trained import change_config, create, make_runner, merged, save_base
+from tests.worker.models.checkpoints import greedy_tokens, save_checkpoint
 from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.tiny import new_row, step_plan
-from triptych.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
+from triptych.checkpoint.adapter import WEIGHTS_FILE
 from triptych.checkpoint.config_json import read_architecture
 from triptych.errors import ModelError
 from triptych.types.sampling import SamplingParams
@@ -77,9 +77,13 @@ def test_batches_say_what_merged_models_say(saved, name: str, enforce_eager: boo
     runner, store = make_runner(base, max_adapters=6, enforce_eager=enforce_eager, dtype="float32")
     digests = [*(store.load(path.name, "", path).digest for path in paths), ""]
     tokens, _ = say(runner, digests, 10)
-    expected = [greedy(merged(base, path), PROMPTS[slot], 10) for slot, path in enumerate([*paths, None])]
+    expected = [
+        greedy_tokens(merged(base, path), PROMPTS[slot], 10) for slot, path in enumerate([*paths, None])
+    ]
     assert list(tokens.values()) == expected
-    assert len({tuple(greedy(merged(base, path), PROMPTS[0], 10)) for path in [*paths, None]}) == len(digests)
+    assert len({tuple(greedy_tokens(merged(base, path), PROMPTS[0], 10)) for path in [*paths, None]}) == len(
+        digests
+    )
 
 
 def test_experts_without_a_gate_serve_beside_slots(tmp_path: Path) -> None:
@@ -88,7 +92,7 @@ def test_experts_without_a_gate_serve_beside_slots(tmp_path: Path) -> None:
     oracle = save_checkpoint(replace(tiny, arguments=arguments).create(), tmp_path)
     runner, _ = make_runner(tmp_path, max_adapters=2, dtype="float32")
     tokens, _ = say(runner, ["", ""], 10)
-    assert list(tokens.values()) == [greedy(oracle, prompt, 10) for prompt in PROMPTS[:2]]
+    assert list(tokens.values()) == [greedy_tokens(oracle, prompt, 10) for prompt in PROMPTS[:2]]
 
 
 @pytest.mark.thorough
@@ -145,14 +149,6 @@ def test_memory_is_refused_with_numbers_before_factors_are_read(saved, tmp_path,
         store.load("large", "", small)
 
 
-def config_with(**changes: Any) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        path = directory / CONFIG_FILE
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
-
-
 MIXTURE = "base_model.model.model.layers.1.mlp.experts"
 UP_A, UP_B = (f"{MIXTURE}.base_layer.lora_{part}.weight" for part in "AB")
 DOWN_A, DOWN_B = (f"{MIXTURE}.lora_{part}.weight" for part in "AB")
@@ -202,11 +198,11 @@ def store(saved) -> AdapterStore:
         (with_module(f"{MIXTURE}.5.down_proj", 32, 25), r"experts\.5\.down_proj: is for \[32, 25\]"),
         (with_module(f"{MIXTURE}.gate_up_proj", 48, 32), "has factors of 0 experts, the module has 6"),
         (with_module(MIXTURE.replace("mlp", "moe"), 32, 24), "has factors for 1 parameters of these experts"),
-        (config_with(target_parameters=None), "names none of gate_up_proj and down_proj"),
-        (config_with(target_parameters=["experts.down_proj"]), "has factors for 2 parameters"),
-        (config_with(target_parameters="all"), "target_parameters = 'all' is no list of names"),
-        (config_with(r=9), "rank 9 of r is not within 1 to 8"),
-        (config_with(rank_pattern={".*gate_up_proj": 4}), "gate_up_proj: has rank 8; the config says 4"),
+        (change_config(target_parameters=None), "names none of gate_up_proj and down_proj"),
+        (change_config(target_parameters=["experts.down_proj"]), "has factors for 2 parameters"),
+        (change_config(target_parameters="all"), "target_parameters = 'all' is no list of names"),
+        (change_config(r=9), "rank 9 of r is not within 1 to 8"),
+        (change_config(rank_pattern={".*gate_up_proj": 4}), "gate_up_proj: has rank 8; the config says 4"),
     ],
 )
 def test_poison_is_refused_by_name(saved, store, tmp_path, poison, named) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from tests.worker.adapters.trained import make_runner, save_adapter, save_base
+from tests.worker.adapters.trained import change_config, make_runner, save_adapter, save_base
 from tests.worker.models.checkpoints import save_checkpoint
 from triptych.checkpoint import adapter as adapter_files
 from triptych.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
@@ -38,14 +37,6 @@ def store(base: Path) -> AdapterStore:
 @pytest.fixture
 def adapter(base: Path, tmp_path: Path) -> Path:
     return save_adapter(base, tmp_path / "adapter", seed=1, r=4)
-
-
-def change_config(**changes: Any) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        path = directory / CONFIG_FILE
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
 
 
 def change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from tests.helpers.processes import free_port
 from tests.worker.adapters.mixtures import MIXTURES, kinds_of, save_mixture
-from tests.worker.adapters.trained import LLAMA, PROJECTIONS, greedy, merged, save_adapter, save_base
+from tests.worker.adapters.trained import LLAMA, PROJECTIONS, merged, save_adapter, save_base
+from tests.worker.models.checkpoints import greedy_tokens
 from tests.worker.models.families import FAMILIES
 from tests.worker.ranks import Answer, Case, adapted_prompts, run_ranks
 from tests.worker.tiny import tiny_config
@@ -109,7 +110,7 @@ def test_ranks_say_what_peft_says(
     oracle = merged if CASES[name][0] in MIXTURES else unmerged  # with experts unmerged takes minutes
     prompts = adapted_prompts(len(case.adapters))
     expected = [
-        greedy(oracle(case.directory, adapter), prompt, 12)
+        greedy_tokens(oracle(case.directory, adapter), prompt, 12)
         for prompt, adapter in zip(prompts, [*case.adapters, None], strict=True)
     ]
     for answer in answers[name]:  # no rank is sent tokens by another of its stage

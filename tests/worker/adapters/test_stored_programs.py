@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.worker.adapters.trained import BLOCK_SIZE, greedy, merged, save_adapter, save_base
+from tests.worker.adapters.trained import BLOCK_SIZE, merged, save_adapter, save_base
+from tests.worker.models.checkpoints import greedy_tokens
 from tests.worker.runner.stored_start import config_of, start
 from tests.worker.runner.test_stored_program import in_process_without_torch, leave_program
 from tests.worker.tiny import new_row, step_plan
@@ -96,7 +97,9 @@ def test_rows_with_adapters_have_the_tokens_of_merged_models(runner, base, adapt
         runner.reset()
         said = say(runner, [entering([digests[chosen[0]], "", digests[chosen[1]]]), *later(2, 12)])
         models = [merged(base, adapters[chosen[0]]), merged(base, None), merged(base, adapters[chosen[1]])]
-        assert said == [greedy(model, prompt, 12) for model, prompt in zip(models, PROMPTS, strict=True)]
+        assert said == [
+            greedy_tokens(model, prompt, 12) for model, prompt in zip(models, PROMPTS, strict=True)
+        ]
     assert not runner.has_resumed
 
 
@@ -112,11 +115,11 @@ def test_rows_keep_their_adapters_when_torch_takes_over(runner, base, adapters):
     said = [one + more for one, more in zip(said, say(runner, later(7, 12)), strict=False)]
     models = [merged(base, path) for path in (adapters[0], None, adapters[1])]
     for tokens, model, prompt in zip(said, models, PROMPTS, strict=True):
-        expected = greedy(model, prompt, 12)
+        expected = greedy_tokens(model, prompt, 12)
         assert tokens == expected[:5] + expected[6:]
     row = new_row(0, PROMPTS[0], range(1, 9), slot_version=2, adapter=third)
     result = runner.execute(step_plan(13, removed=[0, 1, 2, 3], new=[row], chunks={0: 5}))
-    assert result.token_ids.tolist() == greedy(merged(base, adapters[2]), PROMPTS[0], 1)
+    assert result.token_ids.tolist() == greedy_tokens(merged(base, adapters[2]), PROMPTS[0], 1)
     assert [facts.digest for facts in runner.adapters.list()] == [second, third]
 
 

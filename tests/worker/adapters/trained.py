@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from triptych.checkpoint.adapter import CONFIG_FILE
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from triptych_services.worker.adapters.store import AdapterStore
@@ -68,14 +70,6 @@ def merged(base: Path, adapter: Path | None) -> PreTrainedModel:
     )
 
 
-@torch.inference_mode()
-def greedy(oracle: Any, prompt: Sequence[int], num_new: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_new):
-        tokens.append(int(oracle(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
 def make_runner(base: Path, **settings: Any) -> tuple[SleepableRunner, AdapterStore]:
     """A runner with adapters, and its store."""
     runner = create(base, **settings)
@@ -102,3 +96,13 @@ def create(
     )
     config = resolve_config(engine, read_architecture(base))
     return create_runner(config, base, boot_id="b", on_phase=lambda phase, progress: None)
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    """Return what changes fields of an adapter's config."""
+
+    def change(directory: Path) -> None:
+        path = directory / CONFIG_FILE
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change

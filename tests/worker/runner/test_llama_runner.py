@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.worker.models.checkpoints import greedy_tokens
 from tests.worker.teacher_forcing import teacher_forced_logprobs
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
@@ -82,14 +83,6 @@ def texts(*lengths: int) -> list[list[int]]:
     ]
 
 
-@torch.inference_mode()
-def greedy(oracle: LlamaForCausalLM, prompt: list[int], num_new: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_new):
-        tokens.append(int(oracle(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
 def test_chunked_batches_equal_transformers(runner, oracle):
     prompts, num_new = texts(1, 4, 5, 23, 41), 9
     said: list[list[int]] = [[] for _ in prompts]
@@ -116,7 +109,7 @@ def test_chunked_batches_equal_transformers(runner, oracle):
         new = []
         for slot, token in zip(samples, result.token_ids.tolist(), strict=True):
             said[slot].append(token)
-    assert said == [greedy(oracle, prompt, num_new) for prompt in prompts]
+    assert said == [greedy_tokens(oracle, prompt, num_new) for prompt in prompts]
 
 
 def test_teacher_forced_logprobs_are_those_of_transformers(runner, oracle):
