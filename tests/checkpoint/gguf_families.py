@@ -7,10 +7,13 @@ of Gemma, the chunks of Llama 4. The configs here have those numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from tests.worker.models.checkpoints import save_checkpoint
+from tests.worker.models.composites import MOE, qwen2_5_vl, qwen3_vl, transpose_experts
 from tests.worker.models.encoder_families import ENCODERS, HEADS, SIZES, create_encoder
 from tests.worker.models.families import FAMILIES, FULL, LONGROPE, SLIDING, Tiny, rope
 from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
@@ -43,12 +46,28 @@ class TinyEncoder:
 
 
 @dataclass(frozen=True)
+class TinyComposite:
+    """A decoder beside a tower for images."""
+
+    create: Callable[[], Any]
+    publish: Callable[[Path], None] | None = None
+    """Changes a saved checkpoint to the form in which such models are published."""
+
+
+@dataclass(frozen=True)
 class Conversion:
     """A checkpoint that llama.cpp's converter is run on."""
 
-    tiny: Tiny | TinyEncoder
+    tiny: Tiny | TinyEncoder | TinyComposite
     for_converter: Mapping[str, Any] = field(default_factory=dict)
     """Keys that published files have and transformers does not write, or writes in another way."""
+
+    def save(self, directory: Path) -> Any:
+        """Write the checkpoint with weights that differ, and return its model of transformers."""
+        model = save_checkpoint(self.tiny.create(), directory)
+        if isinstance(self.tiny, TinyComposite) and self.tiny.publish is not None:
+            self.tiny.publish(directory)
+        return model
 
 
 def changed(name: str, for_converter: Mapping[str, Any] | None = None, **arguments: Any) -> Conversion:
@@ -83,6 +102,9 @@ CONVERSIONS: dict[str, Conversion] = {
         )
     },
     "LFM2, experts": changed("LFM2, experts", routed_scaling_factor=1.0),
+    "Qwen 2.5 VL": Conversion(TinyComposite(qwen2_5_vl)),
+    "Qwen 3 VL": Conversion(TinyComposite(qwen3_vl)),
+    "Qwen 3 VL MoE": Conversion(TinyComposite(lambda: qwen3_vl("Qwen3VLMoe", **MOE), transpose_experts)),
     "Cohere 2": changed("Cohere 2", {"rotary_pct": 1.0}, head_dim=...),
     "DeepSeek V2": changed("DeepSeek V2", {"scoring_func": "softmax"}, **MSCALE_ALIKE),
     "DeepSeek V2 Lite": changed("DeepSeek V2 Lite", {"scoring_func": "softmax"}),

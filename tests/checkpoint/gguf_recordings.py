@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.gguf_families import CONVERSIONS, ENCODER_CONVERSIONS
-from tests.worker.models.checkpoints import save_checkpoint
 
 ALL_CONVERSIONS = CONVERSIONS | ENCODER_CONVERSIONS
 RECORDINGS_FILE = Path(__file__).with_name("gguf_recordings.json.xz")
@@ -135,7 +134,7 @@ def _record(name: str) -> dict[str, Any]:
     conversion_of = ALL_CONVERSIONS[name]
     with tempfile.TemporaryDirectory() as scratch:
         directory, path = Path(scratch), Path(scratch, "model.gguf")
-        save_checkpoint(conversion_of.tiny.create(), directory)
+        conversion_of.save(directory)
         _make_distinct(directory)
         vocabulary = {f"t{index}": index for index in range(97)}
         tokens = {"model": {"type": "WordPiece", "vocab": vocabulary}, "added_tokens": []}

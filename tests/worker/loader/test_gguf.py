@@ -17,7 +17,7 @@ from tests.checkpoint.gguf_families import CONVERSIONS, ENCODER_CONVERSIONS
 from tests.checkpoint.gguf_files import random_blocks
 from tests.checkpoint.gguf_recordings import ALL_CONVERSIONS, recordings, write_recorded
 from tests.hub.conftest import cache  # noqa: F401 - a fixture
-from tests.worker.models.checkpoints import load_checkpoint, save_checkpoint
+from tests.worker.models.checkpoints import load_checkpoint
 from tests.worker.models.sequences import CUTS, Sequences
 from tests.worker.models.test_encoder import new_inputs, random_texts, states_of
 from tests.worker.tiny import tiny_config
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def saved(name: str, directory: Path) -> Any:
-    return save_checkpoint(CONVERSIONS[name].tiny.create(), directory)
+    return CONVERSIONS[name].save(directory)
 
 
 @pytest.mark.quick_cases(1)
@@ -70,7 +70,7 @@ def assert_logits_equal(oracle: Any, path: Path) -> None:
 @pytest.mark.parametrize("name", ENCODER_CONVERSIONS)
 @torch.inference_mode()
 def test_states_of_a_converted_encoder_equal_transformers(name: str, tmp_path: Path) -> None:
-    oracle = save_checkpoint(ENCODER_CONVERSIONS[name].tiny.create(), tmp_path / "checkpoint")
+    oracle = ENCODER_CONVERSIONS[name].save(tmp_path / "checkpoint")
     write_recorded(name, tmp_path / "checkpoint", tmp_path / "model.gguf")
     model, texts = load_encoder(tmp_path / "model.gguf"), random_texts(1, 7, 130)
     for own, text in zip(states(model, texts), texts, strict=True):
@@ -88,7 +88,7 @@ def test_states_of_a_converted_encoder_equal_transformers(name: str, tmp_path: P
 def test_a_quantized_encoder_is_the_one_with_the_rounded_weights(
     name: str, kind: GGMLQuantizationType, tmp_path: Path
 ) -> None:
-    save_checkpoint(ENCODER_CONVERSIONS[name].tiny.create(), tmp_path / "checkpoint")
+    ENCODER_CONVERSIONS[name].save(tmp_path / "checkpoint")
     texts = random_texts(1, 7, 130)
     for path in (tmp_path / "codes.gguf", tmp_path / "floats.gguf"):
         is_dequantized = path.stem == "floats"

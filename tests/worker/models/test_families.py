@@ -42,13 +42,21 @@ NAMED_ANEW = {"MiMoForCausalLM"}
 COMPOSITE = {
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
     "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
 }
 ALL_FAMILIES = FAMILIES | RECURRENT_FAMILIES
 

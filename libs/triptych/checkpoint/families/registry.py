@@ -120,10 +120,18 @@ _GROUPS = {
         "Qwen3_5MoeForConditionalGeneration": "qwen3_5_with_images",
     },
     "with_images": {
+        "Idefics3ForConditionalGeneration": "idefics3",
+        "InternVLForConditionalGeneration": "llava",
+        "Lfm2VlForConditionalGeneration": "llava",
         "Llama4ForConditionalGeneration": "llama4",
+        "LlavaForConditionalGeneration": "llava",
+        "LlavaNextForConditionalGeneration": "llava",
+        "LlavaOnevisionForConditionalGeneration": "llava",
+        "Qwen2VLForConditionalGeneration": "qwen2_5_vl",
         "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
         "Qwen3VLForConditionalGeneration": "qwen3_vl",
         "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+        "SmolVLMForConditionalGeneration": "idefics3",
     },
 }
 """Module in this package -> architecture of a decoder -> its function."""

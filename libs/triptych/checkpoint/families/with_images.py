@@ -12,7 +12,9 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families import experts, llama, shared_experts
 from triptych.checkpoint.families.keys import WITH_IMAGES
+from triptych.checkpoint.families.registry import find_family
 from triptych.checkpoint.tensor_names import TensorNames
+from triptych.errors import FeatureDisabled
 
 _OF_IMAGES = (
     *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
@@ -28,10 +30,91 @@ _QWEN = TensorNames(
     ),
     ignored_prefixes=("model.visual.",),
 )
+_PARTS = replace(
+    WITH_IMAGES,
+    older=(*WITH_IMAGES.older, ("image_newline", "model.image_newline")),
+    ignored_prefixes=(*WITH_IMAGES.ignored_prefixes, "model.image_newline"),
+)
+_IDEFICS = TensorNames(
+    renamed=(("model.", "model.text_model."),), ignored_prefixes=("model.vision_model.", "model.connector.")
+)
+_OF_PROJECTORS = (
+    *("ignore_index", "vocab_size"),  # of training; of the decoder, once more
+    *("image_seq_length", "image_grid_pinpoints", "vision_aspect_ratio", "video_token_index", "scale_factor"),
+    *("projector_hidden_act", "projector_hidden_size", "projector_bias", "projector_use_layernorm"),
+    *("multimodal_projector_bias", "downsample_factor", "downsample_ratio", "use_image_newline_parameter"),
+    *("vision_feature_layer", "vision_feature_select_strategy", "do_image_splitting", "encoder_patch_size"),
+    *("max_image_tokens", "min_image_tokens", "max_num_patches", "max_pixels_tolerance", "max_tiles"),
+    *("min_tiles", "tile_size", "use_image_special_tokens", "use_thumbnail"),
+)
+_OF_IDEFICS = (
+    "perceiver_config",
+    "is_llama_config",
+    "neftune_noise_alpha",
+    "use_resampler",
+    "pixel_shuffle_factor",
+)
+"""Keys of the tower that the decoders of such files have among their own."""
+
+_DECODERS = {
+    "granite": "GraniteForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""Model type of a decoder -> its architecture alone."""
+_VICUNA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+"""Sizes that transformers takes where files name none, as LLaVA 1.5 does."""
+
+
+def llava(config: ConfigFile) -> ModelArchitecture:
+    """Read LLaVA, InternVL, LFM2 VL: any decoder beside a tower and a projector."""
+    return _read_any(config, _PARTS)
+
+
+def idefics3(config: ConfigFile) -> ModelArchitecture:
+    """Read Idefics 3 and SmolVLM."""
+    config.pass_over("pad_token_id")
+    return _read_any(config, _IDEFICS)
+
+
+def _read_any(config: ConfigFile, names: TensorNames) -> ModelArchitecture:
+    """Read a decoder by its model type.
+
+    Raises:
+        FeatureDisabled: It is of another type than those that are known beside a tower.
+    """
+
+    def read(text: ConfigFile) -> ModelArchitecture:
+        kind = text.values.get("model_type", "llama")
+        if kind not in _DECODERS:
+            raise FeatureDisabled(
+                f"text_config.model_type = {kind!r}",
+                f"{text.path}: decoders beside images are one of {', '.join(_DECODERS)}",
+            )
+        if kind == "llama":
+            text.assume(**_VICUNA)
+        text.values = {**text.values, "architectures": [_DECODERS[kind]]}
+        text.pass_over(*_OF_IDEFICS)
+        text.expect("qk_layer_norms", False, otherwise="queries and keys are normalised")
+        return find_family(text).read(text)
+
+    config.pass_over(*_OF_PROJECTORS)
+    return _read(config, read, names)
 
 
 def qwen2_5_vl(config: ConfigFile) -> ModelArchitecture:
-    """Read Qwen 2.5 VL, of which older files have the decoder's keys beside those of the tower."""
+    """Read Qwen 2 VL and 2.5 VL; older files have the decoder's keys beside those of the tower."""
     return _read(config, llama.qwen2, _QWEN)
 
 

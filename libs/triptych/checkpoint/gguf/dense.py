@@ -13,6 +13,7 @@ from triptych.checkpoint.gguf.keys import (
     layer_types,
     mlp_width,
     named,
+    pass_over_images,
     qkv_bias,
     read_rope,
 )
@@ -49,6 +50,16 @@ def qwen2(model: GgufModel) -> Config:
 
 def qwen3(model: GgufModel) -> Config:
     return named("Qwen3ForCausalLM") | attention(model) | all_biases(model)
+
+
+def qwen2_vl(model: GgufModel) -> Config:
+    pass_over_images(model)
+    return qwen2(model)
+
+
+def qwen3_vl(model: GgufModel) -> Config:
+    pass_over_images(model)
+    return qwen3(model)
 
 
 def gemma(model: GgufModel) -> Config:

@@ -283,6 +283,12 @@ def expect_gating(model: GgufModel, number: int, name: str) -> None:
     model.keys.expect("expert_gating_func", number, otherwise=f"the router has another function than {name}")
 
 
+def pass_over_images(model: GgufModel) -> None:
+    """Note keys about images: a token has three positions, of which those of text are equal, and some layers take what
+    the tower gives, which is zero for text."""
+    model.keys.pass_over("rope.dimension_sections", "n_deepstack_layers")
+
+
 def granite_factors(model: GgufModel) -> Config:
     return {
         "attention_multiplier": model.number("attention.scale", default=model.head_dim**-0.5),

@@ -15,6 +15,7 @@ from triptych.checkpoint.gguf.keys import (
     layers_without_experts,
     leading_dense,
     named,
+    pass_over_images,
     qkv_bias,
     read_rope,
     shortest_float32,
@@ -66,6 +67,11 @@ def qwen3_moe(model: GgufModel) -> Config:
             "mlp_only_layers": layers_without_experts(model),
         }
     )
+
+
+def qwen3_vl_moe(model: GgufModel) -> Config:
+    pass_over_images(model)
+    return qwen3_moe(model)
 
 
 def phimoe(model: GgufModel) -> Config:

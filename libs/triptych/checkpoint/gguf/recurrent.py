@@ -13,6 +13,7 @@ from triptych.checkpoint.gguf.keys import (
     layers_without_experts,
     leading_dense,
     named,
+    pass_over_images,
 )
 from triptych.errors import ModelError
 
@@ -172,9 +173,7 @@ def qwen3_next(model: GgufModel) -> Config:
 
 
 def qwen3_5(model: GgufModel) -> Config:
-    model.keys.pass_over(
-        "rope.dimension_sections"
-    )  # three positions for each token, of which those of text are equal
+    pass_over_images(model)
     return named("Qwen3_5ForCausalLM") | _gated_delta(model)
 
 
