@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from triptych.types.facts import KvKind
 from triptych.types.kv_transfer import HASH_BYTES
@@ -30,6 +30,9 @@ class CacheChanges:
     def note_stored(self, block_hashes: Iterable[bytes]) -> None:
         """Note that hashes that were not cached are cached."""
         stored, evicted = self._stored, self._evicted
+        if not evicted:
+            stored.update(dict.fromkeys(block_hashes))
+            return
         for block_hash in block_hashes:
             if block_hash in evicted:
                 del evicted[block_hash]
@@ -73,19 +76,30 @@ class _Prefix:
         "block_hash",
         "cached",
         "can_hit",
-        "children",
         "depth",
+        "first_child",
+        "next_sibling",
         "num_useful_children",
         "parent",
+        "previous_sibling",
         "runs",
     )
 
     def __init__(self, block_hash: bytes, parent: _Prefix | None, runs: tuple[int, ...]) -> None:
         self.block_hash = block_hash
         self.parent = parent
-        self.children: dict[bytes, _Prefix] | None = None
-        """The prefixes that are a block longer, by hash. None: it has had none."""
-        self.depth: int = 1 if parent is None else parent.depth + 1
+        self.first_child: _Prefix | None = None
+        """The youngest of the prefixes that are a block longer; None: there are none."""
+        self.next_sibling: _Prefix | None = None
+        """The next older one of those that go on from the same prefix."""
+        self.previous_sibling: _Prefix | None = None
+        if parent is None:
+            self.depth = 1
+        else:
+            self.depth = parent.depth + 1
+            if (sibling := parent.first_child) is not None:
+                self.next_sibling, sibling.previous_sibling = sibling, self
+            parent.first_child = self
         """Its length, in blocks of `block_size` tokens."""
         self.cached = 0
         """Bit i: the block of group i that ends here is cached."""
@@ -99,6 +113,23 @@ class _Prefix:
     def is_useful(self) -> bool:
         """Whether a request that begins with it finds at least this much, or would if it went on as another did."""
         return self.can_hit or self.num_useful_children > 0
+
+    def children(self) -> Iterator[_Prefix]:
+        """Iterate over the prefixes that are a block longer."""
+        child = self.first_child
+        while child is not None:
+            yield child
+            child = child.next_sibling
+
+    def leave(self) -> None:
+        """Take it, which has no children, from those of its parent."""
+        before, after = self.previous_sibling, self.next_sibling
+        if after is not None:
+            after.previous_sibling = before
+        if before is not None:
+            before.next_sibling = after
+        elif self.parent is not None:
+            self.parent.first_child = after
 
 
 class _Need:
@@ -193,10 +224,6 @@ class CachedPrefixes:
         for block_hash in hashes[first:num_blocks]:
             prefix = _Prefix(block_hash, parent, self._no_runs)
             self._prefixes[block_hash] = prefix
-            if parent is not None:
-                if parent.children is None:
-                    parent.children = {}
-                parent.children[block_hash] = prefix
             if not self._is_even:
                 before = self._first_runs if parent is None else parent.runs
                 prefix.runs = tuple(
@@ -246,10 +273,6 @@ class CachedPrefixes:
                 prefix = _Prefix(block_hash, parent, longest)  # behind what is told, as while rows decode
                 prefix.cached, prefix.can_hit = all_cached, True
                 prefixes[block_hash] = prefix
-                if parent.children is None:
-                    parent.children = {block_hash: prefix}
-                else:
-                    parent.children[block_hash] = prefix
                 parent.num_useful_children += 1
                 useful[block_hash] = None
                 news.append(block_hash)
@@ -261,14 +284,12 @@ class CachedPrefixes:
         prefix = self._prefixes[key[:HASH_BYTES]]
         prefix.cached &= ~(1 << key[HASH_BYTES] if len(key) > HASH_BYTES else 1)
         self._update(prefix)
-        while not prefix.children and not prefix.cached:
+        while prefix.first_child is None and not prefix.cached:
             del self._prefixes[prefix.block_hash]
-            parent = prefix.parent
-            if parent is None:
+            prefix.leave()
+            if prefix.parent is None:
                 break
-            assert parent.children is not None, "it has this one"
-            del parent.children[prefix.block_hash]
-            prefix = parent
+            prefix = prefix.parent
 
     def note_cleared(self) -> None:
         """Note that nothing is cached any more."""
@@ -290,8 +311,7 @@ class CachedPrefixes:
                 self._note_hit(each, can_hit)
             if runs != each.runs:
                 each.runs = runs
-                if each.children:
-                    changed += each.children.values()
+                changed += each.children()
 
     def _runs_of(self, prefix: _Prefix, before: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
         """Return the runs of a prefix, and whether it can be hit.
