@@ -32,24 +32,25 @@ class BlockBudget:
         """
         return self._pool.num_free + self._pool.num_shareable_gained
 
-    def growth(self, capacities: Ints, ends: Ints) -> tuple[Ints, Count]:
-        """Return how many blocks rows grow by, and how many of them are not free.
+    def num_lacking_to_grow(self, capacities: Ints, ends: Ints) -> Count:
+        """Return how many of the blocks that rows grow by are not free; 0 or less: there are enough.
 
         Args:
             capacities: [n] positions that the blocks of each hold.
             ends: [n] positions that they must hold.
-
-        Returns:
-            [n] blocks of each row, as `needs` reads them; and the blocks that all together lack: 0 or less if there
-            are enough.
         """
-        nums_new = -(-np.maximum(ends - capacities, 0) // self._block_size)
-        return nums_new, int(np.add.reduce(nums_new)) - self._pool.num_free
+        return int(np.add.reduce(self.nums_new(capacities, ends, self._block_size))) - self._pool.num_free
 
-    def needs(self, growth: Ints) -> Sequence[Count]:
-        """Return the blocks that each row grows by, [n]."""
-        needs: list[int] = growth.tolist()
+    def needs(self, capacities: Ints, ends: Ints) -> Sequence[Count]:
+        """Return the blocks that each row grows by, [n]. The arguments are those of `num_lacking_to_grow`."""
+        needs: list[int] = self.nums_new(capacities, ends, self._block_size).tolist()
         return needs
+
+    def nums_new(self, capacities: Ints, ends: Ints, size: int) -> Ints:
+        """Return how many blocks of `size` tokens each row grows by, [n]."""
+        if size == self._block_size:  # capacities end with a block
+            return -(-np.maximum(ends - capacities, 0) // size)
+        return np.maximum(-(-ends // size) - -(-capacities // size), 0)
 
     def most_tokens(self, capacity: int, end: int, count: int, taken: Count) -> tuple[int, Count]:
         """Return how many of `count` more tokens a row can have blocks for.
@@ -127,17 +128,17 @@ class GroupedBlockBudget(BlockBudget):
         kv, state = self._kv_pool, self._state_pool
         return PoolCounts(kv.num_free + kv.num_shareable_gained, state.num_free + state.num_shareable_gained)
 
-    def growth(self, capacities: Ints, ends: Ints) -> tuple[Ints, Count]:
-        nums_new = np.zeros((2, len(ends)), np.int64)
-        totals = [0, 0]
+    def num_lacking_to_grow(self, capacities: Ints, ends: Ints) -> Count:
+        lacking = [-self._kv_pool.num_free, -self._state_pool.num_free]
         for (is_state, size), num_groups in self._kinds.items():
-            of_kind = num_groups * np.maximum(-(-ends // size) - -(-capacities // size), 0)
-            nums_new[is_state] += of_kind
-            totals[is_state] += int(of_kind.sum())
-        return nums_new, PoolCounts(*totals) - self.num_free
+            lacking[is_state] += num_groups * int(np.add.reduce(self.nums_new(capacities, ends, size)))
+        return PoolCounts(*lacking)
 
-    def needs(self, growth: Ints) -> Sequence[Count]:
-        return [PoolCounts(kv, state) for kv, state in growth.T.tolist()]
+    def needs(self, capacities: Ints, ends: Ints) -> Sequence[Count]:
+        nums_new = np.zeros((2, len(ends)), np.int64)
+        for (is_state, size), num_groups in self._kinds.items():
+            nums_new[is_state] += num_groups * self.nums_new(capacities, ends, size)
+        return [PoolCounts(kv, state) for kv, state in nums_new.T.tolist()]
 
     def most_tokens(self, capacity: int, end: int, count: int, taken: Count) -> tuple[int, Count]:
         more = self.more_blocks(capacity, end + count)

@@ -125,7 +125,7 @@ class GroupedBlockManager(BlockManager):
         for group, usage in zip(self.groups, self.usages, strict=True):
             size, index, num_twins = group.block_size, group.index, group.num_twins
             if size not in size_to_added:
-                added = -(-ends // size) - -(-capacities // size)
+                added = self.budget.nums_new(capacities, ends, size)
                 size_to_added[size] = added, added.tolist()
             nums_new, counts = size_to_added[size]
             if not (num_all := sum(counts)):
@@ -139,9 +139,8 @@ class GroupedBlockManager(BlockManager):
                 for table, num_new in zip(tables, counts, strict=True):
                     table.groups[index].block_ids += bundles[start : start + num_new]
                     start += num_new
-            growths += [
-                Growth(nums_new, blocks[at::num_twins], each) for at, each in enumerate(group.members)
-            ]
+            for at, each in enumerate(group.members):
+                growths.append(Growth(nums_new, blocks[at::num_twins], each))
         return growths
 
     def further_ids(self, table: BlockTable) -> tuple[U32, ...]:
@@ -158,11 +157,13 @@ class GroupedBlockManager(BlockManager):
     def release_unseen(self, group: GroupRules, needless: Sequence[tuple[BlockTable, int]]) -> None:
         bundles: list[int] = []
         index, caches_all = group.index, self.enable_prefix_caching
+        unit, size, is_state = self.block_size, group.block_size, group.is_state
         for table, num_needless in needless:
             own = table.groups[index]
             first, own.num_released = own.num_released, num_needless
             if caches_all or table.is_shared:
-                assert self._num_settled(group, table) >= num_needless, "not cached yet"
+                num_settled = own.num_settled if is_state else table.num_cached * unit // size
+                assert num_settled >= num_needless, "not cached yet"
             if num_needless == first + 1:  # as while rows decode
                 bundles.append(own.block_ids[first])
                 own.block_ids[first] = NULL_BLOCK
@@ -174,7 +175,8 @@ class GroupedBlockManager(BlockManager):
     def cache_full_blocks(
         self, filled: Iterable[tuple[BlockTable, array[int], int]], *, is_planning: bool = False
     ) -> None:
-        unit, even, wide = self.block_size, self._even_groups, self._wide_groups
+        unit, wide = self.block_size, self._wide_groups
+        even = [group.index for group in self._even_groups]
         named: list[bytes] = []
         chains: list[tuple[Sequence[bytes], int, int]] = []
         bundles: list[list[int]] = [[] for _ in self.groups]
@@ -189,16 +191,21 @@ class GroupedBlockManager(BlockManager):
             table.num_cached = end
             hashes, groups = table.hashes, table.groups
             chains.append((hashes, first, end))
-            named += hashes[first:end]
-            for group in even:
-                bundles[group.index] += groups[group.index].block_ids[first:end]
+            if end == first + 1:  # as while rows decode
+                named.append(hashes[first])
+                for index in even:
+                    bundles[index].append(groups[index].block_ids[first])
+            else:
+                named += hashes[first:end]
+                for index in even:
+                    bundles[index] += groups[index].block_ids[first:end]
             for group in wide:
                 full = slice(first * unit // group.block_size, end * unit // group.block_size)
                 bundles[group.index] += groups[group.index].block_ids[full]
                 keys[group.index] += group.keys(hashes, full.start, full.stop, unit)
         if not (named or self._state_groups):
             return
-        for group in even:
+        for group in self._even_groups:
             keys[group.index] = [name + group.suffix for name in named] if group.suffix else named
         for group in self._state_groups:
             self._collect_pages(group, filled, bundles[group.index], keys[group.index], is_planning)

@@ -136,14 +136,15 @@ class StepPlanner:
             counts, num_reserved = self._share(slots, wanted, may_reserve=not num_preempted)
             ends, capacities = rows.computed[slots] + counts, rows.capacity[slots]
             growing = (ends > capacities).nonzero()[0]
-            growth, num_lacking = blocks.budget.growth(capacities[growing], ends[growing])
+            growth = capacities[growing], ends[growing]
+            num_lacking = blocks.budget.num_lacking_to_grow(*growth)
             if num_lacking <= 0:
                 break
             if self._states.transfers.pulls.give_way():
                 continue
             if candidates is None:
                 candidates = self._policy.running_order(self._states.running)
-            slot_to_need = dict(zip(slots[growing].tolist(), blocks.budget.needs(growth), strict=True))
+            slot_to_need = dict(zip(slots[growing].tolist(), blocks.budget.needs(*growth), strict=True))
             victims = self.choose_victims(candidates, slot_to_need, num_lacking)
             del candidates[-len(victims) :]
             for victim in victims:
@@ -202,8 +203,7 @@ class StepPlanner:
         ready = np.minimum(rows.num_guesses[slots], self._max_guesses)
         room = np.minimum(rows.last[slots] - rows.num_expected[slots], ready)
         guesses = share_budget(np.where(is_sampling, room, 0), build.budget - build.num_reserved)
-        _, num_lacking = self._states.blocks.budget.growth(rows.capacity[slots], build.ends + guesses)
-        if num_lacking > 0:
+        if self._states.blocks.budget.num_lacking_to_grow(rows.capacity[slots], build.ends + guesses) > 0:
             guesses = np.clip(rows.capacity[slots] - build.ends, 0, guesses)
         if guesses.any():
             build.guesses = guesses
@@ -361,7 +361,8 @@ class StepPlanner:
         reached = np.minimum(rows.known[slots], rows.computed[slots] - rows.num_uncertain[slots])
         for group in blocks.releasing:
             num_needless = group.first_needed(reached)
-            places = np.flatnonzero(num_needless > rows.released[group.index, slots])
+            released = rows.released[group.index]
+            (places,) = (num_needless > released[slots]).nonzero()
             if not len(places):
                 continue
             crossing, num_needless = slots[places], num_needless[places]
@@ -375,7 +376,7 @@ class StepPlanner:
                 blocks.cache_full_blocks(stale)
             tables = [request.blocks for request in requests]
             blocks.release_unseen(group, list(zip(tables, num_needless.tolist(), strict=True)))
-            rows.released[group.index, crossing] = num_needless
+            released[crossing] = num_needless
 
     def _make_way(self, request: Request) -> bool:
         """Take the blocks of a pull for the next request, if nothing runs that will give back some.

@@ -75,8 +75,11 @@ class StepBuilder:
 
     def add_growths(self, slots: Slots, growths: Sequence[Growth]) -> None:
         """Add the blocks of running rows that grow, group by group."""
+        nums_new, repeated = None, list[int]()
         for growth in growths:
-            self.block_slots += slots.repeat(growth.nums_new).tolist()
+            if growth.nums_new is not nums_new:  # groups of equal blocks share it
+                nums_new, repeated = growth.nums_new, slots.repeat(growth.nums_new).tolist()
+            self.block_slots += repeated
             self.block_ids += growth.block_ids
             if growth.group is not None:
                 self.block_groups += [growth.group] * len(growth.block_ids)

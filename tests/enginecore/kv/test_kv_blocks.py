@@ -176,12 +176,12 @@ class BlocksMachine(RuleBasedStateMachine):
         end = min(self.step_end(holder.computed, count), len(holder.tokens))
         capacity, ends = np.array([holder.capacity]), np.array([end])
         if end > holder.capacity:
-            nums, lacking = self.manager.budget.growth(capacity, ends)
-            if lacking > 0:
+            (num_needed,) = self.manager.budget.needs(capacity, ends)
+            if self.manager.budget.num_lacking_to_grow(capacity, ends) > 0:
                 self.leave(choice, is_trusted=True)
                 return
             growths = self.manager.grow([holder.table], capacity, ends)
-            assert sum(int(growth.nums_new.sum()) for growth in growths) == int(nums.sum())
+            assert sum(int(growth.nums_new.sum()) for growth in growths) == num_needed.kv + num_needed.state
             for growth in growths:  # the worker appends them
                 own = self.table_of(holder, growth.group)
                 assert own[len(own) - len(growth.block_ids) :] == growth.block_ids
