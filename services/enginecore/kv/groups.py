@@ -163,6 +163,9 @@ def longest_step(max_tokens: int, max_steps_in_flight: int, max_samples_per_row:
 def check_layout(kv: KvLayout, *, max_model_len: int, chunk: int, max_samples_per_row: int) -> None:
     """Check that groups can share their pools, and that any one request fits into them.
 
+    Pages of states of several sizes are refused. Triptych's workers need none: all layers with states are one group, of
+    which a page holds the state of each layer, whatever its size.
+
     Args:
         chunk: As of `longest_step`.
 

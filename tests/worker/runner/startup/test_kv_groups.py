@@ -22,6 +22,7 @@ from triptych_services.worker.runner.startup.kv_plan import kv_parts, plan_kv_ca
 SIZES = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 40}
 FULL, WINDOW = LayerSpec(**SIZES), LayerSpec(**SIZES, attention="sliding", window=1024)
 CHUNK = LayerSpec(**SIZES, attention="chunked", window=8192)
+MAMBA = StateSpec(kind="mamba", taps=3, num_heads=1, value_dim=8, key_dim=2)
 
 
 def config_of(*layers: LayerSpec, context: int = 131072, **changes: Any) -> ResolvedConfig:
@@ -209,9 +210,17 @@ def test_layers_of_a_tensor_hold_other_blocks_of_it() -> None:
     assert [num_bytes for _, _, num_bytes in kv_parts(plan.shape)] == [part.nbytes for part in parts.values()]
 
 
-def test_a_page_holds_the_states_of_all_layers() -> None:
-    state = StateSpec(kind="mamba", taps=3, num_heads=1, value_dim=8, key_dim=2)
-    plan = plan_kv_cache(config_of(FULL, replace(FULL, state=state), replace(FULL, state=state)), 1 << 24)
+@pytest.mark.parametrize(
+    "second", [MAMBA, replace(MAMBA, kind="gated_delta", num_heads=3, num_key_heads=1, key_dim=5)]
+)
+def test_a_page_holds_the_states_of_all_layers(second: StateSpec) -> None:
+    """Kinds of states may differ, and so may their sizes: there is one group of states, and no padding."""
+    states = (MAMBA, second)
+    layers_with_states = [replace(FULL, state=state) for state in states]
+    plan = plan_kv_cache(config_of(FULL, *layers_with_states), 1 << 24)
+    sizes = [state.page_elements for state in states]
+    assert [group.kind for group in plan.shape.groups] == [KvKind.FULL, KvKind.STATE]
+    assert plan.shape.page_bytes == sum(sizes) * 4
     layers = allocate_kv_cache(plan.shape, torch.device("cpu"), plan.places)
     parts = parts_of_caches(layers)
     assert [(name, part.nbytes) for name, part in parts.items()] == [
@@ -220,8 +229,9 @@ def test_a_page_holds_the_states_of_all_layers() -> None:
     assert [layer.state is None for layer in layers] == [True, False, False]
     for number, layer in enumerate(layers[1:]):
         layer.state[:] = number + 1
-    pages = parts["states"].view(plan.shape.num_state_blocks, 2, state.page_elements)
-    assert all((pages[:, number] == number + 1).all() for number in range(2))
+    pages = parts["states"].view(plan.shape.num_state_blocks, sum(sizes))
+    for part, number in zip(pages.split(sizes, dim=1), (1, 2), strict=True):
+        assert (part == number).all()
 
 
 @pytest.mark.parametrize("group", [KvGroup(KvKind.WINDOW, 1, 4, 64, 9), KvGroup(KvKind.CHUNK, 1, 4, 64, 10)])
