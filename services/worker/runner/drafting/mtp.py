@@ -4,12 +4,11 @@ The layer goes on from the state of a token and the token behind it, and guesses
 text of the request without its first token, each beside the state of the one before:
 
     known to the row             a   b   c   d
-    state of the model           A   B   C           d is computed by the next step
-    computed here               bA  cB  dC           chooses e, and leaves the state E
-    each further place                      eE       chooses f; the guesses are e and f
+    state of the model           A   B   C           that of d is computed by the next step
+    computed here               bA  cB  dC           chooses e, and leaves D, the layer's own state in place of that
+    each further place                      eD       chooses f; the guesses are e and f
 
-A place behind the first reads the layer's own state. So what was computed of guesses is computed anew once the model
-has verified them, from its own states.
+So what was computed of guesses is computed anew once they are verified, from states of the model.
 
 States are there only during the step that computes them. They are copied, and wait until the row is guessed for. Tokens
 that the worker has not computed for the row, in cached blocks or those of another worker, have no states. Such a row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -237,6 +238,11 @@ def test_it_is_loaded_where_it_is_asked_for(tmp_path: Path, caplog: pytest.LogCa
         runner = start(tmp_path, proposers="ngram, mtp", batch_invariant="auto")
     assert "layer model.layers.3 guesses: 0 MiB of weights (none), " in caplog.text
     assert [each.name for each in runner.runner._speculation._proposers] == ["ngram", "mtp"]  # type: ignore[union-attr]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    with caplog.at_level(logging.INFO):
+        start(tmp_path)
+    assert "it guesses all places: of 2 such layers the first is computed" in caplog.text
     engine = EngineConfig(worker=WorkerConfig(device="cpu"))
     assert may_store(engine)
     assert not may_store(replace(engine, speculative=SpeculativeConfig(proposers="grammar, mtp")))
