@@ -9,6 +9,7 @@ A package's proposer is called by a `GuardedProposer`. So its faults cost guesse
 from __future__ import annotations
 
 import logging
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ _MAX_SLOW = 3
 
 CreateProposer = Callable[[WorkerFacts, TokenHistory], Proposer]
 """Creates a package's proposer for a worker, which reads the tokens of its rows here and writes none."""
+StartClock = Callable[[], Callable[[], float]]
+"""Starts to measure, and returns what reads the seconds since then."""
 CreateProposers = Callable[[WorkerFacts, TokenHistory, FormMatchers | None], Sequence[Proposer]]
 """Creates the proposers of a runner, which read this history of its rows. Without matchers it computes no forms."""
 
@@ -185,6 +188,25 @@ def _refused(config: SpeculativeConfig, why: str) -> FeatureDisabled:
     return FeatureDisabled(f"speculative.proposers = {config.proposers[:200]}", why)
 
 
+def start_own_clock() -> Callable[[], float]:
+    """Return what reads the seconds since now that this thread has needed: its own time, and all of it if it has waited
+    for something. That a busy machine has stopped it meanwhile does not count.
+    """
+    started, own_started, num_waits = time.perf_counter(), time.thread_time(), _num_waits()
+
+    def read() -> float:
+        if (seconds := time.perf_counter() - started) > _SLOW_S and _num_waits() == num_waits:
+            return time.thread_time() - own_started
+        return seconds
+
+    return read
+
+
+def _num_waits() -> int:
+    """Return how often this thread has waited for something."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
 class GuardedProposer:
     """A `Proposer` of another package. It guesses no more once it has raised, guessed what it may not, or was slow."""
 
@@ -195,11 +217,15 @@ class GuardedProposer:
         facts: WorkerFacts,
         history: TokenHistory,
         *,
-        clock: Callable[[], float] = time.perf_counter,
+        start_clock: StartClock | None = None,
     ) -> None:
+        """
+        Args:
+            start_clock: None: `start_own_clock`.
+        """
         self.name = name
         self._vocab_size = facts.model.vocab_size
-        self._clock = clock
+        self._start_clock = start_clock or start_own_clock
         self._num_calls = 0
         self._slow_calls: list[int] = []
         """The latest slow calls, counted from the first call."""
@@ -232,14 +258,14 @@ class GuardedProposer:
         """Return what a method returns; None where it fails, or is not called any more."""
         if self._proposer is None:
             return None
-        started = self._clock()
+        read_clock = self._start_clock()
         try:
             returned = getattr(self._proposer, method)(*arguments)
         except Exception:  # of a package that is not ours
             self._switch_off(f"{method} has failed", is_raised=True)
             return None
         self._num_calls += 1
-        if (took_s := self._clock() - started) > _SLOW_S:
+        if (took_s := read_clock()) > _SLOW_S:
             self._slow_calls = [call for call in self._slow_calls if call > self._num_calls - 100]
             self._slow_calls.append(self._num_calls)
             if len(self._slow_calls) > _MAX_SLOW:

@@ -138,16 +138,30 @@ def test_few_slow_calls_are_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_with(EchoModel(VOCAB), config, 4)
     now = [0.0]
 
+    def start_clock() -> Callable[[], float]:
+        started = now[0]
+        return lambda: now[0] - started
+
     class Slow(Package):
         def accept(self, slots: I64, counts: I64) -> None:
             now[0] += 0.006 if self.num_calls % 40 == 0 else 0.001
             super().accept(slots, counts)
 
-    guarded = GuardedProposer("slow", Slow, runner.facts, runner._rows.history, clock=lambda: now[0])
+    guarded = GuardedProposer("slow", Slow, runner.facts, runner._rows.history, start_clock=start_clock)
     slots = np.zeros(1, np.int64)
     for _ in range(400):
         guarded.accept(slots, slots + 1)
     assert Slow.latest.num_calls == 400
+
+
+@pytest.mark.parametrize("has_waited", [False, True])
+def test_a_thread_that_was_stopped_is_not_slow(has_waited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of 8 ms, in 2 of which the thread has computed."""
+    wall, own, waits = iter([1.0, 1.008]), iter([0.5, 0.502]), iter([3, 3 + has_waited])
+    monkeypatch.setattr(create.time, "perf_counter", lambda: next(wall))
+    monkeypatch.setattr(create.time, "thread_time", lambda: next(own))
+    monkeypatch.setattr(create, "_num_waits", lambda: next(waits))
+    assert create.start_own_clock()() == pytest.approx(0.008 if has_waited else 0.002)
 
 
 def test_names_are_those_that_are_built_or_installed(monkeypatch: pytest.MonkeyPatch) -> None:
