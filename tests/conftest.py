@@ -52,14 +52,15 @@ LONGEST_FILES = (
     "chaos/test_planted_bugs.py",
 )
 """Files that take longer than 15 s, the longest first."""
+LONG_TO_COLLECT_AND_THOROUGH = ("test_openapi_conformance.py", "test_embeddings.py")
 MANY_CASES = 12
 """Up to so many cases of one test are all kept out of the slow set."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out a file that takes seconds to collect where none of its tests is run."""
+    """Leave out files that take long to collect where none of their tests is run."""
     is_left_out = (
-        "not thorough" in config.option.markexpr and collection_path.name == "test_openapi_conformance.py"
+        "not thorough" in config.option.markexpr and collection_path.name in LONG_TO_COLLECT_AND_THOROUGH
     )
     return True if is_left_out else None
 
