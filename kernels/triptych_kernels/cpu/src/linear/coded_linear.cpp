@@ -333,8 +333,8 @@ struct FloatTiles {
 
 struct PairTiles {
   using Element = int32_t;
-  static int64_t count(int64_t rows) { return (rows + coded::kPairRows - 1) / coded::kPairRows; }
-  static int64_t height(int64_t) { return coded::kPairRows; }
+  static int64_t count(int64_t rows) { return (rows + height(rows) - 1) / height(rows); }
+  static int64_t height(int64_t rows) { return rows <= coded::kLonePairRows ? coded::kLonePairRows : coded::kPairRows; }
   static int64_t row_units(const Linear& args) { return args.in_features / kGroup * coded::kPairUnits; }
   static void prepare(const Linear& args, int64_t rows, int64_t tile, Element* to) {
     const int64_t begin = rows * tile / count(rows), height = rows * (tile + 1) / count(rows) - begin;
@@ -345,6 +345,13 @@ struct PairTiles {
 };
 
 #endif
+
+// sums: [rows][kPanel]
+void finish_sums(const Linear& args, int64_t first_row, int64_t rows, int64_t panel, const float* sums) {
+  for (int64_t row = 0; row < rows; ++row, sums += kPanel) {
+    finish_row(args, first_row + row, panel, load(sums), load(sums + kLanes));
+  }
+}
 
 // Tiles first … end - 1 of `rows` rows with a panel. unpack(reader, groups, chunk) takes the next groups, multiply(count,
 // x, group, groups, chunk, sums) adds a tile of `count` rows of which x are all inputs.
@@ -368,10 +375,7 @@ void walk_panel(const Linear& args, const CodedForm& form, int64_t rows, int64_t
       multiply(height, x + row * row_units, group, now, chunk, sums + (row - begin_row) * kPanel);
     }
   }
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const float* const sum = sums + row * kPanel;
-    finish_row(args, begin_row + row, panel, load(sum), load(sum + kLanes));
-  }
+  finish_sums(args, begin_row, num_rows, panel, sums);
 }
 
 // Groups of a chunk.
@@ -422,31 +426,40 @@ void multiply_panel(PairTiles, const Linear& args, const CodedForm& form, int64_
                     const int32_t* x, int64_t panel) {
   using coded::PairGroup;
   const coded::PairUnits units(form, args.in_features);
-  const int64_t size = args.in_features;
+  const int64_t size = args.in_features, count = PairTiles::count(rows);
   const auto sums_of = [&](const int32_t* inputs, int64_t height) {
     return reinterpret_cast<const float*>(inputs + size / 2 * height);
   };
-  if (rows <= coded::kDirectRows) {
-    Reader reader(form, static_cast<const char*>(args.weight) + panel * form.panel_bytes(size));
-    return coded::with_pairs(form, [&](auto codes, const auto& value) {
-      with_rows<coded::kDirectRows>(rows, [&](auto count) {
-        vec sums[count][2];
-        coded::multiply_pairs_directly<count, decltype(codes)>(reader, value, units, x, sums_of(x, count), size / kGroup,
-                                                               sums);
-        for (int row = 0; row < count; ++row) finish_row(args, row, panel, sums[row][0], sums[row][1]);
-      });
-    });
-  }
-  walk_panel<PairTiles>(
-      args, form, rows, first, end, x, panel, coded::kChunkGroups, PairGroup::kFloats,
-      [&](Reader& reader, int64_t groups, float* chunk) { coded::unpack_pair_values(reader, units, groups, chunk); },
-      [&](int64_t height, const int32_t* inputs, int64_t group, int64_t groups, const float* weights, float* sums) {
-        with_rows<coded::kPairRows>(height, [&](auto count) {
-          coded::multiply_pair_groups<count>(inputs + group * coded::kGroupPairs * height,
-                                             sums_of(inputs, height) + group * coded::kPairSums * height, units, groups,
-                                             weights, sums);
+  coded::with_pairs(form, [&](auto codes, const auto& value) {
+    using Codes = decltype(codes);
+    using Value = std::decay_t<decltype(value)>;
+    if (rows <= Value::kDirectRows) {
+      for (int64_t tile = first; tile < end; ++tile) {
+        const int64_t row = rows * tile / count, height = rows * (tile + 1) / count - row;
+        const int32_t* const inputs = x + row * PairTiles::row_units(args);
+        float sums[coded::kLonePairRows * kPanel];
+        Reader reader(form, static_cast<const char*>(args.weight) + panel * form.panel_bytes(size));
+        with_rows<coded::kLonePairRows>(height, [&](auto rows) {
+          coded::multiply_pairs_directly<rows, Codes>(reader, value, units, inputs, sums_of(inputs, rows), size / kGroup,
+                                                      sums);
         });
-      });
+        finish_sums(args, row, height, panel, sums);
+      }
+      return;
+    }
+    walk_panel<PairTiles>(
+        args, form, rows, first, end, x, panel, coded::kChunkGroups, PairGroup::kFloats,
+        [&](Reader& reader, int64_t groups, float* chunk) {
+          coded::unpack_pair_values<Codes>(reader, value, units, groups, chunk);
+        },
+        [&](int64_t height, const int32_t* inputs, int64_t group, int64_t groups, const float* weights, float* sums) {
+          with_rows<coded::kPairRows>(height, [&](auto count) {
+            coded::multiply_pair_groups<count>(inputs + group * coded::kGroupPairs * height,
+                                               sums_of(inputs, height) + group * coded::kPairSums * height, units,
+                                               groups, weights, sums);
+          });
+        });
+  });
 }
 
 #endif

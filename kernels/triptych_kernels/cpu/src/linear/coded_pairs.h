@@ -23,8 +23,9 @@ constexpr int64_t kMaxUnit = 2 * kGroup;  // a longer chain is what one row woul
 // The sums of a group's inputs that its rows have: of each half, of the group, and of it with the one before.
 enum PairSum { kFirstHalf, kSecondHalf, kWholeGroup, kTwoGroups, kPairSums };
 constexpr int64_t kPairUnits = kGroupPairs + kPairSums;  // of 4 bytes, of a row's group
-constexpr int64_t kDirectRows = 4;  // so many rows or fewer look codes up as they multiply
-constexpr int kPairRows = 6;        // of a tile: 12 sums of units, 12 of all, two weights and an input in 32 registers
+constexpr int kPairRows = 6;      // of a tile: 12 sums of units, 12 of all, two weights and an input in 32 registers
+constexpr int kLonePairRows = 8;  // one tile that keeps sums of all in memory is faster than two
+constexpr int kRowsInRegisters = 5;  // while codes are looked up; sums of all of more rows are kept in memory
 
 constexpr int64_t kChunkGroups = 4;  // that are unpacked together, which leaves room for inputs in the first-level cache
 
@@ -52,8 +53,11 @@ struct PairUnits {
 
 // pairs<Codes, Step>(words, half, out): the values of four codes of each output of a half, those of inputs 0 and 2 and
 // those of 1 and 3.
+// kDirectRows: so many rows or fewer look codes up as they multiply, each tile again, beside its products; for more,
+// values are unpacked once.
 class PairTable {
  public:
+  static constexpr int64_t kDirectRows = 32;
   explicit PairTable(const float* values) {
     bf16 table[2 * kLanes];  // twice, since the bit above an index is that of another code
     store(table, load(values));
@@ -77,6 +81,7 @@ class PairTable {
 // The same of integers of 6 bits.
 class SixBitTable {
  public:
+  static constexpr int64_t kDirectRows = 16;
   explicit SixBitTable(int center) {
     bf16 table[4 * kLanes];
     float values[kLanes];
@@ -101,6 +106,7 @@ class SixBitTable {
 // Values that are widened to float32, of which the upper halves are all.
 template <typename Value>
 struct PairsOfFloats {
+  static constexpr int64_t kDirectRows = kLonePairRows;
   Value value;
   template <typename Codes, int Step>
   void pairs(const char* words, int half, ivec (&out)[2]) const {
@@ -135,26 +141,27 @@ struct PairGroup {
   static constexpr int64_t kFloats = kMinima + 2 * kPanel;
 };
 
-inline void unpack_pair_values(Reader& from, const PairUnits& units, int64_t groups, float* to) {
+template <typename Codes, typename Value>
+void unpack_pair_values(Reader& from, const Value& value, const PairUnits& units, int64_t groups, float* to) {
   const vec unit_value = splat(unit_of(from.form()));
-  with_pairs(from.form(), [&](auto codes, const auto& value) {
-    for (int64_t group = 0; group < groups; ++group, from.next(), to += PairGroup::kFloats) {
-      unroll<2>([&](auto half) {
-        unroll<bytes::kSteps>([&](auto step) {
-          ivec pairs[2];
-          value.template pairs<decltype(codes), step>(from.words(), half, pairs);
-          unroll<2>([&](auto i) { store(to + (2 * step + i) * kPanel + half * kLanes, as_vec(pairs[i])); });
+  for (int64_t group = 0; group < groups; ++group, from.next(), to += PairGroup::kFloats) {
+    unroll<2>([&](auto half) __attribute__((always_inline)) {
+      unroll<bytes::kSteps>([&](auto step) __attribute__((always_inline)) {
+        ivec pairs[2];
+        value.template pairs<Codes, step>(from.words(), half, pairs);
+        unroll<2>([&](auto i) __attribute__((always_inline)) {
+          store(to + (2 * step + i) * kPanel + half * kLanes, as_vec(pairs[i]));
         });
-        for (const int part : {0, 1}) {
-          if (!units.ends(group, part)) continue;
-          const vec scales = from.scales(units.scale(part), half) * unit_value;
-          const int64_t at = part * kPanel + half * kLanes;
-          store(to + PairGroup::kScales + at, scales);
-          if (units.is_affine) store(to + PairGroup::kMinima + at, from.offsets(units.scale(part), half, scales));
-        }
       });
-    }
-  });
+      for (const int part : {0, 1}) {
+        if (!units.ends(group, part)) continue;
+        const vec scales = from.scales(units.scale(part), half) * unit_value;
+        const int64_t at = part * kPanel + half * kLanes;
+        store(to + PairGroup::kScales + at, scales);
+        if (units.is_affine) store(to + PairGroup::kMinima + at, from.offsets(units.scale(part), half, scales));
+      }
+    });
+  }
 }
 
 // Adds to sums `to` [Rows][kPanel] the products of a tile's inputs with some groups.
@@ -198,47 +205,65 @@ void multiply_pair_groups(const int32_t* pairs, const float* input_sums, const P
   unroll<Rows>([&](auto row) { unroll<2>([&](auto half) { store(to + row * kPanel + half * kLanes, sums[row][half]); }); });
 }
 
-// out[row][half] of a panel, of few rows, in the same order of sums.
+// Adds to `to` [Rows][kPanel] the products of a tile's inputs with a panel of which codes are looked up as they are
+// multiplied, in the same order of sums.
 template <int Rows, typename Codes, typename Value>
 void multiply_pairs_directly(Reader& from, const Value& value, const PairUnits& units, const int32_t* pairs,
-                             const float* input_sums, int64_t groups, vec (&out)[Rows][2]) {
+                             const float* input_sums, int64_t groups, float* to) {
+  constexpr bool kHasRoom = Rows <= kRowsInRegisters;
   const vec unit_value = splat(unit_of(from.form()));
-  vec sums[Rows][2], dots[Rows][2];
-  unroll<Rows>([&](auto row) { sums[row][0] = sums[row][1] = dots[row][0] = dots[row][1] = zero(); });
+  vec held[kHasRoom ? Rows : 1][2], dots[Rows][2];
+  unroll<Rows>([&](auto row) __attribute__((always_inline)) {
+    dots[row][0] = dots[row][1] = zero();
+    unroll<2>([&](auto half) __attribute__((always_inline)) {
+      if constexpr (kHasRoom) held[row][half] = zero();
+      else store(to + row * kPanel + half * kLanes, zero());
+    });
+  });
   for (int64_t group = 0; group < groups; ++group, from.next(), input_sums += kPairSums * Rows) {
-    unroll<2>([&](auto part) {
-      if (units.starts(group, part)) unroll<Rows>([&](auto row) { dots[row][0] = dots[row][1] = zero(); });
-      unroll<bytes::kSteps / 2>([&](auto i) {
+    const char* const words = from.words();
+    unroll<2>([&](auto part) __attribute__((always_inline)) {
+      if (units.starts(group, part)) {
+        unroll<Rows>([&](auto row) __attribute__((always_inline)) { dots[row][0] = dots[row][1] = zero(); });
+      }
+      unroll<bytes::kSteps / 2>([&](auto i) __attribute__((always_inline)) {
         constexpr int kStep = part * bytes::kSteps / 2 + i;
         ivec values[2][2];
-        unroll<2>([&](auto half) { value.template pairs<Codes, kStep>(from.words(), half, values[half]); });
-        unroll<2>([&](auto odd) {
-          unroll<Rows>([&](auto row) {
+        unroll<2>([&](auto half) __attribute__((always_inline)) {
+          value.template pairs<Codes, kStep>(words, half, values[half]);
+        });
+        unroll<2>([&](auto odd) __attribute__((always_inline)) {
+          unroll<Rows>([&](auto row) __attribute__((always_inline)) {
             const vec inputs = as_vec(splat_int(pairs[(2 * kStep + odd) * Rows + row]));
-            unroll<2>([&](auto half) {
+            unroll<2>([&](auto half) __attribute__((always_inline)) {
               dots[row][half] = add_bf16_dot(dots[row][half], inputs, as_vec(values[half][odd]));
             });
           });
         });
       });
       if (units.ends(group, part)) {
-        unroll<2>([&](auto half) {
+        const float* const of_rows = input_sums + units.sum(part) * Rows;
+        unroll<2>([&](auto half) __attribute__((always_inline)) {
           const vec scales = from.scales(units.scale(part), half) * unit_value;
-          unroll<Rows>([&](auto row) { sums[row][half] = fma(dots[row][half], scales, sums[row][half]); });
-          if (units.is_affine) {
-            const vec minima = from.offsets(units.scale(part), half, scales);
-            const float* const of_rows = input_sums + units.sum(part) * Rows;
-            unroll<Rows>([&](auto row) { sums[row][half] = fma(splat(of_rows[row]), minima, sums[row][half]); });
-          }
+          vec minima = zero();
+          if (units.is_affine) minima = from.offsets(units.scale(part), half, scales);
+          unroll<Rows>([&](auto row) __attribute__((always_inline)) {
+            float* const at = to + row * kPanel + half * kLanes;
+            vec sum = fma(dots[row][half], scales, kHasRoom ? held[kHasRoom ? row : 0][half] : load(at));
+            if (units.is_affine) sum = fma(splat(of_rows[row]), minima, sum);
+            if constexpr (kHasRoom) held[row][half] = sum;
+            else store(at, sum);
+          });
         });
       }
     });
     pairs += kGroupPairs * Rows;
   }
-  unroll<Rows>([&](auto row) {
-    out[row][0] = sums[row][0];
-    out[row][1] = sums[row][1];
-  });
+  if constexpr (kHasRoom) {
+    unroll<Rows>([&](auto row) __attribute__((always_inline)) {
+      unroll<2>([&](auto half) __attribute__((always_inline)) { store(to + row * kPanel + half * kLanes, held[row][half]); });
+    });
+  }
 }
 
 // Pairs and sums of as many groups as a vector has lanes, since sums of all cost as much as of one: lane i of each pair,
@@ -265,7 +290,7 @@ inline void pair_groups(const bf16* const (&x)[kLanes], int64_t count, vec (&pai
 inline void lay_out_pairs(const bf16* x, int64_t stride, int64_t height, int64_t in_features, int32_t* to) {
   const int64_t groups = in_features / kGroup, together = height == 1 ? kLanes : 1;
   auto* const sums = reinterpret_cast<float*>(to + in_features / 2 * height);
-  float before[kPairRows] = {};
+  float before[kLonePairRows] = {};
   for (int64_t group = 0; group < groups; group += together) {
     const int64_t count = height == 1 ? std::min<int64_t>(kLanes, groups - group) : height;
     const bf16* from[kLanes];
