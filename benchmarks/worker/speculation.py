@@ -170,7 +170,7 @@ def _made_wrong(proposer: Proposer, vocab_size: int) -> Proposer:
 def _with_wrong_guesses(config: EngineConfig) -> EngineConfig:
     """Return a config with one proposer, which is always wrong from now on."""
     name = "draft" if config.speculative.model else "mtp"
-    if not config.speculative.model and "mtp" not in config.speculative.proposer_names:
+    if not config.speculative.model and not config.speculative.wants_mtp:
         name = "ngram"
         drafting._OWN[name] = lambda sources: WrongProposer(sources.history)
     else:

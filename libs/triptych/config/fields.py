@@ -339,6 +339,11 @@ class SpeculativeConfig:
         parts = (part.strip() for part in self.proposers.split(","))
         return tuple(dict.fromkeys(part for part in parts if part))
 
+    @property
+    def wants_mtp(self) -> bool:
+        """Whether a layer of the checkpoint is to guess, if the worker can."""
+        return self.enabled != "false" and "mtp" in self.proposer_names
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

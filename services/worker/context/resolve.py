@@ -323,18 +323,17 @@ def _with_speculation(config: ResolvedConfig) -> ResolvedConfig:
     """
     speculative = config.engine.speculative
     obstacle, num_ranks = _no_guesses(config), config.rank.num_ranks
-    guesses_with_mtp = "mtp" in speculative.proposer_names
     if speculative.enabled != "false" and (obstacle or num_ranks > 1):
         why = obstacle or f"{num_ranks} ranks do not guess by a model or a layer yet"
         if speculative.model:
             raise FeatureDisabled(f"speculative.model = {speculative.model}", f"{why}; leave it empty")
-        if guesses_with_mtp:
+        if speculative.wants_mtp:
             raise FeatureDisabled(f"speculative.proposers = {speculative.proposers}", f"{why}; leave mtp out")
     if speculative.enabled == "true" and obstacle:
         raise FeatureDisabled("speculative.enabled = true", f"{obstacle}; set it to auto or false")
     if speculative.enabled != "auto":
         return config
-    if not (obstacle or config.batch_invariant or speculative.model or guesses_with_mtp):
+    if not (obstacle or config.batch_invariant or speculative.model or speculative.wants_mtp):
         obstacle = "near ties may fall otherwise, since model.batch_invariant is false"
     speculative = replace(speculative, enabled="false" if obstacle else "true")
     return replace(config, engine=replace(config.engine, speculative=speculative), no_guesses=obstacle)

@@ -249,8 +249,7 @@ class GuessSources:
         speculative = config.engine.speculative
         self._speculative = speculative
         self._draft = DraftSource(config, directory, draft_directory) if draft_directory else None
-        wants_mtp = speculative.enabled == "true" and MTP in speculative.proposer_names
-        self._mtp = MtpSource(config, directory) if wants_mtp else None
+        self._mtp = MtpSource(config, directory) if speculative.wants_mtp else None
 
     @property
     def _all(self) -> list[DraftSource | MtpSource]:

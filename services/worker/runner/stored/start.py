@@ -69,7 +69,7 @@ def may_store(config: EngineConfig) -> bool:
         and not worker.enforce_eager
         and not worker.kv_transfer
         and not config.speculative.model  # a stored program is that of one model
-        and "mtp" not in config.speculative.proposer_names
+        and not config.speculative.wants_mtp
     )
 
 

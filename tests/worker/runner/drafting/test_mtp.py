@@ -246,6 +246,7 @@ def test_it_is_loaded_where_it_is_asked_for(tmp_path: Path, caplog: pytest.LogCa
     engine = EngineConfig(worker=WorkerConfig(device="cpu"))
     assert may_store(engine)
     assert not may_store(replace(engine, speculative=SpeculativeConfig(proposers="grammar, mtp")))
+    assert may_store(replace(engine, speculative=SpeculativeConfig(enabled="false", proposers="mtp")))
 
 
 def test_what_cannot_guess_is_refused_by_name(tmp_path: Path) -> None:
