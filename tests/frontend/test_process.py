@@ -12,7 +12,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,17 +62,21 @@ class Process:
 
 @asynccontextmanager
 async def start(
-    tmp_path: Path, model: str, *, num_files: tuple[int, int] | None = None, **flags: str
+    tmp_path: Path,
+    model: str,
+    *,
+    num_files: tuple[int, int] | None = None,
+    program: Sequence[str] = ("-m", "triptych_services.frontend"),
+    **flags: str,
 ) -> AsyncIterator[Process]:
-    """`num_files`: soft and hard limit of open files."""
+    """`num_files`: soft and hard limit of open files. `program`: what the interpreter runs."""
     ready_file = tmp_path / "ready.json"
     options = (
         FREE_PORTS | {"model.model": model} | {name.replace("__", "."): text for name, text in flags.items()}
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        "triptych_services.frontend",
+        *program,
         f"--ready-file={ready_file}",
         *(f"--{name.replace('_', '-')}={text}" for name, text in options.items()),
         stderr=asyncio.subprocess.PIPE,
@@ -87,6 +91,18 @@ async def start(
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+COUNTING = """
+import gc, os, runpy, sys
+end = os._exit
+def count_and_end(code):
+    print("num_objects", len(gc.get_objects()), file=sys.stderr, flush=True)
+    end(code)
+os._exit = count_and_end
+runpy.run_module("triptych_services.frontend", run_name="__main__")
+"""
+"""Runs a frontend. Says at its end how many objects a full collection would look at."""
 
 
 async def until_ready(channel: grpc.aio.Channel) -> None:
@@ -139,6 +155,24 @@ async def test_it_serves_both_doors_and_drains_on_sigterm(tmp_path: Path) -> Non
     assert "sampling defaults of the checkpoint temperature=0.5 top_k=40" in stderr
     assert stderr.count("request_id=last") == 1
     assert "Traceback" not in stderr
+
+
+@pytest.mark.thorough
+async def test_full_collections_do_not_look_at_modules(tmp_path: Path) -> None:
+    model, program = write_model_directory(tmp_path), ("-c", COUNTING)
+    async with (
+        FakeEngine() as engine,
+        start(tmp_path, str(model), program=program, frontend__engine_addresses=engine.address) as frontend,
+    ):
+        ports = await frontend.ports()
+        async with httpx.AsyncClient(timeout=START_S) as http:  # its modules are imported last
+            await http.get(f"http://127.0.0.1:{ports['http_port']}/health")
+        frontend.process.send_signal(signal.SIGTERM)
+        code, stderr = await frontend.end()
+    assert code == 0, stderr
+    found = re.search(r"num_objects (\d+)", stderr)
+    assert found, stderr
+    assert int(found[1]) < 10_000  # 55,000 with the modules that serve HTTP
 
 
 @pytest.mark.thorough
