@@ -64,7 +64,10 @@ class EngineLoad:
         self._admitted: set[int] = set()
         """First numbers of requests that the next load includes."""
         self._expected: tuple[set[int], set[int]] = (set(), set())
-        """Keys of prompts that were sent lately, and of those that were sent before them."""
+        """Keys of prompts that were sent lately, and of those before them, without those of `_unhashed`."""
+        self._unhashed: dict[int, list[tuple[RoutedPrompt, float]]] = {}
+        """Key of a first block -> the prompts that are not hashed until another one begins so, and `_expected_since`
+        when they were sent."""
         self._expected_since = 0.0
         self.expected_firsts: set[int] = set()
         """Keys of the first blocks of prompts that may be expected. Always the same set."""
@@ -78,24 +81,30 @@ class EngineLoad:
         """Return the time in seconds, as all times here are meant."""
         return self._clock()
 
-    def count_cached_tokens(self, prompt: RoutedPrompt, guess: int = 0) -> int:
-        """Return how many tokens of a prompt need not be computed. At least one always is.
+    def count_cached_tokens(self, prompt: RoutedPrompt) -> int:
+        """Return how many tokens of a prompt need not be computed. At least one always is."""
+        if self._clock() - self._expected_since > EXPECTED_S:
+            self._forget_expected()
+        first_key = prompt.first_key(self.block_size) if self.block_size else 0
+        if not first_key or (first_key not in self.expected_firsts and first_key not in self.cached):
+            return 0
+        num_blocks = self.count_cached_blocks(prompt.keys(self.block_size))
+        return min(num_blocks * self.block_size, prompt.num_tokens - 1)
+
+    def count_cached_blocks(self, keys: Sequence[int], guess: int = 0) -> int:
+        """Return how many blocks of a prompt are cached, or will be, given the keys of all.
 
         Args:
+            keys: At least one.
             guess: A number that is likely. It changes the time that this takes and nothing else.
         """
-        if not self.block_size:
-            return 0
-        keys = prompt.keys(self.block_size)
-        self._forget_expected()
+        if self._clock() - self._expected_since > EXPECTED_S:
+            self._forget_expected()
+        if keys[0] in self._unhashed:
+            self._hash_expected(keys[0])
         latest, earlier = self._expected
-        guessed_blocks = -(-guess // self.block_size)
-        num_blocks = max(
-            count_leading(keys, self.cached, guessed_blocks),
-            count_leading(keys, latest, guessed_blocks),
-            count_leading(keys, earlier, guessed_blocks),
-        )
-        return min(num_blocks * self.block_size, prompt.num_tokens - 1)
+        num_blocks = max(count_leading(keys, self.cached, guess), count_leading(keys, latest, guess))
+        return max(num_blocks, count_leading(keys, earlier, guess)) if earlier else num_blocks
 
     @property
     def times(self) -> WorkTimes:
@@ -149,9 +158,12 @@ class EngineLoad:
             return
         if prompt is not None:
             num_tokens -= self.count_cached_tokens(prompt)
-            if self.block_size:
-                self._expected[0].update(keys := prompt.keys(self.block_size))
-                self.expected_firsts.update(keys[:1])
+            if self.block_size and (first_key := prompt.first_key(self.block_size)):
+                self.expected_firsts.add(first_key)
+                if prompt.is_hashed(self.block_size):
+                    self._expected[0].update(prompt.keys(self.block_size))
+                else:
+                    self._unhashed.setdefault(first_key, []).append((prompt, self._expected_since))
         self._bookings[numbers[0]] = _Booking(num_tokens, len(numbers))
         self.num_changes += 1
         self.num_booked_tokens += num_tokens
@@ -189,12 +201,24 @@ class EngineLoad:
         self.num_changes += 1
 
     def _forget_expected(self) -> None:
+        """Forget the earlier prompts; those that were sent lately become the earlier ones, unless they are as old."""
         now = self._clock()
-        if now - self._expected_since > EXPECTED_S:
-            is_old = now - self._expected_since > 2 * EXPECTED_S
-            self._expected = (set(), set() if is_old else self._expected[0])
-            self._expected_since = now
-            self.expected_firsts.intersection_update(self._expected[1])
+        is_old = now - self._expected_since > 2 * EXPECTED_S
+        since = now if is_old else self._expected_since
+        self._expected = (set(), set() if is_old else self._expected[0])
+        self._unhashed = {
+            first_key: kept
+            for first_key, sent in self._unhashed.items()
+            if (kept := [(prompt, sent_since) for prompt, sent_since in sent if sent_since >= since])
+        }
+        self._expected_since = now
+        self.expected_firsts.intersection_update(self._expected[1] | self._unhashed.keys())
+
+    def _hash_expected(self, first_key: int) -> None:
+        """Hash the prompts with this first block that were sent here."""
+        latest, earlier = self._expected
+        for prompt, since in self._unhashed.pop(first_key):
+            (latest if since == self._expected_since else earlier).update(prompt.keys(self.block_size))
 
 
 class _Booking(NamedTuple):

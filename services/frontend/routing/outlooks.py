@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych_services.frontend.routing.load import TRUSTED_S, EngineLoad, WorkTimes
-from triptych_services.frontend.routing.prefix_index import RoutedPrompt
+from triptych_services.frontend.routing.prefix_index import RoutedPrompt, count_leading
 
 F64 = NDArray[np.float64]
 
@@ -135,18 +135,25 @@ class _ManyOutlooks(Outlooks):
     def count_cached_tokens(self, prompt: RoutedPrompt) -> dict[int, int]:
         holders: dict[int, int] = {}
         for block_size in self._different_block_sizes:
-            keys = prompt.keys(block_size)
-            if not keys:
+            first_key = prompt.first_key(block_size)
+            if not first_key:
                 continue
-            guess = 0
-            for row, is_expected in self._may_cache(keys[0]):
+            keys: Sequence[int] = ()
+            num_blocks = 0
+            for row, is_expected in self._may_cache(first_key):
                 load = self._loads[row]
                 if self._block_sizes[row] != block_size:
                     continue
-                if not is_expected and keys[0] not in load.cached:
+                if is_expected:
+                    keys = keys or prompt.keys(block_size)
+                    num_blocks = load.count_cached_blocks(keys, num_blocks)
+                elif first_key in load.cached:
+                    keys = keys or prompt.keys(block_size)
+                    num_blocks = count_leading(keys, load.cached, num_blocks)
+                else:
                     continue
-                if guess := load.count_cached_tokens(prompt, guess):
-                    holders[row] = guess
+                if num_blocks:
+                    holders[row] = min(num_blocks * block_size, prompt.num_tokens - 1)
         return holders
 
     def _best_times(self) -> WorkTimes:
@@ -167,15 +174,15 @@ class _ManyOutlooks(Outlooks):
         seconds: F64 = np.maximum(waiting_s, row_s) + own_s + step_s
         return seconds
 
-    def _may_cache(self, first: int) -> list[tuple[int, bool]]:
+    def _may_cache(self, first_key: int) -> list[tuple[int, bool]]:
         """Return the engines that may cache a prompt's first block, given its key, and whether each is about to compute
         it.
 
         The place of a key at home is taken at every engine that caches it, and at few others.
         """
-        homes = (np.uint64(first) >> self._shifts).tolist()
+        homes = (np.uint64(first_key) >> self._shifts).tolist()
         entries = map(array.__getitem__, self._tables, homes)
-        is_expected = map(set.__contains__, self._expected, repeat(first))
+        is_expected = map(set.__contains__, self._expected, repeat(first_key))
         return [
             (row, expected)
             for row, (entry, expected) in enumerate(zip(entries, is_expected, strict=True))

@@ -28,6 +28,8 @@ from triptych_services.frontend.routing.policy import RoutingPolicy, create_poli
 from triptych_services.frontend.routing.prefix_index import RoutedPrompt
 
 _ENGINES_NAMED = 8  # in an error's message
+_HASHED_LATER = 2048
+"""Tokens of a prompt that is hashed only if that is needed. It takes the event loop 0.1 ms then."""
 
 
 class Router:
@@ -252,17 +254,19 @@ class Router:
         return _listed(reasons)
 
     def read_prompt(self, wanted: ModelTerms, token_ids: U32, cache_salt: str) -> RoutedPrompt | None:
-        """Return a prompt as `choose` looks at it, with the keys that it looks up; None if it would look at none.
+        """Return a prompt as `choose` looks at it; None if it would look at none.
 
-        Takes 0.3 ms for 8,192 tokens, which a thread may do as well.
+        A long one is hashed, which takes 0.3 ms for 8,192 tokens, and which a thread may do as well. A short one is
+        hashed once an engine is known to cache its first block.
         """
         kind = self._known_kinds().get(key_of(wanted.model))
         block_sizes = set() if kind is None else kind.block_sizes - {0}
         if not self._policy.looks_at_prompts or not block_sizes or len(self.engines) == 1:
             return None
         prompt = RoutedPrompt(token_ids, cache_salt, wanted.adapter_digest)
-        for block_size in block_sizes:
-            prompt.keys(block_size)
+        if prompt.num_tokens > _HASHED_LATER:
+            for block_size in block_sizes:
+                prompt.keys(block_size)
         return prompt
 
     def namesakes(self) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.fake_engine import MODEL
 from triptych.errors import EngineUnavailable, InvalidRequest
+from triptych.prefix_hash import describe_hash
 from triptych.types.facts import ModelFacts
 from triptych.types.submit import EngineLimits, EngineWelcome, RequestNeeds
 from triptych_services.frontend.routing import router as router_module
@@ -174,3 +175,17 @@ def test_engines_are_grouped_once_per_change(monkeypatch: pytest.MonkeyPatch) ->
     router.on_change()
     assert "0" not in names(router.alike(router.find("tiny")))
     assert num_grouped == 2
+
+
+def test_a_long_prompt_is_hashed_before_the_choice() -> None:
+    """It is read on a thread; the choice runs on the event loop."""
+    engines = [Engine(str(number)) for number in range(2)]
+    for engine in engines:
+        engine.load.note_hash(describe_hash(16))
+    router = Router()
+    router.engines = engines  # type: ignore[assignment]
+    wanted = router.find("tiny")
+    for num_tokens, is_hashed in ((2048, False), (2049, True)):
+        prompt = router.read_prompt(wanted, np.arange(num_tokens, dtype=np.uint32), "")
+        assert prompt is not None
+        assert prompt.is_hashed(16) == is_hashed

@@ -164,6 +164,37 @@ def test_expectations_are_forgotten() -> None:
     assert engine.load.count_cached_tokens(prompt) == 0
 
 
+def test_a_prompt_that_begins_as_no_other_is_not_hashed() -> None:
+    _, engines = make_engines(20)
+    prompt = make_prompt(1000)
+    for seed in range(1, 40):
+        engines[0].cache(make_prompt(1000, seed), 60)
+    engines[SoonestFirstToken().choose(engines, prompt, 1)].send(prompt)
+    assert not prompt.is_hashed(SIZE)
+    again = make_prompt(1000)
+    chosen = engines[SoonestFirstToken().choose(engines, again, 1)]
+    assert chosen.load.count_cached_tokens(again) == 62 * SIZE
+    assert prompt.is_hashed(SIZE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_does_not_matter_when_prompts_are_hashed(seed: int) -> None:
+    generator, (clock, engines) = np.random.default_rng(seed), make_engines(2)
+    num_expected = 0
+    for _ in range(200):
+        choice = int(generator.integers(0, 5))
+        tails = [make_prompt(40 + 8 * choice, choice), make_prompt(40 + 8 * choice, choice)]
+        tails[0].keys(SIZE)
+        if generator.random() < 0.4:
+            for engine, prompt in zip(engines, tails, strict=True):
+                engine.send(prompt)
+        counts = [engine.load.count_cached_tokens(tails[0]) for engine in engines]
+        assert counts[0] == counts[1]
+        num_expected += counts[0] > 0
+        clock.now += float(generator.choice([0.0, 0.3 * EXPECTED_S, 0.8 * EXPECTED_S, 1.5 * EXPECTED_S]))
+    assert 20 < num_expected < 180
+
+
 def test_a_request_counts_once_however_late_the_news_are() -> None:
     clock, (engine,) = make_engines(1)
     prompt, load = make_prompt(500), engine.load

@@ -123,3 +123,13 @@ def test_a_prompt_s_keys_are_those_of_the_engine_s_hashes() -> None:
     assert len(hashes) == 4
     assert RoutedPrompt(token_ids).keys(16)[0] != keys_of(hashes[0])[0]
     assert len(RoutedPrompt(token_ids).keys(32)) == 2
+
+
+@pytest.mark.parametrize("num_tokens", [0, 15, 16, 17, 70])
+def test_the_first_key_is_that_of_all_keys(num_tokens: int) -> None:
+    token_ids = np.random.default_rng(1).integers(0, 1000, num_tokens).astype(np.uint32)
+    prompt = RoutedPrompt(token_ids, "salt")
+    first_key = prompt.first_key(16)
+    assert not prompt.is_hashed(16)
+    assert [first_key] == (list(prompt.keys(16))[:1] or [0])
+    assert prompt.is_hashed(16)
