@@ -60,6 +60,12 @@ def isa() -> str:
     return _forced[-1] if _forced else _widest()
 
 
+def isa_and_build() -> str:
+    """Return the instruction set in use and the build of its library, by a digest of sources, flags and compiler: equal
+    ones compute equal bits. It is empty if plain torch computes."""
+    return f"{isa()} of build {DIGEST.read_text()[:16]}" if isa() else ""
+
+
 def want_isa(isa: str) -> None:
     """Use this one of the usable instruction sets from now on, or the widest if it is empty.
 

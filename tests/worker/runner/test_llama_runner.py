@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from triptych.config import (
     WorkerConfig,
 )
 from triptych.types.facts import Phase
+from triptych_kernels.cpu.library import isa_and_build
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup.create import create_runner
@@ -138,6 +140,7 @@ def test_creation_tells_its_phases_and_facts(directory, oracle):
     plain_bytes = sum(parameter.nbytes for parameter in oracle.parameters())
     assert plain_bytes <= facts.weight_bytes < 1.2 * plain_bytes
     assert len(facts.model.identity.fingerprint) == 64
+    assert json.loads(facts.model.identity.numerics)["processor"] == isa_and_build()
 
 
 def test_two_workers_of_one_model_have_one_fingerprint(directory, runner):

@@ -19,7 +19,7 @@ from torch import nn
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.facts import KvKind, Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
-from triptych_kernels.cpu.library import amx_refusal, isa
+from triptych_kernels.cpu.library import amx_refusal, isa, isa_and_build
 from triptych_kernels.cpu.machine import rates
 from triptych_services.worker.adapters.store import AdapterLimits, AdapterStore
 from triptych_services.worker.attention.create import create_attention
@@ -108,7 +108,7 @@ def create_runner(
     guessing = GuessSources(config, directory, draft_directory)
     checkpoint, identity = _open(config, directory)
     log.info("weights: samples of their bytes have sha256 %s", identity.weights)
-    processor = isa() if device.type == "cpu" else device_name(device)
+    processor = isa_and_build() if device.type == "cpu" else device_name(device)
     check_agreement(config, group, identity=identity, processor=processor)
     kept_types, during = list[str](), partial(_checked_and_compiled, config, group)
     model = _load(config, checkpoint, group, on_phase, during, kept_types)

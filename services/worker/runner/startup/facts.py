@@ -186,7 +186,8 @@ def numerics_of(config: ResolvedConfig, *, processor: str, block_size: int, num_
     logits.
 
     Args:
-        processor: Name of what the kernels run on: an instruction set, a GPU, or `simulated`.
+        processor: Name of what the kernels run on: an instruction set with the build of its kernels, a GPU, or
+            `simulated`.
         num_threads: Threads by which sums are cut. 0: they are not.
     """
     parallel = config.engine.parallel

@@ -20,7 +20,7 @@ from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
 from triptych.errors import TriptychError
 from triptych.types.facts import Phase, WorkerFacts
-from triptych_kernels.cpu.library import isa
+from triptych_kernels.cpu.library import isa, isa_and_build
 from triptych_kernels.cpu.library import use_threads as use_native_threads
 from triptych_services.worker.context import host
 from triptych_services.worker.context.machine import cpu_traits, examine_machine, machine_directory
@@ -109,7 +109,7 @@ def start_stored(
         fingerprint=image.model.fingerprint,
         weights=image.model.weights,
         device_name=host.cpu_name(),
-        processor=isa(),
+        processor=isa_and_build(),
         num_threads=0 if resolved.batch_invariant else num_threads_of(config),
         weight_bytes=image.model.weight_bytes,
         load_s=time.perf_counter() - started,
