@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,16 @@ class TriptychError(Exception):
         self.message = message
         self.metadata: dict[str, str] = {}
         """The numbers and names of the message, for machines; travels in google.rpc.ErrorInfo."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how it is pickled: as it is, since subclasses take other arguments than `Exception` keeps."""
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[TriptychError], args: tuple[Any, ...], attributes: dict[str, Any]) -> TriptychError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class InvalidRequest(TriptychError):
