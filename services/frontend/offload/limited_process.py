@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,8 @@ from triptych_services.frontend.offload.fair_threads import add_cpu_time
 _CHILD = Path(__file__).with_name("limited_child.py")
 _WALL_FACTOR = 12
 """So many times the CPU time may pass by the clock: it is ended then even if it does not compute."""
+_START_LIMIT_S = 15.0
+"""CPU time that the start of a process of `KeptProcesses` may take."""
 OUTCOMES = ("started", "done", "refused", "late", "crashed")
 _totals: dict[str, ChildTotals] = {}  # threads of several owners write it, one set of metrics reads it
 _totals_lock = threading.Lock()
@@ -110,6 +113,64 @@ class LimitedProcess:
             totals = _totals.setdefault(self._work, ChildTotals(dict.fromkeys(OUTCOMES, 0), 0.0))
             outcomes = {**totals.outcomes, outcome: totals.outcomes[outcome] + 1}
             _totals[self._work] = ChildTotals(outcomes, totals.cpu_s + cpu_s)
+
+
+class KeptProcesses:
+    """Processes of one script that start when they are needed; some are kept while no thread uses them."""
+
+    def __init__(
+        self,
+        script: Path,
+        num_kept: int,
+        first: Callable[[], tuple[dict[str, Any], bytes]] = lambda: ({}, b""),
+    ) -> None:
+        """
+        Args:
+            num_kept: Processes that are kept while they have nothing to do.
+            first: Returns the message that each process is given first, and its bytes.
+        """
+        self._script = script
+        self._num_kept = num_kept
+        self._first = first
+        self._lock = threading.Lock()
+        """Guards the processes."""
+        self._idle: list[LimitedProcess] = []
+
+    def ask(self, message: dict[str, Any], limit_s: float, data: bytes = b"") -> dict[str, Any]:
+        """Return the answer of a process that no thread uses; see `LimitedProcess.ask`.
+
+        A process that was kept may have ended before it saw the message, so that another one is asked, once.
+
+        Raises:
+            ProcessEnded: It has used up its time, or crashed.
+        """
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is not None and process.is_alive:
+            try:
+                return self._ask(process, message, limit_s, data)
+            except ProcessEnded as error:
+                if error.was_late:
+                    raise
+        return self._ask(self._start(), message, limit_s, data)
+
+    def _ask(
+        self, process: LimitedProcess, message: dict[str, Any], limit_s: float, data: bytes
+    ) -> dict[str, Any]:
+        answer = process.ask(message, limit_s, data)
+        with self._lock:
+            if len(self._idle) < self._num_kept:  # otherwise it ends here
+                self._idle.append(process)
+        return answer
+
+    def _start(self) -> LimitedProcess:
+        process = LimitedProcess(self._script)
+        message, data = self._first()
+        try:
+            process.ask(message, _START_LIMIT_S, data)
+        except ProcessEnded:
+            raise RuntimeError(f"{self._script} does not start; its log says why") from None
+        return process
 
 
 def child_totals() -> dict[str, ChildTotals]:
