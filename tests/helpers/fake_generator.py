@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +25,7 @@ from triptych_services.frontend.generate import Generator, ServedModel
 from triptych_services.frontend.pooled_calls import PooledCalls
 from triptych_services.frontend.requests.parse import check_chat, fit_to_context, parse
 from triptych_services.frontend.requests.prepare import prepare_pooled
-from triptych_services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.requests.raw import RawChat, RawRequest, WrittenMessages
 from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.streams.logprobs import PromptReport
 from triptych_services.frontend.streams.outputs import EventReceiver, OutputEvent
@@ -271,7 +272,10 @@ class _FakeTextCalls(TextCalls):
 
 def _token_ids(prompt: str | Sequence[int] | RawChat) -> list[int]:
     if isinstance(prompt, RawChat):
-        prompt = "".join(f"{message['role']}:{message['content']}" for message in prompt.messages)
+        messages = prompt.messages
+        if isinstance(messages, WrittenMessages):
+            messages = json.loads(messages.json)
+        prompt = "".join(f"{message['role']}:{message['content']}" for message in messages)
     return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
 
 

@@ -10,6 +10,7 @@ Templates are programs that come with models, and clients choose what they loop 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,16 @@ from typing import Any
 from triptych.errors import InvalidRequest
 from triptych.text.chat_template import ChatTemplate
 from triptych.text.tokenizer import Tokenizer
-from triptych_services.frontend.offload.limited_process import LimitedProcess, ProcessEnded
+from triptych_services.frontend.offload.limited_process import KeptProcesses, ProcessEnded
+from triptych_services.frontend.requests.plain_tools import render_with_tools
+from triptych_services.frontend.requests.raw import WrittenMessages
 
 INLINE_LIMIT_S = 0.05
 """CPU time of this process that a template may take on the event loop."""
 RENDER_LIMIT_S = 3.0
 """CPU time that a template may take in a child process. 16,384 messages take 0.2 to 0.5 s."""
-_START_LIMIT_S = 15.0
+_NUM_KEPT = 3
+"""Child processes that are kept, as many as the threads of a `TextModel`."""
 _SCRIPT = Path(__file__).with_name("template_process.py")
 
 
@@ -48,37 +52,48 @@ class ChatRenderer:
         """
         self._template = ChatTemplate(tokenizer)
         names = ("chat_template", "other_templates", "bos_token", "eos_token", "unk_token", "pad_token")
-        self._source = {name: getattr(tokenizer, name) for name in names}
+        source = {name: getattr(tokenizer, name) for name in names}
+        self._is_missing = source["chat_template"] is None and not source["other_templates"]
         self._limit_s = limit_s
         self._is_slow = False
         """Whether the template was given up here before. Then it is not tried again."""
         self._is_armed = False
         """Whether an alarm ends what the main thread does."""
-        self._lock = threading.Lock()
-        """Guards the processes."""
-        self._idle: list[LimitedProcess] = []
+        self._processes = KeptProcesses(_SCRIPT, _NUM_KEPT, lambda: (source, b""))
 
     @property
     def knows_tools(self) -> bool:
         return self._template.knows_tools
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]] | WrittenMessages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> str:
         """Return the prompt: on the event loop within a short limit, on any other thread in a child process.
 
         Args:
-            arguments: As of `ChatTemplate.render`.
+            tools: The tools that the model is shown, as plain text where the template has no place for them.
+            arguments: As the others of `ChatTemplate.render`.
 
         Raises:
             InvalidRequest: on `messages`: as `ChatTemplate.render`, or the template takes too long.
             TakesLong: It takes too long for the event loop.
         """
-        if self._source["chat_template"] is None and not self._source["other_templates"]:
-            return self._template.render(messages, **arguments)  # says so
+        arguments["tools"] = tools
+        if self._is_missing:
+            return self._template.render((), **arguments)  # says so
+        if not isinstance(messages, WrittenMessages):
+            if _is_on_loop():
+                return self._render_here(messages, arguments)
+            return self._render_in_child(json.dumps(messages, default=dict).encode(), arguments)
         if _is_on_loop():
-            return self._render_here(messages, **arguments)
-        return self._render_in_child({"messages": messages, "arguments": arguments})
+            raise TakesLong
+        return self._render_in_child(messages.json, arguments)
 
-    def _render_here(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+    def _render_here(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         if self._is_slow or threading.current_thread() is not threading.main_thread():  # which has no alarm
             raise TakesLong
         before = signal.signal(signal.SIGVTALRM, self._raise_alarm)
@@ -86,7 +101,7 @@ class ChatRenderer:
             self._is_armed = True
             # Again and again: an exception is lost where it comes inside of a destructor.
             signal.setitimer(signal.ITIMER_VIRTUAL, INLINE_LIMIT_S, INLINE_LIMIT_S)
-            return self._template.render(messages, **arguments)
+            return render_with_tools(self._template, messages, arguments)
         except _Alarm:
             self._is_slow = True
             raise TakesLong from None
@@ -99,13 +114,10 @@ class ChatRenderer:
         if self._is_armed:
             raise _Alarm
 
-    def _render_in_child(self, message: dict[str, Any]) -> str:
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        if process is None or not process.is_alive:
-            process = self._start()
+    def _render_in_child(self, messages: bytes, arguments: Mapping[str, Any]) -> str:
+        """`messages`: as JSON."""
         try:
-            answer = process.ask(message, self._limit_s)
+            answer = self._processes.ask({"arguments": arguments}, self._limit_s, messages)
         except ProcessEnded as error:
             why = (
                 f"takes longer than the limit of {self._limit_s:g} s of CPU time"
@@ -113,20 +125,10 @@ class ChatRenderer:
                 else "crashed"
             )
             raise InvalidRequest("messages", f"the model's chat template {why}") from None
-        with self._lock:
-            self._idle.append(process)
         if "error" in answer:
             raise InvalidRequest("messages", answer["error"])
-        text: str = answer["text"]
-        return text
-
-    def _start(self) -> LimitedProcess:
-        process = LimitedProcess(_SCRIPT)
-        try:
-            process.ask(self._source, _START_LIMIT_S)
-        except ProcessEnded:
-            raise RuntimeError(f"{_SCRIPT} does not start; its log says why") from None
-        return process
+        text: bytes = answer.get("data", b"")
+        return text.decode("utf-8", "surrogatepass")
 
 
 def _is_on_loop() -> bool:

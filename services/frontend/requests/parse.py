@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.sampling import MAX_BIASES, SamplingParams
 from triptych.types.step import U32
 from triptych.types.submit import ModelTerms
-from triptych_services.frontend.requests.raw import RawChat, RawPair, RawRequest, why_too_many_messages
+from triptych_services.frontend.requests.raw import (
+    RawChat,
+    RawPair,
+    RawRequest,
+    WrittenMessages,
+    num_chars_of,
+    why_too_many_messages,
+)
 from triptych_services.frontend.requests.sampling import (
     check_sampling,
     find_bad_token_id,
@@ -171,17 +180,9 @@ def check_chat(chat: RawChat, path_of: Callable[[str], str]) -> list[FieldViolat
         violations.append(FieldViolation(path, "the conversation is empty; at least 1 message is needed"))
     if (why := why_too_many_messages(len(chat.messages))) is not None:
         return [FieldViolation(path, why)]
-    for index, message in enumerate(chat.messages):
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or not role:
-            violations.append(
-                FieldViolation(f"{path}[{index}].role", f"{role!r} is not a role; it is a word")
-            )
-        elif (why := why_not_text(role)) is not None:
-            violations.append(FieldViolation(f"{path}[{index}].role", why))
-        is_left_out = content is None and message.get("tool_calls")
-        if not is_left_out and (why := why_not_text(content)) is not None:
-            violations.append(FieldViolation(f"{path}[{index}].content", why))
+    messages = chat.messages
+    faults = messages.faults if isinstance(messages, WrittenMessages) else _faults_of(messages)
+    violations += [FieldViolation(f"{path}{where}", why) for where, why in faults]
     for name in chat.template_kwargs:
         if name in _TEMPLATE_ARGUMENTS or not name.isidentifier():
             violations.append(
@@ -190,6 +191,26 @@ def check_chat(chat: RawChat, path_of: Callable[[str], str]) -> list[FieldViolat
                 )
             )
     return violations
+
+
+def write_messages(messages: Sequence[Mapping[str, Any]]) -> WrittenMessages:
+    """Return the messages of a conversation, checked and written as JSON."""
+    faults = () if why_too_many_messages(len(messages)) is not None else tuple(_faults_of(messages))
+    written = json.dumps(messages, default=dict).encode()
+    return WrittenMessages(written, len(messages), num_chars_of(messages), faults)
+
+
+def _faults_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with messages, as the `faults` of `WrittenMessages`."""
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            yield f"[{index}].role", f"{role!r} is not a role; it is a word"
+        elif (why := why_not_text(role)) is not None:
+            yield f"[{index}].role", why
+        is_left_out = content is None and message.get("tool_calls")
+        if not is_left_out and (why := why_not_text(content)) is not None:
+            yield f"[{index}].content", why
 
 
 def check_prompt(raw: RawRequest, vocab_size: int, max_model_len: int) -> list[FieldViolation]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from triptych.text.chat_template import ChatTemplate
+
 PLAIN_FORMAT = "hermes"
 """Name of the format in which the model is asked to call."""
 _PROMPT = """\
@@ -21,6 +23,22 @@ For each function call, return a JSON object with the function's name and its ar
 <tool_call>
 {{"name": <function-name>, "arguments": <arguments-object>}}
 </tool_call>"""
+
+
+def render_with_tools(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> str:
+    """Return the prompt that a template makes, with tools as plain text if it has no place for them.
+
+    Args:
+        arguments: As the others of `ChatTemplate.render`, `tools` among them.
+
+    Raises:
+        InvalidRequest: As `ChatTemplate.render`.
+    """
+    if not template.knows_tools:
+        messages = with_plain_tools(messages, arguments["tools"] or ())
+    return template.render(messages, **arguments)
 
 
 def with_plain_tools(

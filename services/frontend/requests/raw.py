@@ -20,11 +20,30 @@ _MESSAGE_CHARS = 60  # an empty message costs as much as so many characters and 
 _LONG_VARIABLE = 1 << 13  # counts as the size of a list or an object, which is not looked into
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenMessages:
+    """The messages of a long conversation, which a child process has read and checked.
+
+    No objects are made of them in this process: the chat template is rendered in a child process as well.
+    """
+
+    json: bytes
+    """The messages as JSON."""
+    count: int
+    num_chars: int
+    """As of `num_chars_of`."""
+    faults: tuple[tuple[str, str], ...]
+    """Everything that is wrong with them: the place behind the path of the messages, `[2].role`, and the reason."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
 @dataclass(frozen=True, slots=True)
 class RawChat:
     """A conversation as the client wrote it."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]] | WrittenMessages
     """Each with `role` and `content` (text) at least."""
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -45,7 +64,7 @@ class RawChat:
     """The amount of work to check and to render it, in characters of a message."""
 
     def __post_init__(self) -> None:
-        num_chars = sum(map(_num_chars, self.messages))
+        num_chars = num_chars_of(self.messages)
         variables = sum(_size_of_variable(value) for value in self.template_kwargs.values())
         variables += _LONG_VARIABLE * (len(self.tools) + len(self.documents))
         object.__setattr__(self, "size", num_chars + variables + len(self.messages) * _MESSAGE_CHARS)
@@ -161,6 +180,11 @@ def why_too_many_messages(num_messages: int) -> str | None:
     if num_messages <= MAX_MESSAGES:
         return None
     return f"{num_messages} messages are above the limit {MAX_MESSAGES}"
+
+
+def num_chars_of(messages: Sequence[Mapping[str, Any]] | WrittenMessages) -> int:
+    """Return the characters of all texts in messages."""
+    return messages.num_chars if isinstance(messages, WrittenMessages) else sum(map(_num_chars, messages))
 
 
 def _num_chars(message: Mapping[str, Any]) -> int:

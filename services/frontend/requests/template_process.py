@@ -4,11 +4,13 @@
 
     {"chat_template": text, "other_templates": {name: text},
      "bos_token": text or null, "eos_token", "unk_token", "pad_token"}        {}    first, once
-    {"messages": [...], "arguments": the others of `ChatTemplate.render`}     {"text": prompt} or {"error": why}
+    {"data": messages as JSON, "arguments": the others of
+     `ChatTemplate.render`}                                                   {"data": UTF-8} or {"error": why}
 """
 
 from __future__ import annotations
 
+import json
 import resource
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,20 +18,22 @@ from typing import Any
 
 from triptych.errors import InvalidRequest
 from triptych.text.chat_template import ChatTemplate
+from triptych_services.frontend.requests.plain_tools import render_with_tools
 
 # The stack of `limited_child.py` takes 512 MiB of address space, the interpreter some 100.
 _MAX_BYTES = 1536 << 20
 
 
-def begin(message: dict[str, Any]) -> tuple[dict[str, str], Callable[[dict[str, Any]], dict[str, str]]]:
+def begin(message: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
     """Compile the template of the first message, which the frontend has compiled as well."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     template = ChatTemplate(SimpleNamespace(**message))
 
-    def answer(message: dict[str, Any]) -> dict[str, str]:
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {"text": template.render(message["messages"], **message["arguments"])}
+            text = render_with_tools(template, json.loads(message["data"]), message["arguments"])
         except InvalidRequest as error:
             return {"error": error.violations[0].description}
+        return {"data": text.encode("utf-8", "surrogatepass")}
 
     return {}, answer

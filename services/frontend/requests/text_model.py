@@ -24,7 +24,7 @@ from triptych_services.frontend.requests.chat_renderer import ChatRenderer, Take
 from triptych_services.frontend.requests.grammars.answer_forms import DEMANDED_FORMAT
 from triptych_services.frontend.requests.grammars.compiler import GrammarChecker
 from triptych_services.frontend.requests.parse import prompt_has_too_many_chars
-from triptych_services.frontend.requests.plain_tools import PLAIN_FORMAT, with_plain_tools
+from triptych_services.frontend.requests.plain_tools import PLAIN_FORMAT
 from triptych_services.frontend.requests.raw import RawChat, RawPair
 from triptych_services.frontend.requests.sampling import check_defaults, why_not_text
 from triptych_services.frontend.requests.tools import AnswerSplit, schemas_of
@@ -270,15 +270,13 @@ class TextModel:
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
     def _render(self, chat: RawChat, path: str) -> str:
-        tools, messages = chat.template_tools, chat.messages
+        tools = chat.template_tools
         if tools is not None and not chat.demands_calls and self._tool_format is None:
             why = "it is not known how this model writes calls of tools; set frontend.tool_call_parser"
             raise InvalidRequest("tools", why)
         try:
-            if not self._template.knows_tools:
-                messages = with_plain_tools(messages, tools or ())
             text = self._template.render(
-                messages,
+                chat.messages,
                 tools=tools,
                 documents=chat.documents or None,
                 add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,

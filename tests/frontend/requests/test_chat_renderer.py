@@ -15,10 +15,12 @@ from tests.helpers.byte_tokenizer import byte_tokenizer
 from triptych.errors import InvalidRequest
 from triptych_services.frontend.requests import chat_renderer
 from triptych_services.frontend.requests.chat_renderer import ChatRenderer, TakesLong
+from triptych_services.frontend.requests.parse import write_messages
 from triptych_services.frontend.requests.raw import RawChat
 from triptych_services.frontend.requests.text_model import INLINE_SIZE, TextModel
 
 MESSAGES = [{"role": "user", "content": "Hi ü \U0001f600"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}x"
 GROWS = (
     "{% set ns = namespace(text='0123456789abcdef' * 1000) %}"
@@ -43,6 +45,17 @@ async def test_child_renders_what_the_loop_does() -> None:
     here = own.render(MESSAGES, **{**arguments, "x": {"k": [True]}})
     assert "[user]Hi ü" in here
     assert await elsewhere(lambda: own.render(MESSAGES, **arguments)) == here
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"])
+async def test_written_messages_are_rendered_as_others(template: str | None) -> None:
+    messages = [*MESSAGES, {"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
+    own, written = renderer(template), write_messages(messages)
+    with pytest.raises(TakesLong):
+        own.render(written, tools=[TOOL])
+    rendered = await elsewhere(lambda: own.render(written, tools=[TOOL]))
+    assert rendered == own.render(messages, tools=[TOOL])
+    assert ("<tool_response>" in rendered) is (template is None)
 
 
 async def test_short_conversations_start_no_process() -> None:
