@@ -22,7 +22,7 @@ from triptych_services.frontend.http.connections import ConnectionLimits
 from triptych_services.frontend.http.guards import OnResponse
 from triptych_services.frontend.http.server import HttpServer
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0  # of an answer, for which a process of low priority may have to start
 TRUSTS_NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For clients without TLS: by default each spends 30 ms on reading certificates that all the world trusts."""
 

@@ -14,13 +14,13 @@ from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.http import status_routes
 from triptych_services.frontend.http.anthropic import objects as anthropic_objects
 from triptych_services.frontend.http.anthropic import routes as anthropic_routes
-from triptych_services.frontend.http.body import BodyReader
+from triptych_services.frontend.http.body_reader import BodyReader
 from triptych_services.frontend.http.document import build_document
 from triptych_services.frontend.http.errors import install_handlers
+from triptych_services.frontend.http.generation import REQUEST_ID_HEADER
 from triptych_services.frontend.http.guards import (
     DOCS_PATH,
     DOCUMENT_PATH,
-    REQUEST_ID_HEADER,
     STATIC_PATH,
     DirectRoutes,
     KeyGuard,

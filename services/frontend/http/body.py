@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from email.message import Message
 from typing import Any, TypeVar, cast
 
 from pydantic import (
@@ -22,17 +20,12 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
-from starlette.requests import ClientDisconnect, Request
 
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych_services.frontend.http.fields import is_kind
-from triptych_services.frontend.offload.fair_threads import FairThreads
 from triptych_services.frontend.requests.json_text import read_json_in_parts
 
-log = logging.getLogger(__name__)
-
 MAX_VIOLATIONS = 64  # reported of one body; a client needs no more to see what is wrong
-MAX_WARNED = 256  # names of unknown fields
 MAX_FIELDS = 256  # of one JSON object; the largest that the API knows has a quarter of that
 _MAX_SUGGESTIONS = 3  # unknown names that are compared with all that are known, which takes 1 ms each
 _NO_SUCH_FIELD = "there is no such field"
@@ -307,53 +300,20 @@ def _shown(value: Any) -> str:
     return "an object" if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
-# 8 kB hold at most 270 messages, which are read in about 3 ms.
-_INLINE_BYTES = 8192
-
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 
-class BodyReader:
-    """Reads bodies for the routes; owned by the app."""
+def read_body(
+    data: bytes, kind: type[B], convert: Callable[[B], T], *, refuses_unknown: bool
+) -> tuple[T, tuple[str, ...]]:
+    """Return what `convert` makes of a body, and the paths of the unknown fields that were left out.
 
-    def __init__(self, *, refuses_unknown: bool = True) -> None:
-        """
-        Args:
-            refuses_unknown: Fields that the API does not have are refused. Otherwise they are left out, with one
-                warning in the log for each name.
-        """
-        self._refuses_unknown = refuses_unknown
-        self._warned: set[str] = set()
-        # One thread: readers of JSON hold the interpreter's lock, so that a second one would only slow the loop.
-        self._threads = FairThreads(1, inline_size=_INLINE_BYTES, what="long bodies")
-
-    async def read(self, request: Request, kind: type[B], convert: Callable[[B], T]) -> T:
-        """Return what `convert` makes of the request's body.
-
-        Raises:
-            InvalidRequest: The body is no JSON object. Errors of its fields are in `Body.violations`.
-            QueueFull: Too many long bodies wait to be read.
-        """
-        try:
-            data = await request.body()
-        except ClientDisconnect:
-            raise ClientGone from None
-        if not data:
-            raise InvalidRequest("", "the body is missing; send a JSON object")
-        if not _is_json(request.headers.get("content-type", "")):
-            raise InvalidRequest(
-                "", "the body must be a JSON object, sent with Content-Type: application/json"
-            )
-        return await self._threads.run(len(data), self._read, data, kind, convert)
-
-    def _read(self, data: bytes, kind: type[B], convert: Callable[[B], T]) -> T:
-        body = _parse(data, kind, None if self._refuses_unknown else LeaveOutUnknown())
-        for name in body.unknown_fields:
-            if name not in self._warned and len(self._warned) < MAX_WARNED:
-                self._warned.add(name)
-                log.warning("left out the field %r of a request: the API has none of this name", name)
-        return convert(body)
+    Raises:
+        InvalidRequest: The body is no JSON object. Errors of its fields are in `Body.violations`.
+    """
+    body = _parse(data, kind, None if refuses_unknown else LeaveOutUnknown())
+    return convert(body), body.unknown_fields
 
 
 def _parse(data: bytes, kind: type[B], context: LeaveOutUnknown | None) -> B:
@@ -368,14 +328,6 @@ def _parse(data: bytes, kind: type[B], context: LeaveOutUnknown | None) -> B:
         return kind.model_validate(value, context=context)
     except ValidationError as error:
         raise InvalidRequest([_not_an_object(error)]) from None
-
-
-def _is_json(content_type: str) -> bool:
-    message = Message()
-    message["content-type"] = content_type
-    subtype = message.get_content_subtype()
-    is_application = message.get_content_maintype() == "application"
-    return is_application and (subtype == "json" or subtype.endswith("+json"))
 
 
 def _not_an_object(error: ValidationError) -> FieldViolation:

@@ -20,11 +20,11 @@ from triptych_services.frontend.http.generation_body import (
     GenerationBody,
     StructuredOutputsBody,
 )
-from triptych_services.frontend.http.guards import REQUEST_ID_HEADER
 from triptych_services.frontend.requests.identity import unique_request_id
 from triptych_services.frontend.requests.parse import why_not_request_id
 from triptych_services.frontend.requests.raw import RawRequest
 
+REQUEST_ID_HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-S"
 """The header by which a client bounds the time of a request."""
 _SECONDS = TypeAdapter(float)

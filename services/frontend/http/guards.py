@@ -23,8 +23,8 @@ from triptych_services.frontend.access.caller import set_caller
 from triptych_services.frontend.access.keys import ApiKeys
 from triptych_services.frontend.http.body import ClientGone
 from triptych_services.frontend.http.errors import CLIENT_CLOSED_REQUEST, dialect_of, error_response
+from triptych_services.frontend.http.generation import REQUEST_ID_HEADER
 
-REQUEST_ID_HEADER = "X-Request-Id"
 MAX_BODY_BYTES = 10 << 20
 _MAX_DIGITS = 20  # of a declared length; Python reads no number of more than a few thousand
 OTHER_ROUTES = "other"

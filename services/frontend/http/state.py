@@ -11,7 +11,8 @@ from starlette.types import Receive
 
 from triptych.errors import EngineUnavailable
 from triptych_services.frontend.generate import Generator
-from triptych_services.frontend.http.body import BodyReader, ClientGone
+from triptych_services.frontend.http.body import ClientGone
+from triptych_services.frontend.http.body_reader import BodyReader
 
 _T = TypeVar("_T")
 

@@ -97,7 +97,8 @@ def test_unknown_fields_of_many_objects_become_few_findings(
     monkeypatch.setattr(
         reading, "to_violations", lambda details: found.append(len(details)) or to_violations(details)
     )
-    reader = reading.BodyReader(refuses_unknown=refuses_unknown)
-    violations = reader._read(json.dumps(body).encode(), kind, lambda read: read.violations)
+    violations, _ = reading.read_body(
+        json.dumps(body).encode(), kind, lambda read: read.violations, refuses_unknown=refuses_unknown
+    )
     assert bool(violations) is refuses_unknown
     assert max(found, default=0) <= len(_ODD)

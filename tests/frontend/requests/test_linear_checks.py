@@ -14,7 +14,7 @@ from triptych.errors import TriptychError
 from triptych.types.structured import MAX_FORM_BYTES, StructuredOutputs
 from triptych_services.frontend.http import body as reading
 from triptych_services.frontend.http.anthropic.schema import MessagesRequest
-from triptych_services.frontend.http.body import MAX_FIELDS, Body, BodyReader
+from triptych_services.frontend.http.body import MAX_FIELDS, Body, read_body
 from triptych_services.frontend.http.openai.responses.schema import ResponsesRequest
 from triptych_services.frontend.http.openai.schema import ChatCompletionRequest, CompletionRequest
 from triptych_services.frontend.requests.grammars import grammar_process
@@ -165,9 +165,8 @@ def test_few_unknown_names_are_compared_with_the_known(
         lambda name, *rest, **n: compared.append(name) or find_close(name, *rest, **n),
     )
     names = [f"temperatur{number}" for number in range(MAX_FIELDS)]
-    found = BodyReader()._read(
-        json.dumps(dict.fromkeys(names, 1)).encode(), kind, lambda body: body.violations
-    )
+    data = json.dumps(dict.fromkeys(names, 1)).encode()
+    found, _ = read_body(data, kind, lambda body: body.violations, refuses_unknown=True)
     assert compared == names[:3]
     assert [violation.field for violation in found[:4]] == names[:4]
     assert "did you mean temperature?" in found[2].description

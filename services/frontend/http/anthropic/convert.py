@@ -45,6 +45,16 @@ _ATTRIBUTION = "x-anthropic-billing-header:"
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
+def read_messages(body: MessagesRequest, *, label: str, deadline_s: float | None) -> tuple[bool, RawRequest]:
+    """Return whether the answer is streamed, and what `messages_request` makes of a body."""
+    return bool(body.stream), messages_request(body, label=label, deadline_s=deadline_s)
+
+
+def read_count(body: CountTokensRequest) -> tuple[str, RawChat]:
+    """Return the model that is named, and what `chat_to_count` makes of a body."""
+    return body.model or "", chat_to_count(body)
+
+
 def messages_request(body: MessagesRequest, *, label: str, deadline_s: float | None) -> RawRequest:
     """Return the conversation as one raw request."""
     base = base_request(body, _read_form(body), label=label, deadline_s=deadline_s)

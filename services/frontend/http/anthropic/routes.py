@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -20,7 +22,6 @@ from triptych_services.frontend.http.document import takes
 from triptych_services.frontend.http.errors import json_response
 from triptych_services.frontend.http.generation import timeout_of
 from triptych_services.frontend.http.state import generator_of, reader_of
-from triptych_services.frontend.requests.raw import RawChat, RawRequest
 
 router = APIRouter()
 _GENERATE_ERRORS = error_answers(400, 403, 404, 413, 429, 503, 504, model=AnthropicError)
@@ -33,11 +34,8 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation, as Anthropic's Messages API does."""
     request_id: str = request.state.request_id
     deadline_s = timeout_of(request)
-
-    def to_raw(body: MessagesRequest) -> tuple[bool, RawRequest]:
-        return bool(body.stream), convert.messages_request(body, label=request_id, deadline_s=deadline_s)
-
-    is_streamed, raw = await reader_of(request).read(request, MessagesRequest, to_raw)
+    to_raw = partial(convert.read_messages, label=request_id, deadline_s=deadline_s)
+    is_streamed, raw = await reader_of(request).read(request, MessagesRequest, to_raw, deadline_s=deadline_s)
     return await answer_in_blocks(
         request, raw, MessagesFormat(request_id=request_id), is_streamed=is_streamed
     )
@@ -51,10 +49,6 @@ async def create_message(request: Request) -> Response:
 @takes(CountTokensRequest)
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation, as Anthropic's Messages API does."""
-
-    def to_chat(body: CountTokensRequest) -> tuple[str, RawChat]:
-        return body.model or "", convert.chat_to_count(body)
-
-    model, chat = await reader_of(request).read(request, CountTokensRequest, to_chat)
+    model, chat = await reader_of(request).read(request, CountTokensRequest, convert.read_count)
     token_ids = await generator_of(request).text.tokenize(chat, model=model, paths=convert.CHAT_PATHS)
     return json_response({"input_tokens": len(token_ids)})

@@ -125,6 +125,33 @@ def chat_request(body: ChatCompletionRequest, *, label: str, deadline_s: float |
     )
 
 
+def read_completion(
+    body: CompletionRequest, *, label: str, deadline_s: float | None
+) -> tuple[AnswerOptions, list[RawRequest]]:
+    """Return what `answer_options` and `completion_requests` make of a body."""
+    raws = completion_requests(body, label=label, deadline_s=deadline_s)
+    return answer_options(body), raws
+
+
+def read_chat(
+    body: ChatCompletionRequest, *, label: str, deadline_s: float | None
+) -> tuple[AnswerOptions, RawRequest]:
+    """Return what `answer_options` and `chat_request` make of a body."""
+    raw = chat_request(body, label=label, deadline_s=deadline_s)
+    return answer_options(body), raw
+
+
+def read_tokenize(body: TokenizeRequest) -> tuple[str, str | RawChat, bool | None, bool]:
+    """Return the model that is named, the prompt, and whether special tokens are added and texts are returned."""
+    prompt = tokenize_prompt(body)
+    return body.model or "", prompt, body.add_special_tokens, bool(body.return_token_strs)
+
+
+def read_detokenize(body: DetokenizeRequest) -> tuple[str, list[int], bool]:
+    """Return the model that is named, the ids, and whether special tokens are skipped."""
+    return body.model or "", detokenize_ids(body), body.skip_special_tokens is not False
+
+
 def tokenize_prompt(body: TokenizeRequest) -> str | RawChat:
     """Return what is to be tokenized.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -59,12 +60,8 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     """Complete one prompt or several. With the header Last-Event-ID, a stream that broke goes on."""
     deadline_s = timeout_of(request)
-
-    def to_raws(body: CompletionRequest) -> tuple[convert.AnswerOptions, list[RawRequest]]:
-        raws = convert.completion_requests(body, label=request.state.request_id, deadline_s=deadline_s)
-        return convert.answer_options(body), raws
-
-    options, raws = await reader_of(request).read(request, CompletionRequest, to_raws)
+    to_raws = partial(convert.read_completion, label=request.state.request_id, deadline_s=deadline_s)
+    options, raws = await reader_of(request).read(request, CompletionRequest, to_raws, deadline_s=deadline_s)
     if (event_id := request.headers.get(LAST_EVENT_ID_HEADER)) is not None:
         return _go_on(request, *parse_event_id(event_id))
     return await _generate(request, options, raws, CompletionFormat(options))
@@ -79,12 +76,10 @@ async def create_completion(request: Request) -> Response:
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation. With the header Last-Event-ID, a stream that broke goes on."""
     deadline_s = timeout_of(request)
-
-    def to_raw(body: ChatCompletionRequest) -> tuple[convert.AnswerOptions, RawRequest]:
-        raw = convert.chat_request(body, label=request.state.request_id, deadline_s=deadline_s)
-        return convert.answer_options(body), raw
-
-    options, raw = await reader_of(request).read(request, ChatCompletionRequest, to_raw)
+    to_raw = partial(convert.read_chat, label=request.state.request_id, deadline_s=deadline_s)
+    options, raw = await reader_of(request).read(
+        request, ChatCompletionRequest, to_raw, deadline_s=deadline_s
+    )
     if (event_id := request.headers.get(LAST_EVENT_ID_HEADER)) is not None:
         return _go_on(request, *parse_event_id(event_id))
     return await _generate(request, options, [raw], ChatFormat(options))

@@ -13,7 +13,6 @@ from triptych_services.frontend.http.errors import json_response
 from triptych_services.frontend.http.openai import answers, convert
 from triptych_services.frontend.http.openai.schema import DetokenizeRequest, TokenizeRequest
 from triptych_services.frontend.http.state import generator_of, reader_of
-from triptych_services.frontend.requests.raw import RawChat
 
 router = APIRouter(responses=error_answers(400, 404, 413, 429, 503), tags=["tokens"])
 
@@ -24,13 +23,8 @@ _PIECE = 4096  # entries of a list that are written at once, in 0.4 ms
 @takes(TokenizeRequest)
 async def tokenize(request: Request) -> Response:
     """Text or a conversation -> token ids."""
-
-    def to_prompt(body: TokenizeRequest) -> tuple[str, str | RawChat, bool | None, bool]:
-        prompt = convert.tokenize_prompt(body)
-        return body.model or "", prompt, body.add_special_tokens, bool(body.return_token_strs)
-
     model, prompt, add_special_tokens, with_texts = await reader_of(request).read(
-        request, TokenizeRequest, to_prompt
+        request, TokenizeRequest, convert.read_tokenize
     )
     generator = generator_of(request)
     token_ids = await generator.text.tokenize(
@@ -72,11 +66,9 @@ def _write_list(values: Sequence[object]) -> str:
 @takes(DetokenizeRequest)
 async def detokenize(request: Request) -> Response:
     """Token ids -> text."""
-
-    def to_ids(body: DetokenizeRequest) -> tuple[str, list[int], bool]:
-        return body.model or "", convert.detokenize_ids(body), body.skip_special_tokens is not False
-
-    model, token_ids, skip_special_tokens = await reader_of(request).read(request, DetokenizeRequest, to_ids)
+    model, token_ids, skip_special_tokens = await reader_of(request).read(
+        request, DetokenizeRequest, convert.read_detokenize
+    )
     text = await generator_of(request).text.detokenize(
         token_ids, model=model, skip_special_tokens=skip_special_tokens, path="tokens"
     )

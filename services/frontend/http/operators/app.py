@@ -13,7 +13,7 @@ from triptych.errors import PermissionDenied
 from triptych_services.frontend.access.audit import log_admin_call
 from triptych_services.frontend.access.keys import ApiKeys
 from triptych_services.frontend.generate import Generator
-from triptych_services.frontend.http.body import BodyReader
+from triptych_services.frontend.http.body_reader import BodyReader
 from triptych_services.frontend.http.errors import install_handlers
 from triptych_services.frontend.http.guards import (
     DOCS_PATH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import orjson
@@ -16,9 +16,9 @@ from triptych.types.step import F32
 from triptych.types.submit import RequestHead
 from triptych_services.frontend.http.answers import Answer, to_json
 from triptych_services.frontend.http.body import unsupported_paths
-from triptych_services.frontend.http.generation import TIMEOUT_HEADER
-from triptych_services.frontend.http.guards import REQUEST_ID_HEADER
+from triptych_services.frontend.http.generation import REQUEST_ID_HEADER, TIMEOUT_HEADER
 from triptych_services.frontend.http.openai.pooling.schema import (
+    ClassificationRequest,
     EmbeddingRequest,
     InputsBody,
     PooledBody,
@@ -31,6 +31,74 @@ from triptych_services.frontend.requests.identity import unique_request_id
 from triptych_services.frontend.requests.parse import why_not_request_id
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.scores import Passage, number_requests, pair_up
+
+
+class Comparison(NamedTuple):
+    """A call that compares texts, as its body says."""
+
+    base: RawRequest
+    pairs: Sequence[tuple[Passage, Passage]]
+    activation: bool | None
+    top_n: int | None = None
+    returns_documents: bool = False
+
+
+def read_embedding(
+    body: EmbeddingRequest, *, label: str, deadline_s: float | None
+) -> tuple[bool, list[RawRequest]]:
+    """Return whether the vectors are sent as base64, and the raw requests.
+
+    Raises:
+        InvalidRequest: As `embedding_params` and `input_requests`.
+    """
+    raws = input_requests(body, embedding_params(body), label=label, deadline_s=deadline_s)
+    return body.encoding_format == "base64", raws
+
+
+def read_pooling(
+    body: PoolingRequest, *, label: str, deadline_s: float | None
+) -> tuple[bool, bool, list[RawRequest]]:
+    """Return whether the vectors are sent as base64, whether a task is named, and the raw requests.
+
+    Raises:
+        InvalidRequest: As `embedding_params` and `input_requests`.
+    """
+    task = Task[body.task.upper()] if body.task is not None else Task.EMBED
+    raws = input_requests(body, embedding_params(body, task), label=label, deadline_s=deadline_s)
+    return body.encoding_format == "base64", body.task is not None, raws
+
+
+def read_classification(
+    body: ClassificationRequest, *, label: str, deadline_s: float | None
+) -> list[RawRequest]:
+    """Return the raw requests.
+
+    Raises:
+        InvalidRequest: As `input_requests`.
+    """
+    params = PoolingParams(Task.CLASSIFY, activation=body.activation)
+    return input_requests(body, params, label=label, deadline_s=deadline_s)
+
+
+def read_score(body: ScoreRequest, *, label: str, deadline_s: float | None) -> Comparison:
+    """Return the call.
+
+    Raises:
+        InvalidRequest: As `base_request` and `score_pairs`.
+    """
+    base = base_request(body, label=label, deadline_s=deadline_s)
+    return Comparison(base, score_pairs(body), body.activation)
+
+
+def read_rerank(body: RerankRequest, *, label: str, deadline_s: float | None) -> Comparison:
+    """Return the call.
+
+    Raises:
+        InvalidRequest: As `base_request` and `rerank_pairs`.
+    """
+    base = base_request(body, label=label, deadline_s=deadline_s)
+    returns_documents = body.return_documents is not False
+    return Comparison(base, rerank_pairs(body), body.activation, body.top_n or None, returns_documents)
 
 
 def base_request(body: PooledBody, *, label: str, deadline_s: float | None) -> RawRequest:

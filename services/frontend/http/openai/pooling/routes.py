@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from triptych.types.pooling import PoolingParams, Task
+from triptych.types.pooling import Task
 from triptych_services.frontend.http.answers import GENERATE_ERRORS
 from triptych_services.frontend.http.document import takes
 from triptych_services.frontend.http.errors import json_response
@@ -29,7 +31,7 @@ from triptych_services.frontend.http.openai.pooling.schema import (
 from triptych_services.frontend.http.state import generator_of, reader_of
 from triptych_services.frontend.pooled_calls import AnswerBytes, PooledText
 from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.scores import Passage, Scores, rank, score
+from triptych_services.frontend.scores import Scores, rank, score
 
 router = APIRouter(tags=["pool"])
 
@@ -70,29 +72,11 @@ class CountedResponse(Response):
             self._answer.close()
 
 
-class _Comparison(NamedTuple):
-    """A call that compares texts, as its body says."""
-
-    base: RawRequest
-    pairs: Sequence[tuple[Passage, Passage]]
-    activation: bool | None
-    top_n: int | None = None
-    returns_documents: bool = False
-
-
 @router.post("/v1/embeddings", responses={200: {"model": convert.EmbeddingAnswer}, **GENERATE_ERRORS})
 @takes(EmbeddingRequest, has_timeout=True)
 async def create_embeddings(request: Request) -> Response:
     """Texts or token ids -> one vector each."""
-    deadline_s = timeout_of(request)
-
-    def to_raws(body: EmbeddingRequest) -> tuple[bool, list[RawRequest]]:
-        label = request.state.request_id
-        params = convert.embedding_params(body)
-        raws = convert.input_requests(body, params, label=label, deadline_s=deadline_s)
-        return body.encoding_format == "base64", raws
-
-    is_base64, raws = await reader_of(request).read(request, EmbeddingRequest, to_raws)
+    is_base64, raws = await _read(request, EmbeddingRequest, convert.read_embedding)
     with _answer_of(request) as answer:
         pooled = await _run(request, generator_of(request).pooled.compute(raws, answer))
         body = await _vectors(request, raws, pooled, "embedding", "embedding", is_base64=is_base64)
@@ -103,20 +87,12 @@ async def create_embeddings(request: Request) -> Response:
 @takes(PoolingRequest, has_timeout=True)
 async def pool(request: Request) -> Response:
     """Texts or token ids -> what the model makes of each: a vector, one for each token, or numbers of its labels."""
-    deadline_s, generator = timeout_of(request), generator_of(request)
-
-    def to_raws(body: PoolingRequest) -> tuple[bool, list[RawRequest]]:
-        task = Task[body.task.upper()] if body.task is not None else _default_task(body)
-        params = convert.embedding_params(body, task)
-        raws = convert.input_requests(body, params, label=request.state.request_id, deadline_s=deadline_s)
-        return body.encoding_format == "base64", raws
-
-    def _default_task(body: PoolingRequest) -> Task:
-        tasks = generator.find_model(body.model or "").tasks
-        is_classifier = Task.CLASSIFY.label in tasks and Task.EMBED.label not in tasks
-        return Task.CLASSIFY if is_classifier else Task.EMBED
-
-    is_base64, raws = await reader_of(request).read(request, PoolingRequest, to_raws)
+    generator = generator_of(request)
+    is_base64, names_task, raws = await _read(request, PoolingRequest, convert.read_pooling)
+    if not names_task:
+        tasks = generator.find_model(raws[0].model).tasks
+        if Task.CLASSIFY.label in tasks and Task.EMBED.label not in tasks:
+            raws = [_with_task(raw, Task.CLASSIFY) for raw in raws]
     with _answer_of(request) as answer:
         pooled = await _run(request, generator.pooled.compute(raws, answer))
         body = await _vectors(request, raws, pooled, "pooling", "data", is_base64=is_base64)
@@ -127,13 +103,8 @@ async def pool(request: Request) -> Response:
 @takes(ClassificationRequest, has_timeout=True)
 async def classify(request: Request) -> Response:
     """Texts or token ids -> one number for each label of the model."""
-    deadline_s, generator = timeout_of(request), generator_of(request)
-
-    def to_raws(body: ClassificationRequest) -> list[RawRequest]:
-        params = PoolingParams(Task.CLASSIFY, activation=body.activation)
-        return convert.input_requests(body, params, label=request.state.request_id, deadline_s=deadline_s)
-
-    raws = await reader_of(request).read(request, ClassificationRequest, to_raws)
+    generator = generator_of(request)
+    raws = await _read(request, ClassificationRequest, convert.read_classification)
     with _answer_of(request) as answer:
         pooled = await _run(request, generator.pooled.compute(raws, answer))
         labels = generator.text_model.labels(pooled[0].vectors.shape[1])
@@ -155,11 +126,7 @@ async def classify(request: Request) -> Response:
 @takes(ScoreRequest, has_timeout=True)
 async def create_scores(request: Request) -> Response:
     """Pairs of texts -> how well the second of each fits the first."""
-
-    def read(body: ScoreRequest, base: RawRequest) -> _Comparison:
-        return _Comparison(base, convert.score_pairs(body), body.activation)
-
-    call, scores = await _compare(request, ScoreRequest, read)
+    call, scores = await _compare(request, ScoreRequest, convert.read_score)
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores.values)]
     return json_response(_head(request, "score", call.base.model, scores.num_tokens) | {"data": data})
 
@@ -170,13 +137,7 @@ async def create_scores(request: Request) -> Response:
 @takes(RerankRequest, has_timeout=True)
 async def rerank(request: Request) -> Response:
     """A query and documents -> the documents in the order in which they fit it, as Jina's and Cohere's clients ask."""
-
-    def read(body: RerankRequest, base: RawRequest) -> _Comparison:
-        returns_documents = body.return_documents is not False
-        pairs = convert.rerank_pairs(body)
-        return _Comparison(base, pairs, body.activation, body.top_n or None, returns_documents)
-
-    call, scores = await _compare(request, RerankRequest, read)
+    call, scores = await _compare(request, RerankRequest, convert.read_rerank)
     results = []
     for place in rank(scores.values, call.top_n):
         document = {"document": {"text": call.pairs[place][1].text}} if call.returns_documents else {}
@@ -199,18 +160,25 @@ def _answer_of(request: Request) -> Iterator[AnswerBytes]:
 _B = TypeVar("_B", bound=PooledBody)
 
 
-async def _compare(request: Request, kind: type[_B], read: Any) -> tuple[_Comparison, Scores]:
-    """Read a call that compares texts, and return it with the scores of its pairs."""
+async def _read(request: Request, kind: type[_B], convert_body: Callable[..., _T]) -> _T:
+    """Return what `convert_body` makes of a body, the name of the request and its deadline."""
     deadline_s = timeout_of(request)
+    convert_named = partial(convert_body, label=request.state.request_id, deadline_s=deadline_s)
+    return await reader_of(request).read(request, kind, convert_named, deadline_s=deadline_s)
 
-    def to_call(body: _B) -> _Comparison:
-        base = convert.base_request(body, label=request.state.request_id, deadline_s=deadline_s)
-        call: _Comparison = read(body, base)
-        return call
 
-    call = await reader_of(request).read(request, kind, to_call)
+async def _compare(
+    request: Request, kind: type[_B], read: Callable[..., convert.Comparison]
+) -> tuple[convert.Comparison, Scores]:
+    """Read a call that compares texts, and return it with the scores of its pairs."""
+    call = await _read(request, kind, read)
     work = score(generator_of(request), call.base, call.pairs, activation=call.activation)
     return call, await _run(request, work)
+
+
+def _with_task(raw: RawRequest, task: Task) -> RawRequest:
+    assert raw.pooling is not None, "it becomes vectors"
+    return replace(raw, pooling=replace(raw.pooling, task=task))
 
 
 async def _run(request: Request, work: Coroutine[Any, Any, _T]) -> _T:

@@ -56,6 +56,14 @@ class ResponsesOptions:
     """Name of a tool -> its namespace, of those that are in one."""
 
 
+def read_response(
+    body: ResponsesRequest, *, label: str, deadline_s: float | None
+) -> tuple[ResponsesOptions, RawRequest]:
+    """Return what `answer_options` and `responses_request` make of a body."""
+    raw = responses_request(body, label=label, deadline_s=deadline_s)
+    return answer_options(body), raw
+
+
 def responses_request(body: ResponsesRequest, *, label: str, deadline_s: float | None) -> RawRequest:
     """Return the conversation as one raw request."""
     base = base_request(body, _read_form(body), label=label, deadline_s=deadline_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -16,7 +17,6 @@ from triptych_services.frontend.http.openai.responses.answers import RESPONSES_E
 from triptych_services.frontend.http.openai.responses.objects import ResponsesFormat
 from triptych_services.frontend.http.openai.responses.schema import ResponsesRequest
 from triptych_services.frontend.http.state import reader_of
-from triptych_services.frontend.requests.raw import RawRequest
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=["generate"])
 
@@ -27,12 +27,8 @@ async def create_response(request: Request) -> Response:
     """Answer a conversation, as OpenAI's Responses API does. Nothing is stored."""
     request_id: str = request.state.request_id
     deadline_s = timeout_of(request)
-
-    def to_raw(body: ResponsesRequest) -> tuple[convert.ResponsesOptions, RawRequest]:
-        raw = convert.responses_request(body, label=request_id, deadline_s=deadline_s)
-        return convert.answer_options(body), raw
-
-    options, raw = await reader_of(request).read(request, ResponsesRequest, to_raw)
+    to_raw = partial(convert.read_response, label=request_id, deadline_s=deadline_s)
+    options, raw = await reader_of(request).read(request, ResponsesRequest, to_raw, deadline_s=deadline_s)
     format = ResponsesFormat(
         request_id=request_id,
         created_unix_s=int(time.time()),
