@@ -254,7 +254,8 @@ class CachedPrefixes:
                 `add_chain` before.
         """
         prefixes, useful, longest = self._prefixes, self._useful, self._longest_runs
-        all_cached, news = self._all_cached, list[bytes]()
+        all_cached = self._all_cached
+        news: list[bytes] = []
         for hashes, first, end in chains:
             parent = prefixes.get(hashes[first - 1]) if first else None
             for at in range(first, end):

@@ -75,7 +75,8 @@ class StepBuilder:
 
     def add_growths(self, slots: Slots, growths: Sequence[Growth]) -> None:
         """Add the blocks of running rows that grow, group by group."""
-        nums_new, repeated = None, list[int]()
+        nums_new: Ints | None = None
+        repeated: list[int] = []
         for growth in growths:
             if growth.nums_new is not nums_new:  # groups of equal blocks share it
                 nums_new, repeated = growth.nums_new, slots.repeat(growth.nums_new).tolist()
