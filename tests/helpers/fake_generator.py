@@ -19,7 +19,7 @@ from triptych.types.identity import ModelIdentity
 from triptych.types.logprobs import Logprob, TokenLogprobs
 from triptych.types.outputs import FinishReason, StageTimings, Usage
 from triptych.types.pooling import PoolingParams, Task
-from triptych.types.step import PromptLogprobs
+from triptych.types.step import U32, PromptLogprobs
 from triptych.types.submit import EngineLimits, ModelTerms
 from triptych_services.frontend.generate import Generator, ServedModel
 from triptych_services.frontend.pooled_calls import PooledCalls
@@ -270,7 +270,7 @@ class _FakeTextCalls(TextCalls):
         return bytes(token_ids).decode(errors="replace")
 
 
-def _token_ids(prompt: str | Sequence[int] | RawChat) -> list[int]:
+def _token_ids(prompt: str | Sequence[int] | U32 | RawChat) -> list[int]:
     if isinstance(prompt, RawChat):
         messages = prompt.messages
         if isinstance(messages, WrittenMessages):
