@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triptych_kernels.registry import find_impl, load_impl
+from triptych_kernels.registry import DEVICE_TO_IMPL, find_impl, load_impl
 from triptych_kernels.weights.adapters import AdapterRef, PanelTable
 from triptych_kernels.weights.base import LinearWeight
 from triptych_kernels.weights.packed import HeadWeight
@@ -68,15 +68,17 @@ def linear(
         out = find_impl("linear", weight, impl)(*operands)
     else:
         _check_adapters("linear", x, adapters)
-        out = load_impl("linear", impl or _adapted_impl(adapters))(*operands, adapters)
+        out = find_impl("linear", weight, impl or _adapted_impl(weight, adapters))(*operands, adapters)
     return out
 
 
-def _adapted_impl(adapters: AdapterRef) -> str:
-    """Return the package that computes with such a table on the device of the rows."""
+def _adapted_impl(weight: Tensor | LinearWeight, adapters: AdapterRef) -> str:
+    """Return the package that computes with such a table and weight on the device of the rows."""
     if isinstance(adapters.table, PanelTable):
         return "cpu"
-    return "triton" if adapters.slots.device.type == "cuda" else "torch"
+    if isinstance(weight, LinearWeight):
+        return weight.impl
+    return "triton" if DEVICE_TO_IMPL[weight.device.type] == "triton" else "torch"
 
 
 def _check_adapters(op: str, x: Tensor, adapters: AdapterRef) -> None:
@@ -152,7 +154,7 @@ def gated_linear(
         out = find_impl("gated_linear", weight, impl)(x, weight, bias, activation)
     else:
         _check_adapters("gated_linear", x, adapters)
-        implementation = load_impl("gated_linear", impl or _adapted_impl(adapters))
+        implementation = find_impl("gated_linear", weight, impl or _adapted_impl(weight, adapters))
         out = implementation(x, weight, bias, activation, adapters)
     return out
 

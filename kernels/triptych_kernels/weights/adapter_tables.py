@@ -26,6 +26,7 @@ from triptych_kernels.weights.adapters import (
     PackedAdapter,
     PanelAdapter,
     PanelTable,
+    StackedLayout,
     StackedTable,
 )
 from triptych_kernels.weights.base import LinearWeight
@@ -154,28 +155,23 @@ def create_adapter_table(
     num_slots: int,
     max_rank: int,
     is_lookup: bool = False,
-) -> AdapterTable | None:
-    """Create the table of a product with this weight; None if its kernels compute no adapters.
+    old: AdapterTable | None = None,
+) -> AdapterTable:
+    """Create the table of a product with this weight.
 
     Args:
         weight: The weight; of a mixture that of any expert.
         max_rank: Largest rank of a piece.
         is_lookup: Whether rows of the weight are looked up instead.
+        old: Table of the same product of another model, which is taken if it is alike and has memory on the device.
     """
     in_features = weight.shape[0 if is_lookup else 1]
     if isinstance(weight, PackedWeight) or (is_lookup and weight.device.type == "cpu" and isa()):
         return create_panel_table(pieces, in_features, num_slots=num_slots, is_lookup=is_lookup)
-    if isinstance(weight, LinearWeight) and not is_lookup:
-        return None
-    return StackedTable(
-        pieces,
-        in_features,
-        num_slots=num_slots,
-        max_rank=max_rank,
-        dtype=weight.dtype,
-        device=weight.device,
-        is_lookup=is_lookup,
+    layout = StackedLayout(
+        tuple(pieces), in_features, num_slots, max_rank, weight.dtype, weight.device, is_lookup
     )
+    return old if isinstance(old, StackedTable) and old.layout == layout else StackedTable(layout)
 
 
 def create_panel_table(

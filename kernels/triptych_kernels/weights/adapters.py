@@ -107,32 +107,43 @@ class StackedAdapter(PackedAdapter):
         return self.a.nbytes + self.b.nbytes
 
 
-class StackedTable(AdapterTable):
-    """Adapters for products in torch: all slots in two tensors on the device, of the largest rank."""
+@dataclass(frozen=True, slots=True)
+class StackedLayout:
+    """The shape, the type and the place of the tensors of a `StackedTable`."""
 
-    def __init__(
-        self,
-        pieces: Sequence[AdaptedRows],
-        in_features: int,
-        *,
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        is_lookup: bool = False,
-    ) -> None:
-        super().__init__(pieces, in_features, num_slots=num_slots, is_lookup=is_lookup)
+    pieces: tuple[AdaptedRows, ...]
+    in_features: int
+    num_slots: int
+    max_rank: int
+    """Largest rank of a piece."""
+    dtype: torch.dtype
+    device: torch.device
+    is_lookup: bool = False
+
+
+class StackedTable(AdapterTable):
+    """Adapters for products in torch and Triton: all slots in two tensors on the device, of the largest rank."""
+
+    def __init__(self, layout: StackedLayout) -> None:
+        pieces, num_slots, max_rank = layout.pieces, layout.num_slots, layout.max_rank
+        super().__init__(pieces, layout.in_features, num_slots=num_slots, is_lookup=layout.is_lookup)
+        self.layout = layout
         self._half = max(piece.first + piece.length for piece in pieces)
         self._out_features = self._half * (2 if any(piece.half for piece in pieces) else 1)
         rank = max_rank * len(pieces)
-        self.a = torch.zeros(num_slots, rank, in_features, dtype=dtype, device=device)
+        dtype, device = layout.dtype, layout.device
+        self.a = torch.zeros(num_slots, rank, layout.in_features, dtype=dtype, device=device)
         self.b = torch.zeros(num_slots, rank, self._out_features, dtype=dtype, device=device)
+        self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        """[num_slots], all pieces' together; 0: the slot is empty."""
 
     def put(self, slot: int, adapter: PackedAdapter | None) -> None:
         self.a[slot] = 0
         self.b[slot] = 0
+        self.ranks[slot] = 0
         if adapter is not None:
             assert isinstance(adapter, StackedAdapter)
+            self.ranks[slot] = len(adapter.a)
             self.a[slot, : len(adapter.a)] = adapter.a.to(self.a.device, non_blocking=True)
             self.b[slot, : len(adapter.b)] = adapter.b.to(self.b.device, non_blocking=True)
 

@@ -66,7 +66,10 @@ class LinearWeight(ABC):
 
     @abstractmethod
     def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
-        """Compute `ops.linear`, or of a gated weight `ops.gated_linear`, which has an activation."""
+        """Compute `ops.linear`, or of a gated weight `ops.gated_linear`, which has an activation.
+
+        Triton's kernels give a gated weight's gates and then its ups where there is none.
+        """
 
     @abstractmethod
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_float32
+from tests.kernels.operands import ModelCall, SmallOperands, meta
 from tests.kernels.ops.implementations import Case, cases_of
 from tests.kernels.ops.weights import random, tiles_of_each_width, weight_for
 from triptych_kernels.cpu.library import usable_isas, use_threads
@@ -182,15 +182,19 @@ def _w8a8(num_rows: int, element: torch.dtype) -> object:
     return linear(meta(num_rows, 4096), weight)
 
 
-def _adapted(num_rows: int, rank: int, *, dtype: torch.dtype = torch.bfloat16) -> object:
+def _adapted(
+    num_rows: int,
+    rank: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
+) -> object:
     weight = meta(6144, 4096, dtype=dtype)
     pieces = [AdaptedRows(0, 4096), AdaptedRows(4096, 1024), AdaptedRows(5120, 1024)]
     table = create_adapter_table(weight, pieces, num_slots=8, max_rank=rank)
-    assert table is not None
     slots = meta(num_rows, dtype=torch.int32)
-    return add_adapters(
-        meta_float32(num_rows, 6144), meta(num_rows, 4096, dtype=dtype), AdapterRef(table, slots)
-    )
+    out = meta(num_rows, 6144, dtype=out_dtype or dtype)
+    return add_adapters(out, meta(num_rows, 4096, dtype=dtype), AdapterRef(table, slots))
 
 
 _F8 = torch.float8_e4m3fn
@@ -226,6 +230,7 @@ MODEL_CALLS = {
         "float8, a row": lambda: _w8a8(1, _F8),
         "float8, 2048 rows": lambda: _w8a8(2048, _F8),
         "adapters, a row": lambda: _adapted(1, 16),
+        "adapters, 16 rows, sums kept": lambda: _adapted(16, 256, out_dtype=torch.float32),
         "adapters, 2048 rows in float16": lambda: _adapted(2048, 64, dtype=torch.float16),
         "adapters, 64 rows in float32": lambda: _adapted(64, 16, dtype=torch.float32),
         "rows to int8": lambda: quantize_rows(meta(256, 14336), torch.int8),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from triptych_kernels.torch.elementwise import activate_gated
 from triptych_kernels.triton.elementwise.silu_and_mul import gate_and_mul
-from triptych_kernels.triton.linear.adapters import multiply_adapted
+from triptych_kernels.triton.linear.adapters import add_adapters
 from triptych_kernels.triton.linear.few_rows import gated_linear_tiles, multiply_few_rows
+from triptych_kernels.triton.linear.linear import linear
 from triptych_kernels.weights.adapters import AdapterRef
 from triptych_kernels.weights.base import LinearWeight
 
@@ -21,8 +21,9 @@ def gated_linear(
     adapters: AdapterRef | None = None,
 ) -> Tensor:
     if adapters is not None:
-        assert isinstance(weight, Tensor), "others have no `StackedTable`"
-        return activate_gated(multiply_adapted(x, weight, bias, adapters), activation).to(x.dtype)
+        gate_up = linear(x, weight, bias, x.dtype, None)
+        add_adapters(gate_up, x, adapters)
+        return gate_and_mul(gate_up, activation)
     if isinstance(weight, LinearWeight):
         return weight.multiply(x, x.dtype, activation)
     tiles = gated_linear_tiles(x, weight)

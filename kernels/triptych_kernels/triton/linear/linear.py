@@ -7,7 +7,7 @@ from torch import Tensor
 
 from triptych_kernels.torch.elementwise import activate
 from triptych_kernels.torch.linear import linear as torch_linear
-from triptych_kernels.triton.linear.adapters import multiply_adapted
+from triptych_kernels.triton.linear.adapters import add_adapters
 from triptych_kernels.triton.linear.few_rows import linear_tiles, multiply_few_rows
 from triptych_kernels.weights.adapters import AdapterRef
 from triptych_kernels.weights.base import LinearWeight
@@ -22,9 +22,10 @@ def linear(
     adapters: AdapterRef | None = None,
 ) -> Tensor:
     if adapters is not None:
-        assert isinstance(weight, Tensor), "others have no `StackedTable`"
-        adapted = multiply_adapted(x, weight, bias, adapters)
-        return (adapted if activation is None else activate(adapted, activation)).to(out_dtype)
+        # the same product as without adapters, so that rows that have none get the same bits
+        out = linear(x, weight, bias, out_dtype, None).contiguous()
+        add_adapters(out, x, adapters)
+        return out if activation is None else activate(out.float(), activation).to(out_dtype)
     if isinstance(weight, LinearWeight):
         return weight.multiply(x, out_dtype, activation)
     tiles = linear_tiles(x, weight)

@@ -144,10 +144,10 @@ class GroupQuantizedWeight(BlockWeight):
         self.bias[first : first + len(values)] = values.to(self.device)
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
-        assert activation is not None or not self.gated, "gates and ups are multiplied by an activation"
+        gated = self.gated and activation is not None
         return multiply_groups(
             x, self.integers, self.scales, self.minimums, self.bias, out_dtype, activation,
-            gated=self.gated, batch_invariant=self.batch_invariant,
+            gated=gated, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:

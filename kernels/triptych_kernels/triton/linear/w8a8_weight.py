@@ -66,10 +66,10 @@ class ChannelQuantizedWeight(LinearWeight):
         self.bias[self._outputs(first_row, len(values), half)] = values.to(self.device, torch.float32)
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype, activation: str | None = None) -> Tensor:
-        assert activation is not None or not self.gated, "gates and ups are multiplied by an activation"
+        gated = self.gated and activation is not None
         elements, x_scales = quantize_rows(x, self.elements.dtype)
         return multiply_bytes(
-            elements, x_scales, self.elements, self.scales, self.bias, out_dtype, activation, gated=self.gated
+            elements, x_scales, self.elements, self.scales, self.bias, out_dtype, activation, gated=gated
         )
 
     def rows(self, token_ids: Tensor, out_dtype: torch.dtype) -> Tensor:
