@@ -15,6 +15,7 @@ from tests.worker.deferred import DeferredStream
 from tests.worker.sampling_kinds import KINDS
 from tests.worker.tiny import new_row, step_plan, tiny_facts
 from triptych.types.step import StepPlan, StepResult
+from triptych_services.worker.adapters.store import AdapterStore
 from triptych_services.worker.context.rank_group import RankGroup
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.runner.model_runner import LastingParts, ModelRunner
@@ -31,6 +32,7 @@ def runner_for(
     stream: DeferredStream | None,
     group: RankGroup | None = None,
     grammars: GrammarCompiler | None = None,
+    adapters: AdapterStore | None = None,
 ) -> ModelRunner:
     kv = plan_kv_cache(config, free_bytes=1 << 30)
     facts = tiny_facts(config, kv.max_model_len, kv.shape)
@@ -41,7 +43,7 @@ def runner_for(
         enforce_eager=True,
         stream=stream,
         group=group,
-        lasting=LastingParts(grammars),
+        lasting=LastingParts(grammars, adapters),
     )
 
 

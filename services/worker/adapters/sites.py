@@ -101,12 +101,21 @@ class ModelSites:
 
     @classmethod
     def of_model(
-        cls, model: nn.Module, architecture: ModelArchitecture, *, num_slots: int, max_rank: int
+        cls,
+        model: nn.Module,
+        architecture: ModelArchitecture,
+        *,
+        num_slots: int,
+        max_rank: int,
+        old: ModelSites | None = None,
     ) -> ModelSites:
         """Give every layer of a model a table of adapters.
 
+        Args:
+            old: Those of a model with the same layers, or of the same model: its memory on the device is taken.
+
         Raises:
-            FeatureDisabled: The model's layers, or the kernels of a weight, do not compute adapters.
+            FeatureDisabled: The model's layers do not compute adapters.
         """
         if not isinstance(model, AdaptedModel):
             raise FeatureDisabled(
@@ -115,20 +124,16 @@ class ModelSites:
         adapted = [module for module in model.modules() if isinstance(module, AdaptedLayer)]
         layer_pieces = [(layer, own) for layer in adapted if (own := layer.adapted_pieces())]
         layers, pieces, tables = [each for each, _ in layer_pieces], [own for _, own in layer_pieces], []
-        for layer, own in layer_pieces:
+        old_tables = [None] * len(layers) if old is None else old.tables
+        for (layer, own), old_table in zip(layer_pieces, old_tables, strict=True):
             table = create_adapter_table(
                 layer.weight,
                 [piece.rows for piece in own],
                 num_slots=num_slots,
                 max_rank=max_rank,
                 is_lookup=layer.is_lookup,
+                old=old_table,
             )
-            if table is None:
-                raise FeatureDisabled(
-                    "worker.max_adapters",
-                    f"the quantized products of {own[0].name} compute no adapters on this device; set "
-                    "model.quantization to none",
-                )
             tables.append(table)
         for layer, table in zip(layers, tables, strict=True):
             layer.adapters = table

@@ -69,15 +69,19 @@ class AdapterStore:
         """Let a model's layers read the slots; called before steps are recorded.
 
         A model with the same weights may take the place of another, with the adapters that are loaded and those of
-        rows that go on.
+        rows that go on. The slots' memory on a GPU stays, also while there is no model.
 
         Raises:
-            FeatureDisabled: The model, or the kernels of a weight, compute no adapters.
+            FeatureDisabled: The model computes no adapters.
         """
         limits = self.limits
         self._attach(
             ModelSites.of_model(
-                model, self._architecture, num_slots=limits.max_adapters, max_rank=limits.max_rank
+                model,
+                self._architecture,
+                num_slots=limits.max_adapters,
+                max_rank=limits.max_rank,
+                old=self._sites,
             )
         )
 

@@ -100,7 +100,7 @@ class ModelRunner(StepRunner):
             lasting: Parts that outlive the runner; None: none of them.
 
         Raises:
-            FeatureDisabled: The model, or a kernel, computes no adapters.
+            FeatureDisabled: The model computes no adapters.
         """
         self._group = group or OneRank()
         self._kv_caches = kv_caches

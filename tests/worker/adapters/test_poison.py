@@ -17,9 +17,11 @@ from tests.worker.adapters.trained import change_config, make_runner, save_adapt
 from tests.worker.models.checkpoints import save_checkpoint
 from triptych.checkpoint import adapter as adapter_files
 from triptych.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
-from triptych.errors import FeatureDisabled, MemoryShort, ModelError
-from triptych_services.worker.adapters import sites
+from triptych.errors import ConfigError, FeatureDisabled, MemoryShort, ModelError
 from triptych_services.worker.adapters.store import AdapterStore
+from triptych_services.worker.layers.adapted import AdaptedLayer
+from triptych_services.worker.runner.startup import create as startup
+from triptych_services.worker.runner.startup.memory_plan import plan_memory
 
 NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 
@@ -190,17 +192,33 @@ def test_what_a_package_reads_is_loaded(store, tmp_path, monkeypatch):
     assert len(digests) == 4, "what decides is in the digest"
 
 
-def test_models_and_kernels_that_compute_no_adapters_are_refused_at_the_start(base, tmp_path, monkeypatch):
+def test_models_that_compute_no_adapters_are_refused_at_the_start(tmp_path):
     save_checkpoint(BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
                                          intermediate_size=40, vocab_size=99,
                                          max_position_embeddings=64)), tmp_path)  # fmt: skip
     with pytest.raises(FeatureDisabled, match=r"worker\.max_adapters: BertModel applies no adapters"):
         make_runner(tmp_path)
-    # as `create_adapter_table` answers for the quantized products of a GPU
-    monkeypatch.setattr(sites, "create_adapter_table", lambda *_, **__: None)
-    with pytest.raises(
-        FeatureDisabled, match=r"products of model\.embed_tokens .* set model\.quantization to none"
-    ):
+
+
+def test_the_slots_are_there_before_the_kv_cache_is_planned(base, monkeypatch):
+    planned = []
+
+    def plan(config, group, model, *rest):
+        layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLayer)]
+        planned.append(bool(layers) and all(layer.adapters is not None for layer in layers))
+        return plan_memory(config, group, model, *rest)
+
+    monkeypatch.setattr(startup, "plan_memory", plan)
+    make_runner(base)
+    assert planned == [True]
+
+
+def test_slots_that_the_device_does_not_hold_are_refused_by_name(base, monkeypatch):
+    def fail(store, model):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(AdapterStore, "attach", fail)
+    with pytest.raises(ConfigError, match=r"worker\.max_adapters: 4 slots of worker\.max_adapter_rank 64 do"):
         make_runner(base)
 
 

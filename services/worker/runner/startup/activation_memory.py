@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from triptych.types.sampling import MAX_LOGPROBS, SAMPLING_FIELDS
 from triptych_kernels.logit_index import TokenMasks
@@ -15,8 +15,9 @@ from triptych_kernels.ops import gather_rows, token_logprobs
 from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
 from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.layers.adapted import AdaptedLayer
 from triptych_services.worker.layers.step_context import StepContext
-from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.models.base import CausalLM, logits_of
 from triptych_services.worker.runner.prompt_logprobs import MAX_SCORED_AT_ONCE
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import KvPlan
@@ -58,6 +59,10 @@ class LargestSteps:
         self._device = device
         self._attention = attention
         self._block_size, self._num_groups = kv.shape.block_size, len(kv.shape.groups)
+        assert isinstance(model, nn.Module), "the contract of CausalLM"
+        self._has_adapters = any(
+            isinstance(layer, AdaptedLayer) and layer.adapters is not None for layer in model.modules()
+        )
         self._kv_caches = allocate_kv_cache(
             replace(kv.shape, num_blocks=1, num_state_blocks=1), device, kv.places
         )
@@ -109,17 +114,23 @@ class LargestSteps:
         entry = zeros
         if not self._rank.is_first_stage:
             entry = torch.zeros(num_tokens, self._hidden_size, device=device)
+        slots = torch.zeros(num_tokens, dtype=torch.int32, device=device) if self._has_adapters else None
         pages = torch.zeros(len(query_lens), dtype=torch.int32, device=device)  # none is read or written
         context = StepContext(
             (batch,) * self._num_groups,
             self._kv_caches,
             StateBatch(pages, pages, batch.query_starts, batch.query_lens_list),
+            slots,
             state_pages=[cache.state for cache in self._kv_caches],
         )
         hidden = self._model(entry, zeros, context)
         if not self._rank.is_last_stage:
             return
-        logits = self._model.compute_logits(gather_rows(hidden, torch.arange(num_sampling, device=device)))
+        of_sampling, of_scored = (
+            None if slots is None else slots[:count] for count in (num_sampling, MAX_SCORED_AT_ONCE)
+        )
+        sampled = gather_rows(hidden, torch.arange(num_sampling, device=device))
+        logits = logits_of(self._model, sampled, of_sampling)
         sampling, masks = _with_filters(num_sampling, device), _one_mask(logits)
         sampling.choose(logits, rows=torch.arange(num_sampling, device=device), masks=masks)
         changed = logits.clone()  # as for requests that change theirs
@@ -127,7 +138,7 @@ class LargestSteps:
         if scores_prompt:
             del changed
             rows = torch.arange(min(MAX_SCORED_AT_ONCE, num_tokens), device=device)
-            scored = self._model.compute_logits(gather_rows(hidden, rows))
+            scored = logits_of(self._model, gather_rows(hidden, rows), of_scored)
             token_logprobs(scored, rows, zeros[: len(rows)], min(MAX_LOGPROBS, scored.shape[1]))
 
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from triptych.errors import FeatureDisabled, ModelError
+from triptych.errors import ConfigError, FeatureDisabled, ModelError
 from triptych.types.facts import KvKind, Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
 from triptych_kernels.cpu.library import amx_refusal, isa, isa_and_build
@@ -94,7 +94,7 @@ def create_runner(
 
     Raises:
         ModelError: A file is missing, cut short or not understood.
-        ConfigError: The KV cache does not fit into the free memory.
+        ConfigError: The KV cache or the slots of adapters do not fit into the free memory.
         FeatureDisabled: The architecture, the attention backend or what is to guess tokens does not serve here.
         RankUnavailable, HandshakeMismatch: Another rank is missing, or has another model or config.
     """
@@ -115,7 +115,7 @@ def create_runner(
     load_s = time.perf_counter() - started
     assert isinstance(model, nn.Module), "the contract of CausalLM"
     on_phase(Phase.ALLOCATING, 0.0)
-    config, kv = _plan(config, group, model, guessing)
+    config, kv, adapters = _plan(config, group, model, guessing)
     facts = worker_facts(
         config,
         kv,
@@ -130,24 +130,39 @@ def create_runner(
         load_s=load_s,
         served=served_tasks(config.architecture, directory),
     )
-    factory = RunnerFactory(config, directory, facts, group, on_phase, guessing=guessing)
+    factory = RunnerFactory(config, directory, facts, group, on_phase, adapters, guessing=guessing)
     return factory.sleepable(model, activation_bytes=kv.activation_bytes)
 
 
 def _plan(
     config: ResolvedConfig, group: RankGroup, model: CausalLM, guessing: GuessSources
-) -> tuple[ResolvedConfig, KvPlan]:
-    """Load what guesses, and return the sizes of the KV cache beside it, and the config with the step that is taken.
+) -> tuple[ResolvedConfig, KvPlan, AdapterStore | None]:
+    """Load what guesses, allocate the slots of adapters, and plan the KV cache beside both, see `plan_memory`.
 
-    See `plan_memory`.
+    Returns:
+        The config with the step that is taken, the sizes of the KV cache, and the adapters; None: none are served.
+
+    Raises:
+        ConfigError: The device's memory does not hold the slots; or as of `plan_memory`.
     """
+    adapters = _create_adapters(config)
     if config.architecture.encoder is not None:
-        return plan_encoder(config)
+        return *plan_encoder(config), adapters
     guessing.load()
+    if adapters is not None:
+        assert isinstance(model, nn.Module), "the contract of CausalLM"
+        try:
+            adapters.attach(model)
+        except torch.OutOfMemoryError as error:
+            limits = adapters.limits
+            raise ConfigError(
+                f"worker.max_adapters: {limits.max_adapters} slots of worker.max_adapter_rank {limits.max_rank} do not "
+                f"fit into the device's memory beside the weights ({error}); lower one of both"
+            ) from None
     device = torch.device(config.rank.device)
     config, kv = plan_memory(config, group, model, create_attention(config), device, guessing.cache_bytes)
     report_groups(config, kv.shape)
-    return config, kv
+    return config, kv, adapters
 
 
 def load_to_resume(
@@ -170,7 +185,7 @@ def load_to_resume(
 
     def resume(held: HeldState) -> SleepableRunner:
         use_threads(config.engine.worker.num_threads)
-        factory = RunnerFactory(config, directory, facts, group, on_phase, held)
+        factory = RunnerFactory(config, directory, facts, group, on_phase, held.adapters, held)
         return factory.sleepable(model, activation_bytes=0)
 
     return resume
@@ -199,12 +214,14 @@ class RunnerFactory:
         facts: WorkerFacts,
         group: RankGroup,
         on_phase: PhaseChange,
+        adapters: AdapterStore | None,
         held: HeldState | None = None,
         guessing: GuessSources | None = None,
     ) -> None:
         """
         Args:
             facts: Those of the worker with the weights that are loaded first.
+            adapters: Those of all its models; None: none are served.
             held: State of a runner that the first one goes on for; None: there is none.
             guessing: What guesses and is loaded; None: nothing is.
         """
@@ -214,7 +231,7 @@ class RunnerFactory:
         self._group = group
         self._on_phase = on_phase
         self._held = held
-        self._adapters = _create_adapters(config) if held is None else held.adapters
+        self._adapters = adapters
         self._guessing = guessing
         self._device = torch.device(config.rank.device)
         self._grammars = GrammarCompiler(

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from tests.worker.tiny import tiny_architecture, tiny_config
+from triptych_kernels.weights.adapters import AdapterRef
+from triptych_services.worker.adapters.store import AdapterLimits, AdapterStore
 from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.layers.adapted import AdaptedLayer
 from triptych_services.worker.layers.embedding import LogitsHead
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
@@ -72,6 +75,40 @@ def test_the_logits_of_prompts_that_are_scored_are_part_of_it(monkeypatch: pytes
     monkeypatch.setattr(LogitsHead, "forward", note)
     measured(max_graph_tokens=0, peaks={BUDGET: PROMPT, MAX_NUM_SEQS: DECODE})
     assert num_rows == [MAX_NUM_SEQS, 23, MAX_NUM_SEQS]
+
+
+def test_what_adapters_add_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product of the largest steps has slots, whose adapters are computed as if each row had one."""
+    monkeypatch.setattr("triptych_services.worker.runner.startup.activation_memory.MAX_SCORED_AT_ONCE", 23)
+    architecture = tiny_architecture()
+    config = tiny_config(architecture, max_num_seqs=MAX_NUM_SEQS, budget=BUDGET)
+    model = load_model(config, RandomCheckpoint(architecture, seed=3))
+    assert isinstance(model, torch.nn.Module)
+    AdapterStore(architecture, AdapterLimits(max_adapters=1, max_rank=4, max_bytes=1)).attach(model)
+    num_rows: dict[AdaptedLayer, list[int]] = {}
+    honest = AdaptedLayer.adapters_of
+
+    def note(layer: AdaptedLayer, slots: torch.Tensor | None) -> AdapterRef | None:
+        assert slots is not None
+        assert (slots >= 0).all()
+        num_rows.setdefault(layer, []).append(len(slots))
+        return honest(layer, slots)
+
+    monkeypatch.setattr(AdaptedLayer, "adapters_of", note)
+    steps = LargestSteps(
+        model,
+        plan_kv_cache(config, free_bytes=1 << 30),
+        torch.device("cpu"),
+        attention=PagedAttention(),
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    steps.run_prompts()
+    layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLayer)]
+    assert set(num_rows) == set(layers)
+    for layer, rows in num_rows.items():
+        assert rows == ([MAX_NUM_SEQS, 23] if isinstance(layer, LogitsHead) else [BUDGET])
 
 
 @pytest.mark.parametrize(
