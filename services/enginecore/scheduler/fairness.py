@@ -29,7 +29,8 @@ class _Tenant:
     name: str
     index: int
     """Index of its counters in the columns of `FairShares`."""
-    level: _PriorityLevel
+    priority: int
+    """That of its level. A level refers to its tenants, and they not to it: both are freed without the collector."""
     num_alive: int = 0
     """Requests that have not ended."""
 
@@ -122,10 +123,9 @@ class FairShares:
         """
         tenant = self._tenants[request.tenant_index]
         if not self._num_waiting[tenant.index]:
-            self.tokens_served[tenant.index] = max(
-                self._floor(tenant.level), self.tokens_served[tenant.index]
-            )
-            tenant.level.waiting.push(tenant)
+            level = self._levels[tenant.priority]
+            self.tokens_served[tenant.index] = max(self._floor(level), self.tokens_served[tenant.index])
+            level.waiting.push(tenant)
         self._num_waiting[tenant.index] += 1
         self._num_waiting_tokens[tenant.index] += len(request.token_ids)
 
@@ -135,13 +135,14 @@ class FairShares:
         self._num_waiting[tenant.index] -= 1
         self._num_waiting_tokens[tenant.index] -= len(request.token_ids)
         if not self._num_waiting[tenant.index]:
-            tenant.level.waiting.discard(tenant)
-            tenant.level.last_waited = tenant
+            level = self._levels[tenant.priority]
+            level.waiting.discard(tenant)
+            level.last_waited = tenant
 
     def close(self, request: Request) -> None:
         """Take in that a request, which no longer waits, has ended. A level without requests forgets everything."""
         tenant = self._tenants[request.tenant_index]
-        level = tenant.level
+        level = self._levels[tenant.priority]
         tenant.num_alive -= 1
         level.num_alive -= 1
         if not tenant.num_alive:
@@ -225,7 +226,7 @@ class FairShares:
         num_alive = dict.fromkeys(used, 0)
         for request in requests:
             tenant = self._tenants[request.tenant_index]
-            expected = tenant.level.priority, tenant.name
+            expected = tenant.priority, tenant.name
             assert expected == (request.head.priority, request.head.tenant), (
                 f"request {request.head.request_id} has the index of {expected}"
             )
@@ -237,8 +238,9 @@ class FairShares:
             counted = num_alive[index], len(lengths), sum(lengths)
             noted = tenant.num_alive, self._num_waiting[index], self._num_waiting_tokens[index]
             assert counted == noted, f"{name} has {counted}, and {noted} are noted"
-            assert (tenant in tenant.level.idle) == (not tenant.num_alive), f"{name} idles wrongly"
-            assert (tenant in tenant.level.waiting) == bool(lengths), f"{name} waits wrongly"
+            level = self._levels[tenant.priority]
+            assert (tenant in level.idle) == (not tenant.num_alive), f"{name} idles wrongly"
+            assert (tenant in level.waiting) == bool(lengths), f"{name} waits wrongly"
 
     def _charge_outputs(self, rows: RunningRows) -> None:
         slots = rows.running_order()
@@ -251,7 +253,7 @@ class FairShares:
     def _share_of(self, tenant: _Tenant) -> TenantShare:
         index = tenant.index
         served, num_waiting = int(self.tokens_served[index]), int(self._num_waiting[index])
-        return TenantShare(tenant.level.priority, tenant.name, index, served, num_waiting)
+        return TenantShare(tenant.priority, tenant.name, index, served, num_waiting)
 
     def _counter_at_turn(self, level: _PriorityLevel, name: str) -> int:
         """Return what the tenant's counter will be when one more request of it is its first."""
@@ -282,13 +284,13 @@ class FairShares:
                 )
             )
             self._free_indices.extend(range(size, 2 * size))
-        tenant = _Tenant(name, self._free_indices.pop(), level)
+        tenant = _Tenant(name, self._free_indices.pop(), level.priority)
         self._priority[tenant.index] = level.priority
         level.tenants[name] = self._tenants[tenant.index] = tenant
         return tenant
 
     def _forget(self, tenant: _Tenant) -> None:
-        level = tenant.level
+        level = self._levels[tenant.priority]
         level.idle.discard(tenant)
         if level.last_waited is tenant:
             level.last_waited, level.last_floor = None, int(self.tokens_served[tenant.index])

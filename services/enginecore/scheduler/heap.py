@@ -71,7 +71,9 @@ class LazyHeap(Generic[T]):
     def discard(self, member: T) -> None:
         """Remove a member, if it is in, from wherever it is. It may be pushed again."""
         self._members.discard(member)
-        if len(self._entries) > 2 * len(self._members) + _MIN_DEAD:
+        if not self._members:
+            self._entries.clear()  # so that an empty queue keeps no object alive
+        elif len(self._entries) > 2 * len(self._members) + _MIN_DEAD:
             living = {member: tick for _, tick, member in self._entries if member in self._members}
             self._entries = [(self._key(member), tick, member) for member, tick in living.items()]
             heapify(self._entries)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from enum import Flag, auto
+from functools import partial
 from itertools import chain, groupby
 
 from triptych_services.enginecore.request import Request
@@ -318,12 +319,13 @@ class _PriorityQueue:
 
     def __init__(self, priority: int, shares: FairShares, policy: SchedulingPolicy) -> None:
         self._priority = priority
-        self._shares = shares
         self._waiting_key = policy.waiting_key
         self._returning: LazyHeap[Request] = LazyHeap(_by_arrival)
         self._tenant_queues: dict[int, LazyHeap[Request]] = {}
         """Tenant index -> its requests that have never run. No queue is empty."""
-        self._tenants: LazyHeap[int] = LazyHeap(self._tenant_key)
+        self._tenants: LazyHeap[int] = LazyHeap(
+            partial(_tenant_key, self._tenant_queues, shares, self._waiting_key)
+        )
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate in no particular order."""
@@ -374,10 +376,17 @@ class _PriorityQueue:
         assert first is not None, "an empty queue is asked for its first request"
         return first
 
-    def _tenant_key(self, tenant: int) -> Key:
-        first = self._tenant_queues[tenant].peek()
-        assert first is not None, "a tenant without waiting requests is in the queue"
-        return int(self._shares.tokens_served[tenant]), *self._waiting_key(first)
+
+def _tenant_key(
+    queues: Mapping[int, LazyHeap[Request]],
+    shares: FairShares,
+    waiting_key: Callable[[Request], Key],
+    tenant: int,
+) -> Key:
+    """Return the key of a tenant in `_PriorityQueue`, which this does not refer to: so it is freed when it is empty."""
+    first = queues[tenant].peek()
+    assert first is not None, "a tenant without waiting requests is in the queue"
+    return int(shares.tokens_served[tenant]), *waiting_key(first)
 
 
 def _by_arrival(request: Request) -> Key:

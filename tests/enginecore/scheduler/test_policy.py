@@ -98,6 +98,15 @@ def test_a_heap_forgets_members_that_left() -> None:
     assert heap.peek() == 0
 
 
+def test_an_empty_heap_keeps_no_member_alive() -> None:
+    heap: LazyHeap[int] = LazyHeap(lambda member: (member,))
+    for member in range(10):
+        heap.push(member)
+    for member in range(10):
+        heap.discard(member)
+    assert heap.num_entries == 0
+
+
 def test_a_member_may_return_with_a_lower_key() -> None:
     keys = {"a": 5, "b": 3}
     heap: LazyHeap[str] = LazyHeap(lambda member: (keys[member],))
