@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import asyncio
 import fcntl
+import functools
 import ipaddress
 import logging
 import termios
@@ -240,7 +241,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {CUT: {"cut": self._cut}}
+        # The cycle has the scope: see `AnswerWriter`.
+        cut = functools.partial(BoundedConnection._cut, weakref.proxy(self))
+        self.scope["extensions"] = {CUT: {"cut": cut}}
         self._num_head_bytes = 0
         self._expect_request()
 

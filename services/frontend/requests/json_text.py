@@ -59,20 +59,22 @@ def read_json_in_parts(text: str) -> Any:
     return value
 
 
+_scan_once = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # in C; for nested values
+
+
+def _scan(text: str, index: int) -> tuple[Any, int]:
+    if text[index : index + 1] == "[":
+        return decoder.JSONArray((text, index + 1), _scan)  # type: ignore[attr-defined]
+    return _scan_once(text, index)
+
+
 def _loads_in_parts(text: str) -> Any:
-    scan_once = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # in C; for nested values
-
-    def scan(text: str, index: int) -> tuple[Any, int]:
-        if text[index : index + 1] == "[":
-            return decoder.JSONArray((text, index + 1), scan)  # type: ignore[attr-defined]
-        return scan_once(text, index)
-
     start = decoder.WHITESPACE.match(text, 0).end()  # type: ignore[attr-defined]
     try:
         if text[start : start + 1] == "{":
-            value, end = decoder.JSONObject((text, start + 1), True, scan, None, None)  # type: ignore[attr-defined]
+            value, end = decoder.JSONObject((text, start + 1), True, _scan, None, None)  # type: ignore[attr-defined]
         else:
-            value, end = scan(text, start)
+            value, end = _scan(text, start)
     except StopIteration as stop:
         raise json.JSONDecodeError("Expecting value", text, stop.value) from None
     end = decoder.WHITESPACE.match(text, end).end()  # type: ignore[attr-defined]

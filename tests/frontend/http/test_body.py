@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.garbage import without_collector
 from tests.helpers.http_api import open_api
 from triptych_services.frontend.http import body as reading
 from triptych_services.frontend.http.anthropic.schema import MessagesRequest
@@ -55,6 +56,13 @@ def test_what_is_no_json_is_refused_at_the_same_place(value: Any, data: st.DataO
 )
 def test_odd_texts(text: str) -> None:
     assert repr(outcome(read_json_in_parts, text)) == repr(outcome(json.loads, text))
+
+
+def test_reading_leaves_nothing_to_the_collector() -> None:
+    with without_collector() as left:
+        for _ in range(100):
+            read_json_in_parts('{"prompt": [[1, 2], [3]], "n": 1}')
+    assert not left
 
 
 async def test_a_long_body_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

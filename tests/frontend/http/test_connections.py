@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.helpers.garbage import without_collector
 from tests.helpers.http_api import HttpApi, open_api
 from triptych_services.frontend.http import connections, server
-from triptych_services.frontend.http.connections import ConnectionLimits
+from triptych_services.frontend.http.connections import BoundedConnection, ConnectionLimits
 
 DEADLINE_S = 20.0
 NUM_HALF = 200
@@ -73,6 +75,26 @@ async def test_a_connection_that_waits_gives_way_to_a_new_one() -> None:
             assert gone.at_eof()
         api.generator.released.set()
         assert b"[DONE]" in await streaming.readuntil(b"[DONE]")
+
+
+def num_connections() -> int:
+    return sum(type(each) is BoundedConnection for each in gc.get_objects())
+
+
+async def test_a_connection_that_has_ended_is_freed() -> None:
+    """By reference counts: a client may open one for each request."""
+    async with open_api() as api, asyncio.timeout(DEADLINE_S):
+        with without_collector() as left:
+            num_before = num_connections()
+            for request in (PING, STREAM, HALVES[3], b""):
+                reader, writer = await api.dial(request)
+                if request in (PING, STREAM):
+                    await reader.readuntil(b"[DONE]" if request == STREAM else b"200")
+                writer.close()
+                await writer.wait_closed()
+            while num_connections() > num_before:
+                await asyncio.sleep(0.01)
+    assert not [name for name in left if name.startswith(("triptych", "uvicorn"))]
 
 
 async def test_connection_beside_all_that_are_answered_is_told_to_come_back() -> None:
