@@ -66,7 +66,7 @@ OPS = {
         Op("linear", "linear", linear_weights=True),
         Op("gated_linear", "linear", linear_weights=True),
         Op("head_linear", "linear", _FLOATS, has_triton=False),
-        Op("adapt_embedding", "linear", (torch.float32,), has_triton=False),
+        Op("adapt_embedding", "linear", (torch.float32,)),
         Op("fused_moe", "moe", linear_weights=True),
         Op("causal_conv", "recurrent", _FLOATS),
         Op("gated_delta_scan", "recurrent", _FLOATS),

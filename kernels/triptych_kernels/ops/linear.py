@@ -73,7 +73,7 @@ def linear(
 
 
 def _adapted_impl(weight: Tensor | LinearWeight, adapters: AdapterRef) -> str:
-    """Return the package that computes with such a table and weight on the device of the rows."""
+    """Return the package that computes with such a table and weight, or rows, on their device."""
     if isinstance(adapters.table, PanelTable):
         return "cpu"
     if isinstance(weight, LinearWeight):
@@ -201,6 +201,6 @@ def adapt_embedding(x: Tensor, token_ids: Tensor, adapters: AdapterRef, *, impl:
         raise ValueError(
             f"adapt_embedding: x {list(x.shape)} {x.dtype} must be [num_tokens, hidden_size] in float32"
         )
-    own = "cpu" if isinstance(adapters.table, PanelTable) else "torch"
-    out: Tensor = load_impl("adapt_embedding", impl or own)(x, token_ids, adapters)
+    implementation = find_impl("adapt_embedding", x, impl or _adapted_impl(x, adapters))
+    out: Tensor = implementation(x, token_ids, adapters)
     return out

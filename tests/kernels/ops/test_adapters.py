@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych_kernels.cpu.library import forced_isa, usable_isas
-from triptych_kernels.ops import adapt_embedding, gated_linear, linear
+from triptych_kernels.ops import gated_linear, linear
 from triptych_kernels.weights.adapter_tables import create_adapter_table
 from triptych_kernels.weights.adapters import (
     AdaptedRows,
@@ -177,28 +177,6 @@ def test_plain_weights_add_the_same(impl):
     starts = [piece.first for piece in PIECES]
     expected = x.double() @ weight.double().T + deltas(x, slots, of_slots, starts, OUT_FEATURES)
     torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("impl", ["cpu", "torch", "reference"])
-@pytest.mark.parametrize("hidden_size", [24, 64])
-def test_embeddings_are_adapted(impl, hidden_size):
-    generator = torch.Generator().manual_seed(hidden_size)
-    pieces = [AdaptedRows(0, hidden_size)]
-    with forced_isa("" if impl != "cpu" else usable_isas()[0]):
-        table = create_adapter_table(
-            torch.empty(IN_FEATURES, hidden_size), pieces, num_slots=2, max_rank=8, is_lookup=True
-        )
-        own = factors(generator, {0: 5}, pieces)
-        table.put(1, table.pack(own, torch.float32))
-        ids = torch.tensor([3, 0, IN_FEATURES - 1, 7])
-        slots = torch.tensor([1, -1, 1, 0], dtype=torch.int32)
-        before = torch.randn(4, hidden_size, generator=generator)
-        out = adapt_embedding(before.clone(), ids, AdapterRef(table, slots), impl=impl)
-    expected = before.double()
-    for row in (0, 2):
-        expected[row] += own[0].b.double() @ own[0].a[:, ids[row]].double()
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(out[[1, 3]], before[[1, 3]])
 
 
 def test_slots_of_another_shape_are_refused():

@@ -34,17 +34,29 @@ def add_adapters(out: Tensor, x: Tensor, adapters: AdapterRef) -> None:
     table = adapters.table
     assert isinstance(table, StackedTable), "made for this weight"
     num_slots, rank, in_features = table.a.shape
-    num_rows, out_features = out.shape
+    num_rows = len(x)
     if not num_rows:
         return
     products = torch.empty((num_rows, rank), dtype=torch.float32, device=x.device)
-    row_blocks = triton.cdiv(num_rows, _BLOCK_M)
-    _shrink[(row_blocks, triton.cdiv(rank, _BLOCK_R))](
+    _shrink[(triton.cdiv(num_rows, _BLOCK_M), triton.cdiv(rank, _BLOCK_R))](
         x, x.stride(0), adapters.slots, table.ranks, table.a, products, num_rows, num_slots, rank, in_features,
         BLOCK_M=_BLOCK_M, BLOCK_R=_BLOCK_R, BLOCK_K=_BLOCK_K, num_warps=2,
     )  # fmt: skip
-    _expand[(row_blocks, triton.cdiv(out_features, _BLOCK_N))](
-        products, adapters.slots, table.ranks, table.b, out, num_rows, num_slots, rank, out_features,
+    expand_products(out, products, table, adapters.slots)
+
+
+def expand_products(out: Tensor, products: Tensor, table: StackedTable, slots: Tensor) -> None:
+    """Add to each row of `out` what its products with A give; those beyond the rank of its adapter are not read.
+
+    Args:
+        out: As of `add_adapters`, at least one row.
+        products: [num_rows, rank] float32.
+        slots: [num_rows] int32, -1 for none.
+    """
+    num_slots, rank, out_features = table.b.shape
+    num_rows = len(out)
+    _expand[(triton.cdiv(num_rows, _BLOCK_M), triton.cdiv(out_features, _BLOCK_N))](
+        products, slots, table.ranks, table.b, out, num_rows, num_slots, rank, out_features,
         BLOCK_M=_BLOCK_M, BLOCK_R=_BLOCK_R, BLOCK_N=_BLOCK_N, num_warps=4,
     )  # fmt: skip
 
