@@ -10,7 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[Counter[str]]:
-    """Collect nothing meanwhile; then fill in what only the collector frees: name of each type, number of objects."""
+    """Collect nothing meanwhile; then fill in what only the collector frees: name of each type, number of objects.
+
+    Threads that earlier tests began may end meanwhile, and be among it: look for types that they have nothing of.
+    """
     found = Counter[str]()
     gc.collect()
     gc.disable()
