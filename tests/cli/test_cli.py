@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from tests.e2e.test_simulated_stack import FREE_PORTS
 from tests.helpers.command import NOBODY, exit_code
 from tests.helpers.fake_frontend import SERVICE
 from triptych.cli import env
@@ -207,8 +208,9 @@ def test_bad_options_are_one_line_and_exit_with_2(words, told, capsys):
 
 def test_a_model_that_is_not_there_is_one_line(capsys):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    free_ports = [f"--{name.replace('_', '-')}=0" for name in FREE_PORTS]
     try:
-        assert exit_code("serve", "/no/such/model") == 1
+        assert exit_code("serve", "/no/such/model", *free_ports) == 1
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -123,7 +123,7 @@ def test_an_operator_needs_certificate_and_key(
 
 
 def test_a_local_stack_says_what_is_missing_before_it_starts(stack: SecureStack) -> None:
-    flags = {"tls.certificate": stack.tls.certificate, "tls.key": stack.tls.key}
+    flags = {"tls.certificate": stack.tls.certificate, "tls.key": stack.tls.key} | FREE_PORTS
     with pytest.raises(ConfigError, match=r"tls\.ca: needed"):
         launch(load_config(env={}, flags=flags), show_progress=False)
     with pytest.raises(ConfigError, match=r"tls\.key: /no: No such file"):
