@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib.util
 import logging
 import os
@@ -167,8 +166,6 @@ def _import_torch() -> None:
 
     The interpreter's lock is held while it maps a library, for 0.2 to 0.6 s for those of torch. So the C library maps
     them before, called without the lock, and the import finds them.
-
-    What it makes lives as long as the process: no collection need look at those 145,000 objects.
     """
     found = importlib.util.find_spec("torch")
     if "torch" not in sys.modules and found is not None and found.submodule_search_locations:
@@ -177,9 +174,4 @@ def _import_torch() -> None:
         dlopen.restype, dlopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
         for name, mode in _LIBRARIES_OF_TORCH.items():
             dlopen(str(libraries / name).encode(), mode)  # one that is not there is the import's affair
-    gc.disable()  # a tenth of this import's time would be looking for garbage among what it makes
-    try:
-        import triptych_services.worker.runner.startup.create  # noqa: F401
-    finally:
-        gc.freeze()
-        gc.enable()
+    import triptych_services.worker.runner.startup.create  # noqa: F401
