@@ -162,7 +162,7 @@ def test_guesses_of_one_rank_are_verified_by_all(answers: dict[str, list[Togethe
     first, second = answers[GUESSES]
     half = len(first.tokens) // 2
     assert first.tokens[half:] == first.tokens[:half], "as without guesses"
-    assert second.steps == first.steps, "to the token: nobody tells them"
+    assert second.steps == first.steps, "each rank chooses its tokens by itself"
     assert 50 < first.num_right < first.num_guesses, "right ones and wrong ones"
     assert (second.num_guesses, second.num_right) == (0, 0), "counted once"
 

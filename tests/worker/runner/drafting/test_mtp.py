@@ -259,7 +259,7 @@ def test_what_cannot_guess_is_refused_by_name(tmp_path: Path) -> None:
         save_file(kept, file, {"format": "pt"})
         with pytest.raises(ModelError, match=match):
             start(tmp_path)
-        start(tmp_path, proposers="ngram")  # touches nobody who has not asked
+        start(tmp_path, proposers="ngram")  # a worker without `mtp` reads none of these tensors
 
     fits = r"^speculative\.proposers: mtp: the checkpoint does not fit MtpLayer: 1 tensors are"
     refuse({"model.layers.3.enorm.weight": None}, rf"{fits} missing: model\.layers\.3\.enorm\.weight")
