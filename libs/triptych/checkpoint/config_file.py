@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 from triptych.errors import FeatureDisabled, ModelError
@@ -370,6 +370,17 @@ class ConfigFile:
                 raise ModelError(f"{self.path}: {self._section}{key}: is missing")
             return default
         return value
+
+
+def check_inside(index: Path, name: str) -> None:
+    """Check that a file that an index names is one of the model's own.
+
+    Raises:
+        ModelError: It is outside of the index's directory.
+    """
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ModelError(f"{index}: names {name!r}, which is outside of the model's directory")
 
 
 def _shown(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_file import MAX_VOCAB_SIZE, ConfigFile
@@ -14,7 +14,6 @@ from triptych.checkpoint.labels import read_labels
 from triptych.checkpoint.quantization.read import read_quantization
 from triptych.checkpoint.quantization.scheme import StoredQuantization
 from triptych.checkpoint.tensor_names import TensorNames, bare_names, names_of_tensors
-from triptych.errors import ModelError
 from triptych.types.sampling import SAMPLING_FIELDS, FieldKind
 
 CONFIG_FILE = "config.json"
@@ -111,17 +110,6 @@ def read_model_class(directory: Path) -> tuple[str, tuple[str, ...]]:
     return str(values.get("model_type") or ""), tuple(
         map(str, architectures if isinstance(architectures, list) else ())
     )
-
-
-def check_inside(index: Path, name: str) -> None:
-    """Check that a file that an index names is one of the model's own.
-
-    Raises:
-        ModelError: It is outside of the index's directory.
-    """
-    path = PurePath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise ModelError(f"{index}: names {name!r}, which is outside of the model's directory")
 
 
 def read_eos_token_ids(directory: Path) -> tuple[int, ...]:

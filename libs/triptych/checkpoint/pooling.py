@@ -17,8 +17,8 @@ from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
 
-from triptych.checkpoint.config_file import ConfigFile
-from triptych.checkpoint.config_json import CONFIG_FILE, MODULES_FILE, check_inside
+from triptych.checkpoint.config_file import ConfigFile, check_inside
+from triptych.checkpoint.config_json import CONFIG_FILE, MODULES_FILE
 from triptych.checkpoint.families.registry import CLASSIFIER_SUFFIX
 from triptych.checkpoint.labels import read_labels
 from triptych.errors import FeatureDisabled, ModelError

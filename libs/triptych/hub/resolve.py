@@ -8,7 +8,8 @@ import os
 import re
 from pathlib import Path
 
-from triptych.checkpoint.config_json import CONFIG_FILE, check_inside
+from triptych.checkpoint.config_file import check_inside
+from triptych.checkpoint.config_json import CONFIG_FILE
 from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE, GgufIndex
 from triptych.checkpoint.tokenizer_files import (
     FILES,

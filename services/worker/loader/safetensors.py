@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from triptych.checkpoint.config_json import check_inside
+from triptych.checkpoint.config_file import check_inside
 from triptych.errors import ModelError
 from triptych_services.worker.loader.base import Checkpoint, StoredTensor, expect_pages, release_pages
 
