@@ -20,6 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 Written = tuple[dict[str, Tensor], Tensor]
 Writer = Callable[[np.ndarray, np.random.Generator], Written]
+Note = Callable[[int, int], dict[str, Any]]
+"""Describes a weight of so many outputs and inputs, for the header of the file."""
 
 SIZES = {
     "vocab_size": 97,
@@ -252,6 +254,60 @@ def bnb(kind: str, *, nested: bool, size: int = 64) -> Writer:
     return write
 
 
+def torchao(bits: int, group: int, *, symmetric: bool = True) -> Writer:
+    """torchao's IntxUnpackedToInt8Tensor."""
+
+    def write(weight: np.ndarray, rng: np.random.Generator) -> Written:
+        middle = 2 ** (bits - 1)
+        codes, scales, zeros = affine(weight, bits, group, middle if symmetric else None, np.float32)
+        rounded = torch.from_numpy(scales).bfloat16()
+        whole = {"_weight_qdata": codes - middle, "_weight_zero_point": zeros - middle}
+        tensors = {key: torch.from_numpy(array).to(torch.int8) for key, array in whole.items()}
+        groups = np.arange(weight.shape[1]) // group
+        return tensors | {"_weight_scale": rounded}, meaning(codes, rounded.float().numpy(), zeros, groups)
+
+    return write
+
+
+def torchao_int4(weight: np.ndarray, rng: np.random.Generator) -> Written:
+    """torchao's Int4Tensor, in groups of 64."""
+    groups = weight.reshape(len(weight), -1, 64)
+    low, high = (torch.from_numpy(edge) for edge in (groups.min(2), groups.max(2)))
+    scales = ((high - low) / 15).bfloat16()
+    zeros = (low + scales.float() * 8).bfloat16()
+    exact, added = scales.float()[..., None], zeros.float()[..., None]
+    codes = ((torch.from_numpy(groups) - added) / exact).round().clamp(-8, 7)
+    nibbles = codes.view(len(weight), -1).numpy().astype(np.int64) & 15
+    tensors = _tensors({"_weight_qdata": pairs_of(nibbles).astype(np.uint8)})
+    tensors |= {"_weight_scale": scales.t(), "_weight_zero_point": zeros.t()}
+    return tensors, (codes * exact + added).view(len(weight), -1)
+
+
+def torchao_bytes(write: Writer) -> Writer:
+    """Return a writer of torchao's Int8Tensor or Float8Tensor, of one of codes and scales named as elsewhere."""
+
+    def renamed(weight: np.ndarray, rng: np.random.Generator) -> Written:
+        tensors, meant = write(weight, rng)
+        named = {"_weight_qdata": tensors["weight"], "_weight_scale": tensors["weight_scale"].float()}
+        return named, meant
+
+    return renamed
+
+
+def described(type_: str, block: tuple[int, int], *parts: str, **data: Any) -> Note:
+    """Return torchao's metadata of a weight: of blocks of so many outputs and inputs; 0: all."""
+
+    def note(rows: int, columns: int) -> dict[str, Any]:
+        data["block_size"] = [block[0] or rows, block[1] or columns]
+        return {"_type": type_, "_data": data, "_tensor_data_names": ["qdata", "scale", *parts]}
+
+    return note
+
+
+def torch_type(name: str) -> dict[str, str]:
+    return {"_type": "torch.dtype", "_data": name}
+
+
 def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
@@ -264,6 +320,8 @@ class Scheme:
     write: Writer
     type: str
     """The name that the loader gives it."""
+    note: Note | None = None
+    """Describes each weight in the header; None: config.json says all."""
 
 
 def gptq_config(bits: int, group: int, **others: Any) -> dict[str, Any]:
@@ -289,6 +347,8 @@ BYTES_IN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, 
 BNB_4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 FP4 = {"num_bits": 4, "type": "float"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {}}, "modules_to_not_convert": None}
+ROUNDED = {"_type": "QuantizeTensorToInt8Kwargs", "_data": {}}
 
 SCHEMES = {
     "gptq": Scheme(gptq_config(4, 128), gptq(4, 128), "gptq 4-bit g128"),
@@ -369,6 +429,27 @@ SCHEMES = {
     "llm-int8": Scheme(
         {"quant_method": "bitsandbytes", "load_in_8bit": True}, llm_int8, "llm-int8 8-bit per row"
     ),
+    "torchao bytes": Scheme(
+        TORCHAO, torchao(4, 32), "torchao 4-bit g32",
+        described("IntxUnpackedToInt8Tensor", (1, 32), "zero_point", target_dtype=torch_type("int4")),
+    ),
+    "torchao zeros": Scheme(
+        TORCHAO, torchao(3, 64, symmetric=False), "torchao 3-bit g64",
+        described("IntxUnpackedToInt8Tensor", (1, 64), "zero_point", target_dtype=torch_type("int3")),
+    ),
+    "torchao int8": Scheme(
+        TORCHAO, torchao_bytes(int8), "torchao 8-bit per row",
+        described("Int8Tensor", (1, 0), act_quant_kwargs=ROUNDED),
+    ),
+    "torchao float8": Scheme(
+        TORCHAO, torchao_bytes(float8(0, 0)), "torchao 8-bit e4m3 per tensor", described("Float8Tensor", (0, 0))
+    ),
+    "torchao float8 blocks": Scheme(
+        TORCHAO, torchao_bytes(float8(64, 32)), "torchao 8-bit e4m3 64x32", described("Float8Tensor", (64, 32))
+    ),
+    "torchao int4": Scheme(
+        TORCHAO, torchao_int4, "torchao-int4 4-bit g64", described("Int4Tensor", (1, 64), "zero_point")
+    ),
 }  # fmt: skip
 
 
@@ -397,6 +478,7 @@ def save_quantized(
     model = model or LlamaForCausalLM(LlamaConfig(**SIZES))
     model.eval()
     tensors: dict[str, Tensor] = {}
+    notes = {"format": "pt"}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             drawn = (
@@ -410,10 +492,12 @@ def save_quantized(
                     f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()
                 }
                 parameter.copy_(meant)
+                if scheme.note is not None:
+                    notes[name] = json.dumps(scheme.note(*meant.shape))
             else:
                 tensors[name] = torch.from_numpy(drawn).to(dtype)
                 parameter.copy_(tensors[name])
-    return _save(directory, scheme.config, tensors, model)
+    return _save(directory, scheme.config, tensors, model, notes)
 
 
 def save_experts(directory: Path, scheme: Scheme | None, model: Any) -> Any:
@@ -443,11 +527,18 @@ def save_experts(directory: Path, scheme: Scheme | None, model: Any) -> Any:
     return _save(directory, scheme.config if scheme else {"quant_method": "mxfp4"}, tensors, model)
 
 
-def _save(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], model: Any) -> Any:
+def _save(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    model: Any,
+    notes: dict[str, str] | None = None,
+) -> Any:
     directory.mkdir(exist_ok=True)
     save_file(
         {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
         directory / "model.safetensors",
+        notes,
     )
     values = {
         **model.config.to_dict(),

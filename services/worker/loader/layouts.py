@@ -12,6 +12,7 @@
 
 A word is a little-endian int32; the codes of an axis are one stream of bits in it. Sources: GPTQModel 7.7,
 compressed-tensors 0.20, bitsandbytes 0.50, and the published checkpoints of DeepSeek V3, GPT-OSS and modelopt.
+torchao's packings are in torchao.py, those of bitsandbytes in 4 bits in quantized.py.
 """
 
 from __future__ import annotations
@@ -365,7 +366,13 @@ class ByteLayout(Layout):
     """A byte for each weight, integers or 8-bit floats, with scales of tensor, outputs, groups or blocks."""
 
     main = "weight"
-    others = ("weight_scale", "weight_scale_inv", "weight_zero_point", "SCB", "weight_format")
+    others: tuple[str, ...] = (
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_zero_point",
+        "SCB",
+        "weight_format",
+    )
 
     def __init__(self, types: tuple[str, ...], scales: tuple[str, ...], factor: float = 1.0) -> None:
         """

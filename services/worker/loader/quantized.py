@@ -19,6 +19,7 @@ from triptych_services.worker.layers.quantization import CodedPart, CodedTensor
 from triptych_services.worker.loader.base import Checkpoint, StoredTensor
 from triptych_services.worker.loader.layouts import FLOATS, LAYOUTS, CodedForm, CodedModule, Layout
 from triptych_services.worker.loader.safetensors import SafetensorsCheckpoint
+from triptych_services.worker.loader.torchao import TORCHAO_LAYOUTS
 
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
 _MAX_STATE_BYTES = 1 << 16  # of the JSON beside codes of bitsandbytes, which is about 200
@@ -128,7 +129,7 @@ class BlockedLayout(Layout):
         module.fail(self._state_part(module), f"has {key} = {str(value)[:100]}", f"a valid {key}")
 
 
-_ALL_LAYOUTS: Mapping[str, Layout] = {**LAYOUTS, "bnb": BlockedLayout()}
+_ALL_LAYOUTS: Mapping[str, Layout] = {**LAYOUTS, **TORCHAO_LAYOUTS, "bnb": BlockedLayout()}
 
 
 @dataclass(frozen=True, slots=True)

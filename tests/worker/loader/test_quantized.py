@@ -56,7 +56,7 @@ DEQUANTIZED = ("gptq order",)
 PACKED = [
     name
     for name, scheme in SCHEMES.items()
-    if scheme.type.startswith(("gptq", "awq", "pack", "mxfp4", "nvfp4"))
+    if scheme.type.startswith(("gptq", "awq", "pack", "mxfp4", "nvfp4", "torchao-int4"))
 ]
 PACKED = [name for name in PACKED if name not in DEQUANTIZED]
 """Schemes of which kernels read the codes as they are packed."""
@@ -137,7 +137,8 @@ def test_packed_codes_fill_the_bytes_that_unpacked_ones_fill(
     format = checkpoint.tensors[tensor].format
     assert format is not None
     wide = replace(format, group=min(format.group or 64, 64))  # two ranks cut groups of 128
-    for held in (wide, replace(wide, bits=8, offset="zero") if not wide.table else wide):
+    is_plain = not wide.table and wide.offset != "minimum"
+    for held in (wide, replace(wide, bits=8, offset="zero") if is_plain else wide):
         filled, expected = (CodedWeight(160, 64, torch.float32, held, gated=is_gated) for _ in range(2))
         halves: tuple[Half | None, ...] = ("gate", "up") if is_gated else (None, None)
         # pieces of two projections: odd rows of the file at odd places, and the share of another rank each
@@ -153,7 +154,9 @@ def test_packed_codes_fill_the_bytes_that_unpacked_ones_fill(
         assert filled.data.any()
 
 
-@pytest.mark.parametrize("name", ["gptq zeros", "awq", "fp8 exponents", "nvfp4", "nf4 nested"])
+@pytest.mark.parametrize(
+    "name", ["gptq zeros", "awq", "fp8 exponents", "nvfp4", "nf4 nested", "torchao zeros", "torchao int4"]
+)
 def test_ranks_read_their_shares(tmp_path: Path, name: str) -> None:
     model = save_quantized(tmp_path, SCHEMES[name])
     checkpoint = open_checkpoint(tmp_path)
@@ -352,7 +355,14 @@ def test_scales_of_keys_and_values_are_said(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_two_ranks_say_what_one_says(tmp_path: Path, num_stages: int) -> None:
     cases = {}
-    for name in ("gptq", "awq", "fp8 blocks", "nvfp4"):  # of which groups of 128 are cut by the ranks
+    for name in (
+        "gptq",
+        "awq",
+        "fp8 blocks",
+        "nvfp4",
+        "torchao zeros",
+        "torchao int4",
+    ):  # of which groups of 128 are cut by the ranks
         save_quantized(tmp_path / name, SCHEMES[name])
         cases[name] = Case(tmp_path / name, 2, num_stages=num_stages, port=free_port())
     for name, (first, second) in run_ranks(cases, tmp_path).items():
@@ -371,6 +381,11 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, num_stages: int) -> None:
         ("awq", {}, "awq 4-bit g64 with zeros"),
         ("awq", {"quantization": "dequantized", "dtype": "bfloat16"}, "awq 4-bit g64 with zeros as bfloat16"),
         ("gptq order", {"dtype": "float32"}, "gptq 4-bit g32 as float32"),
+        (
+            "torchao zeros",
+            {"quantization": "dequantized", "dtype": "bfloat16"},
+            "torchao 3-bit g64 as bfloat16",
+        ),
     ],
 )
 def test_the_facts_say_how_weights_are_held(

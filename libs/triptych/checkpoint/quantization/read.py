@@ -7,6 +7,7 @@
 | bitsandbytes               | `quantization_config`; the details are beside each tensor                          |
 | compressed-tensors         | `quantization_config`, with a group of modules for each scheme                     |
 | modelopt                   | `quantization_config`, or hf_quant_config.json                                     |
+| torchao                    | `quantization_config`; the details are in the headers of the weight files          |
 
 An installed package adds a method by an entry point of `triptych.quantization`, named as `quant_method` is.
 """
@@ -22,6 +23,7 @@ from typing import Any
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.quantization.config_groups import compressed_tensors, modelopt, read_kv_cache
 from triptych.checkpoint.quantization.scheme import SchemeRule, StoredQuantization, WeightScheme
+from triptych.checkpoint.quantization.torchao import torchao
 from triptych.errors import FeatureDisabled, ModelError
 
 ENTRY_POINT_GROUP = "triptych.quantization"
@@ -250,4 +252,5 @@ _READERS: dict[str, Callable[[ConfigFile], StoredQuantization]] = {
     "bitsandbytes": bitsandbytes,
     "compressed-tensors": compressed_tensors,
     "modelopt": modelopt,
+    "torchao": torchao,
 }

@@ -78,8 +78,8 @@ class StoredQuantization:
     """Precision of keys and values that the checkpoint was made for: `8-bit float`; empty: it says nothing."""
 
     def __str__(self) -> str:
-        """Return its schemes for people: `gptq 4-bit g128`."""
-        return ", ".join(dict.fromkeys(str(rule.scheme) for rule in self.rules if rule.scheme))
+        """Return its schemes for people, `gptq 4-bit g128`; without any, as for random weights, its method."""
+        return ", ".join(dict.fromkeys(str(rule.scheme) for rule in self.rules if rule.scheme)) or self.method
 
     @property
     def layouts(self) -> tuple[str, ...]:
