@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from triptych_kernels.state_batch import StateBatch
@@ -19,6 +20,25 @@ class ChosenKeys:
     """[num_tokens, most of them] int32, the slots of their vectors."""
     counts: Tensor
     """[num_tokens] int32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptStates:
+    """States between layers, from which something outside of the model goes on."""
+
+    layers: tuple[int, ...]
+    """For each state the layers before it; 0: it is the embedding."""
+    found: dict[int, Tensor] = field(default_factory=dict)
+    """Layers before it -> [num_tokens, hidden_size] float32. Written by the model."""
+
+    def take(self, num_layers: int, hidden: Tensor | None, residual: Tensor) -> None:
+        """Keep the state behind so many layers if it is one of these; `hidden` is not added to the residual yet."""
+        if num_layers in self.layers:
+            self.found[num_layers] = residual if hidden is None else residual + hidden
+
+    def joined(self, dtype: torch.dtype) -> Tensor:
+        """Return the states of each token side by side."""
+        return torch.cat([self.found[number].to(dtype) for number in self.layers], dim=-1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +60,10 @@ class StepContext:
     """[num_pages, page elements] float32, one entry per layer, by the layer's index: see `StateSpec.page_elements`.
     None for a layer without a state; empty where no layer has one."""
     states_before: Tensor | None = None
-    """[num_tokens, hidden_size] in the model's precision, what another model has computed at the token before each; an
-    `MtpLayer` reads it. None: the model reads tokens only."""
+    """[num_tokens, hidden_size] in the model's precision, what another model has computed at the token before each;
+    read by an `MtpLayer` and an `Eagle3Head`. None: the model reads tokens only."""
+    kept: KeptStates | None = None
+    """States between layers that a decoder keeps; None: it keeps none."""
     chosen_keys: list[ChosenKeys] = field(default_factory=list)
     """At most one: what the last layer that chooses keys has chosen. Written by such layers, read by those after
     them."""

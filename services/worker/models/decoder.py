@@ -184,8 +184,13 @@ class Decoder(nn.Module):
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(token_ids, residual, context.adapter_slots)
         hidden: Tensor | None = None
-        for layer in self.layers:
+        kept = context.kept
+        for number, layer in enumerate(self.layers):
+            if kept is not None:
+                kept.take(number, hidden, residual)
             hidden, residual = layer(hidden, residual, positions, context, inputs)
+        if kept is not None:
+            kept.take(len(self.layers), hidden, residual)
         if self.norm is None:
             return residual if hidden is None else residual + hidden
         normalised: Tensor = self.norm(residual) if hidden is None else self.norm(hidden, residual)[0]

@@ -27,6 +27,8 @@ class StepOutput:
     hidden: Tensor | None = None
     """[num_tokens or more, hidden_size] of all the step's tokens. None if all rows compute one token and sample, since
     such a step scores no prompt."""
+    layer_states: Tensor | None = None
+    """[num_tokens or more, their elements] as of `KeptStates.joined`; None: none are kept."""
 
 
 def without_samples(hidden: Tensor) -> StepOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from triptych_kernels.cpu.recording import NotRecordable, Recording
 from triptych_kernels.ops import gather_rows
 from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBatch, KvCache
-from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.layers.step_context import KeptStates, StepContext
 from triptych_services.worker.models.base import CausalLM, logits_of
 from triptych_services.worker.runner.backend import ForwardBackend, StepOutput, without_samples
 from triptych_services.worker.runner.base import CompletedStep
@@ -43,19 +44,20 @@ class RecordedBackend:
         *,
         received: Tensor | None = None,
         states_before: Tensor | None = None,
+        kept_layers: tuple[int, ...] = (),
         samples: bool = True,
     ) -> None:
         """Record `model` for steps of any size that fits `inputs`.
 
         Args:
-            received, states_before, samples: As of `create_cpu_backend`.
+            received, states_before, kept_layers, samples: As of `create_cpu_backend`.
 
         Raises:
             NotRecordable: the model computes something that no native kernel does; names it.
         """
         entry = inputs.token_ids if received is None else received
         self._samples = samples
-        self.program = _record(model, kv_caches, inputs, entry, states_before, samples=samples)
+        self.program = _record(model, kv_caches, inputs, entry, states_before, kept_layers, samples=samples)
         self.description = f"{isa()} recorded"
 
     def compute_states(self, sizes: StepSizes) -> Tensor:
@@ -68,9 +70,12 @@ class RecordedBackend:
         if not self._samples:
             return without_samples(self.compute_states(sizes))
         self.program.run({"tokens": sizes.num_tokens, "rows": sizes.num_rows, "samples": sizes.num_sampling})
-        logits, token_ids, hidden = self.program.outputs
+        logits, token_ids, hidden, *kept = self.program.outputs
         return StepOutput(
-            logits[: sizes.num_sampling], token_ids[: sizes.num_sampling], hidden=hidden[: sizes.num_tokens]
+            logits[: sizes.num_sampling],
+            token_ids[: sizes.num_sampling],
+            hidden=hidden[: sizes.num_tokens],
+            layer_states=kept[0] if kept else None,
         )
 
     def graph_captures(self) -> Sequence[Callable[[], None]]:
@@ -83,6 +88,7 @@ def _record(
     inputs: InputBuffers,
     entry: Tensor,
     states_before: Tensor | None,
+    kept_layers: tuple[int, ...],
     *,
     samples: bool,
 ) -> Program:
@@ -112,6 +118,7 @@ def _record(
                 recording.input(inputs.state.write_pages, count="rows"),
                 query_starts,
             )
+        kept = KeptStates(kept_layers) if kept_layers else None
         hidden = model(
             recording.input(entry, count="tokens"),
             recording.input(inputs.positions, count="tokens"),
@@ -122,6 +129,7 @@ def _record(
                 optional_input(inputs.adapter_slots, "tokens"),
                 [cache.state for cache in kv_caches],
                 optional_input(states_before, "tokens"),
+                kept,
             ),
         )
         if not samples:
@@ -130,7 +138,8 @@ def _record(
         adapters = optional_input(inputs.sampling_adapters, "samples")
         logits = logits_of(model, gather_rows(hidden, sampling_tokens), adapters)
         sampling = inputs.sampling.columns.map(lambda column: recording.input(column, count="samples"))
-        return logits, sampling.choose(logits), hidden
+        outputs = logits, sampling.choose(logits), hidden
+        return outputs if kept is None else (*outputs, kept.joined(hidden.dtype))
 
     return record(forward)
 
@@ -148,11 +157,12 @@ class EagerBackend:
         *,
         received: Tensor | None = None,
         states_before: Tensor | None = None,
+        kept_layers: tuple[int, ...] = (),
         samples: bool = True,
     ) -> None:
         """
         Args:
-            received, states_before, samples: As of `create_cpu_backend`.
+            received, states_before, kept_layers, samples: As of `create_cpu_backend`.
         """
         self._samples = samples
         self._model = model
@@ -161,23 +171,26 @@ class EagerBackend:
         self._inputs = inputs
         self._received = received
         self._states_before = states_before
+        self._kept_layers = kept_layers
         self._device = kv_caches[0].device
         native = self._device.type == "cpu" and isa()
         self.description = f"{isa()} eager" if native else "torch"
 
     def compute_states(self, sizes: StepSizes) -> Tensor:
-        return self._run(self._inputs.batch(sizes, self._device))
+        return self._run(self._inputs.batch(sizes, self._device), None)
 
     def forward(self, sizes: StepSizes) -> StepOutput:
         batch = self._inputs.batch(sizes, self._device)
-        hidden = self._run(batch)
+        kept = KeptStates(self._kept_layers) if self._kept_layers else None
+        hidden = self._run(batch, kept)
         if not self._samples:
             return without_samples(hidden)
         # [num_sampling, hidden_size]: logits cost as much as several layers, so only for rows that sample
         logits = logits_of(self._model, gather_rows(hidden, batch.sampling_tokens), batch.sampling_adapters)
-        return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden)
+        layer_states = None if kept is None else kept.joined(hidden.dtype)
+        return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden, layer_states=layer_states)
 
-    def _run(self, batch: InputBatch) -> Tensor:
+    def _run(self, batch: InputBatch, kept: KeptStates | None) -> Tensor:
         num_tokens = len(batch.token_ids)
         entry = batch.token_ids if self._received is None else self._received[:num_tokens]
         context = StepContext(
@@ -187,6 +200,7 @@ class EagerBackend:
             batch.adapter_slots,
             self._state_pages,
             None if self._states_before is None else self._states_before[:num_tokens],
+            kept,
         )
         return self._model(entry, batch.positions, context)
 
@@ -241,7 +255,7 @@ class ImmediateSteps:
         guesses = None
         if self._speculation is not None:
             guesses = self._speculation.finish(
-                step, sampled.token_counts, forwarded - prepared, output.hidden
+                step, sampled.token_counts, forwarded - prepared, output.hidden, output.layer_states
             )
         timings = StepTimings(
             prepare_ns=prepared - started_ns,
@@ -268,6 +282,7 @@ def create_cpu_backend(
     enforce_eager: bool,
     received: Tensor | None = None,
     states_before: Tensor | None = None,
+    kept_layers: tuple[int, ...] = (),
     samples: bool = True,
 ) -> RecordedBackend | EagerBackend:
     """Create the backend for a device that has completed a step when it has launched it.
@@ -278,18 +293,21 @@ def create_cpu_backend(
         received: [max_num_batched_tokens, hidden_size] float32 on the device, the states of the stage before, which the
             model reads in place of token ids; None: it is the first stage.
         states_before: As of `StepContext`, for the longest step; the caller fills it in before each.
+        kept_layers: As of `KeptStates.layers`; empty: no states between layers are kept.
         samples: Whether the model has a head. If not, it is a stage of which `compute_states` is called, not `forward`,
             or no row of it samples.
     """
+    options: dict[str, Any] = {
+        "received": received,
+        "states_before": states_before,
+        "kept_layers": kept_layers,
+        "samples": samples,
+    }
     if kv_caches[0].device.type == "cpu" and isa() and not enforce_eager:
         try:
-            return RecordedBackend(
-                model, kv_caches, inputs, received=received, states_before=states_before, samples=samples
-            )
+            return RecordedBackend(model, kv_caches, inputs, **options)
         except NotRecordable as reason:
             log.warning(
                 "%s: %s, so its operations are called one by one, slower", type(model).__name__, reason
             )
-    return EagerBackend(
-        model, kv_caches, inputs, received=received, states_before=states_before, samples=samples
-    )
+    return EagerBackend(model, kv_caches, inputs, **options)

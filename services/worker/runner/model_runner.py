@@ -168,6 +168,7 @@ class ModelRunner(StepRunner):
             self._inputs,
             enforce_eager=enforce_eager or not self._group.is_recordable,
             received=None if stage is None else stage.received,
+            kept_layers=() if self._speculation is None else self._speculation.state_layers,
             samples=self._generates and (stage is None or stage.is_last),
         )
         steps: StepLauncher = ImmediateSteps(

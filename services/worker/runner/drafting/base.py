@@ -117,10 +117,14 @@ class ReadsTexts(Protocol):
 class ReadsStates(Protocol):
     """A proposer that goes on from what the model has computed, as a layer of its checkpoint does."""
 
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """For each state of a token that it reads, the layers before it; empty: it reads that behind the last norm."""
+
     def take_states(self, step: StepRows, token_counts: I64 | None, states: Tensor) -> None:
         """Take in the states of a step's tokens, before `accept` is called for it.
 
         Args:
             token_counts: As of `Speculation.finish`.
-            states: [num_tokens or more, hidden_size] behind the last norm, valid during the call only.
+            states: [num_tokens or more, elements of all that it reads of a token], valid during the call only.
         """

@@ -44,6 +44,11 @@ class SharedGuesses:
         self._seconds: deque[float] = deque(maxlen=_NUM_KEPT)
         """The time of the latest sums."""
 
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """See `Speculation.state_layers`."""
+        return () if self._own is None else self._own.state_layers
+
     def guess(self, step: StepRows) -> StepRows:
         """Return the step with the guesses of rank 0; see `Speculation.guess`.
 
@@ -70,9 +75,14 @@ class SharedGuesses:
         return with_guesses(self._rows, step, summed[num_rows : num_rows + int(counts.sum())], counts)
 
     def finish(
-        self, step: StepRows, token_counts: I64 | None, forward_ns: int, states: Tensor | None = None
+        self,
+        step: StepRows,
+        token_counts: I64 | None,
+        forward_ns: int,
+        states: Tensor | None = None,
+        layer_states: Tensor | None = None,
     ) -> GuessReport:
         """Take in what the rows of a step have got; see `Speculation.finish`. Only rank 0 reports."""
         if self._own is None:
             return GuessReport(empty_u32())
-        return self._own.finish(step, token_counts, forward_ns, states)
+        return self._own.finish(step, token_counts, forward_ns, states, layer_states)

@@ -72,6 +72,11 @@ class Speculation:
         """Steps in which nothing is decided, since guesses have no chance, and how many of these have passed."""
         rows.observer = self
 
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Return `ReadsStates.state_layers` of the proposer that has some; empty: none has."""
+        return next((each.state_layers for each in self._state_readers if each.state_layers), ())
+
     def enter(self, row: NewRow) -> None:
         if not row.sampling.speculation:
             return
@@ -114,22 +119,29 @@ class Speculation:
         self._budget.note_search(num_rows, seconds)
 
     def finish(
-        self, step: StepRows, token_counts: I64 | None, forward_ns: int, states: Tensor | None = None
+        self,
+        step: StepRows,
+        token_counts: I64 | None,
+        forward_ns: int,
+        states: Tensor | None = None,
+        layer_states: Tensor | None = None,
     ) -> GuessReport:
         """Take in what the rows of a step have got, once it is recorded, and guess what follows.
 
         Args:
             token_counts: [num_sampling] tokens of each sampling row; None: one each.
             forward_ns: The time of the model.
-            states: As of `ReadsStates.take_states`; None: no proposer reads them.
+            states: [num_tokens or more, hidden_size] behind the last norm; None: no proposer reads them.
+            layer_states: As of `StepOutput`, of `state_layers`.
 
         Returns:
             The report. The engine may have planned the next step, so rows may have as many guesses as were looked for,
             not only those that were found.
         """
         for reader in self._state_readers:
-            assert states is not None, "the caller has them where a proposer reads them"
-            reader.take_states(step, token_counts, states)
+            read = layer_states if reader.state_layers else states
+            assert read is not None, "the caller has them where a proposer reads them"
+            reader.take_states(step, token_counts, read)
         slots = step.sampling_slots
         verified: tuple[VerifiedGuesses, ...] = ()
         if self._num_rested < self._rest and step.places is None:

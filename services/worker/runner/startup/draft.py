@@ -34,7 +34,7 @@ from triptych_services.worker.runner.drafting.create import (
     proposers_of,
 )
 from triptych_services.worker.runner.drafting.draft_model import PART, DraftModel, DraftModelProposer
-from triptych_services.worker.runner.drafting.mtp import MtpProposer, num_waiting_states
+from triptych_services.worker.runner.drafting.heads import MtpProposer, num_waiting_states
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import KvPlan, plan_kv_cache
 from triptych_services.worker.sampling.params import TokenHistory

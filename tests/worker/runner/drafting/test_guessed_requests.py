@@ -61,7 +61,7 @@ from triptych_services.worker.runner.drafting.base import Proposer
 from triptych_services.worker.runner.drafting.create import proposers_of
 from triptych_services.worker.runner.drafting.draft_model import PART, DraftModel, DraftModelProposer
 from triptych_services.worker.runner.drafting.grammar import FormMatchers
-from triptych_services.worker.runner.drafting.mtp import MtpProposer
+from triptych_services.worker.runner.drafting.heads import MtpProposer
 from triptych_services.worker.runner.model_runner import ModelRunner
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache

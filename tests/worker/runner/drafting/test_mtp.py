@@ -34,9 +34,9 @@ from triptych.types.facts import SleepLevel
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
 from triptych_services.worker.context.device import resolve_config
-from triptych_services.worker.runner.drafting import mtp
+from triptych_services.worker.runner.drafting import heads
 from triptych_services.worker.runner.drafting.base import I64, Guesses
-from triptych_services.worker.runner.drafting.mtp import MtpProposer
+from triptych_services.worker.runner.drafting.heads import MtpProposer
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup.create import create_runner
 from triptych_services.worker.runner.stored.start import may_store
@@ -206,7 +206,7 @@ def test_it_changes_no_token_and_sleeps_with_the_model(
 def test_states_that_wait_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row with most of them begins anew, and guesses from there."""
     oracle = save_with_mtp("GLM 4.5", tmp_path)
-    monkeypatch.setattr(mtp, "_MAX_WAITING", 17)
+    monkeypatch.setattr(heads, "_MAX_WAITING", 17)
     runner = start(tmp_path)
     checked = Checked(proposer_of(runner), oracle)
     tokens, *_ = answers(runner)

@@ -1,11 +1,11 @@
-"""Guesses of a layer of the checkpoint, multi-token prediction: docs/adr/0126.
+"""Guesses from states of the model: a layer of the checkpoint (docs/adr/0126), and EAGLE-3 heads (docs/adr/0130).
 
-The layer goes on from the state of a token and the token behind it, and guesses the one after that. A row of it is the
+A head goes on from the state of a token and the token behind it, and guesses the one after that. A row of it is the
 text of the request without its first token, each beside the state of the one before:
 
     known to the row             a   b   c   d
     state of the model           A   B   C           that of d is computed by the next step
-    computed here               bA  cB  dC           chooses e, and leaves D, the layer's own state in place of that
+    computed here               bA  cB  dC           chooses e, and leaves D, the head's own state in place of that
     each further place                      eD       chooses f; the guesses are e and f
 
 So what was computed of guesses is computed anew once they are verified, from states of the model.
@@ -18,6 +18,8 @@ begins at its first state, as if there were no text before. So does one that los
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -43,27 +45,33 @@ def num_waiting_states(max_num_batched_tokens: int) -> int:
     return max(_MAX_WAITING, max_num_batched_tokens)
 
 
-class MtpProposer(DraftModelProposer):
+class HeadProposer(DraftModelProposer):
     """A `DraftModelProposer` that `ReadsStates`. Owns those that wait."""
 
-    name = "mtp"
+    state_layers: tuple[int, ...] = ()
 
-    def __init__(self, draft: DraftModel, facts: WorkerFacts, *, history: TokenHistory) -> None:
-        assert draft.states_before is not None, "the layer reads states"
+    def __init__(
+        self, draft: DraftModel, facts: WorkerFacts, *, history: TokenHistory, state_size: int | None = None
+    ) -> None:
+        """
+        Args:
+            state_size: Elements of what it reads of a token; None: as many as its own state has.
+        """
+        assert draft.states_before is not None, "the head reads states"
         num_places = num_waiting_states(facts.max_num_batched_tokens)
         self._states = draft.states_before
-        self._waiting = self._states.new_empty(num_places, self._states.shape[1])
-        """[number of places, hidden_size] the states that wait, in any order."""
+        self._waiting = self._states.new_empty(num_places, state_size or self._states.shape[1])
+        """[number of places, state_size] the states that wait, in any order."""
         self._free_places = list(range(num_places))
         self._places: list[list[int]] = [[] for _ in range(facts.max_num_seqs)]
         """By slot: the places of its states that wait, in their order."""
         self._latest = self._states.new_zeros(facts.max_num_seqs, self._states.shape[1])
-        """[max_num_seqs, hidden_size] the layer's own state behind the latest token that it has computed of a row."""
+        """[max_num_seqs, hidden_size] the head's own state behind the latest token that it has computed of a row."""
         self._takes_part: NDArray[np.bool_] = np.zeros(facts.max_num_seqs, np.bool_)
         self._first: I64 = np.full(facts.max_num_seqs, _NOWHERE, np.int64)
         """[max_num_seqs] the position of the first state of a row."""
         self._num_read: I64 = np.zeros(facts.max_num_seqs, np.int64)
-        """[max_num_seqs] states of the row that the layer has gone on from, so that they wait no more."""
+        """[max_num_seqs] states of the row that the head has gone on from, so that they wait no more."""
         super().__init__(draft, facts, history=history)
 
     @property
@@ -134,19 +142,71 @@ class MtpProposer(DraftModelProposer):
         return limit
 
     def _forward(self, step: StepRows) -> tuple[StepSizes, StepOutput]:
-        """Compute what rows have got, from states that wait; or one guess of each, from the layer's own state."""
+        """Compute what rows have got, from states that wait; or one guess of each, from the head's own state."""
         if (step.starts < self._rows.num_known[step.slots]).all():
             places = list[int]()
             for slot, count in zip(step.slots.tolist(), step.query_lens.tolist(), strict=True):
                 places += self._places[slot][:count]
                 del self._places[slot][:count]
                 self._num_read[slot] += count
-            self._states[: len(places)] = self._waiting[torch.tensor(places)]
+            if places:
+                self._states[: len(places)] = self._combined(self._waiting[torch.tensor(places)])
             self._free_places += places
         else:
             self._states[: step.slots.size] = self._latest[torch.from_numpy(step.slots)]
         sizes, output = super()._forward(step)
         assert output.hidden is not None, "a CPU gives the states of all tokens"
         last_tokens = (np.cumsum(step.query_lens) - 1)[step.samples]
-        self._latest[torch.from_numpy(step.sampling_slots)] = output.hidden[torch.from_numpy(last_tokens)]
+        latest = output.hidden[torch.from_numpy(last_tokens)]
+        self._latest[torch.from_numpy(step.sampling_slots)] = latest.to(self._latest.dtype)
         return sizes, output
+
+    def _combined(self, states: Tensor) -> Tensor:
+        """Return what the head goes on from, [num_tokens, hidden_size]: here it is what was read."""
+        return states
+
+
+class MtpProposer(HeadProposer):
+    """The proposer of a layer of the checkpoint, which reads the model's last state."""
+
+    name = "mtp"
+
+
+class Eagle3Proposer(HeadProposer):
+    """The proposer of an EAGLE-3 head, which joins several states of a token and has a vocabulary of its own."""
+
+    name = "eagle3"
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        facts: WorkerFacts,
+        *,
+        history: TokenHistory,
+        layers: tuple[int, ...],
+        state_size: int,
+        combine: Callable[[Tensor], Tensor],
+        tokens: Tensor | None,
+    ) -> None:
+        """
+        Args:
+            layers: As of `ReadsStates.state_layers`.
+            state_size: Elements of all states of a token.
+            combine: Maps them to one of the head.
+            tokens: [tokens of the head] int64, their ids in the model; None: they are the model's.
+        """
+        self.state_layers = layers
+        self._combine, self._tokens = combine, tokens
+        super().__init__(draft, facts, history=history, state_size=state_size)
+
+    def _combined(self, states: Tensor) -> Tensor:
+        return self._combine(states)
+
+    def _forward(self, step: StepRows) -> tuple[StepSizes, StepOutput]:
+        sizes, output = super()._forward(step)
+        if self._tokens is None:
+            return sizes, output
+        chosen = output.token_ids  # negative where nothing could be chosen
+        return sizes, replace(
+            output, token_ids=torch.where(chosen < 0, chosen, self._tokens[chosen.clamp(0)])
+        )
