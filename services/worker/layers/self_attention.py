@@ -33,6 +33,7 @@ class SelfAttention(nn.Module):
         *,
         layer_index: int,
         tables: RotaryTables,
+        input_size: int = 0,
         context: ModelContext,
         prefix: str,
     ) -> None:
@@ -40,16 +41,16 @@ class SelfAttention(nn.Module):
         Args:
             layer_index: Index of the layer's KV cache in `StepContext.kv_caches`.
             tables: Rotary tables of the whole model.
+            input_size: Elements of what is projected to queries, keys and values; 0: those of a state.
 
         Raises:
             FeatureDisabled: Ranks would share what is normalised.
         """
         super().__init__()
         hidden_size, block = context.architecture.hidden_size, context.architecture.block
-        head_dim = spec.head_dim
-        is_written = spec.kv_from < 0
+        head_dim, is_written = spec.head_dim, spec.kv_from < 0
         self.qkv_proj = QKVLinear(
-            hidden_size,
+            input_size or hidden_size,
             spec.num_heads,
             spec.num_kv_heads,
             head_dim,
@@ -73,9 +74,8 @@ class SelfAttention(nn.Module):
         self.sinks: Sinks | None = None
         if block.has_sinks:
             self.sinks = Sinks(spec.num_heads, context=context, prefix=f"{prefix}.sinks")
-        options = self._options(spec, context)
         self.attention = Attention(
-            options,
+            self._options(spec, context),
             layer_index=layer_index,
             rotary=None if self.is_normalised_last else self.rotary,
             is_written=is_written,

@@ -16,6 +16,7 @@ from torch import nn
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture, read_stored_quantization
+from triptych.checkpoint.eagle import Eagle3Spec
 from triptych.checkpoint.gguf.index import GGUF_INDEX_FILE
 from triptych.checkpoint.mtp import MtpSpec
 from triptych.errors import FeatureDisabled, ModelError
@@ -40,6 +41,7 @@ from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.loader.safetensors import SafetensorsCheckpoint
 from triptych_services.worker.models.base import CausalLM, StagedModel
 from triptych_services.worker.models.decoder import MtpLayer
+from triptych_services.worker.models.eagle import FLAGS, OFFSETS, Eagle3Head, tokens_of_head
 from triptych_services.worker.models.registry import create_model
 
 log = logging.getLogger(__name__)
@@ -139,6 +141,29 @@ def load_mtp_layer(config: ResolvedConfig, checkpoint: Checkpoint, spec: MtpSpec
         layer, checkpoint, [name for name in checkpoint.tensors if name.startswith(f"{spec.prefix}.")], config
     )
     return layer
+
+
+def load_eagle3_head(
+    config: ResolvedConfig, directory: Path, spec: Eagle3Spec
+) -> tuple[Eagle3Head, torch.Tensor | None]:
+    """Create a head that guesses, and stream its weights into it.
+
+    Args:
+        config: Its architecture is that of `spec`.
+
+    Returns:
+        The head, and [its tokens] int64, their ids in the model; None: they are the model's.
+
+    Raises:
+        ModelError: A tensor is missing, left over or of another shape, or a token is none of the model's.
+    """
+    checkpoint = SafetensorsCheckpoint(directory, has_codes=True)
+    offsets = checkpoint.view(OFFSETS) if OFFSETS in checkpoint.tensors else None
+    tokens = tokens_of_head(directory, offsets, spec)
+    with without_collection():
+        head = Eagle3Head(spec, context=_context_of(config, checkpoint, None))
+    _fill(head, checkpoint, [name for name in checkpoint.tensors if name not in (OFFSETS, FLAGS)], config)
+    return head, tokens
 
 
 def _context_of(config: ResolvedConfig, checkpoint: Checkpoint, group: RankGroup | None) -> ModelContext:

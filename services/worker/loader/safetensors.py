@@ -18,8 +18,8 @@ SINGLE_FILE = "model.safetensors"
 SHARD_INDEX_FILE = "model.safetensors.index.json"
 
 _TYPE_SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per element
-_CODE_SIZES = {"F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
-"""Further types, of which quantized weights are made."""
+_CODE_SIZES = {"F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8, "BOOL": 1}
+"""Further types, of which quantized weights and the tables of heads that guess are made."""
 _COUNTERS = ("position_ids", "token_type_ids")
 """Endings of buffers that older versions of transformers wrote beside the weights of encoders: 0, 1, 2, … or zeros."""
 
@@ -34,7 +34,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
         Args:
             device: Device that converts tensors to the dtype in which they are read; None: the CPU.
-            has_codes: Whether there may be tensors of integers and of 8-bit floats, which only `view` reads.
+            has_codes: Whether there may be tensors of integers, flags and 8-bit floats, which only `view` reads.
 
         Raises:
             ModelError: A file is missing, cut short, damaged or not a safetensors file. Or a tensor has a type that

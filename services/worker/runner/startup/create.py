@@ -51,13 +51,13 @@ from triptych_services.worker.runner.graph_sizes import graph_token_limit
 from triptych_services.worker.runner.model_runner import LastingParts, ModelRunner
 from triptych_services.worker.runner.pipeline_stage import create_stage
 from triptych_services.worker.runner.sleepable_runner import MemoryNeeds, SleepableRunner
-from triptych_services.worker.runner.startup.draft import GuessSources
 from triptych_services.worker.runner.startup.encoder import (
     create_encoder_runner,
     plan_encoder,
     warm_up_encoder,
 )
 from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
+from triptych_services.worker.runner.startup.guessing import GuessSources
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, view_kv_cache
 from triptych_services.worker.runner.startup.kv_groups import choose_groups
 from triptych_services.worker.runner.startup.kv_plan import KvPlan, report_groups

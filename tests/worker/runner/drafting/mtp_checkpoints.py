@@ -80,6 +80,10 @@ class MtpOracle:
             states = torch.cat((states, out[:, -1:]), dim=1)
         return torch.stack(found)
 
+    def guesses(self, text: Sequence[int], count: int, first: int) -> list[int]:
+        """Return the guesses of `logits`."""
+        return self.logits(text, count, first).argmax(1).tolist()
+
 
 def save_with_mtp(name: str, directory: Path) -> MtpOracle:
     """Write the checkpoint of a family with random weights, its last layer as the one that guesses."""

@@ -10,22 +10,29 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.in_process import InProcessEngine
-from tests.worker.models.checkpoints import random_prompts
-from tests.worker.runner.drafting.guessing import guess_at_all_costs
-from tests.worker.runner.drafting.mtp_checkpoints import MtpOracle, save_cycle, save_with_mtp
+from tests.worker.runner.drafting.heads import (
+    GREEDY,
+    MAX_SEQS,
+    MOST_GUESSES,
+    NUM_NEW,
+    PROMPTS,
+    SAMPLED,
+    Checked,
+    answers,
+    note_logits,
+    proposer_of,
+    start,
+)
+from tests.worker.runner.drafting.mtp_checkpoints import save_cycle, save_with_mtp
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import (
-    CacheConfig,
     EngineConfig,
-    ModelConfig,
     ParallelConfig,
-    SchedulerConfig,
     SpeculativeConfig,
     WorkerConfig,
 )
@@ -35,85 +42,10 @@ from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.runner.drafting import heads
-from triptych_services.worker.runner.drafting.base import I64, Guesses
-from triptych_services.worker.runner.drafting.heads import MtpProposer
-from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup.create import create_runner
 from triptych_services.worker.runner.stored.start import may_store
 
 pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
-
-NUM_NEW, MOST_GUESSES, MAX_SEQS = 14, 4, 4
-PROMPTS = random_prompts(3, 11, 21)
-GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=5)
-
-
-def start(
-    directory: Path,
-    *,
-    proposers: str = "mtp",
-    cache_gib: float = 1.0,
-    enforce_eager: bool = False,
-    **model: Any,
-) -> SleepableRunner:
-    """Start a worker of which a step has up to 16 tokens; empty `proposers`: it does not guess."""
-    options = {"dtype": "float32", "batch_invariant": "true", **model}
-    engine = EngineConfig(
-        model=ModelConfig(model="somewhere/tiny", **options),
-        cache=CacheConfig(block_size=5, num_blocks=40),
-        scheduler=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=16),
-        worker=WorkerConfig(device="cpu", num_threads=1, enforce_eager=enforce_eager),
-        speculative=SpeculativeConfig(
-            enabled="auto" if proposers else "false",
-            max_tokens=MOST_GUESSES,
-            cache_gib=cache_gib,
-            proposers=proposers or "ngram",
-        ),
-    )
-    config = resolve_config(engine, read_architecture(directory))
-    return create_runner(config, directory, boot_id="b", on_phase=lambda phase, progress: None)
-
-
-def proposer_of(runner: SleepableRunner) -> MtpProposer:
-    """Return the proposer of a runner, which guesses at all costs from now on."""
-    assert runner.runner._speculation is not None
-    guess_at_all_costs(runner.runner._speculation, MOST_GUESSES)
-    (proposer,) = runner.runner._speculation._proposers
-    assert isinstance(proposer, MtpProposer)
-    return proposer
-
-
-def answers(
-    runner: SleepableRunner, sampling: SamplingParams = GREEDY, prompts: list[list[int]] = PROMPTS
-) -> tuple[list[list[int]], int, int]:
-    """Return the tokens of all prompts, and the numbers of guesses and of right ones."""
-    engine = InProcessEngine(runner, max_num_seqs=MAX_SEQS)  # type: ignore[arg-type]
-    tokens = engine.generate(prompts, replace(sampling, max_tokens=NUM_NEW, ignore_eos=True))
-    counters = engine.scheduler.counters
-    runner.reset()
-    return tokens, counters.num_guesses, counters.num_accepted_guesses
-
-
-class Checked:
-    """Holds all guesses of a proposer to those of transformers."""
-
-    def __init__(self, proposer: MtpProposer, oracle: MtpOracle) -> None:
-        self._propose, self._history, self._first = proposer.propose, proposer._history, proposer._first
-        self._oracle = oracle
-        self.firsts: list[int] = []
-        """The position at which each row with guesses began."""
-        proposer.propose = self.propose  # type: ignore[method-assign]
-
-    def propose(self, slots: I64, limits: I64) -> Guesses:
-        guesses = self._propose(slots, limits)
-        found = np.split(guesses.token_ids, np.cumsum(guesses.counts)[:-1])
-        for slot, tokens in zip(slots.tolist(), found, strict=True):
-            if tokens.size:
-                text = self._history.token_ids[slot, : self._history.num_known[slot]].tolist()
-                self.firsts.append(int(self._first[slot]))
-                expected = self._oracle.logits(text, tokens.size, self.firsts[-1]).argmax(1)
-                assert tokens.tolist() == expected.tolist()
-        return guesses
 
 
 @pytest.mark.parametrize("name", ["GLM 4.5", pytest.param("DeepSeek V3", marks=pytest.mark.thorough), "MiMo"])
@@ -139,16 +71,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     """Not only the likeliest token: of the first guess, and of the ones behind it, from the layer's own states."""
     oracle = save_with_mtp("MiMo", tmp_path)
     runner = start(tmp_path)
-    proposer = proposer_of(runner)
-    found: list[torch.Tensor] = []
-    forward = proposer._backend.forward
-
-    def note_logits(sizes: Any) -> Any:
-        output = forward(sizes)
-        found.append(output.logits.clone())
-        return output
-
-    proposer._backend.forward = note_logits  # type: ignore[method-assign]
+    found = note_logits(proposer_of(runner))
     (answer,), *_ = answers(runner, prompts=PROMPTS[1:2])
     limits = [min(MOST_GUESSES, NUM_NEW - 1 - count) for count in range(NUM_NEW)]
     texts = [[*PROMPTS[1], *answer[: count + 1]] for count in range(NUM_NEW) if limits[count] > 0]
