@@ -29,6 +29,8 @@ from tests.helpers.journals import RecordedRun, replayed
 from tests.helpers.scheduling import Clock, Engine
 from tests.worker.runner.drafting.guessing import Replaying, changes, runner_with
 from tests.worker.tiny import tiny_architecture
+from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.eagle import Eagle3Spec
 from triptych.checkpoint.mtp import MtpNames, MtpSpec
 from triptych.config import (
     CacheConfig,
@@ -57,11 +59,12 @@ from triptych_services.worker.layers.checkpoint_tensors import checkpoint_target
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.models.decoder import MtpLayer
+from triptych_services.worker.models.eagle import Eagle3Head
 from triptych_services.worker.runner.drafting.base import Proposer
 from triptych_services.worker.runner.drafting.create import proposers_of
 from triptych_services.worker.runner.drafting.draft_model import PART, DraftModel, DraftModelProposer
 from triptych_services.worker.runner.drafting.grammar import FormMatchers
-from triptych_services.worker.runner.drafting.heads import MtpProposer
+from triptych_services.worker.runner.drafting.heads import Eagle3Proposer, HeadProposer, MtpProposer
 from triptych_services.worker.runner.model_runner import ModelRunner
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
@@ -79,8 +82,9 @@ OWN = "own"
 """The project's own proposers, in place of one that knows what comes."""
 SAME_DRAFT, OTHER_DRAFT = "a draft model that is the same", "another draft model"
 DRAFT_TO_SEED = {SAME_DRAFT: 3, OTHER_DRAFT: 4}
-FURTHER_LAYER = "a layer of the checkpoint"
-LOADED = (*DRAFT_TO_SEED, FURTHER_LAYER)
+FURTHER_LAYER, EAGLE_HEAD = "a layer of the checkpoint", "an EAGLE-3 head"
+HEADS = (FURTHER_LAYER, EAGLE_HEAD)
+LOADED = (*DRAFT_TO_SEED, *HEADS)
 DRAFT_BLOCKS = 20
 """Blocks of the cache of a draft model or a layer: too few for all rows."""
 
@@ -144,14 +148,45 @@ def create_mtp(facts: WorkerFacts, history: TokenHistory) -> MtpProposer:
         replace(config, architecture=architecture),
         MtpSpec("model.mtp", architecture.layers[0], MtpNames(), 1),
     )
-    layer, generator = MtpLayer(spec, context=ModelContext(config)), torch.Generator().manual_seed(6)
-    layer.load_weights(
-        (name, torch.randn(target.checkpoint_shape, generator=generator) * 0.1)
-        for name, target in checkpoint_targets(layer, architecture).items()
-    )
+    layer = with_random_weights(MtpLayer(spec, context=ModelContext(config)), architecture)
     layer.share(model)  # type: ignore[arg-type]
-    states = torch.zeros(min(PART, facts.max_num_batched_tokens), architecture.hidden_size)
-    return MtpProposer(replace(draft_of(layer, config), states_before=states), facts, history=history)
+    return MtpProposer(head_of(layer, config, facts), facts, history=history)
+
+
+def create_eagle(facts: WorkerFacts, history: TokenHistory) -> Eagle3Proposer:
+    """Create the proposer of a head with random weights and fewer tokens, the last ones of the model."""
+    model, config, _ = parts()
+    own, num_tokens = config.architecture, 30
+    architecture = replace(own, layers=own.layers[-1:], vocab_size=num_tokens, tie_word_embeddings=False)
+    spec = Eagle3Spec(architecture, VOCAB, own.hidden_size, (2, 0, 1), True, False)
+    config = replace(config, architecture=architecture)
+    head = with_random_weights(Eagle3Head(spec, context=ModelContext(config)), architecture)
+    head.share(model)  # type: ignore[arg-type]
+    return Eagle3Proposer(
+        replace(head_of(head, config, facts), vocab_size=num_tokens),
+        facts,
+        history=history,
+        layers=spec.layers,
+        state_size=len(spec.layers) * own.hidden_size,
+        combine=head.combine,
+        tokens=torch.arange(VOCAB - num_tokens, VOCAB),
+    )
+
+
+def with_random_weights(head: Any, architecture: ModelArchitecture) -> Any:
+    """Fill a head with weights, and return it."""
+    generator = torch.Generator().manual_seed(6)
+    head.load_weights(
+        (name, torch.randn(target.checkpoint_shape, generator=generator) * 0.1)
+        for name, target in checkpoint_targets(head, architecture).items()
+    )
+    return head
+
+
+def head_of(head: nn.Module, config: ResolvedConfig, facts: WorkerFacts) -> DraftModel:
+    """Return what guesses from states with a small cache."""
+    states = torch.zeros(min(PART, facts.max_num_batched_tokens), config.architecture.hidden_size)
+    return replace(draft_of(head, config), states_before=states)
 
 
 def draft_of(model: nn.Module, config: ResolvedConfig) -> DraftModel:
@@ -179,8 +214,8 @@ class Guessed:
     ) -> Sequence[Proposer]:
         if self.change in DRAFT_TO_SEED:
             return [create_draft(DRAFT_TO_SEED[self.change], facts, history)]
-        if self.change == FURTHER_LAYER:
-            return [create_mtp(facts, history)]
+        if self.change in HEADS:
+            return [(create_mtp if self.change == FURTHER_LAYER else create_eagle)(facts, history)]
         if self.change != OWN:
             return [Replaying(history, self.known, changes(self.random, VOCAB)[self.change])]
         return proposers_of(SpeculativeConfig(enabled="true", suffix_mib=1))(facts, history, forms)
@@ -424,7 +459,7 @@ class GuessedRequests(RuleBasedStateMachine):
             for proposer in runner._speculation._proposers:
                 if isinstance(proposer, DraftModelProposer):
                     assert proposer.num_free_blocks == DRAFT_BLOCKS - 1
-                if isinstance(proposer, MtpProposer):
+                if isinstance(proposer, HeadProposer):
                     assert proposer.num_waiting == 0
 
 
@@ -432,7 +467,9 @@ TestGuessedRequests = pytest.mark.thorough(GuessedRequests.TestCase)
 TestGuessedRequests.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize("change", [OWN, "some", SAME_DRAFT, FURTHER_LAYER])
+@pytest.mark.parametrize(
+    "change", [OWN, "some", SAME_DRAFT, FURTHER_LAYER, pytest.param(EAGLE_HEAD, marks=pytest.mark.thorough)]
+)
 def test_crowded_requests_say_what_they_say_alone(change: str) -> None:
     """Too few blocks for all of them, and a limit in the middle of what a row gets."""
     machine = GuessedRequests()
@@ -448,7 +485,7 @@ def test_crowded_requests_say_what_they_say_alone(change: str) -> None:
     assert counters.num_preemptions > 0
     assert counters.num_guesses > 0
     assert counters.num_accepted_guesses >= sum(machine.engine.num_together.values())
-    assert counters.num_accepted_guesses > 0 or change == FURTHER_LAYER, "random weights are seldom right"
+    assert counters.num_accepted_guesses > 0 or change in HEADS, "random weights are seldom right"
 
 
 def test_a_journal_of_guesses_replays_exactly(tmp_path: Path) -> None:
