@@ -101,6 +101,16 @@ def test_a_stack_that_runs_takes_what_asks_for_nothing():
         ({"revision": "v2", "tokenizer_revision": "v3"}, "tokenizer_revision='v3' is not served"),
         ({"download_dir": "x"}, r"set \$TRIPTYCH_HOME"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config=.* is not served"),
+        (
+            {"speculative_config": {"method": "eagle3"}},
+            "speculative_config=.* is not served, but method draft_model",
+        ),
+        (
+            {"speculative_config": {"model": "a", "draft_tensor_parallel_size": 2}},
+            "speculative_config=.* is not served",
+        ),
+        ({"speculative_config": "eagle3"}, "speculative_config: 'eagle3' is no object"),
+        ({"speculative_config": {"model": "a", "num_speculative_tokens": 17}}, "speculative.max_tokens: 17"),
         ({"structured_outputs_config": {"disable_any_whitespace": True}}, "is not served"),
         ({"served_model_name": ["a", "b"]}, "served_model_name: .* are several names"),
         ({"quantization": "awq"}, "model.quantization: 'awq'"),
@@ -129,6 +139,15 @@ def test_vllms_adapters_are_options_here():
     assert (config.worker.max_adapters, config.worker.max_adapter_rank) == (4, 16)
     assert config.model.adapters == "sql=/a/sql,chat=/a/chat,law=/a/law"
     assert config_from_overrides({"max_loras": 4}).worker.max_adapters == 0
+
+
+def test_vllms_models_that_guess_are_options_here():
+    config = config_from_overrides(
+        {"speculative_config": {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3}}
+    )
+    assert (config.speculative.model, config.speculative.max_tokens) == ("org/head", 3)
+    config = config_from_overrides({"speculative_config": {"model": "org/small", "method": None}})
+    assert (config.speculative.model, config.speculative.max_tokens) == ("org/small", 8)
 
 
 def test_a_programs_own_stack_takes_free_ports_and_is_quiet(monkeypatch):

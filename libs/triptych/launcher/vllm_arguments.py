@@ -102,7 +102,6 @@ NEUTRAL = {
     "spec_method": (),
     "spec_model": (),
     "spec_tokens": (),
-    "speculative_config": (),
     "structured_outputs_config": (),
     "task": ("auto", "generate"),
     "tokenizer": (),
@@ -126,6 +125,9 @@ _REMEDIES = {
 
 
 _OF_ADAPTERS = frozenset({"enable_lora", "lora_modules", "max_lora_rank", "max_loras"})
+_SPECULATIVE = "speculative_config"
+_MODEL_METHODS = (None, "draft_model", "eagle3")
+"""Methods of a `speculative_config` in which a checkpoint guesses; a head is recognised by its config.json."""
 _VLLM_MAX_LORAS, _VLLM_MAX_LORA_RANK = 1, 16  # its defaults
 
 
@@ -135,13 +137,13 @@ def to_overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: Values that are not served; names all of them.
     """
-    overrides = _adapter_options(arguments)
+    overrides = _adapter_options(arguments) | _speculative_options(arguments)
     problems = []
     options = {
         option.name for option in iter_options()
     }  # these go before: a version may serve more than this table
     for name, value in arguments.items():
-        if name in HINTS - options or name in _OF_ADAPTERS:
+        if name in HINTS - options or name in _OF_ADAPTERS or name == _SPECULATIVE:
             continue
         if name in NEUTRAL.keys() - options:
             if not _is_neutral(name, value, arguments):
@@ -169,6 +171,28 @@ def _adapter_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "model.adapter_root": "/",  # a LoRARequest may have any path
         **({"model.adapters": ",".join(map(_adapter_entry, modules))} if modules else {}),
     }
+
+
+def _speculative_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a checkpoint that guesses.
+
+    Raises:
+        ConfigError: Something else is to guess, or a key is not served; names it.
+    """
+    config = arguments.get(_SPECULATIVE)
+    if not config:
+        return {}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{_SPECULATIVE}: {config!r:.80} is no object")
+    values = {key: value for key, value in config.items() if value is not None}
+    method = values.pop("method", None)
+    model, number = values.pop("model", None), values.pop("num_speculative_tokens", None)
+    if method not in _MODEL_METHODS or values or not model:
+        raise ConfigError(
+            f"{_SPECULATIVE}={config!r:.200} is not served, but method draft_model or eagle3 with a model and "
+            "num_speculative_tokens; ngram and the like guess anyway, see speculative.proposers for mtp"
+        )
+    return {"speculative.model": model} | ({} if number is None else {"speculative.max_tokens": number})
 
 
 def _adapter_entry(module: Any) -> str:
