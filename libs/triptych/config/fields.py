@@ -313,12 +313,14 @@ class SpeculativeConfig:
         "A small model that guesses: path of a model directory or .gguf file, or a hub id, perhaps "
         "`org/name@revision`. It has the tokens of `model.model`, and ends with the same ones; else it is refused, and "
         "so it is with several ranks and where `speculative.enabled = true` is. Its weights are held in 4 bits if they "
-        "are not quantized yet. It guesses where that is worth its own time. Empty: none.",
+        "are not quantized yet. It guesses where that is worth its own time. Or an EAGLE-3 head that was trained for "
+        "`model.model`, as the authors or speculators write it: its weights are quantized only if the model's are. "
+        "Empty: none.",
         WORKER,
     )
     cache_gib: float = value(
         1.0,
-        "GiB for keys and values of the model that guesses, and as many for `mtp`, at most, taken before "
+        "GiB for keys and values of the model or head that guesses, and as many for `mtp`, at most, taken before "
         "`cache.num_blocks` is sized. Requests without room there are guessed for by the other proposers.",
         WORKER,
         gt=0,
