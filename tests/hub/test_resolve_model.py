@@ -76,6 +76,17 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         resolve_model(str(make_directory(tmp_path / "model", "config.json")))
 
 
+def test_a_head_that_guesses_needs_no_tokenizer(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": 9}))
+    assert resolve_model(str(tmp_path), may_be_head=True) == tmp_path
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        resolve_model(str(tmp_path), may_be_head=True)
+
+
 @pytest.mark.parametrize(
     ("name", "is_inside"), [("model.gguf", True), ("../model.gguf", False), ("/m.gguf", False)]
 )

@@ -34,7 +34,9 @@ _TOKENIZER_VERSION = 1
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> Path:
+def resolve_model(
+    model: str, *, revision: str = "", progress: bool = True, may_be_head: bool = False
+) -> Path:
     """Return a directory that holds config.json, tokenizer.json, tokenizer_config.json and weights.
 
     Weights are *.safetensors, or stay in a .gguf file that the directory's gguf_index.json refers to.
@@ -47,6 +49,7 @@ def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> P
             A path that exists wins over a hub id of the same name.
         revision: branch, tag or commit of a hub id; empty: the newest of its main branch.
         progress: show work that takes longer than a moment on stderr.
+        may_be_head: whether it may be a head that guesses for a model, which has no tokenizer of its own.
     Raises:
         ModelNotFound: no such path, hub id or network; says what else can be served.
         ModelError: the files are there but incomplete or not understood, or have no revisions.
@@ -70,7 +73,7 @@ def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> P
 
         return prepare_embedded_embedding(progress=progress)
     if model and path.is_dir():  # an empty name would be the current directory
-        return _check_directory(path.absolute(), progress=progress)
+        return _check_directory(path.absolute(), progress=progress, may_be_head=may_be_head)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"model: {path} is a file, but not a .gguf; pass the model's directory")
@@ -78,9 +81,8 @@ def resolve_model(model: str, *, revision: str = "", progress: bool = True) -> P
 
         return prepare_gguf(path.resolve(), progress=progress)
     if is_hub_id:
-        return _check_directory(
-            fetch_snapshot(model, revision=revision, progress=progress), progress=progress
-        )
+        directory = fetch_snapshot(model, revision=revision, progress=progress)
+        return _check_directory(directory, progress=progress, may_be_head=may_be_head)
     raise ModelNotFound(
         f"model: {model!r}: no such directory or .gguf file, and not a hub id; `{EMBEDDED}` is always there"
     )
@@ -104,12 +106,14 @@ def resolve_adapter(source: str, *, progress: bool = True) -> Path:
     return fetch_snapshot(hub_id, revision=revision, progress=progress, option="model.adapters")
 
 
-def _check_directory(directory: Path, *, progress: bool) -> Path:
+def _check_directory(directory: Path, *, progress: bool, may_be_head: bool) -> Path:
     """Return the directory, or one with what it lacks; raise for what is missing before a service starts with it."""
     if not (directory / CONFIG_FILE).is_file():
         gguf_files = sorted(directory.glob("*.gguf"))
         hint = f"; pass the file itself: {gguf_files[0]}" if gguf_files else ""
         raise ModelError(f"model: {directory} has no {CONFIG_FILE}{hint}")
+    if may_be_head and _is_head(directory):
+        return directory
     if not (directory / TOKENIZER_FILE).is_file():
         directory = _with_tokenizer(directory, progress=progress)
     index = directory / GGUF_INDEX_FILE
@@ -117,6 +121,12 @@ def _check_directory(directory: Path, *, progress: bool) -> Path:
         for part in GgufIndex.read(directory).files:  # a conversion of ours names where the user's file is
             check_inside(index, part.file)
     return directory
+
+
+def _is_head(directory: Path) -> bool:
+    from triptych.checkpoint.eagle import is_eagle3
+
+    return is_eagle3(directory)
 
 
 def _with_tokenizer(directory: Path, *, progress: bool) -> Path:

@@ -87,6 +87,6 @@ def _find_draft(config: SpeculativeConfig) -> Path | None:
     if not Path(name).expanduser().exists():
         name, _, revision = name.partition("@")
     try:
-        return resolve_model(name, revision=revision)
+        return resolve_model(name, revision=revision, may_be_head=True)
     except (ModelNotFound, ModelError) as error:
         raise type(error)(f"speculative.model: {error.message}") from error

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.byte_tokenizer import byte_backend
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.runner.drafting.eagle_checkpoints import (
     DRAFT_VOCAB,
@@ -42,7 +43,15 @@ from tests.worker.runner.drafting.mtp_checkpoints import save_with_mtp
 from tests.worker.runner.drafting.speculators_recording import recorded_heads, save_target
 from triptych.checkpoint.config_json import read_architecture
 from triptych.checkpoint.eagle import is_eagle3, read_eagle3
-from triptych.config import EngineConfig, ParallelConfig, SpeculativeConfig, WorkerConfig
+from triptych.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from triptych.errors import ConfigError, FeatureDisabled, ModelError, TriptychError
 from triptych.types.facts import SleepLevel
 from triptych.types.sampling import SamplingParams
@@ -50,6 +59,8 @@ from triptych_kernels.cpu.library import isa
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.models.eagle import Eagle3Head
 from triptych_services.worker.runner.drafting import heads
+from triptych_services.worker.runner.sleepable_runner import SleepableRunner
+from triptych_services.worker.service.startup import load_runner
 
 pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
 
@@ -298,3 +309,25 @@ def test_it_guesses_beside_a_layer_of_the_checkpoint(tmp_path: Path) -> None:
     assert runner.runner._speculation.state_layers == (2, 1, 0)
     tokens, *_ = answers(runner)
     assert tokens == [oracle.say(prompt, NUM_NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.thorough
+def test_a_worker_finds_it_by_its_directory(tmp_path: Path) -> None:
+    """Published heads have no tokenizer."""
+    oracle = save_as_authors(tmp_path / "head", save_model(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(byte_backend().to_str())
+    engine = EngineConfig(
+        model=ModelConfig(model=str(tmp_path), dtype="float32"),
+        cache=CacheConfig(num_blocks=40),
+        scheduler=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=16),
+        worker=WorkerConfig(device="cpu", num_threads=1),
+        speculative=SpeculativeConfig(
+            proposers="draft", model=str(tmp_path / "head"), max_tokens=MOST_GUESSES
+        ),
+    )
+    runner = load_runner(engine, lambda phase, progress: None)
+    assert isinstance(runner, SleepableRunner)
+    assert proposer_of(runner).name == "eagle3"
+    tokens, num_guesses, _ = answers(runner)
+    assert tokens == [oracle.say(prompt, NUM_NEW) for prompt in PROMPTS]
+    assert num_guesses > 20
