@@ -62,16 +62,17 @@ class HeadProposer(DraftModelProposer):
         self._states = draft.states_before
         self._waiting = self._states.new_empty(num_places, state_size or self._states.shape[1])
         """[number of places, state_size] the states that wait, in any order."""
+        self._waiting_bytes: NDArray[np.uint8] = self._waiting.view(torch.uint8).numpy()
         self._free_places = list(range(num_places))
         self._places: list[list[int]] = [[] for _ in range(facts.max_num_seqs)]
         """By slot: the places of its states that wait, in their order."""
         self._latest = self._states.new_zeros(facts.max_num_seqs, self._states.shape[1])
         """[max_num_seqs, hidden_size] the head's own state behind the latest token that it has computed of a row."""
         self._takes_part: NDArray[np.bool_] = np.zeros(facts.max_num_seqs, np.bool_)
-        self._first: I64 = np.full(facts.max_num_seqs, _NOWHERE, np.int64)
-        """[max_num_seqs] the position of the first state of a row."""
-        self._num_read: I64 = np.zeros(facts.max_num_seqs, np.int64)
-        """[max_num_seqs] states of the row that the head has gone on from, so that they wait no more."""
+        self._first = [_NOWHERE] * facts.max_num_seqs
+        """By slot: the position of the first state of its row."""
+        self._num_read = [0] * facts.max_num_seqs
+        """By slot: states of its row that the head has gone on from, so that they wait no more."""
         super().__init__(draft, facts, history=history)
 
     @property
@@ -90,25 +91,29 @@ class HeadProposer(DraftModelProposer):
     def take_states(self, step: StepRows, token_counts: I64 | None, states: Tensor) -> None:
         """Let the states of known tokens wait, which right guesses are."""
         started = time.perf_counter()
+        own = np.flatnonzero(self._takes_part[step.slots])
+        if not own.size:
+            return
         computed_lens, num_known = step.computed_lens, step.query_lens.copy()
         if token_counts is not None:
             num_known[step.samples] += np.maximum(token_counts - 1, 0)
-        first_states = np.cumsum(computed_lens) - computed_lens
-        own = np.flatnonzero(self._takes_part[step.slots])
-        self._make_places(int(num_known[own].sum()))
+        firsts = (np.cumsum(computed_lens) - computed_lens)[own].tolist()
+        counts = num_known[own].tolist()
+        self._make_places(sum(counts))
         sources, places = list[int](), list[int]()
-        for row in own.tolist():
-            slot, start, count = int(step.slots[row]), int(step.starts[row]), int(num_known[row])
+        rows = zip(step.slots[own].tolist(), step.starts[own].tolist(), counts, firsts, strict=True)
+        for slot, start, count, first in rows:
             if start != self._first[slot] + self._num_read[slot] + len(self._places[slot]):
                 self._forget(slot)
             if self._first[slot] == _NOWHERE:
                 self._first[slot] = start
-            taken = [self._free_places.pop() for _ in range(count)]
+            taken = self._free_places[len(self._free_places) - count :]
+            del self._free_places[len(self._free_places) - count :]
             self._places[slot] += taken
             places += taken
-            sources += range(int(first_states[row]), int(first_states[row]) + count)
-        if places:
-            self._waiting[torch.tensor(places)] = states[torch.tensor(sources)]
+            sources += range(first, first + count)
+        # a step of a small model takes milliseconds, and each call of torch for it microseconds
+        self._waiting_bytes[places] = states.view(torch.uint8).numpy()[sources]
         self._seconds += time.perf_counter() - started
 
     def _make_places(self, count: int) -> None:
