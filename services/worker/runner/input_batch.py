@@ -51,21 +51,32 @@ class FeedbackBuffers:
     computes.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, max_sampling: int) -> None:
+        """
+        Args:
+            max_sampling: Positions that sample in a step, at most.
+        """
+        self._no_slot = max_num_seqs
         self.is_awaited = torch.zeros(max_num_batched_tokens, dtype=torch.bool)
         """[max_num_batched_tokens] whether the id in `token_ids` is a placeholder."""
         self.token_slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         """[max_num_batched_tokens] slot of an awaited token; any slot for another."""
-        self.sampling_slots = torch.zeros(max_num_seqs, dtype=torch.int64)
-        """[max_num_seqs] slot of each row that samples."""
+        self.sampling_slots = torch.zeros(max_sampling, dtype=torch.int64)
+        """[max_sampling] slot of each position that samples; one behind all others if its token is not kept."""
         self._is_awaited = self.is_awaited.numpy()
         self._token_slots = self.token_slots.numpy()
         self._sampling_slots = self.sampling_slots.numpy()
 
     def gather(self, rows: RequestRows, step: StepRows, query_starts: NDArray[np.int32]) -> None:
-        """Fill in the step; `query_starts`: [num_rows + 1]."""
-        awaited = rows.awaits_id(step.slots)
+        """Fill in the step; `query_starts`: [num_rows + 1].
+
+        One with guesses follows the tokens of all steps before it, and the host reads its tokens before the next one.
+        """
         self._is_awaited[: query_starts[-1]] = False
+        if step.places is not None:
+            self._sampling_slots[: step.places.rows.size] = self._no_slot
+            return
+        awaited = rows.awaits_id(step.slots)
         last_tokens = query_starts[1:] - 1
         self._is_awaited[last_tokens] = awaited
         self._token_slots[last_tokens] = step.slots
@@ -78,7 +89,7 @@ class FeedbackBuffers:
 
     def pad_rows(self, sizes: StepSizes, num_rows: int) -> None:
         """See `InputBuffers.pad_rows`; what padding samples is kept behind the last slot."""
-        self._sampling_slots[sizes.num_sampling : num_rows] = self._sampling_slots.size
+        self._sampling_slots[sizes.num_sampling : num_rows] = self._no_slot
 
 
 class GroupBuffers:
@@ -130,6 +141,7 @@ class InputBuffers:
             max_num_batched_tokens=max_num_batched_tokens,
             tables=tables,
             max_sampling=max_sampling,
+            splits_guesses=feedback is not None,
         )
         self.token_ids = torch.from_numpy(arrays.token_ids)
         self.positions = torch.from_numpy(arrays.positions)

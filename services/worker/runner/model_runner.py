@@ -119,7 +119,7 @@ class ModelRunner(StepRunner):
             history=self._rows.history,
             group=self._group,
         )
-        self._speculation = self._create_speculation(facts)
+        self._speculation = self._create_speculation(facts, is_recorded_late=stream is not None)
         scorer = PromptScorer(self._rows, partial(logits_of, model), self._inputs.adapter_slots)
         self._pooler = RowPooler(self._rows)
         self._generates = GENERATION in facts.model.tasks
@@ -133,13 +133,17 @@ class ModelRunner(StepRunner):
         self._facts = replace(facts, kernels=kernels)
         self._last_step_id = 0
 
-    def _create_speculation(self, facts: WorkerFacts) -> Speculation | SharedGuesses | None:
+    def _create_speculation(
+        self, facts: WorkerFacts, *, is_recorded_late: bool
+    ) -> Speculation | SharedGuesses | None:
         """Return what guesses, at rank 0 alone; None if a row gets one token in a step."""
         if facts.max_samples_per_row == 1:
             return None
         own = None
         if self._group.rank == 0:
-            own = create_speculation(self._rows, facts, self._lasting.proposers, self._forms)
+            own = create_speculation(
+                self._rows, facts, self._lasting.proposers, self._forms, is_recorded_late=is_recorded_late
+            )
         return own if self._group.size == 1 else SharedGuesses(self._rows, self._group, own)
 
     def _create_sampler(self, facts: WorkerFacts) -> Sampler:
@@ -194,6 +198,7 @@ class ModelRunner(StepRunner):
         max_graph_tokens: int,
     ) -> tuple[ForwardBackend, StepLauncher]:
         """Create the backend and the launcher of steps that an asynchronous device computes."""
+        assert not isinstance(self._speculation, SharedGuesses), "refused on devices"
         last_tokens = LastTokens(facts.max_num_seqs, stream.device)
         backend = create_cuda_backend(
             model,
@@ -217,6 +222,7 @@ class ModelRunner(StepRunner):
             last_tokens=last_tokens,
             gather=lambda step: self._inputs.gather(self._rows, step),
             retries=self._group.size == 1,
+            speculation=self._speculation,
         )
         return backend, steps
 
@@ -307,7 +313,10 @@ class ModelRunner(StepRunner):
             waiting_since = time.perf_counter_ns()
             self._steps.await_inputs(step)
             started += time.perf_counter_ns() - waiting_since  # to wait is not to prepare
-            if self._speculation is not None:
+            if self._speculation is not None and step.sample_limits is not None:
+                waiting_since = time.perf_counter_ns()
+                self._steps.settle()  # guesses follow the tokens of all steps before
+                started += time.perf_counter_ns() - waiting_since
                 step = self._speculation.guess(step)
             sizes = self._inputs.gather(self._rows, step)
             on_prepared()
@@ -322,9 +331,13 @@ def _create_inputs(
     Args:
         reads_last_tokens: Whether a step is launched before the tokens of the one before it are on the host.
     """
+    max_sampling = max_sampling_places(facts.max_num_seqs, facts.max_samples_per_row)
+    if reads_last_tokens:  # each is a row, and graphs of so many rows are as many tokens
+        max_sampling = min(max_sampling, facts.max_num_batched_tokens)
     sizes = {
         "max_num_seqs": facts.max_num_seqs,
         "max_num_batched_tokens": facts.max_num_batched_tokens,
+        "max_sampling": max_sampling,
     }
     feedback = FeedbackBuffers(**sizes) if reads_last_tokens else None
     return InputBuffers(
@@ -333,5 +346,4 @@ def _create_inputs(
         attention=attention,
         feedback=feedback,
         has_adapters=rows.adapters is not None,
-        max_sampling=max_sampling_places(facts),
     )

@@ -69,6 +69,19 @@ class StepRows:
         computed_lens[self.samples] += self.places.counts
         return computed_lens
 
+    def split(self) -> tuple[I64, I64, I64, Flags]:
+        """Return slots, query lengths, starts and `samples` of the rows if each guess were a row of its own, which
+        computes one token. Tokens stay in their order.
+        """
+        assert self.places is not None, "some rows guess"
+        num_rows = np.ones(self.slots.size, np.int64)
+        num_rows[self.samples] += self.places.counts
+        row = np.repeat(np.arange(num_rows.size), num_rows)
+        guess = np.arange(row.size) - (np.cumsum(num_rows) - num_rows)[row]  # 0: the row itself
+        query_lens = self.query_lens[row]
+        starts = self.starts[row] + np.where(guess > 0, query_lens + guess - 1, 0)
+        return self.slots[row], np.where(guess > 0, 1, query_lens), starts, self.samples[row]
+
     def select(self, rows: Flags) -> StepRows:
         """Return the step of some of its rows, [num_rows]; all errors stay with it. No row guesses."""
         return replace(
@@ -129,10 +142,15 @@ class RequestRows:
         """[max_num_seqs] the latest step of which the sample is recorded late; 0: none."""
         self._last_recorded = 0
         """The step up to which late samples have been recorded."""
+        self.num_recorded: I64 = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs] known tokens of which the ids are here. Of rows that `record` is called for: those that they
+        entered with."""
         self.adapter_slots: I32 = np.full(max_num_seqs, NO_ADAPTER, np.int32)
         """[max_num_seqs] slot of the row's adapter."""
         self.sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size)
         self.history = TokenHistory(self.token_ids, self.num_prompt, self.num_known)
+        self.recorded_history = TokenHistory(self.token_ids, self.num_prompt, self.num_recorded)
+        """The same without tokens that are recorded late, and have not been yet."""
         self.prompt_logprobs_start: I64 = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] positions of the prompt below this have been reported; only of slots in the map below."""
         self.slot_to_prompt_top: dict[int, int] = {}
@@ -213,15 +231,29 @@ class RequestRows:
         """Return whether the id of each row's last known token is still to be recorded, [num_slots]."""
         return self._sampled_in[slots] > self._last_recorded
 
-    def record_late(self, step: StepRows, step_id: int, token_ids: NDArray[np.integer]) -> None:
+    def record_late(
+        self,
+        step: StepRows,
+        step_id: int,
+        token_ids: NDArray[np.integer],
+        token_counts: I64 | None = None,
+    ) -> Flags:
         """Record as `record` does, after later plans were applied. A slot that another row has entered since is left
         alone. Called in the order of the steps.
+
+        Returns:
+            [num_sampling] whether the row of the step is still in its slot, or none is.
         """
         slots = step.sampling_slots
         positions = (step.starts + step.query_lens)[step.samples]
+        if token_counts is not None:
+            positions += token_counts - 1
+            token_ids = token_ids[np.cumsum(token_counts) - 1]
         same_row = self._entered_in[slots] <= step_id
         self.token_ids[slots[same_row], positions[same_row]] = token_ids[same_row]
+        self.num_recorded[slots[same_row]] = positions[same_row] + 1
         self._last_recorded = step_id
+        return same_row
 
     def rows_without_newest_prompts(self, step: StepRows) -> Flags | None:
         """Return which rows of a step, [num_rows], make a smaller one that can be computed in its place.
@@ -290,7 +322,7 @@ class RequestRows:
         self.slot_version[slot] = row.slot_version
         self.token_ids[slot, :num_known] = token_ids
         self.num_prompt[slot] = row.num_prompt_tokens
-        self.num_known[slot] = num_known
+        self.num_known[slot] = self.num_recorded[slot] = num_known
         self.num_computed[slot] = row.num_computed_tokens
         self.write_start[slot] = row.num_cached_tokens
         for table, block_ids in zip(self.tables, tables_of(row, len(self.tables)), strict=True):

@@ -49,11 +49,11 @@ class StepSizes:
 class GroupInputs:
     """The places of the keys and values of one group."""
 
-    def __init__(self, table: BlockTable, *, max_num_batched_tokens: int) -> None:
+    def __init__(self, table: BlockTable, *, max_num_batched_tokens: int, max_rows: int) -> None:
         self.block_size = table.block_size
         """Tokens per block."""
         self.slot_mapping: I64 = np.zeros(max_num_batched_tokens, np.int64)
-        self.block_tables: I32 = np.zeros(table.ids.shape, np.int32)
+        self.block_tables: I32 = np.zeros((max_rows, table.ids.shape[1]), np.int32)
 
 
 class StateInputs:
@@ -89,25 +89,29 @@ class StepInputs:
         max_num_batched_tokens: int,
         tables: Sequence[BlockTable],
         max_sampling: int | None = None,
+        splits_guesses: bool = False,
     ) -> None:
         """
         Args:
             tables: The rows' block tables by group.
             max_sampling: Positions that sample in a step, at most; None: one for each row.
+            splits_guesses: Whether each guess is a row of its own with one query, which has the blocks of its row.
         """
         max_sampling = max_sampling or max_num_seqs
+        self._splits_guesses = splits_guesses
+        max_rows = max_sampling if splits_guesses else max_num_seqs
         self.token_ids: I64 = np.zeros(max_num_batched_tokens, np.int64)
         self.positions: I64 = np.zeros(max_num_batched_tokens, np.int64)
         self.groups = [
-            GroupInputs(table, max_num_batched_tokens=max_num_batched_tokens)
+            GroupInputs(table, max_num_batched_tokens=max_num_batched_tokens, max_rows=max_rows)
             for table in tables
             if not table.is_state
         ]
         """By group of keys and values."""
         self.state = next((StateInputs(table) for table in tables if table.is_state), None)
         """Pages of the group of states; None: there is none."""
-        self.query_starts: I32 = np.zeros(max_num_seqs + 1, np.int32)
-        self.seq_lens: I32 = np.zeros(max_num_seqs, np.int32)
+        self.query_starts: I32 = np.zeros(max_rows + 1, np.int32)
+        self.seq_lens: I32 = np.zeros(max_rows, np.int32)
         self.sampling_tokens: I64 = np.zeros(max_sampling, np.int64)
         self.adapter_slots: I32 = np.full(max_num_batched_tokens, NO_ADAPTER, np.int32)
         """[max_num_batched_tokens] slot of each token's adapter; filled if the worker serves some."""
@@ -135,7 +139,10 @@ class StepInputs:
 
         The only reader of token ids.
         """
-        slots, query_lens, starts = step.slots, step.computed_lens, step.starts
+        slots, query_lens, starts, samples = step.slots, step.computed_lens, step.starts, step.samples
+        is_split = self._splits_guesses and step.places is not None
+        if is_split:
+            slots, query_lens, starts, samples = step.split()
         num_rows = slots.size
         seq_lens = starts + query_lens  # [num_rows] = length of keys and values
         query_starts = self.query_starts[: num_rows + 1]
@@ -163,13 +170,13 @@ class StepInputs:
         if self.state is not None:
             self.state.gather(rows.tables[-1], step, seq_lens)
         self.seq_lens[:num_rows] = seq_lens
-        sampling_slots = step.sampling_slots
+        sampling_slots, sampling_tokens = slots[samples], query_starts[1:][samples] - 1
         before: I64 | None = None
-        sampling_tokens = query_starts[1:][step.samples] - 1
-        if step.places is not None:
-            at, before = step.places.rows, step.places.offsets
-            sampling_slots = sampling_slots[at]
-            sampling_tokens = (sampling_tokens - step.places.counts)[at] + before
+        if (places := step.places) is not None:
+            before = places.offsets
+            if not is_split:
+                sampling_slots = sampling_slots[places.rows]
+                sampling_tokens = (sampling_tokens - places.counts)[places.rows] + before
         num_sampling = sampling_slots.size
         self.sampling_tokens[:num_sampling] = sampling_tokens
         if rows.adapters is not None:

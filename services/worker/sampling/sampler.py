@@ -119,10 +119,10 @@ class Sampler:
 
         Args:
             logits: [num_places, vocab_size] float32; never written.
-            chosen: [num_places] tokens among the logits as they are, on the host.
+            chosen: [num_places] tokens among the logits as they are. Their device is waited for.
             slots: [num_rows] slot of each row.
         """
-        token_ids: I64 = chosen.numpy().copy()  # [num_places]; -1: nothing to choose from
+        token_ids: I64 = chosen.numpy(force=True).copy()  # [num_places]; -1: nothing to choose from
         known_before = self._history.num_known[slots]
         errors: dict[int, RowError] = {}
         reported: list[tuple[LogprobColumns, I64]] = []
@@ -132,7 +132,7 @@ class Sampler:
         while rows.size:
             at = places.first[rows] + offset
             # one row is not copied
-            taken = slice(at[0], at[0] + 1) if at.size == 1 else torch.from_numpy(at)
+            taken = slice(at[0], at[0] + 1) if at.size == 1 else to_device(at, logits.device)
             sampled = self.finish(logits[taken], chosen[taken], slots[rows])
             token_ids[at] = sampled.token_ids
             if sampled.logprobs is not None:

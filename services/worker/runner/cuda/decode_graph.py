@@ -27,7 +27,7 @@ from triptych_services.worker.runner.step_inputs import StepSizes
 
 
 class DecodeGraphPath:
-    """A `StepPath` for steps of rows that all compute one token and sample."""
+    """A `StepPath` for steps of rows that all compute one token and sample, guesses included: each is such a row."""
 
     description = "triton graphs"
 
@@ -49,18 +49,18 @@ class DecodeGraphPath:
         self._host = inputs.host
         self._recorder = recorder
         self._max_seq_len = max_seq_len
-        self._sizes = decode_buckets(inputs.max_num_seqs)
+        self._sizes = decode_buckets(inputs.max_num_rows)
         self._buckets: dict[int, _Bucket] = {}
-        largest, device = _decodes(inputs.max_num_seqs), inputs.device
+        largest, device = _decodes(inputs.max_num_rows), inputs.device
         self._columns = torch.zeros(inputs.columns_bytes(largest), dtype=torch.uint8, device=device)
         self._tables = [
-            torch.zeros(inputs.max_num_seqs, width, dtype=torch.int32, device=device)
+            torch.zeros(inputs.max_num_rows, width, dtype=torch.int32, device=device)
             for width in inputs.table_widths
         ]
         # Outputs are outside the pool, or each bucket would keep logits of its own there: 2 GiB for 256 x 128k and
         # smaller. Copying them moves 0.26 GB.
-        self._logits = torch.zeros(inputs.max_num_seqs, vocab_size, device=device)
-        self._token_ids = torch.zeros(inputs.max_num_seqs, dtype=torch.int64, device=device)
+        self._logits = torch.zeros(inputs.max_num_rows, vocab_size, device=device)
+        self._token_ids = torch.zeros(inputs.max_num_rows, dtype=torch.int64, device=device)
 
     def serves(self, sizes: StepSizes) -> bool:
         return sizes.num_rows == sizes.num_tokens == sizes.num_sampling

@@ -112,9 +112,10 @@ class DeviceInputs:
         self._block_sizes = [group.block_size for group in inputs.groups]
         self.table_widths = [table.shape[1] for table in self._tables]
         """Columns of each group's block table."""
-        self.max_num_seqs = len(inputs.seq_lens)
+        self.max_num_rows = len(inputs.seq_lens)
+        """Rows of a step, at most; a guess is a row of its own."""
         self.max_num_tokens = inputs.token_ids.numel()
-        longest = StepShape(self.max_num_tokens, self.max_num_seqs, self.max_num_seqs)
+        longest = StepShape(self.max_num_tokens, self.max_num_rows, self.max_num_rows)
         stream.reserve(self.columns_bytes(longest) + sum(_align(table.nbytes) for table in self._tables))
 
     def columns_bytes(self, shape: StepShape) -> int:

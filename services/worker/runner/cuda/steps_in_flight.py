@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.types.step import U32, RowError, StepResult, StepTimings, empty_u32
@@ -18,12 +19,14 @@ from triptych_services.worker.runner.backend import ForwardBackend
 from triptych_services.worker.runner.base import CompletedStep, PendingStep
 from triptych_services.worker.runner.cuda.forward import LastTokens
 from triptych_services.worker.runner.cuda.streams import DeviceStream, ReadBack
+from triptych_services.worker.runner.drafting.speculation import Speculation
 from triptych_services.worker.runner.pooled_rows import PooledPart, RowPooler
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
 from triptych_services.worker.runner.prompt_targets import PromptTargets
 from triptych_services.worker.runner.publish import publish
 from triptych_services.worker.runner.request_rows import Flags, RequestRows, StepRows
 from triptych_services.worker.runner.step_inputs import StepSizes
+from triptych_services.worker.sampling.sampled import SampledTokens
 from triptych_services.worker.sampling.sampler import ChosenTokens, Sampler
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,8 @@ T = TypeVar("T")
 # Between two looks at a step in flight; a plan that arrives meanwhile is taken at once. The device has its next step
 # by then or has none, so this delays a result, not a step.
 _POLL_S = 50e-6
+_NUM_KEPT = 5
+"""Waits around steps with guesses of which the fastest counts."""
 
 
 class DeviceSteps:
@@ -49,11 +54,13 @@ class DeviceSteps:
         stream: DeviceStream,
         last_tokens: LastTokens,
         gather: Callable[[StepRows], StepSizes],
+        speculation: Speculation | None = None,
         retries: bool = True,
     ) -> None:
         """
         Args:
             gather: See `InputBuffers.gather`; for steps that replace one without memory.
+            speculation: Hears of the tokens of each step when they have arrived; None: no row guesses.
             retries: Whether a step without memory is launched once more, and then without some of its requests. False:
                 it ends the session, since other ranks wait in the middle of it.
         """
@@ -66,6 +73,8 @@ class DeviceSteps:
         self._stream = stream
         self._last_tokens = last_tokens
         self._gather = gather
+        self._speculation = speculation
+        self._waits = _GuessWaits()
         self._in_flight: deque[_LaunchedStep] = deque()
 
     def await_inputs(self, step: StepRows) -> None:
@@ -77,15 +86,25 @@ class DeviceSteps:
         In the timings `forward_ns` is the device's own measurement, sampling included. `prepare_ns` is the host's time
         to prepare and launch, and `sample_ns` its time to read the result; both overlap with other steps.
 
-        A step that does not fit into memory is computed without the prompts that entered last; their requests fail.
+        A step with guesses is waited for: the positions of the next one follow from its tokens.
+
+        A step that does not fit into memory is computed without guesses, and then without the prompts that entered
+        last; their requests fail.
         """
         try:
-            return self._launch_rows(step_id, step, sizes, started_ns)
+            launched = self._launch_rows(step_id, step, sizes, started_ns)
         except torch.OutOfMemoryError as error:
             if not self._retries:
                 raise
             log.error("step %d: %s", step_id, error)
+        else:
+            if step.places is not None:
+                launched.wait()
+            return launched
         self.settle()
+        if step.places is not None:
+            step = replace(step, places=None)
+            return self.launch(step_id, step, self._gather(step), started_ns)
         return CompletedStep(self._compute_less(step_id, step, sizes, started_ns))
 
     def _launch_rows(self, step_id: int, step: StepRows, sizes: StepSizes, started_ns: int) -> _LaunchedStep:
@@ -104,9 +123,11 @@ class DeviceSteps:
         scores: tuple[Tensor, ...] = ()
         states: tuple[Tensor, ...] = ()
         output = self._launch(lambda: self._backend.forward(sizes))
-        if self._sampler.needs_history(slots):
-            self.settle()
-        choice = self._launch(lambda: self._sampler.choose(output.logits, output.token_ids, slots))
+        choice = ChosenTokens(output.token_ids, output.token_ids)
+        if step.places is None:  # else it is chosen at each place when the tokens before it are known
+            if self._sampler.needs_history(slots):
+                self.settle()
+            choice = self._launch(lambda: self._sampler.choose(output.logits, output.token_ids, slots))
         if targets is not None:
             scores = self._launch(lambda: self._scorer.launch(output, targets))
         if parts:
@@ -114,13 +135,15 @@ class DeviceSteps:
         if choice.token_ids is not choice.first:
             assert output.slots is not None, "the backend of a device keeps last tokens"
             self._last_tokens.keep(output.slots, choice.token_ids)
-        self._rows.advance(step)
-        self._rows.await_ids(step, step_id)
+        if step.places is None:
+            self._rows.advance(step)
+            self._rows.await_ids(step, step_id)
         launched = _LaunchedStep(
             steps=self,
             step_id=step_id,
             step=step,
             slot_version=self._rows.slot_version.copy(),
+            logits=None if step.places is None else output.logits,
             choice=choice,
             targets=targets,
             parts=parts,
@@ -158,7 +181,7 @@ class DeviceSteps:
                 break
         failed = step.select(~computed)
         self._rows.advance(failed)
-        self._rows.record(failed, np.zeros(failed.sampling_slots.size, np.int64))
+        self._rows.record_late(failed, step_id, np.zeros(failed.sampling_slots.size, np.int64))
         return self._with_failures(result, step, failed, computed, sizes)
 
     def _with_failures(
@@ -177,7 +200,12 @@ class DeviceSteps:
         failures = {self._rows.key_of(slot): RowError(message) for slot in failed.slots.tolist()}
         token_counts = np.zeros(step.sampling_slots.size, np.uint32)
         token_counts[computed[step.samples]] = result.token_counts if result.token_counts.size else 1
-        return replace(result, token_counts=token_counts, row_errors={**failures, **result.row_errors})
+        return replace(
+            result,
+            token_counts=token_counts,
+            row_errors={**failures, **result.row_errors},
+            guess_counts=empty_u32(),  # are of other rows
+        )
 
     def settle(self) -> None:
         """Wait for every step in flight and record its tokens."""
@@ -190,7 +218,8 @@ class DeviceSteps:
         arrived = time.perf_counter_ns()
         num_chosen, num_parts = len(launched.choice.tensors), len(launched.parts)
         values, states = values[: len(values) - num_parts], values[len(values) - num_parts :]
-        sampled = self._sampler.read(launched.choice, values[:num_chosen])
+        step = launched.step
+        sampled = self._read_tokens(launched, values[:num_chosen])
         scored = None
         if launched.targets is not None:
             scored = self._scorer.read(launched.targets, values[num_chosen:])
@@ -199,7 +228,15 @@ class DeviceSteps:
             pooled = self._pooler.read(
                 launched.parts, [part.astype(np.float32, copy=False) for part in states]
             )
-        self._rows.record_late(launched.step, launched.step_id, sampled.token_ids)
+        if step.places is not None:
+            self._rows.advance(step, sampled.token_counts)
+        is_current = self._rows.record_late(step, launched.step_id, sampled.token_ids, sampled.token_counts)
+        guesses = None
+        if self._speculation is not None:
+            self._waits.note(self._speculation, step, times.gap_ns)
+            guesses = self._speculation.finish(
+                step, sampled.token_counts, times.busy_ns, is_current=is_current
+            )
         timings = StepTimings(
             prepare_ns=launched.launch_ns,
             forward_ns=times.busy_ns,
@@ -208,8 +245,20 @@ class DeviceSteps:
             mask_ns=launched.mask_ns,
         )
         launched.result = publish(
-            launched.step_id, launched.step, launched.slot_version, sampled, timings, scored, pooled
+            launched.step_id, step, launched.slot_version, sampled, timings, scored, pooled, guesses
         )
+
+    def _read_tokens(self, launched: _LaunchedStep, values: Sequence[NDArray[np.generic]]) -> SampledTokens:
+        """Return the tokens of a step that has arrived; those up to the first wrong guess of each row."""
+        step, logits = launched.step, launched.logits
+        if step.places is None or logits is None:
+            return self._sampler.read(launched.choice, values)
+        launched.logits = None
+        sampled = self._sampler.finish_places(
+            logits, launched.choice.token_ids, step.sampling_slots, step.places
+        )
+        launched.mask_ns = self._sampler.take_mask_ns()
+        return sampled
 
     def _launch(self, launch: Callable[[], T]) -> T:
         return _retry_without_cache(launch) if self._retries else launch()
@@ -223,6 +272,8 @@ class _LaunchedStep:
     step_id: int
     step: StepRows
     slot_version: U32
+    logits: Tensor | None
+    """The logits of a step with guesses, until it has arrived. None: it has no guesses."""
     choice: ChosenTokens
     targets: PromptTargets | None
     parts: Sequence[PooledPart]
@@ -242,6 +293,25 @@ class _LaunchedStep:
         while self.result is None:
             self.steps.settle_oldest()
         return self.result
+
+
+class _GuessWaits:
+    """The time for which the device waits for the host around steps with guesses."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_NUM_KEPT)
+        """The latest such times."""
+        self._follows_guesses = False
+
+    def note(self, speculation: Speculation, step: StepRows, gap_ns: int) -> None:
+        """Charge guesses with the gap before a step that has some, or follows one that has. The fastest of the latest
+        counts, since a device may wait for requests, too.
+        """
+        has_guesses = step.places is not None
+        if has_guesses or self._follows_guesses:
+            self._seconds.append(gap_ns * 1e-9)
+            speculation.note_wait(step.sampling_slots.size, min(self._seconds))
+        self._follows_guesses = has_guesses
 
 
 def _retry_without_cache(launch: Callable[[], T]) -> T:

@@ -135,17 +135,21 @@ def create_speculation(
     facts: WorkerFacts,
     create: CreateProposers | None = None,
     forms: FormMatchers | None = None,
+    *,
+    is_recorded_late: bool = False,
 ) -> Speculation | None:
     """Return what guesses for a worker with these facts; None if a row gets one token in a step.
 
     Args:
         create: None: `ngram_only`.
         forms: The matchers of the rows with a form; None: there are none.
+        is_recorded_late: Whether steps are launched before the tokens of those before them are here.
     """
     if facts.max_samples_per_row == 1:
         return None
-    proposers = (create or ngram_only)(facts, rows.history, forms)
-    return Speculation(rows, proposers, facts.max_samples_per_row - 1)
+    history = rows.recorded_history if is_recorded_late else rows.history
+    proposers = (create or ngram_only)(facts, history, forms)
+    return Speculation(rows, proposers, facts.max_samples_per_row - 1, asks_for_found=is_recorded_late)
 
 
 def _named_by(config: SpeculativeConfig) -> dict[str, Callable[[_Sources], Proposer | None]]:

@@ -69,7 +69,7 @@ class SharedGuesses:
         summed = self._group.all_reduce(numbers)[0].long().numpy()
         if self._own is not None:
             self._seconds.append(time.perf_counter() - started)
-            self._own.note_sharing(num_rows, min(self._seconds))
+            self._own.note_wait(num_rows, min(self._seconds))
             return step
         counts = summed[:num_rows]
         return with_guesses(self._rows, step, summed[num_rows : num_rows + int(counts.sum())], counts)

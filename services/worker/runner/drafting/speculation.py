@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.types.facts import WorkerFacts
 from triptych.types.step import NewRow, VerifiedGuesses, empty_u32
 from triptych_services.worker.runner.drafting.base import (
     I64,
@@ -34,10 +33,9 @@ MAX_GUESSES_PER_STEP = 64
 """A step with more would be bound by arithmetic, not by reading weights. It bounds the memory of logits."""
 
 
-def max_sampling_places(facts: WorkerFacts) -> int:
+def max_sampling_places(max_num_seqs: int, max_samples_per_row: int) -> int:
     """Return the number of positions at which a step samples at most."""
-    guesses = facts.max_num_seqs * (facts.max_samples_per_row - 1)
-    return facts.max_num_seqs + min(guesses, MAX_GUESSES_PER_STEP)
+    return max_num_seqs + min(max_num_seqs * (max_samples_per_row - 1), MAX_GUESSES_PER_STEP)
 
 
 class Speculation:
@@ -48,14 +46,24 @@ class Speculation:
     What was not accepted is overwritten by later tokens.
     """
 
-    def __init__(self, rows: RequestRows, proposers: Sequence[Proposer], max_guesses: int) -> None:
+    def __init__(
+        self,
+        rows: RequestRows,
+        proposers: Sequence[Proposer],
+        max_guesses: int,
+        *,
+        asks_for_found: bool = False,
+    ) -> None:
         """
         Args:
             proposers: The first one with a guess for a row decides. The one that gains most is asked first, by how
                 often it was right for the row lately and by its own time; of equals the first of these.
             max_guesses: The most guesses of one row in a step.
+            asks_for_found: Whether only those guesses are reported that were found, since a step that may have some
+                waits for the steps before it.
         """
         self._rows = rows
+        self._asks_for_found = asks_for_found
         self._proposers = tuple(proposers)
         self._timed = {i: each for i, each in enumerate(proposers) if isinstance(each, TakesTime)}
         self._readers = {i: each for i, each in enumerate(proposers) if isinstance(each, ReadsTexts)}
@@ -114,8 +122,8 @@ class Speculation:
                 found += ready[1][:count]
         return with_guesses(self._rows, step, np.array(found, np.int64), np.array(counts, np.int64))
 
-    def note_sharing(self, num_rows: int, seconds: float) -> None:
-        """Take in how long it takes to give the guesses of a step of so many rows to other ranks."""
+    def note_wait(self, num_rows: int, seconds: float) -> None:
+        """Take in how long a step of so many rows waits since it has guesses."""
         self._budget.note_search(num_rows, seconds)
 
     def finish(
@@ -125,6 +133,7 @@ class Speculation:
         forward_ns: int,
         states: Tensor | None = None,
         layer_states: Tensor | None = None,
+        is_current: Flags | None = None,
     ) -> GuessReport:
         """Take in what the rows of a step have got, once it is recorded, and guess what follows.
 
@@ -133,10 +142,11 @@ class Speculation:
             forward_ns: The time of the model.
             states: [num_tokens or more, hidden_size] behind the last norm; None: no proposer reads them.
             layer_states: As of `StepOutput`, of `state_layers`.
+            is_current: [num_sampling] whether the slot of each has got no other row since; None: none has.
 
         Returns:
             The report. The engine may have planned the next step, so rows may have as many guesses as were looked for,
-            not only those that were found.
+            not only those that were found, unless these are asked for.
         """
         for reader in self._state_readers:
             read = layer_states if reader.state_layers else states
@@ -146,7 +156,7 @@ class Speculation:
         verified: tuple[VerifiedGuesses, ...] = ()
         if self._num_rested < self._rest and step.places is None:
             self._num_rested += 1
-            self._accept(slots, token_counts)
+            self._accept(slots, token_counts, self._taking_part(slots, is_current))
             return GuessReport(empty_u32())
         num_known = int(step.query_lens.sum())
         if slots.size:
@@ -160,15 +170,15 @@ class Speculation:
         if step.places is not None:
             assert token_counts is not None, "a step that verifies guesses counts its tokens"
             verified = self._note_verified(slots.tolist(), step.places.counts.tolist(), token_counts.tolist())
-        takes_part = self._takes_part[slots]
-        own = self._accept(slots, token_counts)
+        takes_part = self._taking_part(slots, is_current)
+        own = self._accept(slots, token_counts, takes_part)
         if not own.size:
             return GuessReport(empty_u32(), verified)
         if self._ready or self._not_asked:
             for slot in own.tolist():
                 self._ready.pop(slot, None)
                 self._not_asked.discard(slot)
-        limits = self._guess_next(own.tolist(), slots.size)
+        limits = self._guess_and_count(own.tolist(), slots.size)
         if not any(limits):
             self._rest = 0 if self._ready or self._not_asked else self._budget.rest()
             return GuessReport(empty_u32(), verified)
@@ -176,9 +186,12 @@ class Speculation:
         next_counts[takes_part] = limits
         return GuessReport(next_counts, verified)
 
-    def _accept(self, slots: I64, token_counts: I64 | None) -> I64:
-        """Tell proposers of the tokens of sampling rows, and return the slots of those that take part."""
+    def _taking_part(self, slots: I64, is_current: Flags | None) -> Flags:
         takes_part = self._takes_part[slots]
+        return takes_part if is_current is None else takes_part & is_current
+
+    def _accept(self, slots: I64, token_counts: I64 | None, takes_part: Flags) -> I64:
+        """Tell proposers of the tokens of sampling rows, and return the slots of those that take part."""
         own = slots[takes_part]
         if own.size:
             counts = np.ones(own.size, np.int64) if token_counts is None else token_counts[takes_part]
@@ -214,6 +227,13 @@ class Speculation:
             for index, num_places in enumerate(nums_places)
             if num_places
         )
+
+    def _guess_and_count(self, slots: list[int], num_positions: int) -> list[int]:
+        """Return the guesses that each row may have in the next step; see `finish` and `_guess_next`."""
+        limits = self._guess_next(slots, num_positions)
+        if not self._asks_for_found:
+            return limits
+        return [most if slot in self._ready else 0 for slot, most in zip(slots, limits, strict=True)]
 
     def _guess_next(self, slots: list[int], num_positions: int) -> list[int]:
         """Find guesses for these rows, and keep as many as the next step should verify.

@@ -183,7 +183,7 @@ class StoredRunner(Runner):
             max_num_seqs=facts.max_num_seqs,
             max_num_batched_tokens=facts.max_num_batched_tokens,
             tables=self._rows.tables,
-            max_sampling=max_sampling_places(facts),
+            max_sampling=max_sampling_places(facts.max_num_seqs, facts.max_samples_per_row),
         )
         _, last_start, last_bytes = kv_parts(facts.kv)[-1]
         self._kv_memory = map_zeros(last_start + last_bytes)

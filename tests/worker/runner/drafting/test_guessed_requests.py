@@ -221,9 +221,9 @@ class Guessed:
         return proposers_of(SpeculativeConfig(enabled="true", suffix_mib=1))(facts, history, forms)
 
 
-def create_runner(num_guesses: int, proposers: Guessed) -> ModelRunner:
+def create_runner(num_guesses: int, proposers: Guessed, **arguments: Any) -> ModelRunner:
     model, config, grammars = parts()
-    return runner_with(model, config, 1 + num_guesses, proposers, grammars=grammars)
+    return runner_with(model, config, 1 + num_guesses, proposers, grammars=grammars, **arguments)
 
 
 def let_the_budget_decide(runner: ModelRunner) -> None:
@@ -244,7 +244,7 @@ def let_the_budget_decide(runner: ModelRunner) -> None:
         note_step(num_rows, num_guesses, num_tokens, made_up)
 
     budget.note_step = note_made_up  # type: ignore[method-assign]
-    budget.note_search = lambda num_rows, seconds, model_seconds: None  # type: ignore[method-assign]
+    budget.note_search = lambda *seconds: None  # type: ignore[method-assign]
 
 
 def create_scheduler(
@@ -278,7 +278,13 @@ class RealWorker:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
+        self.reset()
+
+    def reset(self) -> None:
         self.runner.reset()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Do nothing: a step is computed when its result is asked for."""
 
     def execute(self, plan: StepPlan, failing_slots: Sequence[int] = ()) -> StepResult:
         return self.runner.execute(plan)
@@ -287,9 +293,15 @@ class RealWorker:
 class RealEngine(Engine):
     """An `Engine` with a `RealWorker`. It checks that what each request is said to owe to guesses is what it got."""
 
+    def plan(self) -> StepPlan | None:
+        plan = super().plan()
+        if plan is not None:
+            self.worker.launch(plan)  # type: ignore[attr-defined]
+        return plan
+
     def lose_worker(self) -> None:
         self.plans.clear()
-        self.worker.runner.reset()  # type: ignore[attr-defined]
+        self.worker.reset()  # type: ignore[attr-defined]
         self.scheduler.requeue_all()
         self.scheduler.check_integrity()
 
