@@ -102,7 +102,7 @@ def _noted(model: CausalLM, sizes: Iterable[tuple[int, int]]) -> dict[NotedLaunc
                 META,
                 attention=PagedAttention(),
                 max_num_batched_tokens=num_tokens,
-                max_num_seqs=num_rows,
+                max_num_rows=num_rows,
                 max_model_len=MAX_LEN,
             )
             steps.run_prompts()

@@ -119,7 +119,7 @@ def test_no_step_takes_more_than_was_measured(runners, device: torch.device) -> 
         device,
         attention=PagedAttention(),
         max_num_batched_tokens=facts.max_num_batched_tokens,
-        max_num_seqs=facts.max_num_seqs,
+        max_num_rows=facts.max_num_seqs,
         max_model_len=facts.model.max_model_len,
     )
     measured = measure_activations(steps, device, max_graph_tokens=0)

@@ -42,19 +42,23 @@ class LargestSteps:
         *,
         attention: AttentionBackend,
         max_num_batched_tokens: int,
-        max_num_seqs: int,
+        max_num_rows: int,
         max_model_len: int,
         rank: RankFacts | None = None,
         hidden_size: int = 0,
+        verifies_guesses: bool = False,
     ) -> None:
         """
         Args:
             kv: Plan of the KV cache; its number of blocks is not used.
+            max_num_rows: Requests of a step, and guesses of which each is a row of its own.
             rank: The stage that `model` is; None: all layers.
             hidden_size: Size of the states that a stage gets from the one before.
+            verifies_guesses: Whether logits are copied for the rows that choose at one place after the other.
         """
         self._rank = rank or RankFacts()
         self._hidden_size = hidden_size
+        self._verifies_guesses = verifies_guesses
         self._model = model
         self._device = device
         self._attention = attention
@@ -67,7 +71,7 @@ class LargestSteps:
             replace(kv.shape, num_blocks=1, num_state_blocks=1), device, kv.places
         )
         self._max_num_tokens = max_num_batched_tokens
-        self._max_num_seqs = max_num_seqs
+        self._max_num_rows = max_num_rows
         self._max_model_len = max_model_len
 
     def run_prompts(self) -> None:
@@ -77,7 +81,7 @@ class LargestSteps:
 
     def run_decodes(self) -> None:
         """Run a step in which every row computes one token at the full context."""
-        num_rows = min(self._max_num_seqs, self._max_num_tokens)
+        num_rows = min(self._max_num_rows, self._max_num_tokens)
         self._run([1] * num_rows, [self._max_model_len] * num_rows)
 
     def run_short_prompts(self, max_num_tokens: int) -> None:
@@ -88,7 +92,7 @@ class LargestSteps:
     def _prompt_lengths(self, num_tokens: int) -> list[int]:
         """Return the lengths of prompts of so many tokens together, in as few rows as possible."""
         lengths: list[int] = []
-        while num_tokens and len(lengths) < self._max_num_seqs:
+        while num_tokens and len(lengths) < self._max_num_rows:
             lengths.append(min(num_tokens, self._max_model_len))
             num_tokens -= lengths[-1]
         return lengths
@@ -97,7 +101,7 @@ class LargestSteps:
     def _run(self, query_lens: list[int], seq_lens: list[int], *, scores_prompt: bool = False) -> None:
         """Run the model over rows of these lengths, with filters and changed logits."""
         device, num_tokens = self._device, sum(query_lens)
-        num_sampling = min(self._max_num_seqs, num_tokens)
+        num_sampling = min(self._max_num_rows, num_tokens)
         max_blocks = -(-max(seq_lens) // self._block_size)
         batch = AttentionBatch(
             slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
@@ -133,10 +137,11 @@ class LargestSteps:
         logits = logits_of(self._model, sampled, of_sampling)
         sampling, masks = _with_filters(num_sampling, device), _one_mask(logits)
         sampling.choose(logits, rows=torch.arange(num_sampling, device=device), masks=masks)
-        changed = logits.clone()  # as for requests that change theirs
+        taken = logits.clone() if self._verifies_guesses else logits
+        changed = taken.clone()  # as for requests that change theirs
         sampling.choose(changed, masks=masks)
         if scores_prompt:
-            del changed
+            del taken, changed
             rows = torch.arange(min(MAX_SCORED_AT_ONCE, num_tokens), device=device)
             scored = logits_of(self._model, gather_rows(hidden, rows), of_scored)
             token_logprobs(scored, rows, zeros[: len(rows)], min(MAX_LOGPROBS, scored.shape[1]))

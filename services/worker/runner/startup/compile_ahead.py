@@ -24,6 +24,7 @@ from triptych_services.worker.context.rank_group import RankGroup
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.runner.cuda.streams import CudaStream
+from triptych_services.worker.runner.drafting.speculation import max_sampling_places
 from triptych_services.worker.runner.model_runner import ModelRunner
 from triptych_services.worker.runner.startup.activation_memory import LargestSteps
 from triptych_services.worker.runner.startup.facts import worker_facts
@@ -113,7 +114,7 @@ def note_launches(
                     device,
                     attention=attention,
                     max_num_batched_tokens=num_tokens,
-                    max_num_seqs=num_rows,
+                    max_num_rows=num_rows,
                     max_model_len=engine.model.max_model_len or config.architecture.max_context,
                     rank=config.rank,
                     hidden_size=config.architecture.hidden_size,
@@ -147,13 +148,16 @@ def note_launches(
 
 
 def step_sizes(config: ResolvedConfig) -> tuple[tuple[int, int], ...]:
-    """Return (tokens, requests) of steps that together launch the kernels of steps of all sizes.
+    """Return (tokens, rows) of steps that together launch the kernels of steps of all sizes.
 
     Tiles of quantized products and of mixtures of experts depend on the number of rows. So do those of plain products
     of few rows. For other kernels a single row is the only special case.
     """
     scheduler = config.engine.scheduler
-    longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    longest = (
+        scheduler.max_num_batched_tokens,
+        max_sampling_places(scheduler.max_num_seqs, config.max_samples_per_row),
+    )
     sizes: Sequence[int] = FEW_ROWS
     if config.quantization != "none" or config.architecture.num_experts:
         sizes = [1 << exponent for exponent in range(max(longest).bit_length())]

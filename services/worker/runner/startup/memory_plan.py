@@ -14,6 +14,7 @@ from triptych_services.worker.context.device import free_memory
 from triptych_services.worker.context.rank_group import RankGroup
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.models.base import CausalLM
+from triptych_services.worker.runner.drafting.speculation import max_sampling_places
 from triptych_services.worker.runner.graph_sizes import graph_token_limit
 from triptych_services.worker.runner.startup.activation_memory import LargestSteps, measure_activations
 from triptych_services.worker.runner.startup.kv_groups import most_tokens
@@ -101,10 +102,11 @@ def _plan_beside_step(
             device,
             attention=attention,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_num_seqs=scheduler.max_num_seqs,
+            max_num_rows=max_sampling_places(scheduler.max_num_seqs, config.max_samples_per_row),
             max_model_len=unmeasured.max_model_len,
             rank=config.rank,
             hidden_size=config.architecture.hidden_size,
+            verifies_guesses=config.max_samples_per_row > 1,
         )
         max_graph_tokens = 0 if engine.worker.enforce_eager else graph_token_limit(config.architecture)
         activation_bytes = measure_activations(steps, device, max_graph_tokens=max_graph_tokens)

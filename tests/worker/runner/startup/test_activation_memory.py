@@ -50,7 +50,7 @@ def measured(*, max_graph_tokens: int, peaks: dict[int, int]) -> tuple[int, list
         device,
         attention=PagedAttention(),
         max_num_batched_tokens=BUDGET,
-        max_num_seqs=MAX_NUM_SEQS,
+        max_num_rows=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
     )
     found = measure_activations(steps, device, max_graph_tokens=max_graph_tokens, peak_of=peak_of)
@@ -101,7 +101,7 @@ def test_what_adapters_add_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.device("cpu"),
         attention=PagedAttention(),
         max_num_batched_tokens=BUDGET,
-        max_num_seqs=MAX_NUM_SEQS,
+        max_num_rows=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
     )
     steps.run_prompts()
@@ -109,6 +109,34 @@ def test_what_adapters_add_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(num_rows) == set(layers)
     for layer, rows in num_rows.items():
         assert rows == ([MAX_NUM_SEQS, 23] if isinstance(layer, LogitsHead) else [BUDGET])
+
+
+@pytest.mark.parametrize("verifies_guesses", [False, True])
+def test_rows_that_verify_guesses_copy_logits_once_more(
+    monkeypatch: pytest.MonkeyPatch, verifies_guesses: bool
+) -> None:
+    config = tiny_config(tiny_architecture(), max_num_seqs=MAX_NUM_SEQS, budget=BUDGET)
+    model = load_model(config, RandomCheckpoint(config.architecture, seed=3))
+    steps = LargestSteps(
+        model,
+        plan_kv_cache(config, free_bytes=1 << 30),
+        torch.device("cpu"),
+        attention=PagedAttention(),
+        max_num_batched_tokens=BUDGET,
+        max_num_rows=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+        verifies_guesses=verifies_guesses,
+    )
+    copied: list[tuple[int, ...]] = []
+    honest = torch.Tensor.clone
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tuple(tensor.shape))
+        return honest(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", note)
+    steps.run_decodes()
+    assert copied == [(MAX_NUM_SEQS, config.architecture.vocab_size)] * (1 + verifies_guesses)
 
 
 @pytest.mark.parametrize(
