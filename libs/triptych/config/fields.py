@@ -295,7 +295,8 @@ class SpeculativeConfig:
         "same where `model.batch_invariant` is true; where it is false, near ties may fall otherwise. Steps have no "
         "guesses where these would cost more than they bring. auto: true on CPUs with "
         "`model.batch_invariant`, `speculative.model` or `mtp`, no pipeline stages and no recurrent states, else "
-        "false; the log says why. true is refused on other devices, with pipeline stages and with recurrent states.",
+        "false; the log says why. true guesses on a CUDA device with one rank, too, where nothing was measured. It is "
+        "refused with several ranks there, with pipeline stages and with recurrent states.",
         WORKER,
         choices=("auto", "true", "false"),
     )
@@ -312,10 +313,10 @@ class SpeculativeConfig:
         "",
         "A small model that guesses: path of a model directory or .gguf file, or a hub id, perhaps "
         "`org/name@revision`. It has the tokens of `model.model`, and ends with the same ones; else it is refused, and "
-        "so it is with several ranks and where `speculative.enabled = true` is. Its weights are held in 4 bits if they "
-        "are not quantized yet. It guesses where that is worth its own time. Or an EAGLE-3 head that was trained for "
-        "`model.model`, as the authors or speculators write it: its weights are quantized only if the model's are. "
-        "Empty: none.",
+        "so it is with several ranks, on CUDA devices and where `speculative.enabled = true` is. Its weights are held "
+        "in 4 bits if they are not quantized yet. It guesses where that is worth its own time. Or an EAGLE-3 head that "
+        "was trained for `model.model`, as the authors or speculators write it: its weights are quantized only if the "
+        "model's are. Empty: none.",
         WORKER,
     )
     cache_gib: float = value(

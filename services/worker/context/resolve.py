@@ -322,9 +322,8 @@ def _with_speculation(config: ResolvedConfig) -> ResolvedConfig:
         FeatureDisabled: It is true, or a model or a layer was asked to guess, and this worker cannot guess.
     """
     speculative = config.engine.speculative
-    obstacle, num_ranks = _no_guesses(config), config.rank.num_ranks
-    if speculative.enabled != "false" and (obstacle or num_ranks > 1):
-        why = obstacle or f"{num_ranks} ranks do not guess by a model or a layer yet"
+    obstacle = _no_guesses(config)
+    if speculative.enabled != "false" and (why := obstacle or _no_loaded_guesses(config)):
         if speculative.model:
             raise FeatureDisabled(f"speculative.model = {speculative.model}", f"{why}; leave it empty")
         if speculative.wants_mtp:
@@ -333,6 +332,8 @@ def _with_speculation(config: ResolvedConfig) -> ResolvedConfig:
         raise FeatureDisabled("speculative.enabled = true", f"{obstacle}; set it to auto or false")
     if speculative.enabled != "auto":
         return config
+    if not obstacle and config.rank.device != "cpu":
+        obstacle = f"what guesses bring was not measured on {config.rank.device}; true lets it guess"
     if not (obstacle or config.batch_invariant or speculative.model or speculative.wants_mtp):
         obstacle = "near ties may fall otherwise, since model.batch_invariant is false"
     speculative = replace(speculative, enabled="false" if obstacle else "true")
@@ -342,8 +343,11 @@ def _with_speculation(config: ResolvedConfig) -> ResolvedConfig:
 def _no_guesses(config: ResolvedConfig) -> str:
     """Return why a worker cannot guess; empty if it can."""
     rank, architecture = config.rank, config.architecture
-    if rank.device != "cpu":
-        return f"several tokens of a request are not verified on {rank.device} yet"
+    is_cuda = rank.device.startswith("cuda")
+    if rank.device != "cpu" and not is_cuda:
+        return f"several tokens of a request are not verified on {rank.device}"
+    if is_cuda and rank.num_ranks > 1:
+        return f"{rank.num_ranks} ranks on {rank.device} do not guess yet"
     if rank.num_stages > 1:
         return f"{rank.num_stages} pipeline stages do not guess yet"
     if any(layer.state is not None for layer in architecture.layers):
@@ -351,6 +355,14 @@ def _no_guesses(config: ResolvedConfig) -> str:
     if architecture.head != "logits":
         return f"{architecture.name} generates nothing"
     return ""
+
+
+def _no_loaded_guesses(config: ResolvedConfig) -> str:
+    """Return why no model and no layer guesses for a worker that can guess otherwise; empty if one can."""
+    rank = config.rank
+    if rank.device != "cpu":
+        return f"a model or a layer does not guess on {rank.device} yet"
+    return f"{rank.num_ranks} ranks do not guess by a model or a layer yet" if rank.num_ranks > 1 else ""
 
 
 def _batch_dependence(attention: str, site: AttentionSite, quantization: str) -> str | None:

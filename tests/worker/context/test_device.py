@@ -538,7 +538,8 @@ def test_a_cpu_needs_no_choosing(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "num_stages", "changes", "why"),
     [
-        ("cuda:0", 1, {}, "several tokens of a request are not verified on cuda"),
+        ("simulated", 1, {}, "several tokens of a request are not verified on simulated"),
+        ("cuda:0", 2, {}, "2 ranks on cuda:0 do not guess"),
         ("cpu", 2, {}, "2 pipeline stages do not guess"),
         (
             "cpu",
@@ -554,6 +555,7 @@ def test_what_cannot_guess_refuses_to(device, num_stages, changes, why):
     engine = EngineConfig(
         parallel=ParallelConfig(pipeline_parallel_size=num_stages),
         speculative=SpeculativeConfig(enabled="true"),
+        worker=WorkerConfig(enforce_eager=True),
     )
     traits = DeviceTraits(device=device, prefers_bfloat16=True, native_kernels=True)
     with pytest.raises(
@@ -571,6 +573,27 @@ def test_what_cannot_guess_refuses_to(device, num_stages, changes, why):
             resolve_for_device(guessing, architecture, traits)
     off = replace(engine, speculative=SpeculativeConfig(enabled="false", model="small"))
     assert resolve_for_device(off, architecture, traits).max_samples_per_row == 1
+
+
+def test_a_cuda_device_guesses_where_it_is_asked_to():
+    traits = DeviceTraits(device="cuda:0", prefers_bfloat16=True)
+    by_itself = resolve_for_device(EngineConfig(), tiny_architecture(), traits)
+    assert by_itself.max_samples_per_row == 1
+    assert by_itself.no_guesses == "what guesses bring was not measured on cuda:0; true lets it guess"
+    asked = EngineConfig(speculative=SpeculativeConfig(enabled="true"))
+    config = resolve_for_device(asked, tiny_architecture(), traits)
+    assert (config.max_samples_per_row, config.no_guesses) == (9, "")
+    for enabled in ("auto", "true"):
+        by_model = replace(asked, speculative=SpeculativeConfig(enabled=enabled, model="small"))
+        why = r"speculative\.model = small: a model or a layer does not guess on cuda:0 yet; leave it empty"
+        with pytest.raises(FeatureDisabled, match=why):
+            resolve_for_device(by_model, tiny_architecture(), traits)
+        by_layer = replace(asked, speculative=SpeculativeConfig(enabled=enabled, proposers="ngram,mtp"))
+        why = r"speculative\.proposers = ngram,mtp: a model or a layer does not guess on cuda:0 yet; leave mtp out"
+        with pytest.raises(FeatureDisabled, match=why):
+            resolve_for_device(by_layer, tiny_architecture(), traits)
+    off = replace(asked, speculative=SpeculativeConfig(enabled="false", model="small"))
+    assert resolve_for_device(off, tiny_architecture(), traits).max_samples_per_row == 1
 
 
 def test_ranks_guess_without_a_model():
