@@ -47,7 +47,9 @@ from triptych_services.worker.attention.paged import PagedAttention
 from triptych_services.worker.loader.load import load_model
 from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.runner.base import PendingStep
+from triptych_services.worker.runner.cuda.streams import DeviceTimes
 from triptych_services.worker.runner.drafting.base import I64, Guesses
+from triptych_services.worker.runner.drafting.speculation import Speculation
 from triptych_services.worker.runner.graph_sizes import decode_buckets
 from triptych_services.worker.runner.model_runner import ModelRunner
 from triptych_services.worker.sampling.params import TokenHistory
@@ -219,6 +221,28 @@ def test_only_steps_that_may_have_guesses_wait_for_the_tokens_before() -> None:
     assert [step.wait().token_ids.tolist() for step in plain] == [[text[10]], [text[11]]]
     assert knowing.accepted == text[3:12]
     assert knowing.asked == [text[:count] for count in (4, 5, 6, 10, 11, 12)]
+
+
+def test_waits_around_steps_with_guesses_are_charged_to_guesses() -> None:
+    """The shortest one counts: the device may have waited for a request."""
+    known = continuation([5, 6, 7], 20)
+    runner, stream = echo_runner(known, 4)
+    speculation = runner._speculation
+    assert isinstance(speculation, Speculation)
+    charged: list[tuple[int, float]] = []
+    speculation.note_wait = lambda num_rows, seconds: charged.append((num_rows, seconds))  # type: ignore[method-assign]
+    plans = [
+        step_plan(1, new=[new_row(0, [5, 6, 7], blocks_of(0), seed=100)], chunks={0: 3}),
+        step_plan(2),
+        step_plan(3, limits={0: 4}),
+        step_plan(4),
+        step_plan(5),
+        step_plan(6, limits={0: 3}),
+    ]
+    for plan in plans:
+        stream.times = DeviceTimes(busy_ns=5_000, gap_ns=(9, 8, 70, 300, 7, 60)[plan.step_id - 1])
+        runner.execute(plan)
+    assert charged == [(1, pytest.approx(gap * 1e-9)) for gap in (70, 70, 60)]
 
 
 def test_guesses_of_a_slot_are_those_of_the_row_that_is_in_it() -> None:
