@@ -111,7 +111,7 @@ class FrontendConfig:
     move_after_silence_s: float = value(
         1.0,
         "Seconds without a sign of life from an engine with an open stream, before requests move to another that "
-        "gives one. It is asked for after 0.33 s.",
+        "gives one. It is asked for after 0.33 s. Where more engines are silent than give signs, five times as long.",
         FRONTEND,
         ge=0.5,
     )

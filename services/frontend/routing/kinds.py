@@ -28,7 +28,8 @@ class EngineKind:
         """`engines`: At least one, all ready and of one kind."""
         self.engines = leave_out_prefilling(engines)
         """Those that prefill for others are among them only if there are no others."""
-        self.prefilling = [engine for engine in engines if engine not in self.engines]
+        is_mixed = len(self.engines) < len(engines)
+        self.prefilling = [e for e in engines if is_mixed and welcome_of(e).role is EngineRole.PREFILL]
         """The others."""
         welcomes = [welcome_of(engine) for engine in self.engines]
         models = [welcome.model for welcome in welcomes if welcome.model is not None]

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,11 +17,12 @@ from triptych.observe.logging import with_fields
 from triptych.observe.metrics import FrontendMetrics
 from triptych.types.facts import ModelFacts
 from triptych.types.identity import Likeness, compare
+from triptych.types.submit import RequestNeeds
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.engines.heartbeat import HEARTBEAT_S
 from triptych_services.frontend.engines.session import EngineLoss
 from triptych_services.frontend.engines.suspects import SUSPECT_DEATHS, DeathInquiry
-from triptych_services.frontend.routing.kinds import facts_of, key_of, terms_of
+from triptych_services.frontend.routing.kinds import KindKey, facts_of, key_of, welcome_of, why_unfit
 from triptych_services.frontend.routing.router import Router
 from triptych_services.frontend.streams.route import ChoiceRoute, RouteChange, Submission
 
@@ -33,6 +34,9 @@ CHOICES_PER_TURN = 64
 MAX_UNANSWERED = 128
 """Choices moved to one engine that it has not answered yet."""
 _FIRST_PAUSE_S = 0.02  # at most: the frontends of an engine that died do not come to the next one all at once
+_NUM_WITNESSES = 16  # engines of a kind that are asked for signs of life beside a silent one
+_PATIENCE = 5  # times as long may engines be silent if most are: rather the network or this machine is slow
+_NO_NEEDS = RequestNeeds()
 _PAUSE_S = 0.005  # at most, between two turns
 _TICK_S = 0.05  # between two looks while a choice waits, or an engine is lost that has no peer
 _CHANGE_S = 0.025  # after a change of an engine, so that many of them cost one look
@@ -198,25 +202,51 @@ class Migrator:
             for engine in engines:
                 engine.liveness.pardon_silence(now)
             return
-        if any(engine.silent_for(now) >= HEARTBEAT_S for engine in engines):
-            for engine in engines:
-                engine.send_heartbeat(now)
+        self._ask_for_signs(now)
+        living = [engine for engine in engines if now - engine.liveness.heard_at < _FRESH_S]
+        silent = [engine for engine in engines if engine.silent_for(now) >= terms.after_silence_s]
+        if len(silent) > len(living):
+            silent = [e for e in silent if e.silent_for(now) >= _PATIENCE * terms.after_silence_s]
+        # each that is given up changes the kinds of engines, so all are judged before
+        given_up: dict[EngineClient, str] = {}
         for engine in engines:
-            if engine.is_lost(now, after_s=terms.after_s) and self._has_peer(engine):
-                engine.give_up("others can go on with its requests")
-            elif engine.silent_for(now) >= terms.after_silence_s:
-                living = [e for e in engines if now - e.liveness.heard_at < _FRESH_S]
-                if self._has_peer(engine, among=living):
-                    engine.give_up(f"no sign of life for {engine.silent_for(now):.1f} s")
+            if engine.is_lost(now, after_s=terms.after_s) and self._has_peer(engine, engines, given_up):
+                given_up[engine] = "others can go on with its requests"
+        for engine in silent:
+            if self._has_peer(engine, living, given_up):
+                given_up[engine] = f"no sign of life for {engine.silent_for(now):.1f} s"
+        for engine, why in given_up.items():
+            engine.give_up(why)
 
-    def _has_peer(self, engine: EngineClient, among: Collection[EngineClient] | None = None) -> bool:
+    def _ask_for_signs(self, now: float) -> None:
+        """Ask silent engines for a sign of life, and some like them, which show that others could go on."""
+        asked: dict[EngineClient, None] = {}
+        like: set[KindKey] = set()
+        for engine in self._router.engines:
+            if engine.silent_for(now) >= HEARTBEAT_S:
+                asked[engine] = None
+                like.add(key_of(facts_of(engine)))
+        for key in like:
+            others = [e for e in self._router.engines if e.is_ready and key_of(facts_of(e)) == key]
+            asked.update(dict.fromkeys(random.sample(others, min(len(others), _NUM_WITNESSES))))
+        for engine in asked:
+            engine.send_heartbeat(now)
+
+    def _has_peer(
+        self, engine: EngineClient, among: Sequence[EngineClient], without: Container[EngineClient]
+    ) -> bool:
         """Return whether another engine could go on with the requests of this one."""
         if engine.welcome is None or engine.welcome.model is None:
             return False
-        peers = self._router.alike(terms_of(engine.welcome), tried=(engine,))
+        facts = engine.welcome.model
         return any(
-            (among is None or peer in among) and not self._why_not_after(engine.welcome.model, peer)
-            for peer in peers
+            peer is not engine
+            and peer.is_ready
+            and key_of(facts_of(peer)) == key_of(facts)
+            and not why_unfit(welcome_of(peer), _NO_NEEDS)
+            and peer not in without
+            and not self._why_not_after(facts, peer)
+            for peer in among
         )
 
     async def _move(self) -> None:

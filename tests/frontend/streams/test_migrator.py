@@ -6,18 +6,24 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tests.helpers.fake_engine import MODEL, NUM_CACHED, FakeEngine, SubmittedChoice, eventually, u32
 from tests.helpers.frontend import FrontendCore, answer, raw_request
 from tests.helpers.frontend import frontend_core as open_core
 from triptych.errors import GenerationLost, InvalidRequest
+from triptych.observe.metrics import FrontendMetrics
 from triptych.types.outputs import FinishReason, OutputBatch
+from triptych.types.submit import EngineWelcome
+from triptych_services.frontend.routing.router import Router
 from triptych_services.frontend.streams.migrator import MAX_UNANSWERED, MigrationTerms, Migrator
 
 TERMS = MigrationTerms()
+NOW = 1_000.0
 
 
 @asynccontextmanager
@@ -100,6 +106,57 @@ async def test_silence_of_all_engines_moves_nothing() -> None:
         second.is_frozen = False
         await second.next_submit()
         task.cancel()
+
+
+class WatchedEngine:
+    """As much of an engine's client as a look at it needs. Counts what it is asked for and given up for."""
+
+    def __init__(self, *, silent_s: float = 0.0, heard_at: float = NOW) -> None:
+        self.welcome = EngineWelcome("engine", True, model=MODEL)
+        self.is_ready, self.num_asked = True, 0
+        self.given_up: list[str] = []
+        self.liveness = SimpleNamespace(heard_at=heard_at)
+        self._silent_s = silent_s
+
+    def silent_for(self, now: float) -> float:
+        return self._silent_s
+
+    def is_lost(self, now: float, *, after_s: float) -> bool:
+        return False
+
+    def send_heartbeat(self, now: float) -> None:
+        self.num_asked += 1
+
+    def give_up(self, why: str) -> None:
+        self.given_up.append(why)
+
+
+def look_at(engines: list[WatchedEngine]) -> None:
+    router = SimpleNamespace(engines=engines, subscribe=lambda on_change: None)
+    metrics = FrontendMetrics.create(CollectorRegistry())
+    Migrator(cast(Router, router), metrics, TERMS)._watch_engines(NOW, is_late=False)
+
+
+def test_of_many_engines_some_are_asked_beside_a_silent_one() -> None:
+    quiet = [WatchedEngine(heard_at=0.0) for _ in range(200)]
+    silent = WatchedEngine(silent_s=0.4)
+    look_at([*quiet, silent])
+    assert silent.num_asked == 1
+    assert 0 < sum(engine.num_asked for engine in quiet) < 20
+    assert not any(engine.given_up for engine in [*quiet, silent])
+
+
+@pytest.mark.parametrize(
+    ("num_silent", "silence", "num_given_up"), [(3, 1.1, 3), (4, 1.1, 0), (4, 4.9, 0), (4, 5.1, 4)]
+)
+def test_more_silent_than_living_engines_are_given_time(
+    num_silent: int, silence: float, num_given_up: int
+) -> None:
+    """`silence`: In terms of `move_after_silence_s`."""
+    silent_s = silence * TERMS.after_silence_s
+    silent = [WatchedEngine(silent_s=silent_s, heard_at=NOW - silent_s) for _ in range(num_silent)]
+    look_at([*silent, *(WatchedEngine() for _ in range(3))])
+    assert sum(len(engine.given_up) for engine in silent) == num_given_up
 
 
 async def test_an_idle_engine_that_is_asked_is_not_taken_for_silent() -> None:
