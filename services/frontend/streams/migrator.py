@@ -34,7 +34,7 @@ CHOICES_PER_TURN = 64
 MAX_UNANSWERED = 128
 """Choices moved to one engine that it has not answered yet."""
 _FIRST_PAUSE_S = 0.02  # at most: the frontends of an engine that died do not come to the next one all at once
-_NUM_WITNESSES = 16  # engines of a kind that are asked for signs of life beside a silent one
+_NUM_WITNESSES = 16  # engines of a kind, at least, that are asked for signs of life beside silent ones
 _PATIENCE = 5  # times as long may engines be silent if most are: rather the network or this machine is slow
 _NO_NEEDS = RequestNeeds()
 _PAUSE_S = 0.005  # at most, between two turns
@@ -202,7 +202,8 @@ class Migrator:
             for engine in engines:
                 engine.liveness.pardon_silence(now)
             return
-        self._ask_for_signs(now)
+        if any(engine.silent_for(now) >= HEARTBEAT_S for engine in engines):
+            self._ask_for_signs(now)
         living = [engine for engine in engines if now - engine.liveness.heard_at < _FRESH_S]
         silent = [engine for engine in engines if engine.silent_for(now) >= terms.after_silence_s]
         if len(silent) > len(living):
@@ -219,18 +220,20 @@ class Migrator:
             engine.give_up(why)
 
     def _ask_for_signs(self, now: float) -> None:
-        """Ask silent engines for a sign of life, and some like them, which show that others could go on."""
-        asked: dict[EngineClient, None] = {}
-        like: set[KindKey] = set()
+        """Ask silent engines for a sign of life, and at least as many like them, which show that others could go on."""
+        silent: dict[KindKey, list[EngineClient]] = {}
+        others: dict[KindKey, list[EngineClient]] = {}
         for engine in self._router.engines:
-            if engine.silent_for(now) >= HEARTBEAT_S:
-                asked[engine] = None
-                like.add(key_of(facts_of(engine)))
-        for key in like:
-            others = [e for e in self._router.engines if e.is_ready and key_of(facts_of(e)) == key]
-            asked.update(dict.fromkeys(random.sample(others, min(len(others), _NUM_WITNESSES))))
-        for engine in asked:
-            engine.send_heartbeat(now)
+            model = None if engine.welcome is None else engine.welcome.model
+            if model is not None and engine.silent_for(now) >= HEARTBEAT_S:
+                silent.setdefault(key_of(model), []).append(engine)
+            elif model is not None and engine.is_ready:
+                others.setdefault(key_of(model), []).append(engine)
+        for key, engines in silent.items():
+            like = others.get(key, [])
+            witnesses = random.sample(like, min(len(like), max(_NUM_WITNESSES, len(engines))))
+            for engine in (*engines, *witnesses):
+                engine.send_heartbeat(now)
 
     def _has_peer(
         self, engine: EngineClient, among: Sequence[EngineClient], without: Container[EngineClient]

@@ -146,6 +146,22 @@ def test_of_many_engines_some_are_asked_beside_a_silent_one() -> None:
     assert not any(engine.given_up for engine in [*quiet, silent])
 
 
+def test_as_many_engines_are_asked_as_are_silent() -> None:
+    """With fewer, a hundred that died together would seem to be more than those that live."""
+    quiet = [WatchedEngine(heard_at=0.0) for _ in range(300)]
+    silent = [WatchedEngine(silent_s=0.4) for _ in range(100)]
+    look_at([*quiet, *silent])
+    assert [engine.num_asked for engine in silent] == [1] * 100
+    assert sum(engine.num_asked for engine in quiet) == 100
+
+
+def test_an_engine_that_has_not_said_what_it_serves_is_left_alone() -> None:
+    unknown, silent = WatchedEngine(silent_s=1.1), WatchedEngine(silent_s=0.4)
+    unknown.welcome = EngineWelcome("engine", False)
+    look_at([unknown, silent])
+    assert (unknown.num_asked, unknown.given_up, silent.num_asked) == (0, [], 1)
+
+
 @pytest.mark.parametrize(
     ("num_silent", "silence", "num_given_up"), [(3, 1.1, 3), (4, 1.1, 0), (4, 4.9, 0), (4, 5.1, 4)]
 )

@@ -1,4 +1,4 @@
-"""Guesses on an asynchronous device made of CPU tensors: they change no token, and nobody waits who has none."""
+"""Guesses on an asynchronous device made of CPU tensors: they change no token, and other steps do not wait."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_only_steps_that_may_have_guesses_wait_for_the_tokens_before() -> None:
     row = new_row(0, text[:3], blocks_of(0), seed=100)
     pending = [runner.launch(step_plan(1, new=[row], chunks={0: 3})), runner.launch(step_plan(2))]
     pending.append(runner.launch(step_plan(3)))
-    assert not any(read.done for read in stream.reads), "nobody waits who has no guesses"
+    assert not any(read.done for read in stream.reads), "steps without guesses do not wait"
     result = pending[0].wait()
     assert result.guess_counts.size == 0, "none was found"
     assert knowing.asked == [text[:4]]
