@@ -26,8 +26,8 @@ from benchmarks.harness.command import module_command
 from benchmarks.harness.figures import Figure
 from benchmarks.harness.processes import Answers, Child
 from triptych.checkpoint.config_json import CONFIG_FILE
+from triptych.checkpoint.safetensors_header import SINGLE_FILE
 from triptych_services.worker.loader.load import open_checkpoint
-from triptych_services.worker.loader.safetensors import SINGLE_FILE
 
 _PROMPT_TOKENS = 128
 _TIMEOUT_S = 140.0

@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.checkpoint.safetensors_header import read_header
 from triptych.errors import ModelError
 
 ENTRY_POINT_GROUP = "triptych.adapters"
@@ -136,7 +137,7 @@ def read_adapter(
     config = _read_config(directory / CONFIG_FILE)
     _check_config(directory, config, max_rank=max_rank, num_layers=num_layers)
     weights = directory / WEIGHTS_FILE
-    tensors = _read_header(weights, max_bytes)
+    tensors = _read_tensors(weights, max_bytes)
     modules = _find_modules(weights, tensors, config, max_rank, num_experts)
     return AdapterFiles(weights, modules, _digest(config, weights))
 
@@ -248,38 +249,21 @@ def _pattern(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return pattern
 
 
-def _read_header(path: Path, max_bytes: int) -> dict[str, AdapterTensor]:
-    """Read the names and shapes of a safetensors file.
+def _read_tensors(path: Path, max_bytes: int) -> dict[str, AdapterTensor]:
+    """Read the names and shapes of a file of tensors.
 
     Raises:
-        ModelError: It is missing, larger than `max_bytes`, cut short or not such a file.
+        ModelError: It is missing, larger than `max_bytes`, cut short or not such a file, or has other numbers.
     """
-    try:
-        size = path.stat().st_size
-        _check_size(path, size, max_bytes)
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-                raise ModelError(f"{path}: is no safetensors file, or was cut short")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        tensors: dict[str, AdapterTensor] = {}
-        end_of_data = 0
-        for name, entry in header.items():
-            shape, (start, end) = tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
-            if entry["dtype"] not in _TYPE_SIZES:
-                raise ModelError(
-                    f"{path}: {name}: type {entry['dtype']} is not served, only {', '.join(_TYPE_SIZES)}"
-                )
-            if end - start != math.prod(shape) * _TYPE_SIZES[entry["dtype"]] or start < 0:
-                raise ModelError(f"{path}: {name}: its place does not fit its shape {list(shape)}")
-            end_of_data = max(end_of_data, end)
-            tensors[name] = AdapterTensor(name, shape, entry["dtype"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error!r}") from error
-    if 8 + length + end_of_data != size:
-        raise ModelError(f"{path}: has {size} bytes, its header describes {8 + length + end_of_data}")
-    return tensors
+    if path.is_file():
+        _check_size(path, path.stat().st_size, max_bytes)
+    header = read_header(path, _MAX_HEADER_BYTES)
+    for name, tensor in header.tensors.items():
+        if tensor.type not in _TYPE_SIZES:
+            raise ModelError(
+                f"{path}: {name}: type {tensor.type} is not served, only {', '.join(_TYPE_SIZES)}"
+            )
+    return {name: AdapterTensor(name, tensor.shape, tensor.type) for name, tensor in header.tensors.items()}
 
 
 def _find_modules(

@@ -6,13 +6,14 @@ they differ: words that are exchanged, tensors that hold several projections, te
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from triptych.checkpoint.safetensors_header import SINGLE_FILE, read_header, read_shard_index
+from triptych.errors import ModelError
+
 _PARTS_OF_BODY = ("embed_tokens", "embed_positions", "embed_norm", "layers", "norm")
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 _EXPERT = re.compile(r"\.experts\.(\d+)(?=\.)")
 
@@ -107,12 +108,7 @@ def names_of_tensors(directory: Path) -> frozenset[str]:
 
     Empty where there is none, or what cannot be read, which is reported when the weights are.
     """
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     try:
-        if index.is_file():
-            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        with single.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            return frozenset(json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else ())
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return frozenset(read_shard_index(directory) or read_header(directory / SINGLE_FILE).tensors)
+    except ModelError:
         return frozenset()

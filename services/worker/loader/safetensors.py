@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from triptych.checkpoint.config_file import check_inside
+from triptych.checkpoint.safetensors_header import (
+    SHARD_INDEX_FILE,
+    SINGLE_FILE,
+    read_header,
+    read_shard_index,
+)
 from triptych.errors import ModelError
 from triptych_services.worker.loader.base import Checkpoint, StoredTensor, expect_pages, release_pages
 
-SINGLE_FILE = "model.safetensors"
-SHARD_INDEX_FILE = "model.safetensors.index.json"
-
-_TYPE_SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per element
-_CODE_SIZES = {"F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8, "BOOL": 1}
+_TYPES = ("F32", "F16", "BF16")
+_CODE_TYPES = ("F8_E4M3", "F8_E8M0", "U8", "I8", "I32", "I64", "BOOL")
 """Further types, of which quantized weights and the tables of heads that guess are made."""
 _COUNTERS = ("position_ids", "token_type_ids")
 """Endings of buffers that older versions of transformers wrote beside the weights of encoders: 0, 1, 2, … or zeros."""
@@ -30,7 +30,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(
         self, directory: Path, device: torch.device | None = None, *, has_codes: bool = False
     ) -> None:
-        """Open the files; the library checks that each is whole.
+        """Open the files, of which each is checked to be whole.
 
         Args:
             device: Device that converts tensors to the dtype in which they are read; None: the CPU.
@@ -41,14 +41,13 @@ class SafetensorsCheckpoint(Checkpoint):
                 cannot be read, is in two files, or is missing though the shard index names it.
         """
         self._device = device or torch.device("cpu")
-        self._type_sizes = _TYPE_SIZES | _CODE_SIZES if has_codes else _TYPE_SIZES
+        self._types = _TYPES + _CODE_TYPES if has_codes else _TYPES
         self.tensors: dict[str, StoredTensor] = {}
         self.file_name_to_size: dict[str, int] = {}
         self._files: dict[str, safe_open] = {}  # by the name of the tensor
         self._paths: dict[str, Path] = {}
-        weight_map = _read_shard_index(directory)
+        weight_map = _read_weight_map(directory)
         for file_name in sorted(set(weight_map.values())) or [SINGLE_FILE]:
-            check_inside(directory / SHARD_INDEX_FILE, file_name)
             self._add_file(directory / file_name)
         for name, file_name in weight_map.items():
             if name not in self.tensors:
@@ -87,50 +86,35 @@ class SafetensorsCheckpoint(Checkpoint):
         return tensor.to(dtype)
 
     def _add_file(self, path: Path) -> None:
+        header = read_header(path)
         try:
-            size = path.stat().st_size
             file = safe_open(path, framework="pt", device="cpu")
-        except OSError as error:
-            raise ModelError(f"{path}: weight file cannot be read: {error.strerror or error}") from error
-        except SafetensorError as error:
-            raise ModelError(
-                f"{path}: weight file of {size} bytes cannot be read: {error}; "
-                "it was cut short or damaged, fetch it again"
-            ) from error
-        self.file_name_to_size[path.name] = size
-        for name in file.offset_keys():
-            view = file.get_slice(name)
-            # a single number is a vector of one, so that a part of it can be read
-            shape, type_ = tuple(view.get_shape()) or (1,), view.get_dtype()
-            if type_ == "I64" and name.endswith(_COUNTERS):
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: weight file cannot be read: {error}") from error
+        self.file_name_to_size[path.name] = header.file_size
+        for name, tensor in header.tensors.items():
+            if tensor.type == "I64" and name.endswith(_COUNTERS):
                 continue
-            if type_ not in self._type_sizes:
+            if tensor.type not in self._types:
                 raise ModelError(
-                    f"{path}: {name}: type {type_} is not supported, only {', '.join(self._type_sizes)}"
+                    f"{path}: {name}: type {tensor.type} is not supported, only {', '.join(self._types)}"
                 )
             if name in self.tensors:
                 raise ModelError(f"{path}: {name}: is in another file too")
-            self.tensors[name] = StoredTensor(shape, type_, math.prod(shape) * self._type_sizes[type_])
+            # a single number is a vector of one, so that a part of it can be read
+            self.tensors[name] = StoredTensor(tensor.shape or (1,), tensor.type, tensor.size)
             self._files[name] = file
             self._paths[name] = path
 
 
-def _read_shard_index(directory: Path) -> dict[str, str]:
+def _read_weight_map(directory: Path) -> dict[str, str]:
     """Return tensor name -> name of its file; empty if all tensors are in a single file."""
-    index = directory / SHARD_INDEX_FILE
-    if not index.is_file():
-        if not (directory / SINGLE_FILE).is_file():
-            if pickled := sorted(path.name for path in directory.glob("*.bin")):
-                raise ModelError(
-                    f"{directory}: the weights are in {pickled[0]}, which may hold code and is not read; convert them "
-                    "with `save_pretrained(directory, safe_serialization=True)` of transformers"
-                )
+    is_sharded, is_single = (directory / SHARD_INDEX_FILE).is_file(), (directory / SINGLE_FILE).is_file()
+    if not is_sharded and not is_single:
+        if pickled := sorted(path.name for path in directory.glob("*.bin")):
             raise ModelError(
-                f"{directory}: no weights: neither {SINGLE_FILE} nor {SHARD_INDEX_FILE} is there"
+                f"{directory}: the weights are in {pickled[0]}, which may hold code and is not read; convert them "
+                "with `save_pretrained(directory, safe_serialization=True)` of transformers"
             )
-        return {}
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        return {str(name): str(file_name) for name, file_name in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: cannot be read: {error!r}") from error
+        raise ModelError(f"{directory}: no weights: neither {SINGLE_FILE} nor {SHARD_INDEX_FILE} is there")
+    return read_shard_index(directory)

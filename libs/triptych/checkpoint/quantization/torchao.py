@@ -21,13 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from triptych.checkpoint.config_file import ConfigFile, check_inside
+from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.quantization.scheme import SchemeRule, StoredQuantization, WeightScheme
+from triptych.checkpoint.safetensors_header import SINGLE_FILE, read_header, read_shard_index
 from triptych.errors import FeatureDisabled, ModelError
 
-_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _CODES = re.compile(r"(.+)\._(\w+)_qdata")
 """The name of a tensor of codes: its module and its parameter."""
 _PLAIN = "Tensor"
@@ -75,19 +73,9 @@ class _Headers:
         Raises:
             ModelError: It is missing, cut short or no safetensors file.
         """
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if not 2 <= length <= min(_MAX_HEADER_BYTES, path.stat().st_size - 8):
-                    raise ValueError(f"a header of {length} bytes does not fit")
-                header = json.loads(file.read(length))
-            notes = header.pop("__metadata__", {})
-            self.shapes |= {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
-            self.notes |= {key: (path, str(text)) for key, text in notes.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ModelError(
-                f"{path}: cannot be read: {error}; it was cut short or damaged, fetch it again"
-            ) from error
+        header = read_header(path)
+        self.shapes |= {name: tensor.shape for name, tensor in header.tensors.items()}
+        self.notes |= {key: (path, text) for key, text in header.metadata.items()}
 
 
 def torchao(section: ConfigFile) -> StoredQuantization:
@@ -113,16 +101,9 @@ def torchao(section: ConfigFile) -> StoredQuantization:
 
 
 def _files(directory: Path) -> list[Path]:
-    index = directory / _INDEX_FILE
-    if not index.is_file():
-        return [path for path in (directory / _FILE,) if path.is_file()]
-    try:
-        names = sorted(set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index}: cannot be read: {error!r}") from error
-    for name in names:
-        check_inside(index, name)
-    return [directory / name for name in names]
+    single = directory / SINGLE_FILE
+    names = sorted(set(read_shard_index(directory).values()))
+    return [directory / name for name in names] or [path for path in (single,) if path.is_file()]
 
 
 @dataclass(frozen=True, slots=True)
