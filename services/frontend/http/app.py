@@ -33,6 +33,7 @@ from triptych_services.frontend.http.openai.responses import routes as responses
 from triptych_services.frontend.http.sse import NOT_ENFORCED_HEADER
 from triptych_services.frontend.http.state import InFlight
 from triptych_services.frontend.http.status_routes import VERSION
+from triptych_services.frontend.requests.long_reader import LongReader
 
 _ROUTERS = (
     routes.router,
@@ -53,6 +54,7 @@ def create_app(
     refuses_unknown: bool = True,
     ping_interval_s: float = 15.0,
     on_response: OnResponse = lambda route, status: None,
+    long_reader: LongReader | None = None,
 ) -> FastAPI:
     """Return the app, not bound to a port yet. The server uses `app.state.in_flight` to stop it.
 
@@ -62,6 +64,7 @@ def create_app(
         refuses_unknown: See `BodyReader`.
         ping_interval_s: Time after which a stream that has nothing to say sends a line without data. 0: never.
         on_response: See `RequestGuard`.
+        long_reader: Reads long bodies. None: one that no other API shares.
     """
     app = FastAPIOffline(
         title="Triptych",
@@ -77,7 +80,7 @@ def create_app(
     app.state.generator = generator
     app.state.in_flight = InFlight()
     app.state.ping_interval_s = ping_interval_s
-    app.state.reader = BodyReader(refuses_unknown=refuses_unknown)
+    app.state.reader = BodyReader(long_reader or LongReader(), refuses_unknown=refuses_unknown)
     for router in _ROUTERS:
         app.include_router(router)
     app.openapi = functools.cache(functools.partial(build_document, app, _ROUTERS, asks_key=keys is not None))  # type: ignore[method-assign]

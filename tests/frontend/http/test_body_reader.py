@@ -20,16 +20,18 @@ from tests.helpers.fuzz import BASES, Fuzzer
 from tests.helpers.http_api import open_api
 from triptych.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, TriptychError
 from triptych_services.frontend.access.caller import set_tenant
-from triptych_services.frontend.http import app, body_reader
+from triptych_services.frontend.http import app
 from triptych_services.frontend.http.anthropic import convert as anthropic
 from triptych_services.frontend.http.body import ClientGone
-from triptych_services.frontend.http.body_reader import LONG_BODY, BodyReader
+from triptych_services.frontend.http.body_reader import BodyReader
 from triptych_services.frontend.http.generation_body import AbortRequest
 from triptych_services.frontend.http.openai import convert as openai
 from triptych_services.frontend.http.openai.pooling import convert as pooling
 from triptych_services.frontend.http.openai.responses import convert as responses
 from triptych_services.frontend.http.state import InFlight
 from triptych_services.frontend.offload import fair_threads
+from triptych_services.frontend.requests import long_reader
+from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
 from triptych_services.frontend.requests.raw import RawChat, RawRequest, WrittenMessages
 
 NAMED = {"label": "test", "deadline_s": None}
@@ -46,7 +48,7 @@ PATH_TO_CONVERT: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("/score", "/v1/score"), partial(pooling.read_score, **NAMED)),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), partial(pooling.read_rerank, **NAMED)),
 }
-LONG = b'{"request_ids": ["a"]}'.ljust(LONG_BODY + 1)
+LONG = b'{"request_ids": ["a"]}'.ljust(LONG_REQUEST + 1)
 STUCK = """
 import pathlib, pickle, time
 
@@ -114,7 +116,7 @@ Use = Callable[[str], None]
 def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Use]:
     """Return a function that sets the script of the child processes. Those that are stuck end with the test."""
     path = tmp_path / "odd_process.py"
-    monkeypatch.setattr(body_reader, "_SCRIPT", path)
+    monkeypatch.setattr(long_reader, "_SCRIPT", path)
     yield path.write_text
     path.unlink()
 
@@ -156,11 +158,11 @@ async def outcome(reader: BodyReader, body: bytes, kind: Any, convert: Callable[
 @pytest.fixture(scope="module")
 def elsewhere() -> BodyReader:
     """A reader that reads all bodies in a child process."""
-    return BodyReader(refuses_unknown=False, long_body=0)
+    return BodyReader(LongReader(), refuses_unknown=False, long_body=0)
 
 
 async def test_a_child_reads_what_this_process_reads(elsewhere: BodyReader) -> None:
-    here = BodyReader(refuses_unknown=False, long_body=1 << 30)
+    here = BodyReader(LongReader(), refuses_unknown=False, long_body=1 << 30)
     fuzzer, path_to_kind = Fuzzer(7), {path: kind for path, kind, _ in BASES}
     requests = [(path, json.dumps(body).encode()) for path, _, body in BASES]
     requests += [fuzzer.http_request()[:2] for _ in range(200)]
@@ -174,7 +176,7 @@ async def test_the_body_of_every_route_can_be_read_there(
     elsewhere: BodyReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_api() as here:
-        monkeypatch.setattr(app, "BodyReader", lambda refuses_unknown: elsewhere)
+        monkeypatch.setattr(app, "BodyReader", lambda _, refuses_unknown: elsewhere)
         async with open_api() as there:
             for path, _, body in BASES:
                 content = json.dumps(body).replace('"model": "embedded"', '"model": ""')
@@ -185,7 +187,7 @@ async def test_the_body_of_every_route_can_be_read_there(
 
 async def test_bodies_up_to_the_limit_start_no_process() -> None:
     before = children()
-    assert await read(BodyReader(), LONG[:LONG_BODY])
+    assert await read(BodyReader(LongReader()), LONG[:LONG_REQUEST])
     assert children() == before
 
 
@@ -205,8 +207,8 @@ async def test_a_bug_there_is_a_bug_here(elsewhere: BodyReader) -> None:
 
 async def test_a_body_whose_process_was_killed_is_read_again(use: Use, tmp_path: Path) -> None:
     use(STUCK_ONCE)
-    before, reader = children(), BodyReader()
-    assert await read(reader, b'{"quick": 1}'.ljust(LONG_BODY + 1)) == "quick"
+    before, reader = children(), BodyReader(LongReader())
+    assert await read(reader, b'{"quick": 1}'.ljust(LONG_REQUEST + 1)) == "quick"
     (child,) = children() - before
     reading = asyncio.create_task(read(reader))
     await until_stuck(tmp_path)
@@ -218,28 +220,28 @@ async def test_a_process_that_ends_twice_is_an_error_to_retry(use: Use) -> None:
     script = "import os\ndef begin(message):\n    return {}, lambda message: os._exit(1)\n"
     use(script)
     with pytest.raises(EngineUnavailable, match="ended before it had read this one; try again"):
-        await read(BodyReader())
+        await read(BodyReader(LongReader()))
 
 
 async def test_a_process_that_is_stuck_ends(use: Use) -> None:
     use(STUCK)
     with pytest.raises(
-        InvalidRequest, match=r"bytes of the body take more time to read than the limit of 0\.01 s"
+        InvalidRequest, match=r"bytes of the request take more time to read than the limit of 0\.01 s"
     ):
-        await read(BodyReader(limit_s=0.01))
+        await read(BodyReader(LongReader(limit_s=0.01)))
 
 
 async def test_a_body_that_takes_all_memory_is_refused(use: Use) -> None:
     use(FULL)
     with pytest.raises(
-        InvalidRequest, match="the body takes more memory to read than there is; make it shorter"
+        InvalidRequest, match="the request takes more memory to read than there is; make it shorter"
     ):
-        await read(BodyReader())
+        await read(BodyReader(LongReader()))
 
 
 async def test_a_deadline_holds_while_a_body_is_read(use: Use, tmp_path: Path) -> None:
     use(STUCK_ONCE)
-    reader = BodyReader()
+    reader = BodyReader(LongReader())
     with pytest.raises(DeadlineExceeded, match=r"the deadline of 0\.01 s has passed"):
         await reader.read(Client(LONG).request(), AbortRequest, dict, deadline_s=0.01)
     await until_stuck(tmp_path)
@@ -248,7 +250,7 @@ async def test_a_deadline_holds_while_a_body_is_read(use: Use, tmp_path: Path) -
 async def test_a_client_that_leaves_waits_no_longer(use: Use, tmp_path: Path) -> None:
     use(STUCK_ONCE)
     client = Client(LONG)
-    reading = asyncio.create_task(BodyReader().read(client.request(), AbortRequest, dict))
+    reading = asyncio.create_task(BodyReader(LongReader()).read(client.request(), AbortRequest, dict))
     await until_stuck(tmp_path)
     client.has_left.set()
     with pytest.raises(ClientGone):
@@ -260,11 +262,11 @@ async def test_tenants_wait_behind_themselves_within_bounds(
 ) -> None:
     use(STUCK)
     monkeypatch.setattr(fair_threads, "MAX_WAITING_SIZE", 3 * len(LONG))
-    reader = BodyReader()
+    reader = BodyReader(LongReader())
     stuck = [asyncio.create_task(read(reader, tenant="many")) for _ in range(4)]  # one runs, three wait
     await asyncio.sleep(0)
     with pytest.raises(
-        QueueFull, match=r"3 very long bodies wait already, \d+ characters in all; the limits are"
+        QueueFull, match=r"3 very long requests wait already, \d+ characters in all; the limits are"
     ):
         await asyncio.create_task(read(reader, tenant="many"))
     quick = asyncio.create_task(read(reader, b'{"quick": 1}'.ljust(len(LONG)), tenant="one"))

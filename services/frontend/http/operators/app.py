@@ -26,6 +26,7 @@ from triptych_services.frontend.http.guards import (
 from triptych_services.frontend.http.operators.routes import router as routes
 from triptych_services.frontend.http.state import InFlight
 from triptych_services.frontend.http.status_routes import VERSION
+from triptych_services.frontend.requests.long_reader import LongReader
 from triptych_services.frontend.routing.router import Router
 
 
@@ -55,7 +56,7 @@ def create_operators_app(
     app.state.router = router
     app.state.generator = generator
     app.state.in_flight = InFlight()
-    app.state.reader = BodyReader()
+    app.state.reader = BodyReader(LongReader())
     app.include_router(routes)
     install_handlers(app)
     app.add_middleware(OriginGuard)
