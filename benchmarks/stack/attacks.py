@@ -9,6 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
+
+from triptych.v1 import chat_pb2, generation_pb2
+
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 REFUSED = frozenset({400})
 TIMEOUT_S = 120.0
@@ -168,6 +172,33 @@ def send_body(address: str, path: str, body: bytes, key: str) -> int:
         return response.status
     finally:
         connection.close()
+
+
+def write_chat(number: int) -> bytes:
+    """Return the n-th message of 16,384 turns for `send_chat`, as the body of the attack of that name."""
+    turn = chat_pb2.ChatMessage(role="user")
+    turn.parts.add(text=f"x{number}")
+    request = generation_pb2.GenerateRequest()
+    request.generation.chat.messages.extend([turn] * 16_384)
+    request.generation.truncation.max_tokens = 8
+    request.generation.length.max_tokens = 8
+    return request.SerializeToString()
+
+
+def send_chat(address: str, message: bytes, key: str) -> str:
+    """Send one request over gRPC, on a connection of its own, and return the code of its answer.
+
+    Args:
+        address: HOST:PORT of the public gRPC server.
+        message: As `write_chat` writes it.
+    """
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary("/triptych.v1.GenerationService/Generate")
+        try:
+            call(message, timeout=TIMEOUT_S, metadata=(("authorization", f"Bearer {key}"),))
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    return "OK"
 
 
 def flood_headers(address: str, num_bytes: int) -> bytes:

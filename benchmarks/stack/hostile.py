@@ -31,7 +31,16 @@ import numpy as np
 from benchmarks.harness.cluster import running, simulated_config
 from benchmarks.harness.command import create_parser, run
 from benchmarks.harness.figures import Figure
-from benchmarks.stack.attacks import ATTACKS, CHAT, COMPLETIONS, flood_headers, send_body, write_body
+from benchmarks.stack.attacks import (
+    ATTACKS,
+    CHAT,
+    COMPLETIONS,
+    flood_headers,
+    send_body,
+    send_chat,
+    write_body,
+    write_chat,
+)
 from triptych.config.api_keys import entry_line
 
 STEP_MS = 10.0
@@ -39,6 +48,7 @@ OUTPUT_LEN = 30
 HOSTILE_KEY, BYSTANDER_KEY = "hostile-key", "bystander-key"
 TARGET = 1.5
 HEADERS, CONNECTIONS = "24 MiB of headers", "many connections"
+GRPC_CHAT = "16,384 messages over gRPC"
 _NUM_SENDERS = 32  # requests of the attack that may be under way at once
 _MAX_BODIES = 120  # of an attack that are written; the first ones are sent again after that
 _MAX_BODY_BYTES = 128 << 20  # of them together
@@ -61,20 +71,22 @@ class Times:
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
-    names = arguments.attacks or [*ATTACKS, HEADERS, CONNECTIONS]
-    with stack() as address:
+    names = arguments.attacks or [*ATTACKS, HEADERS, CONNECTIONS, GRPC_CHAT]
+    with stack() as (address, grpc_address):
         watch(address, 2.0)  # warm up
         for _ in range(arguments.rounds):
             for name in names:
                 alone = watch(address, arguments.seconds)
-                with attacking(address, name, arguments.rate) as statuses:
+                with attacking(
+                    grpc_address if name == GRPC_CHAT else address, name, arguments.rate
+                ) as statuses:
                     beside = watch(address, arguments.seconds)
                 yield from _figures(name, alone, beside, statuses())
 
 
 @contextmanager
-def stack() -> Iterator[str]:
-    """Run a stack with a key for each of the two tenants, and yield the address of its HTTP server."""
+def stack() -> Iterator[tuple[str, str]]:
+    """Run a stack with a key for each of the two tenants, and yield the addresses of HTTP and gRPC."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.yaml"
         keys.write_text(
@@ -83,7 +95,7 @@ def stack() -> Iterator[str]:
         os.chmod(keys, 0o600)
         config = simulated_config(STEP_MS, **{"frontend.api_keys_file": str(keys)})
         with running(config) as cluster:
-            yield cluster.http_address
+            yield cluster.http_address, cluster.address
 
 
 def watch(address: str, seconds: float) -> Times:
@@ -164,6 +176,8 @@ def _attack(address: str, name: str, rate: float, pipe: Connection) -> None:
                 with lock:
                     held.append(connection)
                 status = "open"
+            elif name == GRPC_CHAT:
+                status = send_chat(address, bodies[number % len(bodies)], HOSTILE_KEY)
             else:
                 body = bodies[number % len(bodies)]
                 status = str(send_body(address, ATTACKS[name].path, body, HOSTILE_KEY))
@@ -186,12 +200,13 @@ def _attack(address: str, name: str, rate: float, pipe: Connection) -> None:
 
 def _write_bodies(name: str) -> list[bytes]:
     """Write the bodies of an attack before it begins: the time that this takes is no part of it."""
-    if name not in ATTACKS:
+    if name not in ATTACKS and name != GRPC_CHAT:
         return []
     first = int(time.time()) % 1_000_000 * 1000  # no other run has sent them
     bodies: list[bytes] = []
     while len(bodies) < _MAX_BODIES and sum(map(len, bodies)) < _MAX_BODY_BYTES:
-        bodies.append(write_body(ATTACKS[name], first + len(bodies)))
+        number = first + len(bodies)
+        bodies.append(write_chat(number) if name == GRPC_CHAT else write_body(ATTACKS[name], number))
     return bodies
 
 
