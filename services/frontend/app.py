@@ -40,7 +40,7 @@ from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.rpc.tls import ServerTls, create_client_tls
 from triptych.types.exit_codes import ExitCode
-from triptych.v1 import embedding_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
+from triptych.v1 import embedding_pb2_grpc, model_pb2_grpc
 from triptych_services.frontend.access.caller import Caller
 from triptych_services.frontend.access.keys import ApiKeys, create_api_keys, label_of_tenant
 from triptych_services.frontend.engines.client import EngineClient
@@ -50,10 +50,12 @@ from triptych_services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, creat
 from triptych_services.frontend.grpc.embedding_servicer import EMBEDDING_SERVICE, EmbeddingServicer
 from triptych_services.frontend.grpc.generation_servicer import SERVICE, GenerationServicer
 from triptych_services.frontend.grpc.interceptors import AuditInterceptor, KeyInterceptor
+from triptych_services.frontend.grpc.long_calls import add_generation_servicer
 from triptych_services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
 from triptych_services.frontend.grpc.vllm.servicer import VLLM_SERVICE, VllmServicer
 from triptych_services.frontend.http.listener import listen
 from triptych_services.frontend.offload.limited_process import child_totals
+from triptych_services.frontend.requests.long_reader import LongReader
 from triptych_services.frontend.routing.discovery import EngineDiscovery
 from triptych_services.frontend.routing.policy import create_policy
 from triptych_services.frontend.routing.router import Router
@@ -125,8 +127,14 @@ class FrontendApp(ServiceApp):
             siblings.answer_metrics(tuple(alike))
         if config.frontend.metrics_vllm_names:
             REGISTRY.register(VllmNames((gauges, *metrics.collectors)))
+        self._long_reader = LongReader()
         self.server = create_server(
-            config.frontend, self._generator, self._status_watch, self._keys, self.server_tls
+            config.frontend,
+            self._generator,
+            self._status_watch,
+            self._keys,
+            self.server_tls,
+            self._long_reader,
         )
         self._admin_server = create_admin_server(self._router, self._generator, self._keys, self.server_tls)
         self._http_servers: list[HttpServer] = []
@@ -188,6 +196,7 @@ class FrontendApp(ServiceApp):
             refuses_unknown=config.unknown_fields == "refuse",
             ping_interval_s=config.ping_interval_s,
             on_response=self._note_response,
+            long_reader=self._long_reader,
         )
         server = HttpServer(
             app,
@@ -382,12 +391,14 @@ def create_server(
     status_watch: StatusWatch,
     keys: ApiKeys | None = None,
     tls: ServerTls | None = None,
+    long_reader: LongReader | None = None,
 ) -> RpcServer:
     """Make the frontend's server with all its public services.
 
     Args:
         keys: None: no API key is asked for.
         tls: None: plain text.
+        long_reader: Reads long requests. None: one that no other API shares.
     """
     server = RpcServer(
         services=(SERVICE, EMBEDDING_SERVICE, VLLM_SERVICE),
@@ -401,8 +412,8 @@ def create_server(
         tls=tls,
         shares_port=generator.siblings is not None,
     )
-    generation = GenerationServicer(generator, config.client_timeout_s)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server.grpc)
+    generation = GenerationServicer(generator, config.client_timeout_s, long_reader or LongReader())
+    add_generation_servicer(generation, server.grpc)
     embedding = EmbeddingServicer(generator, config.client_timeout_s)
     embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, server.grpc)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(generator), server.grpc)

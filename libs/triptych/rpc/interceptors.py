@@ -154,9 +154,7 @@ class _StreamReader:
         try:
             return self._deserialize(data)
         except DecodeError:
-            raise InvalidRequest(
-                "", f"the message is no request of {self._method}: it cannot be parsed"
-            ) from None
+            raise unreadable(self._method) from None
 
 
 class _Reader(_StreamReader):
@@ -167,6 +165,11 @@ class _Reader(_StreamReader):
             return super().__call__(data)
         except InvalidRequest as error:
             return error
+
+
+def unreadable(method: str) -> InvalidRequest:
+    """Return the refusal of bytes that are no request of a method."""
+    return InvalidRequest("", f"the message is no request of {method}: it cannot be parsed")
 
 
 def _check_readable(request: Any) -> None:

@@ -20,6 +20,7 @@ from triptych_services.frontend.requests.raw import RawChat, RawRequest, why_too
 from triptych_services.frontend.requests.tools import reasoning_variables, to_call
 
 NOT_SERVED = "this version does not serve it yet; leave it out"
+_MAX_UNSUPPORTED = 64  # parts of messages that are reported; a client needs no more to see what is wrong
 _MESSAGE_BYTES = 64  # an empty message costs as much as so many bytes
 # Stand in for messages that are refused already, so that they are not reported missing as well.
 _REFUSED_MESSAGES = ({"role": "user", "content": ""},)
@@ -192,13 +193,15 @@ def _tool(tool: chat_pb2.Tool, path: str, violations: list[FieldViolation]) -> d
 
 
 def unsupported_of_chat(chat: chat_pb2.Chat) -> list[str]:
-    """Return the paths of the fields that are set and not served."""
-    paths = []
+    """Return the paths of the fields that are set and not served, the first ones if there are many."""
+    paths: list[str] = []
     for index, message in enumerate(chat.messages):
         where = f"chat.messages[{index}]"
         for number, part in enumerate(message.parts):
             if (kind := part.WhichOneof("part")) not in ("text", None):
                 paths.append(f"{where}.parts[{number}].{kind}")
+                if len(paths) == _MAX_UNSUPPORTED:
+                    return paths
     return paths
 
 

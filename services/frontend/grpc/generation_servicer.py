@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from triptych.errors import DeadlineExceeded, InvalidRequest
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
-from triptych.rpc.interceptors import current_request_id, new_request_id, sent_request_id, set_request_id
+from triptych.rpc.interceptors import (
+    current_request_id,
+    new_request_id,
+    sent_request_id,
+    set_request_id,
+    unreadable,
+)
 from triptych.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
 from triptych.wire.generation import EventEncoder, WholeAnswer
 from triptych_services.frontend.generate import Generator
@@ -24,9 +32,17 @@ from triptych_services.frontend.grpc.convert import (
     to_tokenize_prompt,
     write_answer,
 )
+from triptych_services.frontend.grpc.long_calls import (
+    AnyGenerate,
+    R,
+    name_call,
+    read_generation,
+    read_tokenize,
+)
 from triptych_services.frontend.grpc.stall_watch import StallWatch
 from triptych_services.frontend.offload.fair_threads import FairThreads
 from triptych_services.frontend.requests.identity import unique_request_id
+from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
 from triptych_services.frontend.requests.raw import MAX_ABORTS, RawRequest
 from triptych_services.frontend.streams.placement import AttachedEvent
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
@@ -36,26 +52,29 @@ SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_n
 _INLINE_BYTES = 8192  # a longer conversation is read on a thread
 _MAX_ANSWER_BYTES = PUBLIC_MESSAGE_BYTES - (1 << 10)
 
+T = TypeVar("T")
+
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves `triptych.v1.GenerationService`."""
 
-    def __init__(self, generator: Generator, client_timeout_s: float) -> None:
+    def __init__(self, generator: Generator, client_timeout_s: float, long_reader: LongReader) -> None:
         """
         Args:
             client_timeout_s: How long a client may read nothing while its answer waits.
+            long_reader: Reads long requests.
         """
         self._generator = generator
         self._client_timeout_s = client_timeout_s
+        self._long_reader = long_reader
         self._threads = FairThreads(1, inline_size=_INLINE_BYTES, what="long conversations")
 
     async def Generate(
-        self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request: generation_pb2.GenerateRequest | bytes, context: grpc.aio.ServicerContext
     ) -> generation_pb2.GenerateResponse:
-        self._name(request, context)
-        request.generation.response.whole_choices = True
+        request, raw = await self._read_call(request, generation_pb2.GenerateRequest, context)
         answer, num_bytes = WholeAnswer(), 0
-        async with aclosing(self._messages(request, context.time_remaining())) as messages:
+        async with aclosing(self._messages(raw, _encoder(request))) as messages:
             async for message in messages:
                 num_bytes += message.ByteSize()
                 if num_bytes > _MAX_ANSWER_BYTES:
@@ -65,10 +84,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return answer.take()
 
     async def StreamGenerate(
-        self, request: generation_pb2.StreamGenerateRequest, context: grpc.aio.ServicerContext
+        self, request: generation_pb2.StreamGenerateRequest | bytes, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.StreamGenerateResponse]:
-        self._name(request, context)
-        raw = await self._read(request, context.time_remaining())
+        request, raw = await self._read_call(request, generation_pb2.StreamGenerateRequest, context)
         raw = replace(raw, answer=write_answer(request.generation), resumes=request.resumes)
         encoder = _encoder(request)
         watch = StallWatch(context, self._client_timeout_s)
@@ -91,9 +109,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             item: generation_pb2.BatchGenerateRequest,
         ) -> AsyncGenerator[generation_pb2.BatchGenerateResponse]:
             item.request.request_id = item.request.request_id or new_request_id()
-            answer = write_answer(item.request.generation)
-            remaining_s = _time_of_item(item, context.time_remaining())
-            async with aclosing(self._messages(item.request, remaining_s, answer)) as messages:
+            raw = await self._read_item(item, _time_of_item(item, context.time_remaining()))
+            async with aclosing(self._messages(raw, _encoder(item.request))) as messages:
                 async for message in messages:
                     yield generation_pb2.BatchGenerateResponse(tag=item.tag, event=message)
 
@@ -147,22 +164,27 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.AbortResponse(aborted_request_ids=aborted)
 
     async def Tokenize(
-        self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+        self, request: generation_pb2.TokenizeRequest | bytes, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeResponse:
-        size = _size(request.chat if request.HasField("chat") else None)
-        prompt, add_special_tokens, path = await self._threads.run(size, to_tokenize_prompt, request)
+        if isinstance(request, bytes):
+            read, remaining_s = functools.partial(read_tokenize, request), context.time_remaining()
+            rest, asked = await self._read_long(len(request), read, "Tokenize", remaining_s)
+        else:
+            rest, size = request, _size(request.chat if request.HasField("chat") else None)
+            asked = await self._threads.run(size, to_tokenize_prompt, request)
+        prompt, add_special_tokens, path = asked
         token_ids = await self._generator.text.tokenize(
             prompt,
-            model=request.model,
+            model=rest.model,
             add_special_tokens=add_special_tokens,
             paths={**CHAT_PATHS, "prompt": path},
         )
         response = generation_pb2.TokenizeResponse(
-            token_ids=token_ids, max_model_len=self._generator.find_model(request.model).max_model_len
+            token_ids=token_ids, max_model_len=self._generator.find_model(rest.model).max_model_len
         )
-        if request.with_bytes:
+        if rest.with_bytes:
             response.token_bytes.extend(await self._generator.text.token_bytes(token_ids))
-        if request.with_offsets and isinstance(prompt, str):
+        if rest.with_offsets and isinstance(prompt, str):
             offsets = await self._generator.text.find_offsets(prompt, add_special_tokens=add_special_tokens)
             response.start_offsets.extend([start for start, _ in offsets])
             response.end_offsets.extend([end for _, end in offsets])
@@ -178,44 +200,65 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         return generation_pb2.DetokenizeResponse(text=text)
 
-    @staticmethod
-    def _name(
-        request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest,
-        context: grpc.aio.ServicerContext,
-    ) -> None:
-        """Give the request of this call an id, unless its client has."""
+    async def _read_call(
+        self, request: R | bytes, kind: type[R], context: grpc.aio.ServicerContext
+    ) -> tuple[R, RawRequest]:
+        """Return a request, with an id, and what it asks for. One that comes as bytes returns without its prompt."""
         label = sent_request_id(context.invocation_metadata())  # of several calls, maybe
         own_id = unique_request_id(label) if label else current_request_id()
-        request.request_id = request.request_id or own_id
+        remaining_s = context.time_remaining()
+        if isinstance(request, bytes):
+            set_request_id(own_id)
+            read = functools.partial(read_generation, request, kind, own_id, remaining_s)
+            method = kind.DESCRIPTOR.name.removesuffix("Request")
+            rest, raw = await self._read_long(len(request), read, method, remaining_s)
+            set_request_id(rest.request_id)
+            return rest, raw
+        name_call(request, own_id)
         set_request_id(request.request_id)
+        return request, await self._read(request, remaining_s)
+
+    async def _read_item(
+        self, item: generation_pb2.BatchGenerateRequest, remaining_s: float | None
+    ) -> RawRequest:
+        """Return what an item of a batch asks for."""
+        request = item.request
+        if (size := request.ByteSize()) > LONG_REQUEST:
+            data, kind = request.SerializeToString(), generation_pb2.StreamGenerateRequest
+            read = functools.partial(read_generation, data, kind, request.request_id, remaining_s)
+            _, raw = await self._read_long(size, read, "BatchGenerate", remaining_s)
+        else:
+            raw = await self._read(request, remaining_s)
+        return replace(raw, answer=write_answer(request.generation), resumes=request.resumes)
+
+    async def _read_long(self, size: int, read: Callable[[], T], method: str, remaining_s: float | None) -> T:
+        """Return what `read` returns in a child process."""
+        _check_time(remaining_s)
+        try:
+            return await self._long_reader.read(size, read, deadline_s=remaining_s)
+        except DecodeError:
+            raise unreadable(f"/{SERVICE}/{method}") from None
 
     async def _messages(
-        self,
-        request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest,
-        remaining_s: float | None,
-        answer: Mapping[str, Any] | None = None,
+        self, raw: RawRequest, encoder: EventEncoder
     ) -> AsyncGenerator[generation_pb2.StreamGenerateResponse]:
-        """Stream the answer. Closing it aborts the request. `answer`: As in `RawRequest`."""
-        raw = await self._read(request, remaining_s)
-        if isinstance(request, generation_pb2.StreamGenerateRequest):
-            raw = replace(raw, answer=answer, resumes=request.resumes)
-        encoder = _encoder(request)
+        """Stream the answer. Closing it aborts the request."""
         async with aclosing(self._generator.generate(raw)) as events:
             async for event in events:
                 for message in encoder.encode(event):
                     yield message
 
-    async def _read(
-        self,
-        request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest,
-        remaining_s: float | None,
-    ) -> RawRequest:
-        """Read the message, on a thread if its conversation is long."""
-        if remaining_s is not None and remaining_s <= 0:
-            raise DeadlineExceeded("the deadline had passed before the request was read")
+    async def _read(self, request: AnyGenerate, remaining_s: float | None) -> RawRequest:
+        """Return what a request asks for. It is read on a thread if its conversation is long."""
+        _check_time(remaining_s)
         generation = request.generation
         size = _size(generation.chat if generation.HasField("chat") else None)
         return await self._threads.run(size, to_raw_request, request.request_id, generation, remaining_s)
+
+
+def _check_time(remaining_s: float | None) -> None:
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the deadline had passed before the request was read")
 
 
 def _seen(request: generation_pb2.AttachRequest) -> dict[int, SeenChoice]:
@@ -228,7 +271,7 @@ def _seen(request: generation_pb2.AttachRequest) -> dict[int, SeenChoice]:
     return seen
 
 
-def _encoder(request: generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest) -> EventEncoder:
+def _encoder(request: AnyGenerate) -> EventEncoder:
     generation = request.generation
     return EventEncoder(generation.response, generation.length.stop_token_ids)
 

@@ -60,6 +60,7 @@ from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.grpc.generation_servicer import GenerationServicer
 from triptych_services.frontend.http.app import create_app
 from triptych_services.frontend.requests.grammars import compiler as grammars
+from triptych_services.frontend.requests.long_reader import LongReader
 from triptych_services.frontend.requests.text_model import TextModel
 from triptych_services.frontend.routing.router import Router
 from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
@@ -461,7 +462,7 @@ class MemoryGround:
         generator.set_text_model(TextModel(byte_tokenizer(), {}, Path("no-checkpoint")))
         self._apps[name] = create_app(generator)
         handlers = HandlerCollector()
-        servicer = GenerationServicer(generator, config.client_timeout_s)
+        servicer = GenerationServicer(generator, config.client_timeout_s, LongReader())
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, handlers)
         self.network.serve(f"{name}:1", handlers.handlers)
         for work in (migrator.run(), *(client.run() for client in router.engines)):

@@ -237,7 +237,7 @@ class ChildMetrics(Collector):
         tasks = CounterMetricFamily(
             f"{PREFIX}child_tasks",
             "Tasks of child processes, by work (grammar: a form of structured outputs is compiled; template: a "
-            "conversation is rendered; tokenizer: a long text is tokenized; body: a long body is read) and "
+            "conversation is rendered; tokenizer: a long text is tokenized; body: a long request is read) and "
             "outcome: done, refused, late (its process used up its CPU time and was killed), crashed; and "
             "started: a process has begun.",
             labels=["work", "outcome"],

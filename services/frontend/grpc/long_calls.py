@@ -1,0 +1,116 @@
+"""Requests of `GenerationService` above 256 kB: they stay bytes, and a child process reads them.
+
+Protobuf parses 16 MiB of empty messages in half a second, which become 750 MB; 16,384 messages of a
+conversation take 0.1 s. Both hold the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from triptych.v1 import generation_pb2, generation_pb2_grpc
+from triptych_services.frontend.grpc.convert import to_raw_request, to_tokenize_prompt
+from triptych_services.frontend.requests.long_reader import LONG_REQUEST
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
+
+AnyGenerate = generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest
+R = TypeVar("R", generation_pb2.GenerateRequest, generation_pb2.StreamGenerateRequest)
+
+_LONG_METHODS = ("Generate", "StreamGenerate", "Tokenize")
+"""Methods that are given a request above `LONG_REQUEST` as its bytes."""
+_ANSWER_FIELDS = ("response", "length")
+"""Fields of a `Generation` that say how the answer is written."""
+
+
+def add_generation_servicer(
+    servicer: generation_pb2_grpc.GenerationServiceServicer, server: grpc.aio.Server
+) -> None:
+    """Add a servicer, with methods that take long requests as bytes."""
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, _LongRequests(server))
+
+
+class _LongRequests:
+    """Takes the place of a server while a servicer is added to it."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Add nothing: the same handlers come by name."""
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]
+    ) -> None:
+        changed = {name: _with_bytes(handlers[name]) for name in _LONG_METHODS}
+        generic = grpc.method_handlers_generic_handler(service, {**handlers, **changed})
+        self._server.add_generic_rpc_handlers((generic,))
+
+
+def _with_bytes(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    """Return a handler of a unary request that is given a long one as bytes."""
+    parse: Callable[[bytes], Any] = handler.request_deserializer
+
+    def read(data: bytes) -> Any:
+        return data if len(data) > LONG_REQUEST else parse(data)
+
+    codecs = (read, handler.response_serializer)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(handler.unary_stream, *codecs)
+    return grpc.unary_unary_rpc_method_handler(handler.unary_unary, *codecs)
+
+
+def name_call(request: AnyGenerate, request_id: str) -> None:
+    """Give a request an id, unless its client has, and let `Generate` have its choices whole."""
+    request.request_id = request.request_id or request_id
+    if isinstance(request, generation_pb2.GenerateRequest):
+        request.generation.response.whole_choices = True
+
+
+def read_generation(
+    data: bytes, kind: type[R], request_id: str, deadline_s: float | None
+) -> tuple[R, RawRequest]:
+    """Return what is left of a request without its prompt, and what it asks for.
+
+    Args:
+        request_id: Its id where its client gives none.
+
+    Raises:
+        DecodeError: The bytes are no such request.
+    """
+    request = kind.FromString(data)
+    name_call(request, request_id)
+    raw = to_raw_request(request.request_id, request.generation, deadline_s)
+    if request.generation.HasField("token_ids"):  # an array has ints as entries, and is pickled as bytes
+        raw = replace(raw, prompt=array("I", request.generation.token_ids.ids))
+    generation = generation_pb2.Generation()
+    for field in _ANSWER_FIELDS:
+        if request.generation.HasField(field):
+            getattr(generation, field).CopyFrom(getattr(request.generation, field))
+    rest = kind(request_id=request.request_id, generation=generation)
+    if isinstance(request, generation_pb2.StreamGenerateRequest):
+        rest.resumes = request.resumes
+    rest.DiscardUnknownFields()
+    return rest, raw
+
+
+def read_tokenize(
+    data: bytes,
+) -> tuple[generation_pb2.TokenizeRequest, tuple[str | RawChat, bool | None, str]]:
+    """Return what is left of a request without its prompt, and what `to_tokenize_prompt` makes of it.
+
+    Raises:
+        DecodeError: The bytes are no such request.
+        InvalidRequest, FeatureDisabled: As `to_tokenize_prompt`.
+    """
+    request = generation_pb2.TokenizeRequest.FromString(data)
+    prompt = to_tokenize_prompt(request)
+    rest = generation_pb2.TokenizeRequest(
+        model=request.model, with_bytes=request.with_bytes, with_offsets=request.with_offsets
+    )
+    return rest, prompt

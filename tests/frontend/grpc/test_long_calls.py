@@ -1,0 +1,338 @@
+"""Long requests over gRPC are read in the child processes that read long bodies, with the same results and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import pickle
+import resource
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from tests.helpers import http_api
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.fuzz import Fuzzer
+from tests.helpers.grpc_api import Api, alphabet, ask, error_of, open_api
+from triptych.config.api_keys import entry_line
+from triptych.errors import TriptychError
+from triptych.rpc.status import from_rich_status
+from triptych.v1 import chat_pb2, generation_pb2
+from triptych_services.frontend import app
+from triptych_services.frontend.grpc import generation_servicer, long_calls
+from triptych_services.frontend.grpc.convert import (
+    to_raw_request,
+    to_tokenize_prompt,
+    unsupported_of_chat,
+    write_answer,
+)
+from triptych_services.frontend.grpc.long_calls import name_call, read_generation, read_tokenize
+from triptych_services.frontend.http import app as http_app
+from triptych_services.frontend.offload import fair_threads
+from triptych_services.frontend.requests import body_process, long_reader
+from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
+from triptych_services.frontend.requests.raw import RawChat, RawRequest, WrittenMessages
+
+TOOL = {"name": "add", "description": "Adds", "parameters_json": '{"type": "object"}'}
+CALL = {"id": "1", "name": "add", "arguments_json": "{}"}
+CHAT = {
+    "messages": [
+        {"role": "system", "parts": [{"text": "Be"}, {"text": "brief"}]},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "user", "parts": [{"text": "Hello 世界"}]},
+    ],
+    "tools": [TOOL],
+}
+PROMPTS: tuple[dict[str, Any], ...] = (
+    {"chat": CHAT},
+    {"text": {"text": "x"}},
+    {"token_ids": {"ids": [5, 6]}},
+    {},
+)
+STUCK = """
+import pathlib, pickle, time
+
+def begin(message):
+    here = pathlib.Path(__file__)
+    def answer(message):
+        here.with_name(f"seen-{time.monotonic_ns()}").touch()
+        while here.exists():
+            time.sleep(0.01)
+        return {"data": pickle.dumps(None)}
+    return {}, answer
+"""
+"""A process that answers nothing."""
+LONG = ask(text="x" * LONG_REQUEST)
+TENANTS = ("one", "two", "three", "four", "five", "bystander")
+
+
+def as_read(value: Any) -> Any:
+    """Return a result with repeated fields as lists, and with the messages of conversations as objects."""
+    match value:
+        case RawChat():
+            written = isinstance(value.messages, WrittenMessages)
+            messages = json.loads(value.messages.json) if written else value.messages
+            return dataclasses.replace(value, messages=messages)
+        case RawRequest():
+            prompt = value.prompt
+            if prompt is not None and not isinstance(prompt, (str, RawChat)):
+                prompt = list(prompt)
+            sampling = {name: _plain(each) for name, each in value.sampling.items()}
+            return dataclasses.replace(value, prompt=as_read(prompt), sampling=sampling)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return a repeated field as a list, and a map as a dict."""
+    if type(value).__module__.startswith("google"):
+        return dict(value) if hasattr(value, "items") else list(value)
+    return value
+
+
+async def outcome(read: Awaitable[tuple[Any, ...]]) -> str:
+    try:
+        return repr(tuple(map(as_read, await read)))
+    except TriptychError as error:
+        return repr((type(error), str(error), vars(error)))
+
+
+@pytest.fixture(scope="module")
+def reader() -> LongReader:
+    return LongReader()
+
+
+@pytest.fixture
+def served(reader: LongReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers read long requests by `reader`, of which a process runs already."""
+    monkeypatch.setattr(app, "LongReader", lambda: reader)
+
+
+@pytest.mark.parametrize("kind", [generation_pb2.GenerateRequest, generation_pb2.StreamGenerateRequest])
+async def test_a_child_reads_the_requests_that_this_process_reads(kind: Any, reader: LongReader) -> None:
+    async def here(data: bytes) -> tuple[Any, ...]:
+        request = kind.FromString(data)
+        name_call(request, "own")
+        raw = to_raw_request(request.request_id, request.generation, 2.5)
+        return raw, write_answer(request.generation), getattr(request, "resumes", None)
+
+    async def there(data: bytes) -> tuple[Any, ...]:
+        rest, raw = await reader.read(len(data), partial(read_generation, data, kind, "own", 2.5))
+        assert rest.request_id == raw.head.request_id
+        return raw, write_answer(rest.generation), getattr(rest, "resumes", None)
+
+    fuzzer = Fuzzer(11)
+    bases = [kind(generation={**prompt, "length": {"max_tokens": 3}}) for prompt in PROMPTS]
+    for request in [*bases, *(fuzzer.changed(base) for base in bases for _ in range(8))]:
+        data = request.SerializeToString()
+        assert await outcome(there(data)) == await outcome(here(data)), request
+
+
+async def test_a_child_reads_what_is_to_be_tokenized(reader: LongReader) -> None:
+    async def here(data: bytes) -> tuple[Any, ...]:
+        request = generation_pb2.TokenizeRequest.FromString(data)
+        return *to_tokenize_prompt(request), request.model, request.with_bytes, request.with_offsets
+
+    async def there(data: bytes) -> tuple[Any, ...]:
+        rest, asked = await reader.read(len(data), partial(read_tokenize, data))
+        return *asked, rest.model, rest.with_bytes, rest.with_offsets
+
+    fuzzer = Fuzzer(12)
+    bases = [generation_pb2.TokenizeRequest(**prompt) for prompt in PROMPTS if "token_ids" not in prompt]
+    for request in [*bases, *(fuzzer.changed(base) for base in bases for _ in range(8))]:
+        data = request.SerializeToString()
+        assert await outcome(there(data)) == await outcome(here(data)), request
+
+
+async def _answers(api: Api) -> list[Any]:
+    """Return what every method that takes long requests answers."""
+    stub = api.generation
+    prompts = [{"chat": CHAT}, {"text": {"text": "Hello"}}, {"token_ids": {"ids": [5, 6]}}]
+    length = {"max_tokens": 4, "stop": ["zz"], "stop_token_ids": [3]}
+    options = {
+        "sampling": {"seed": 7, "bad_words": ["no"]},
+        "length": length,
+        "truncation": {"max_tokens": 9},
+        "response": {"whole_choices": True, "prompt_token_ids": True},
+    }
+    answers: list[Any] = []
+    for number, prompt in enumerate(prompts):
+        whole = generation_pb2.GenerateRequest(request_id=f"g{number}", generation={**prompt, **options})
+        answers.append(await stub.Generate(whole))
+        stream = generation_pb2.StreamGenerateRequest(
+            request_id=f"s{number}", generation=whole.generation, resumes=True
+        )
+        answers += [message async for message in stub.StreamGenerate(stream)]
+        item = generation_pb2.BatchGenerateRequest(tag=number + 1, request=stream)
+        answers += [message async for message in stub.BatchGenerate(iter([item]))]
+    answers.append(await stub.Tokenize(generation_pb2.TokenizeRequest(chat=CHAT, with_bytes=True)))
+    text = {"text": "Hello world", "add_special_tokens": False}
+    answers.append(await stub.Tokenize(generation_pb2.TokenizeRequest(text=text, with_offsets=True)))
+    return list(map(_without_times, answers))
+
+
+def _without_times(message: Any) -> Any:
+    for each in (message, getattr(message, "event", None)):
+        if each is not None and "finished" in each.DESCRIPTOR.fields_by_name and each.HasField("finished"):
+            each.finished.ClearField("timings")
+        if each is not None and "admitted" in each.DESCRIPTOR.fields_by_name and each.HasField("admitted"):
+            each.admitted.ClearField("resume_token")
+    return message
+
+
+@pytest.mark.usefixtures("served")
+async def test_answers_are_the_same_wherever_requests_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeEngine(alphabet) as engine, open_api(engine) as api:
+        expected = await _answers(api)
+        for module in (long_calls, generation_servicer):
+            monkeypatch.setattr(module, "LONG_REQUEST", 0)
+        assert await _answers(api) == expected
+
+
+@pytest.mark.usefixtures("served")
+async def test_errors_of_a_long_conversation_name_its_messages() -> None:
+    messages = [{"role": "user", "parts": [{"text": f"Message {number}"}]} for number in range(16_384)]
+    messages[12_345] = {"role": "", "parts": [{"text": "Hi"}]}
+    async with FakeEngine() as engine, open_api(engine) as api:
+        request = ask(chat={"messages": messages}, sampling={"top_p": 2.0}, length={"max_tokens": 4})
+        assert request.ByteSize() > LONG_REQUEST
+        message = str(await error_of(api.generation.StreamGenerate(request)))
+        assert "chat.messages[12345].role: '' is not a role; it is a word" in message
+        assert "sampling.top_p: 2 is above the limit 1" in message
+        item = generation_pb2.BatchGenerateRequest(tag=3, request=request)
+        (answer,) = [each async for each in api.generation.BatchGenerate(iter([item]))]
+        assert answer.tag == 3
+        assert "chat.messages[12345].role" in str(from_rich_status(answer.error))
+
+
+@pytest.mark.usefixtures("served")
+async def test_long_bytes_that_are_no_request_are_refused_like_short_ones() -> None:
+    async with FakeEngine() as engine, open_api(engine) as api:
+        for name, has_stream in (("Generate", False), ("StreamGenerate", True), ("Tokenize", False)):
+            method = f"/triptych.v1.GenerationService/{name}"
+            open_call = api.channel.unary_stream if has_stream else api.channel.unary_unary
+            call: Any = open_call(method)
+            short, long = [await error_of(call(b"\xff" * size)) for size in (8, LONG_REQUEST + 1)]
+            assert (type(long), str(long)) == (type(short), str(short))
+            assert f"no request of {method}: it cannot be parsed" in str(long)
+
+
+def test_parts_that_are_not_served_are_named_up_to_a_limit() -> None:
+    parts = [{"text": "x"}, *[{"image": {"url": "x"}}] * 1000]
+    paths = unsupported_of_chat(chat_pb2.Chat(messages=[{"role": "user", "parts": parts}]))  # type: ignore[list-item]
+    assert paths == [f"chat.messages[0].parts[{number}].image" for number in range(1, 65)]
+
+
+def test_an_answer_that_outgrows_its_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[Any] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(body_process, "_MAX_ANSWER_BYTES", 10_000)
+    data = ask(text="x" * 10_000).SerializeToString()
+    read = partial(read_generation, data, generation_pb2.StreamGenerateRequest, "own", None)
+    _, answer = body_process.begin({})
+    assert answer({"data": pickle.dumps(read)})["error"] == "MemoryError"
+    assert limits == [(resource.RLIMIT_AS, (2 << 30, 2 << 30))]
+
+
+Use = Callable[[], int]
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Use]:
+    """Let child processes answer nothing until the test ends; returns what counts the requests that they have."""
+    path = tmp_path / "odd_process.py"
+    monkeypatch.setattr(long_reader, "_SCRIPT", path)
+    path.write_text(STUCK)
+    yield lambda: len(list(tmp_path.glob("seen-*")))
+    path.unlink()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):  # child processes have a low priority
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_deadline_holds_while_a_request_is_read(stuck: Use) -> None:
+    async with FakeEngine() as engine, open_api(engine) as api:
+        call = api.generation.StreamGenerate(LONG, timeout=0.2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        item = generation_pb2.BatchGenerateRequest(request=LONG, timeout_ms=10)
+        (answer,) = [each async for each in api.generation.BatchGenerate(iter([item]))]
+        assert "the deadline of 0.01 s has passed" in str(from_rich_status(answer.error))
+
+
+def of(tenant: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that name a tenant."""
+    return (("authorization", f"Bearer key-{tenant}"),)
+
+
+async def _code(api: Api, tenant: str = "") -> str:
+    """Return how a long request ends that may wait for 50 ms: it is refused at once, or its deadline passes."""
+    item = generation_pb2.BatchGenerateRequest(request=LONG, timeout_ms=50)
+    (answer,) = [each async for each in api.generation.BatchGenerate(iter([item]), metadata=of(tenant))]
+    return from_rich_status(answer.error).code
+
+
+async def test_a_call_that_is_cancelled_leaves_the_queue(stuck: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_threads, "MAX_WAITING_SIZE", LONG.ByteSize() + 100)
+    async with FakeEngine() as engine, open_api(engine) as api:
+        first = api.generation.StreamGenerate(LONG)
+        async with asyncio.timeout(120):  # child processes have a low priority
+            while stuck() < 1:
+                await asyncio.sleep(0.01)
+            second = api.generation.StreamGenerate(LONG)
+            while await _code(api) != "QUEUE_FULL":
+                pass
+            second.cancel()
+            while await _code(api) != "DEADLINE_EXCEEDED":
+                pass
+        first.cancel()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    """Return a file with a key for each of `TENANTS`."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("\n".join(entry_line(name, f"key-{name}") for name in TENANTS))
+    os.chmod(file, 0o600)
+    return str(file)
+
+
+async def test_four_tenants_fill_the_children_and_hold_up_nobody_else(
+    stuck: Use, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = LongReader()
+    for module in (app, http_app):
+        monkeypatch.setattr(module, "LongReader", lambda: shared)
+    monkeypatch.setattr(fair_threads, "MAX_WAITING_SIZE", LONG.ByteSize() + 100)
+    async with FakeEngine(alphabet) as engine, open_api(engine, api_keys_file=keys) as api:
+        async with asyncio.timeout(120):  # child processes have a low priority
+            first = [api.generation.StreamGenerate(LONG, metadata=of(each)) for each in TENANTS[:2]]
+            while stuck() < 2:
+                await asyncio.sleep(0.01)
+            first += [api.generation.StreamGenerate(LONG, metadata=of(each)) for each in TENANTS[2:4]]
+            while await _code(api, "five") != "QUEUE_FULL":
+                pass
+        refused = str(await error_of(api.generation.StreamGenerate(LONG, metadata=of("five"))))
+        assert "2 very long requests wait already" in refused
+
+        short = ask(text="Hi", length={"max_tokens": 3})
+        events = [each async for each in api.generation.StreamGenerate(short, metadata=of("bystander"))]
+        assert "".join(each.output.text for each in events) == "abc"
+        async with http_api.open_api(api.core.generator) as http:
+            body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3}
+            answer = await http.post("/v1/completions", json.dumps(body))
+            assert answer.json()["choices"][0]["text"] == "abc"
+            answer = await http.post("/v1/completions", json.dumps({**body, "user": "x" * LONG_REQUEST}))
+            assert answer.status_code == 429
+        assert not any(each.done() for each in first)
+        for each in first:
+            each.cancel()
