@@ -14,10 +14,9 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from triptych.errors import (
-    DeadlineExceeded,
     DeadlineUnreachable,
     InvalidRequest,
     QueueFull,
@@ -27,7 +26,7 @@ from triptych.errors import (
 from triptych.types.events import DeltaEvent, Event, FinishedEvent
 from triptych.types.step import F32
 from triptych_services.frontend.access.caller import current_payer, set_tenant
-from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.requests.raw import RawRequest, with_remaining_time
 from triptych_services.frontend.routing.router import Router
 
 MAX_INPUTS = 2048
@@ -155,7 +154,7 @@ class PooledCalls:
         self, raw: RawRequest, arrived: float, window: Window, answer: AnswerBytes
     ) -> PooledText:
         def once() -> AsyncGenerator[Event]:
-            return self._generate(_with_remaining_time(raw, arrived))
+            return self._generate(with_remaining_time(raw, arrived))
 
         pooled = await window.compute(once)
         answer.add(pooled.vectors.nbytes)
@@ -231,16 +230,6 @@ def check_num_inputs(num_inputs: int, path: str, limit: int = MAX_INPUTS) -> Non
         error = InvalidRequest(path, f"{num_inputs} texts are above the limit {limit}; split the call")
         error.metadata = {"field": path, "value": str(num_inputs), "limit": str(limit)}
         raise error
-
-
-def _with_remaining_time(raw: RawRequest, arrived: float) -> RawRequest:
-    """Return a request with the part of the call's time that is left."""
-    if raw.deadline_s is None or raw.deadline_s <= 0:  # else it is refused for that
-        return raw
-    remaining_s = raw.deadline_s - (time.monotonic() - arrived)
-    if remaining_s <= 0:
-        raise DeadlineExceeded(f"the deadline of {raw.deadline_s:g} s has passed")
-    return replace(raw, deadline_s=remaining_s)
 
 
 async def _vectors_of(events: AsyncGenerator[Event]) -> PooledText:

@@ -10,14 +10,19 @@ from google.protobuf.message import Message
 
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.output_limits import RepetitionDetection
-from triptych.types.sampling import OutputKind
+from triptych.types.sampling import MAX_CHOICES, OutputKind
 from triptych.types.submit import RequestHead
 from triptych.v1 import chat_pb2, common_pb2, generation_pb2, sampling_pb2
 from triptych.wire.generation import LOGPROB_FIELDS, RESPONSE_FLAGS, SAMPLING_PATHS, EventEncoder
 from triptych.wire.structured import structured_from_proto
 from triptych_services.frontend.requests.json_text import read_json
-from triptych_services.frontend.requests.raw import RawChat, RawRequest, why_too_many_messages
-from triptych_services.frontend.requests.tools import reasoning_variables, to_call
+from triptych_services.frontend.requests.raw import (
+    MAX_DOCUMENTS,
+    RawChat,
+    RawRequest,
+    why_too_many_messages,
+)
+from triptych_services.frontend.requests.tools import MAX_TOOLS, reasoning_variables, to_call
 
 NOT_SERVED = "this version does not serve it yet; leave it out"
 _MAX_UNSUPPORTED = 64  # parts of messages that are reported; a client needs no more to see what is wrong
@@ -148,6 +153,8 @@ def to_chat(chat: chat_pb2.Chat) -> tuple[RawChat, list[FieldViolation]]:
     if _given(chat, "add_generation_prompt") and chat.continue_final_message:
         why = "true contradicts continue_final_message: a turn is opened or continued"
         violations.append(FieldViolation("chat.add_generation_prompt", why))
+    if too_long := _too_long_lists(chat):  # nothing is made of them
+        return RawChat(_REFUSED_MESSAGES), [*violations, *too_long]
     tools = tuple(_tool(tool, f"chat.tools[{number}]", violations) for number, tool in enumerate(chat.tools))
     effort = _EFFORTS.get(chat.reasoning_effort)
     return RawChat(
@@ -163,6 +170,23 @@ def to_chat(chat: chat_pb2.Chat) -> tuple[RawChat, list[FieldViolation]]:
             {field.name: value for field, value in document.ListFields()} for document in chat.documents
         ),
     ), violations
+
+
+def _too_long_lists(chat: chat_pb2.Chat) -> list[FieldViolation]:
+    """Return which lists beside the messages are longer than they may be."""
+    counts = [
+        ("chat.tools", "tools", len(chat.tools), MAX_TOOLS),
+        ("chat.documents", "documents", len(chat.documents), MAX_DOCUMENTS),
+    ]
+    counts += [
+        (f"chat.messages[{index}].tool_calls", "calls", len(message.tool_calls), MAX_TOOLS)
+        for index, message in enumerate(chat.messages)
+    ]
+    return [
+        FieldViolation(path, f"{count} {what} are above the limit {limit}", str(count), str(limit))
+        for path, what, count, limit in counts
+        if count > limit
+    ]
 
 
 def _message(message: chat_pb2.ChatMessage) -> dict[str, Any]:
@@ -261,6 +285,10 @@ def _sampling_fields(generation: generation_pb2.Generation, unsupported: list[st
 
 def _emitted(generation: generation_pb2.Generation, violations: list[FieldViolation]) -> dict[int, list[int]]:
     """Return the output tokens so far of the choices to go on with, by index."""
+    if (count := len(generation.emitted)) > MAX_CHOICES:
+        why = f"{count} choices are above the limit {MAX_CHOICES}"
+        violations.append(FieldViolation("emitted", why, str(count), str(MAX_CHOICES)))
+        return {}
     emitted: dict[int, list[int]] = {}
     for number, choice in enumerate(generation.emitted):
         if choice.index in emitted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -43,7 +44,7 @@ from triptych_services.frontend.grpc.stall_watch import StallWatch
 from triptych_services.frontend.offload.fair_threads import FairThreads
 from triptych_services.frontend.requests.identity import unique_request_id
 from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
-from triptych_services.frontend.requests.raw import MAX_ABORTS, RawRequest
+from triptych_services.frontend.requests.raw import MAX_ABORTS, RawRequest, with_remaining_time
 from triptych_services.frontend.streams.placement import AttachedEvent
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 
@@ -206,14 +207,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Return a request, with an id, and what it asks for. One that comes as bytes returns without its prompt."""
         label = sent_request_id(context.invocation_metadata())  # of several calls, maybe
         own_id = unique_request_id(label) if label else current_request_id()
-        remaining_s = context.time_remaining()
+        arrived, remaining_s = time.monotonic(), context.time_remaining()
         if isinstance(request, bytes):
             set_request_id(own_id)
             read = functools.partial(read_generation, request, kind, own_id, remaining_s)
             method = kind.DESCRIPTOR.name.removesuffix("Request")
             rest, raw = await self._read_long(len(request), read, method, remaining_s)
             set_request_id(rest.request_id)
-            return rest, raw
+            return rest, with_remaining_time(raw, arrived)
         name_call(request, own_id)
         set_request_id(request.request_id)
         return request, await self._read(request, remaining_s)
@@ -224,9 +225,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Return what an item of a batch asks for."""
         request = item.request
         if (size := request.ByteSize()) > LONG_REQUEST:
+            arrived = time.monotonic()
             data, kind = request.SerializeToString(), generation_pb2.StreamGenerateRequest
             read = functools.partial(read_generation, data, kind, request.request_id, remaining_s)
             _, raw = await self._read_long(size, read, "BatchGenerate", remaining_s)
+            raw = with_remaining_time(raw, arrived)
         else:
             raw = await self._read(request, remaining_s)
         return replace(raw, answer=write_answer(request.generation), resumes=request.resumes)

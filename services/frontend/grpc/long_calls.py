@@ -86,7 +86,9 @@ def read_generation(
     request = kind.FromString(data)
     name_call(request, request_id)
     raw = to_raw_request(request.request_id, request.generation, deadline_s)
-    if request.generation.HasField("token_ids"):  # an array has ints as entries, and is pickled as bytes
+    # An array has ints as entries, and is pickled as bytes.
+    raw = replace(raw, emitted={index: array("I", token_ids) for index, token_ids in raw.emitted.items()})
+    if request.generation.HasField("token_ids"):
         raw = replace(raw, prompt=array("I", request.generation.token_ids.ids))
     generation = generation_pb2.Generation()
     for field in _ANSWER_FIELDS:

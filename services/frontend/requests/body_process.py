@@ -17,17 +17,20 @@ import pickle
 import resource
 import traceback
 from array import array
-from collections.abc import Callable, MutableMapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
-from triptych.errors import TriptychError
+from triptych.errors import FieldViolation, InvalidRequest, TriptychError
 from triptych_services.frontend.requests.parse import write_messages
-from triptych_services.frontend.requests.raw import RawChat, WrittenMessages
+from triptych_services.frontend.requests.raw import RawChat, RawRequest, WrittenMessages
 
 # Of 10 MiB of small objects, 1.2 GiB of address space were used.
 _MAX_BYTES = 2 << 30
 _MAX_ANSWER_BYTES = 128 << 20
 """16 MiB of control characters are 96 MiB of JSON, and as many bytes of empty calls of tools are 600."""
+_MAX_ENTRIES = 1 << 18
+"""A list has no more entries, and a conversation no more values beside its messages: the frontend makes an object of
+each, while it does nothing else."""
 
 
 def begin(message: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
@@ -48,16 +51,22 @@ def _answer(message: dict[str, Any]) -> dict[str, Any]:
 class _Pickler(pickle.Pickler):
     """Writes the messages of a conversation as JSON, so that reading them makes no objects.
 
-    Repeated fields and maps of protobuf messages, which cannot be pickled, become lists and dicts.
+    Repeated fields and maps of protobuf messages, which cannot be pickled, become arrays, lists and dicts.
     """
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, MutableSequence) and not isinstance(value, array):
-            return list, (list(value),)
+            entries = list(value)
+            if entries and isinstance(entries[0], int):
+                return array, ("I", array("I", entries).tobytes())
+            return list, (entries,)
         if isinstance(value, MutableMapping):
             return dict, (dict(value),)
+        if type(value) is RawRequest:
+            _check_lists(value)
         if type(value) is not RawChat:
             return NotImplemented
+        _check_values(value)
         messages = value.messages
         if not isinstance(messages, WrittenMessages):
             messages = write_messages(messages)
@@ -72,3 +81,39 @@ def _pickled(value: Any) -> memoryview:
     if data.tell() > _MAX_ANSWER_BYTES:
         raise MemoryError
     return data.getbuffer()
+
+
+def _check_lists(raw: RawRequest) -> None:
+    counts = {
+        name: len(value)
+        for name, value in raw.sampling.items()
+        if isinstance(value, Sequence | Mapping) and not isinstance(value, str)
+    }
+    if (form := raw.sampling.get("structured_outputs")) is not None and form.choice is not None:
+        counts["structured_outputs"] = len(form.choice)
+    violations = [
+        FieldViolation(
+            raw.path(name),
+            f"{count} entries are above the limit {_MAX_ENTRIES}",
+            str(count),
+            str(_MAX_ENTRIES),
+        )
+        for name, count in counts.items()
+        if count > _MAX_ENTRIES
+    ]
+    if violations:
+        raise InvalidRequest(violations)
+
+
+def _check_values(chat: RawChat) -> None:
+    count, left = 0, [chat.template_kwargs, *chat.tools, *chat.documents]
+    while left:
+        value = left.pop()
+        count += 1
+        if isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    if count > _MAX_ENTRIES:
+        what = "template variables, tools and documents"
+        raise InvalidRequest("", f"the {count} values of {what} together are above the limit {_MAX_ENTRIES}")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from triptych.errors import FieldViolation
+from triptych.errors import DeadlineExceeded, FieldViolation
 from triptych.types.pooling import PoolingParams
 from triptych.types.sampling import OutputKind
 from triptych.types.structured import StructuredOutputs
 from triptych.types.submit import RequestHead
 
 MAX_MESSAGES = 16384  # of one conversation
+MAX_DOCUMENTS = 1024  # of one conversation
 MAX_ABORTS = 4096  # ids in one call
 TOOL_CHOICES = ("auto", "none", "required")
 """Words of `tool_choice`; any other is the name of a tool."""
@@ -173,6 +175,23 @@ class RawRequest:
     def path(self, name: str) -> str:
         """Return the path of a field of this class, or of `SamplingParams`, as the client wrote it."""
         return self.paths.get(name, name)
+
+
+def with_remaining_time(raw: RawRequest, arrived: float) -> RawRequest:
+    """Return a request with the part of its time that is left.
+
+    Args:
+        arrived: When it arrived, by `time.monotonic`.
+
+    Raises:
+        DeadlineExceeded: Nothing is left.
+    """
+    if raw.deadline_s is None or raw.deadline_s <= 0:  # else it is refused for that
+        return raw
+    remaining_s = raw.deadline_s - (time.monotonic() - arrived)
+    if remaining_s <= 0:
+        raise DeadlineExceeded(f"the deadline of {raw.deadline_s:g} s has passed")
+    return replace(raw, deadline_s=remaining_s)
 
 
 def why_too_many_messages(num_messages: int) -> str | None:

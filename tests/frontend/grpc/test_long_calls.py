@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import resource
+from array import array
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,12 @@ from tests.helpers.grpc_api import Api, alphabet, ask, error_of, open_api
 from triptych.config.api_keys import entry_line
 from triptych.errors import TriptychError
 from triptych.rpc.status import from_rich_status
+from triptych.types.sampling import MAX_CHOICES
 from triptych.v1 import chat_pb2, generation_pb2
 from triptych_services.frontend import app
 from triptych_services.frontend.grpc import generation_servicer, long_calls
 from triptych_services.frontend.grpc.convert import (
+    to_chat,
     to_raw_request,
     to_tokenize_prompt,
     unsupported_of_chat,
@@ -84,13 +87,14 @@ def as_read(value: Any) -> Any:
             if prompt is not None and not isinstance(prompt, (str, RawChat)):
                 prompt = list(prompt)
             sampling = {name: _plain(each) for name, each in value.sampling.items()}
-            return dataclasses.replace(value, prompt=as_read(prompt), sampling=sampling)
+            emitted = {index: list(token_ids) for index, token_ids in value.emitted.items()}
+            return dataclasses.replace(value, prompt=as_read(prompt), sampling=sampling, emitted=emitted)
     return value
 
 
 def _plain(value: Any) -> Any:
     """Return a repeated field as a list, and a map as a dict."""
-    if type(value).__module__.startswith("google"):
+    if isinstance(value, array) or type(value).__module__.startswith("google"):
         return dict(value) if hasattr(value, "items") else list(value)
     return value
 
@@ -108,11 +112,13 @@ def reader() -> LongReader:
 
 
 @pytest.fixture
-def served(reader: LongReader, monkeypatch: pytest.MonkeyPatch) -> None:
+async def served(reader: LongReader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let servers read long requests by `reader`, of which a process runs already."""
+    assert await reader.read(1, int) == 0
     monkeypatch.setattr(app, "LongReader", lambda: reader)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [generation_pb2.GenerateRequest, generation_pb2.StreamGenerateRequest])
 async def test_a_child_reads_the_requests_that_this_process_reads(kind: Any, reader: LongReader) -> None:
     async def here(data: bytes) -> tuple[Any, ...]:
@@ -222,6 +228,36 @@ async def test_long_bytes_that_are_no_request_are_refused_like_short_ones() -> N
             assert f"no request of {method}: it cannot be parsed" in str(long)
 
 
+@pytest.mark.parametrize(
+    ("field", "what", "limit", "chat_of"),
+    [
+        (
+            "messages[1].tool_calls",
+            "calls",
+            128,
+            lambda count: {"messages": [{}, {"tool_calls": [CALL] * count}]},
+        ),
+        ("tools", "tools", 128, lambda count: {"tools": [TOOL] * count}),
+        ("documents", "documents", 1024, lambda count: {"documents": [{"text": "x"}] * count}),
+    ],
+)
+def test_lists_of_a_conversation_have_limits(
+    field: str, what: str, limit: int, chat_of: Callable[[int], dict[str, Any]]
+) -> None:
+    assert to_chat(chat_pb2.Chat(**chat_of(limit)))[1] == []
+    chat, (violation,) = to_chat(chat_pb2.Chat(**chat_of(limit + 1)))
+    assert str(violation) == f"chat.{field}: {limit + 1} {what} are above the limit {limit}"
+    assert (violation.value, violation.limit) == (str(limit + 1), str(limit))
+    assert not chat.tools
+    assert not chat.documents
+
+
+def test_choices_to_go_on_with_have_a_limit() -> None:
+    request = generation_pb2.Generation(emitted=[{}] * (MAX_CHOICES + 1))  # type: ignore[list-item]
+    (violation,) = to_raw_request("", request, None).violations
+    assert str(violation) == f"emitted: {MAX_CHOICES + 1} choices are above the limit {MAX_CHOICES}"
+
+
 def test_parts_that_are_not_served_are_named_up_to_a_limit() -> None:
     parts = [{"text": "x"}, *[{"image": {"url": "x"}}] * 1000]
     paths = unsupported_of_chat(chat_pb2.Chat(messages=[{"role": "user", "parts": parts}]))  # type: ignore[list-item]
@@ -237,6 +273,73 @@ def test_an_answer_that_outgrows_its_request_is_refused(monkeypatch: pytest.Monk
     _, answer = body_process.begin({})
     assert answer({"data": pickle.dumps(read)})["error"] == "MemoryError"
     assert limits == [(resource.RLIMIT_AS, (2 << 30, 2 << 30))]
+
+
+@pytest.mark.parametrize(
+    ("generation", "why"),
+    [
+        ({"length": {"stop": ["x"] * 101}}, "length.stop: 101 entries are above the limit 100"),
+        (
+            {"sampling": {"logit_bias": dict.fromkeys(range(101), 1.0)}},
+            "sampling.logit_bias: 101 entries are above the limit 100",
+        ),
+        (
+            {"structured_outputs": {"choice": {"values": [""] * 101}}},
+            "structured_outputs.choice.values: 101 entries are above the limit 100",
+        ),
+        (
+            {"chat": {"template_kwargs_json": json.dumps({"x": [[]] * 99})}},
+            "the 101 values of template variables, tools and documents together are above the limit 100",
+        ),
+    ],
+)
+def test_a_child_refuses_what_would_become_many_objects(
+    generation: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(body_process, "_MAX_ENTRIES", 100)
+    data = ask(**generation).SerializeToString()
+    read = partial(read_generation, data, generation_pb2.StreamGenerateRequest, "own", None)
+    _, answer = body_process.begin({})
+    assert str(pickle.loads(answer({"data": pickle.dumps(read)})["data"])) == why
+    monkeypatch.setattr(body_process, "_MAX_ENTRIES", 101)
+    assert "error" not in answer({"data": pickle.dumps(read)})
+
+
+class SlowReader(LongReader):
+    """Reads in this process, after 50 ms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deadlines: list[float] = []
+
+    async def read(self, size: int, read: Callable[[], Any], *, deadline_s: float | None = None) -> Any:
+        assert deadline_s is not None
+        self.deadlines.append(deadline_s)
+        await asyncio.sleep(0.05)
+        return read()
+
+
+async def test_the_time_in_which_a_request_is_read_is_part_of_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = SlowReader()
+    monkeypatch.setattr(app, "LongReader", lambda: reader)
+    async with FakeEngine(alphabet) as engine, open_api(engine) as api:
+        generate, times = api.core.generator.generate, []
+
+        def noted(raw: RawRequest) -> Any:
+            times.append(raw.deadline_s)
+            return generate(raw)
+
+        monkeypatch.setattr(api.core.generator, "generate", noted)
+        request = ask(text="Hi", sampling={"bad_words": ["x" * LONG_REQUEST]}, length={"max_tokens": 1})
+        item = generation_pb2.BatchGenerateRequest(request=request, timeout_ms=100_000)
+        assert [each async for each in api.generation.BatchGenerate(iter([item]))]
+        await error_of(api.generation.StreamGenerate(request, timeout=100))
+    assert len(times) == 2
+    for left_s, given_s in zip(times, reader.deadlines, strict=True):
+        assert left_s <= given_s - 0.05
 
 
 Use = Callable[[], int]
@@ -269,6 +372,11 @@ async def test_a_deadline_holds_while_a_request_is_read(stuck: Use) -> None:
         assert "the deadline of 0.01 s has passed" in str(from_rich_status(answer.error))
 
 
+def waiting(reader: LongReader) -> int:
+    """Return how many requests wait for a process."""
+    return reader._threads.num_waiting
+
+
 def of(tenant: str) -> tuple[tuple[str, str], ...]:
     """Return the metadata that name a tenant."""
     return (("authorization", f"Bearer key-{tenant}"),)
@@ -282,18 +390,18 @@ async def _code(api: Api, tenant: str = "") -> str:
 
 
 async def test_a_call_that_is_cancelled_leaves_the_queue(stuck: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = LongReader()
+    monkeypatch.setattr(app, "LongReader", lambda: shared)
     monkeypatch.setattr(fair_threads, "MAX_WAITING_SIZE", LONG.ByteSize() + 100)
     async with FakeEngine() as engine, open_api(engine) as api:
         first = api.generation.StreamGenerate(LONG)
-        async with asyncio.timeout(120):  # child processes have a low priority
-            while stuck() < 1:
-                await asyncio.sleep(0.01)
-            second = api.generation.StreamGenerate(LONG)
-            while await _code(api) != "QUEUE_FULL":
-                pass
-            second.cancel()
-            while await _code(api) != "DEADLINE_EXCEEDED":
-                pass
+        await until(lambda: stuck() == 1)
+        second = api.generation.StreamGenerate(LONG)
+        await until(lambda: waiting(shared) == 1)
+        assert await _code(api) == "QUEUE_FULL"
+        second.cancel()
+        await until(lambda: waiting(shared) == 0)
+        assert await _code(api) == "DEADLINE_EXCEEDED"
         first.cancel()
 
 
@@ -314,13 +422,10 @@ async def test_four_tenants_fill_the_children_and_hold_up_nobody_else(
         monkeypatch.setattr(module, "LongReader", lambda: shared)
     monkeypatch.setattr(fair_threads, "MAX_WAITING_SIZE", LONG.ByteSize() + 100)
     async with FakeEngine(alphabet) as engine, open_api(engine, api_keys_file=keys) as api:
-        async with asyncio.timeout(120):  # child processes have a low priority
-            first = [api.generation.StreamGenerate(LONG, metadata=of(each)) for each in TENANTS[:2]]
-            while stuck() < 2:
-                await asyncio.sleep(0.01)
-            first += [api.generation.StreamGenerate(LONG, metadata=of(each)) for each in TENANTS[2:4]]
-            while await _code(api, "five") != "QUEUE_FULL":
-                pass
+        first = [api.generation.StreamGenerate(LONG, metadata=of(each)) for each in TENANTS[:2]]
+        await until(lambda: stuck() == 2)
+        first += [api.generation.StreamGenerate(LONG, metadata=of(each)) for each in TENANTS[2:4]]
+        await until(lambda: waiting(shared) == 2)
         refused = str(await error_of(api.generation.StreamGenerate(LONG, metadata=of("five"))))
         assert "2 very long requests wait already" in refused
 

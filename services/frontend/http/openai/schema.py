@@ -24,11 +24,10 @@ from triptych_services.frontend.http.fields import (
 )
 from triptych_services.frontend.http.generation_body import GenerationBody, TemplateVariables
 from triptych_services.frontend.http.openai.conversation import Message, NamedTool, Tool
-from triptych_services.frontend.requests.raw import MAX_MESSAGES
+from triptych_services.frontend.requests.raw import MAX_DOCUMENTS, MAX_MESSAGES
 from triptych_services.frontend.requests.tools import MAX_TOOLS
 
 MAX_PROMPTS = 1024  # of one request; each becomes a request of its own
-MAX_DOCUMENTS = 1024
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
