@@ -962,6 +962,55 @@ PUBLISHED: dict[str, tuple[str, Config, Config]] = {
         },
         {"rotary_dim": 64, "activation": "relu2", "tied": False},
     ),
+    "K-EXAONE-236B-A23B": (
+        "ExaoneMoEForCausalLM",
+        LLAMA
+        | {
+            "first_last_k_dense_replace": 1,
+            "head_dim": 128,
+            "hidden_size": 6144,
+            "is_moe_layer": [False, True, True, True],
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 64,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_nextn_predict_layers": 1,
+            "num_shared_experts": 1,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "sliding_window": 128,
+            "sliding_window_pattern": "LLLG",
+            "tie_word_embeddings": False,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+        },
+        {"windows": [128, 128, 128, 0], "width": 11008, "experts": (128, 8), "qk_norm": "head"},
+    ),
+    "Solar-Open-100B": (
+        "SolarOpenForCausalLM",
+        LLAMA
+        | {
+            "first_k_dense_replace": 0,
+            "head_dim": 128,
+            "intermediate_size": 10240,
+            "moe_intermediate_size": 1280,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "partial_rotary_factor": 1.0,
+            "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
+            "rope_theta": 1000000,
+            "routed_scaling_factor": 1.0,
+            "tie_word_embeddings": False,
+        },
+        {"kind": "yarn", "width": 1280, "experts": (128, 8), "qk_norm": "none"},
+    ),
     "AFM-4.5B": (
         "ArceeForCausalLM",
         {key: value for key, value in LLAMA.items() if key != "hidden_act"}
@@ -1107,9 +1156,26 @@ def test_indexers_that_cannot_be_are_named(keys: Config, message: str, tmp_path:
         read_published(tmp_path, "GlmMoeDsaForCausalLM", CHOOSING | keys)
 
 
+def test_layers_with_experts_are_the_same_by_all_keys(tmp_path: Path) -> None:
+    architecture, config, _ = PUBLISHED["K-EXAONE-236B-A23B"]
+    changed = config | {"is_moe_layer": [True] * 4}
+    with pytest.raises(
+        ModelError, match=r"is_moe_layer: \[True, True.* must name the layers that the other keys"
+    ):
+        read_published(tmp_path, architecture, changed)
+    kinds = ["dense", "sparse", "dense", "sparse"]
+    read = read_published(tmp_path, architecture, config | {"mlp_layer_types": kinds, "is_moe_layer": None})
+    assert [layer.experts is None for layer in read.layers] == [True, False, True, False]
+
+
 @pytest.mark.parametrize(
     ("architecture", "config", "feature"),
     [
+        (
+            "SolarOpenForCausalLM",
+            PUBLISHED["Solar-Open-100B"][1] | {"use_qk_norm": True},
+            "use_qk_norm = True",
+        ),
         ("FalconForCausalLM", FALCON | {"alibi": True}, "alibi = True"),
         (
             "Gemma4ForCausalLM",

@@ -37,8 +37,9 @@ from triptych_services.worker.models import registry
 from triptych_services.worker.runner import cpu_backend
 from triptych_services.worker.runner.startup.kv_groups import blocks_held
 
-NAMED_ANEW = {"MiMoForCausalLM"}
-"""Architectures of which transformers has only a class that is alike: tests/worker/runner/drafting/test_mtp.py."""
+NAMED_ANEW = {"ExaoneMoEForCausalLM", "MiMoForCausalLM"}
+"""Architectures of which transformers has only a class of another name, or that is alike:
+tests/worker/runner/drafting/test_mtp.py."""
 COMPOSITE = {
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",

@@ -128,23 +128,30 @@ def read_experts(
     return ExpertsSpec(num_experts, num_experts_per_tok, renormalize)
 
 
-def read_grouped_experts(config: ConfigFile, *, group_experts: int = 2, **choice: Any) -> ExpertsSpec:
+def read_grouped_experts(
+    config: ConfigFile,
+    key: str = "n_routed_experts",
+    *,
+    shared: str = "n_shared_experts",
+    group_experts: int = 2,
+    **choice: Any,
+) -> ExpertsSpec:
     """Read a mixture under DeepSeek's keys: groups, a factor, and shared experts as wide as the others.
 
     Args:
+        key: That of the number of experts.
+        shared: That of the number of shared experts.
         group_experts: As of `ExpertsSpec`.
         choice: Further fields of it.
 
     Raises:
         ModelError: Groups do not divide the experts, or those that a token chooses from have too few.
     """
-    experts = read_experts(
-        config, "n_routed_experts", renormalize=config.boolean("norm_topk_prob", default=True)
-    )
+    experts = read_experts(config, key, renormalize=config.boolean("norm_topk_prob", default=True))
     num_groups = config.integer("n_group", default=1)
     top_groups = config.integer("topk_group", default=1)
     if experts.num_experts % num_groups:
-        config.fail("n_group", num_groups, f"must divide n_routed_experts {experts.num_experts}")
+        config.fail("n_group", num_groups, f"must divide {key} {experts.num_experts}")
     if top_groups > num_groups:
         config.fail("topk_group", top_groups, f"must be at most n_group {num_groups}")
     eligible = experts.num_experts // num_groups * top_groups
@@ -160,8 +167,7 @@ def read_grouped_experts(config: ConfigFile, *, group_experts: int = 2, **choice
         top_groups=top_groups,
         group_experts=group_experts,
         scale=config.positive("routed_scaling_factor", default=1.0),
-        shared_size=config.integer("moe_intermediate_size")
-        * config.integer("n_shared_experts", default=0, minimum=0),
+        shared_size=config.integer("moe_intermediate_size") * config.integer(shared, default=0, minimum=0),
         **choice,
     )
 

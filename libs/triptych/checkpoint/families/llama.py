@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from triptych.checkpoint.architecture import (
     BlockSpec,
     EndsSpec,
+    LayerSpec,
     ModelArchitecture,
     NormSpec,
     RopeParameters,
@@ -82,9 +84,13 @@ def ernie(config: ConfigFile) -> ModelArchitecture:
     return describe(config, sizes, layers=layers, block=block, is_tied=True)
 
 
-def exaone(config: ConfigFile) -> ModelArchitecture:
+def exaone_layers(config: ConfigFile, sizes: Sizes, **mlp: Any) -> tuple[LayerSpec, ...]:
+    """Describe layers of which some see a window, and the others have no positions, or all see everything.
+
+    Args:
+        mlp: As of `describe_layers`.
+    """
     config.assume(sliding_window=4096)
-    sizes = read_sizes(config)
     pattern, has_window = config.values.get("sliding_window_pattern"), config.has("sliding_window")
     config.pass_over("sliding_window_pattern")
     every = 1
@@ -98,14 +104,18 @@ def exaone(config: ConfigFile) -> ModelArchitecture:
         default=lambda index: SLIDING if has_window and (index + 1) % max(every, 1) else FULL,
     )
     rope = read_rope(config, sizes)
-    layers = describe_layers(
+    return describe_layers(
         sizes,
-        intermediate_size=config.integer("intermediate_size"),
-        # beside layers with a window those that see everything have no positions
         rope=lambda index, kind: rope if kind == SLIDING or not has_window else None,
         layer_types=layer_types,
         window=read_window(config, layer_types),
+        **mlp,
     )
+
+
+def exaone(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    layers = exaone_layers(config, sizes, intermediate_size=config.integer("intermediate_size"))
     block = replace(rms_block(config, eps=1e-5), norms="post", qk_norm="head")
     return describe(config, sizes, layers=layers, block=block)
 

@@ -59,11 +59,14 @@ _GROUPS = {
     "shared_experts": {
         "Dots1ForCausalLM": "dots1",
         "Ernie4_5_MoeForCausalLM": "ernie_moe",
+        "ExaoneMoEForCausalLM": "exaone_moe",
+        "ExaoneMoeForCausalLM": "exaone_moe",
         "Glm4MoeForCausalLM": "glm4_moe",
         "GraniteMoeForCausalLM": "granite_moe",
         "GraniteMoeSharedForCausalLM": "granite_moe",
         "HunYuanMoEV1ForCausalLM": "hunyuan_moe",
         "Llama4ForCausalLM": "llama4",
+        "SolarOpenForCausalLM": "solar_open",
     },
     "gemma": {
         "Gemma2ForCausalLM": "gemma2",

@@ -1,5 +1,5 @@
 """Families with a mixture in which every token goes through an expert that all share: Dots 1, Ernie 4.5, GLM 4.5,
-Granite, Hunyuan, Llama 4.
+Granite, Hunyuan, K-EXAONE, Llama 4, Solar Open.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from triptych.checkpoint.families.keys import (
 )
 from triptych.checkpoint.families.llama import (
     HUNYUAN_NAMES,
+    exaone_layers,
     granite_multipliers,
     hunyuan_block,
     read_hunyuan_rope,
@@ -92,6 +93,38 @@ def ernie_moe(config: ConfigFile) -> ModelArchitecture:
     return describe(config, sizes, layers=layers, block=block, ends=ends, names=names, is_tied=True)
 
 
+def exaone_moe(config: ConfigFile) -> ModelArchitecture:
+    """Read EXAONE 4's attention beside a mixture, with norms before blocks."""
+    config.assume(num_experts=64, num_shared_experts=1, routed_scaling_factor=2.5)
+    sizes = read_sizes(config)
+    config.expect("scoring_func", "sigmoid", otherwise="the router scores in another way")
+    config.expect("topk_method", "noaux_tc", otherwise="the router chooses in another way")
+    experts = read_grouped_experts(config, "num_experts", shared="num_shared_experts", score="sigmoid")
+    layers = exaone_layers(
+        config,
+        sizes,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        experts=replace(experts, correction_shape=(experts.num_experts,)),
+    )
+    older = "first_last_k_dense_replace"
+    key = older if config.has(older) else "first_k_dense_replace"
+    num_dense = config.integer(key, default=1, minimum=0)
+    is_dense = [index < num_dense for index in range(sizes.num_layers)]
+    if config.has("mlp_layer_types"):
+        kinds = config.words("mlp_layer_types", length=sizes.num_layers, among=("dense", "sparse"))
+        is_dense = [kind == "dense" for kind in kinds]
+    if config.has("is_moe_layer") and config.values["is_moe_layer"] != [not dense for dense in is_dense]:
+        config.fail(
+            "is_moe_layer", config.values["is_moe_layer"], "must name the layers that the other keys name"
+        )
+    # layers that predict further tokens have a beginning of their own
+    config.pass_over("mlp_layer_types", "is_moe_layer", "num_nextn_predict_layers", "output_router_logits")
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: is_dense[index])
+    block = replace(rms_block(config, eps=1e-5), qk_norm="head")
+    names = TensorNames(renamed=((".mlp.gate.e_score", ".mlp.e_score"),), ignored_prefixes=("mtp.",))
+    return describe(config, sizes, layers=layers, block=block, names=names)
+
+
 def glm4_moe(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config)
     experts = read_grouped_experts(config, score="sigmoid")
@@ -113,6 +146,24 @@ def glm4_moe(config: ConfigFile) -> ModelArchitecture:
     extra = config.integer("num_nextn_predict_layers", default=1, minimum=0)
     ignored = tuple(f"model.layers.{sizes.num_layers + index}." for index in range(extra))
     return describe(config, sizes, layers=layers, block=block, names=TensorNames(ignored_prefixes=ignored))
+
+
+def solar_open(config: ConfigFile) -> ModelArchitecture:
+    """Read GLM 4.5's mixture in every layer, beside Llama's attention."""
+    config.assume(head_dim=128, n_routed_experts=128, n_shared_experts=1)
+    sizes = read_sizes(config)
+    config.expect("use_qk_norm", False, otherwise="queries and keys have norms")
+    config.expect("first_k_dense_replace", 0, otherwise="the first layers have no mixture")
+    config.pass_over("intermediate_size", "output_router_logits")
+    experts = read_grouped_experts(config, score="sigmoid")
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        rope=read_rope(config, sizes, theta=1000000.0),
+        experts=replace(experts, correction_shape=(experts.num_experts,)),
+    )
+    block = replace(rms_block(config, eps=1e-5), qkv_bias=config.boolean("attention_bias", default=False))
+    return describe(config, sizes, layers=layers, block=block)
 
 
 GRANITE_EXPERTS = (
