@@ -33,9 +33,17 @@ class Service:
 
         self.can_collect = True
         self.server = MetricsServer(
-            is_live=lambda: self.is_live, is_ready=lambda: self.is_ready, find_metrics=find_metrics
+            is_live=lambda: self.is_live,
+            is_ready=lambda: self.is_ready,
+            find_metrics=find_metrics,
+            pages={"/counts": self.count},
         )
         self.port = self.server.bind("127.0.0.1", 0, option="x.metrics_port")
+
+    def count(self) -> bytes:
+        if not self.can_collect:
+            raise EngineUnavailable("nothing was counted")
+        return b"[1, 2]"
 
     async def get(self, path: str, **headers: str) -> httpx.Response:
         async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
@@ -60,6 +68,13 @@ async def test_metrics_are_served_in_both_formats() -> None:
         opened = await service.get("/metrics", accept="application/openmetrics-text; version=1.0.0")
         assert opened.headers["content-type"].startswith("application/openmetrics-text")
         assert opened.text.endswith("# EOF\n")
+
+
+async def test_pages_of_the_process_are_served() -> None:
+    async with serving() as service:
+        answer = await service.get("/counts?a")
+        assert (answer.headers["content-type"], answer.json()) == ("application/json", [1, 2])
+        assert (await service.get("/other")).text == "here are /metrics, /counts, /livez and /readyz\n"
 
 
 async def test_probes_tell_alive_from_ready() -> None:
@@ -126,4 +141,6 @@ async def test_metrics_that_cannot_be_had_are_503_and_say_why() -> None:
         service.can_collect = False
         answer = await service.get("/metrics")
         assert (answer.status_code, answer.text) == (503, "a sibling does not answer\n")
+        answer = await service.get("/counts")
+        assert (answer.status_code, answer.text) == (503, "nothing was counted\n")
         assert (await service.get("/livez")).status_code == 200

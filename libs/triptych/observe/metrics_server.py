@@ -1,4 +1,4 @@
-"""The plain HTTP port of each process: `/metrics` for Prometheus, `/livez` and `/readyz` for probes.
+"""The plain HTTP port of each process: `/metrics` for Prometheus, `/livez` and `/readyz` for probes, pages of its own.
 
 It is served by the event loop of the service, so an answer proves that the loop runs. It takes no TLS and no keys:
 bind it where only the operator's network reaches it.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
@@ -32,7 +33,7 @@ _REASONS = {
     405: "Method Not Allowed",
     503: "Service Unavailable",
 }
-_TEXT = "text/plain; charset=utf-8"
+_TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
 
 
 async def _metrics_of_process() -> Collector:
@@ -41,6 +42,8 @@ async def _metrics_of_process() -> Collector:
 
 Answer = tuple[int, str, bytes]
 """Status, content type and body."""
+Pages = Mapping[str, Callable[[], bytes]]
+"""Path -> makes its content, JSON, on another thread. Raises TriptychError if it cannot now."""
 
 
 class MetricsServer:
@@ -52,16 +55,19 @@ class MetricsServer:
         is_live: Callable[[], bool],
         is_ready: Callable[[], bool],
         find_metrics: Callable[[], Awaitable[Collector]] = _metrics_of_process,
+        pages: Pages = MappingProxyType({}),
     ) -> None:
         """
         Args:
             is_live: Whether the process can do its work at all; asked for `/livez`.
             is_ready: Whether it takes requests now; asked for `/readyz`.
             find_metrics: Returns what collects the metrics, on another thread. Raises TriptychError if it cannot now.
+            pages: What else the process serves.
         """
         self._is_live = is_live
         self._is_ready = is_ready
         self._find_metrics = find_metrics
+        self._pages = pages
         self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.Task[None], bool] = {}
@@ -140,7 +146,7 @@ class MetricsServer:
             return 400, _TEXT, b"not an HTTP/1 request\n"
         if words[0] not in ("GET", "HEAD"):
             return 405, _TEXT, b"GET or HEAD only\n"
-        match words[1].partition("?")[0]:
+        match path := words[1].partition("?")[0]:
             case "/livez":
                 return (200, _TEXT, b"live\n") if self._is_live() else (503, _TEXT, b"dead\n")
             case "/readyz":
@@ -154,7 +160,13 @@ class MetricsServer:
                     return 503, _TEXT, f"{error}\n".encode()
                 # In a thread: a scrape of many series must not hold up the loop for all of it.
                 return 200, content_type, await asyncio.to_thread(encode, metrics)
-        return 404, _TEXT, b"here are /metrics, /livez and /readyz\n"
+            case _ if path in self._pages:
+                try:
+                    return 200, _JSON, await asyncio.to_thread(self._pages[path])
+                except TriptychError as error:
+                    return 503, _TEXT, f"{error}\n".encode()
+        here = ", ".join(("/metrics", *self._pages, "/livez"))
+        return 404, _TEXT, f"here are {here} and /readyz\n".encode()
 
 
 def _to_bytes(answer: Answer, *, has_body: bool) -> bytes:

@@ -26,7 +26,7 @@ from triptych.observe import logging as observe_logging
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import LoopLag
 from triptych.observe.metrics.process import process_metrics
-from triptych.observe.metrics_server import MetricsServer
+from triptych.observe.metrics_server import MetricsServer, Pages
 from triptych.rpc.open_files import raise_file_limit
 from triptych.rpc.server import RpcServer, is_loopback, stop_event, write_ready_file
 from triptych.rpc.tls import create_server_tls
@@ -65,6 +65,8 @@ class ServiceApp(ABC):
         """Name -> what runs as long as the process. One that ends before that has died."""
         self.shares_ports = False
         """Whether other processes of the service are bound to its ports."""
+        self.pages: Pages = {}
+        """Paths that the metrics port serves beside metrics and probes."""
 
     @classmethod
     def for_config(cls, config: EngineConfig) -> type[ServiceApp]:
@@ -146,6 +148,7 @@ async def _serve(app: ServiceApp, arguments: ServiceArguments, stop: asyncio.Eve
         is_live=lambda: not app.server.is_dead,
         is_ready=lambda: app.server.is_ready,
         find_metrics=app.find_metrics,
+        pages=app.pages,
     )
     await app.prepare()
     ports = {
