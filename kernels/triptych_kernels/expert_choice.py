@@ -35,8 +35,8 @@ class ExpertChoice:
 
     Of equal keys that of the lowest number is the larger, and so with groups. Everything is computed in float32.
     Without `correction` logits may be compared in place of scores, since that is the same choice. Which experts a
-    token with NaN among its logits has is undefined. `correction` and `expert_scales` are on the device of the layer,
-    and must keep their memory: a recorded step and a CUDA graph read them.
+    token with NaN among its logits has is undefined. The tensors are on the device of the layer, and must keep their
+    memory: a recorded step and a CUDA graph read them.
 
     Sources: softmax, Mixtral of Experts, arXiv:2401.04088; groups, DeepSeek V2, arXiv:2405.04434; sigmoid, correction
     and the sum of two, DeepSeek V3, arXiv:2412.19437; sparsemixer, arXiv:2409.12136.
@@ -64,6 +64,11 @@ class ExpertChoice:
     """Whether the weights multiply what an expert reads, and not its result."""
     jitter: float = 0.0
     """sparsemixer: half of the distance within which experts share their weight, as a part of their logits."""
+    weight_index: Tensor | None = None
+    """[num_experts] int64, the index of each expert's weights among those of all ranks, one rank after the other. It is
+    a permutation, which is not checked, and is looked up once the choice is made. None: an expert's number."""
+    layer: int = -1
+    """Layer of the model under which CPUs count the choices, by number of the expert; below 0 they are not counted."""
 
     def __post_init__(self) -> None:
         """Check the values; `check_experts` checks that they fit the experts.
@@ -93,6 +98,12 @@ class ExpertChoice:
                     f"experts: {name} {list(vector.shape)} of {vector.dtype} must be a contiguous [num_experts] of "
                     "torch.float32"
                 )
+        index = self.weight_index
+        if index is not None and (index.dtype != torch.int64 or index.ndim != 1 or not index.is_contiguous()):
+            raise ValueError(
+                f"experts: weight_index {list(index.shape)} of {index.dtype} must be a contiguous [num_experts] of "
+                "torch.int64"
+            )
 
     def _vectors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that there are, with their names."""
@@ -101,10 +112,11 @@ class ExpertChoice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a softmax over single experts, without factors or a correction."""
+        """Whether it is a softmax over single experts, without factors, a correction or other indices."""
         is_by_groups = self.top_groups < self.num_groups
         is_scaled = self.scale != 1.0 or self.scales_input or self.expert_scales is not None
-        return self.score == "softmax" and self.correction is None and not is_by_groups and not is_scaled
+        is_changed = self.correction is not None or self.weight_index is not None
+        return self.score == "softmax" and not (is_changed or is_by_groups or is_scaled)
 
     @property
     def compares_logits(self) -> bool:
@@ -127,8 +139,8 @@ class ExpertChoice:
             raise ValueError(
                 f"experts: top_k {self.top_k} must be from 1 to the number of experts{of_groups}, {eligible}"
             )
-        for name, vector in self._vectors():
-            if vector.shape != (num_experts,):
+        for name, vector in (*self._vectors(), ("weight_index", self.weight_index)):
+            if vector is not None and vector.shape != (num_experts,):
                 raise ValueError(
                     f"experts: {name} {list(vector.shape)} must be [num_experts] = [{num_experts}]"
                 )

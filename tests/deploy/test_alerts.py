@@ -43,7 +43,7 @@ def exported() -> set[str]:
     for tier in (FrontendMetrics, EngineMetrics, WorkerMetrics):
         tier.create(registry)
     LoopLag(registry)
-    ExpertChoices(lambda: ([1], 1), registry)
+    ExpertChoices(lambda: ({0: [1]}, 1), registry)
     for collector in (EngineGauges(list, list), ChoiceGauges(dict), ChildMetrics(dict)):
         registry.register(collector)
     with process_metrics("frontend", lambda: 0.0, registry):

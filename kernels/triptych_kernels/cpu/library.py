@@ -224,10 +224,11 @@ def threads_in_use() -> int:
 
 
 class ExpertCounts(NamedTuple):
-    """Choices of experts since the process began, of all mixtures together: one for each token, layer and expert."""
+    """Choices of experts since the process began: one for each token, layer and expert."""
 
-    by_expert: Sequence[int]
-    """By number of the expert, up to 1,024; those of other ranks included. Empty: no mixture was computed."""
+    by_layer: Mapping[int, Sequence[int]]
+    """Layer, up to 256 -> choices by number of the expert, up to 1,024; those of other ranks included. Layers without
+    any are left out."""
     of_busiest_ranks: int
     """Sum over all calls of the choices of the rank that had most of them; 0 where ranks do not share the experts."""
 
@@ -239,7 +240,7 @@ def expert_counts() -> ExpertCounts:
         RuntimeError: The library is older than this file.
     """
     if not isa():
-        return ExpertCounts((), 0)
+        return ExpertCounts({}, 0)
     try:
         function = load(isa()).triptych_expert_counts
     except AttributeError as error:
@@ -249,7 +250,10 @@ def expert_counts() -> ExpertCounts:
         ) from error
     function.argtypes, function.restype = [], ctypes.POINTER(ctypes.c_int64)
     counts = function()
-    return ExpertCounts(counts[2 : 2 + counts[0]], counts[1])
+    most_experts, num_layers, num_experts, of_busiest_ranks = counts[:4]
+    starts = (4 + layer * most_experts for layer in range(num_layers))
+    rows = enumerate(counts[start : start + num_experts] for start in starts)
+    return ExpertCounts({layer: row for layer, row in rows if any(row)}, of_busiest_ranks)
 
 
 def raise_failure(failure: int, what: str) -> None:

@@ -68,4 +68,6 @@ def _choice_operands(router_logits: Tensor, choice: ExpertChoice) -> dict[str, O
         "routing_group_experts": choice.group_experts,
         "routing_correction": choice.correction,
         "routing_expert_scales": choice.expert_scales,
+        "routing_weight_index": choice.weight_index,
+        "routing_layer": choice.layer,
     }

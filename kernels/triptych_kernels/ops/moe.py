@@ -60,8 +60,8 @@ def fused_moe(
         w2_bias: [num_experts, hidden_size], likewise.
         shared: [num_tokens, hidden_size] of x's dtype, contiguous: the result of an expert of all tokens, or None.
         shared_gate: [num_tokens] float32, contiguous. None: `shared` is added as it is.
-        first_expert: Number of the first expert of w13 and w2, if these hold some neighbours only: a token's other
-            experts add nothing. None: they hold all.
+        first_expert: Index of the first expert of w13 and w2, as of `choice.weight_index`, if these hold some experts
+            only: a token's other experts add nothing. None: they hold all.
         adapters: What low-rank adapters of some tokens add to both products, with `PackedStack`s; None: nothing.
     Returns:
         [num_tokens, hidden_size], a new tensor like x.

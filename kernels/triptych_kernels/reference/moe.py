@@ -27,7 +27,8 @@ def fused_moe(
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, logits in enumerate(router_logits.tolist()):
         for chosen, weight in choose_experts(logits, choice):
-            expert = chosen - first_expert
+            index = chosen if choice.weight_index is None else int(choice.weight_index[chosen])
+            expert = index - first_expert
             if not 0 <= expert < len(w13):
                 continue
             up_bias, down_bias = (None if bias is None else bias[expert] for bias in (w13_bias, w2_bias))

@@ -60,7 +60,7 @@ def add_shared(mixed: Tensor, shared: Tensor | None, shared_gate: Tensor | None)
 
 
 def choose_experts(router_logits: Tensor, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
-    """Return each token's experts: their weights in float32 and their numbers.
+    """Return each token's experts: their weights in float32, and the indices of what they multiply by.
 
     Both are [num_tokens, top_k], the expert with the largest key first.
     """
@@ -92,7 +92,7 @@ def choose_experts(router_logits: Tensor, choice: ExpertChoice) -> tuple[Tensor,
             weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
     if choice.expert_scales is not None:
         weights = weights * choice.expert_scales[experts]
-    return weights * choice.scale, experts
+    return weights * choice.scale, experts if choice.weight_index is None else choice.weight_index[experts]
 
 
 def _sparsemixer(logits: Tensor, experts: Tensor, jitter: float) -> Tensor:

@@ -15,6 +15,7 @@ choices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -193,6 +194,7 @@ class Router(AdaptedLayer):
             expert_scales=self.expert_scales,
             scales_input=spec.scales_input,
             jitter=spec.jitter,
+            layer=layer_of(prefix, context),
         )
 
     def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
@@ -401,6 +403,13 @@ def _whole_piece(prefix: str, weight: AnyWeight) -> tuple[AdaptedPiece, ...]:
         return ()
     rows, columns = weight.shape
     return (AdaptedPiece(prefix, (rows, columns), AdaptedRows(0, rows), length=rows),)
+
+
+def layer_of(prefix: str, context: ModelContext) -> int:
+    """Return the layer that a mixture is in, by its name; -1 if it is none of the model's, as one that guesses."""
+    found = re.search(r"\.(\d+)\.", prefix)
+    layer = -1 if found is None else int(found[1])
+    return layer if layer < context.architecture.num_layers else -1
 
 
 def _share_sizes(

@@ -195,17 +195,20 @@ def test_choices_are_counted_by_expert_and_of_the_busiest_rank() -> None:
     w13, w2 = stacks(FORMS[0])
     x, logits = normal(1100, HIDDEN, seed=1), normal(1100, NUM_EXPERTS, seed=2)
     logits[:, 4] += 1.0  # the last rank has most
-    choice = ExpertChoice(3)
+    layer, index = 200, torch.tensor([5, 0, 3, 1, 4, 2])
+    choice = ExpertChoice(3, layer=layer)
     chosen = choose_experts(logits, choice)[1].flatten().bincount(minlength=NUM_EXPERTS)
     before = expert_counts()
     held = [PackedStack(list(weights)[:2]) for weights in (w13, w2)]
-    for num_calls, (first_expert, own) in enumerate(((None, (w13, w2)), (0, held)), 1):
-        fused_moe(x, logits, *own, choice, first_expert=first_expert)
+    fused_moe(x, logits, *held, replace(choice, layer=-1), first_expert=0)
+    assert expert_counts() == before, "as of a layer that guesses"
+    calls = (None, (w13, w2), choice), (0, held, choice), (0, held, replace(choice, weight_index=index))
+    for num_calls, (first_expert, own, own_choice) in enumerate(calls, 1):
+        fused_moe(x, logits, *own, own_choice, first_expert=first_expert)
         counts = expert_counts()
-        assert len(counts.by_expert) >= NUM_EXPERTS
-        earlier = [*before.by_expert, *[0] * NUM_EXPERTS]
-        gained = [now - then for now, then in zip(counts.by_expert, earlier, strict=False)]
-        assert gained[:NUM_EXPERTS] == (num_calls * chosen).tolist()
-    by_rank = [choose_experts(part, choice)[1].flatten() // 2 for part in logits.split(1024)]
+        assert counts.by_layer[layer][:NUM_EXPERTS] == (num_calls * chosen).tolist()
+        assert {layer: counts.by_layer[layer]} | before.by_layer == counts.by_layer
+    of_parts = [choose_experts(part, choice)[1].flatten() for part in logits.split(1024)]
+    by_rank = [indices // 2 for experts in of_parts for indices in (experts, index[experts])]
     busiest = sum(int(ranks.bincount().max()) for ranks in by_rank)
     assert counts.of_busiest_ranks - before.of_busiest_ranks == busiest

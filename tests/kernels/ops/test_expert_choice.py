@@ -151,11 +151,13 @@ def weigh(implementation: Implementation, logits: Tensor, choice: ExpertChoice) 
     w2 = torch.eye(num_experts, device=device)[..., None].expand(-1, -1, 2) * half
     weights = weights_for(implementation, w13, w2.contiguous())
     x = torch.ones(len(logits), num_experts, device=device)
-    if choice.correction is not None:
-        choice = replace(choice, correction=choice.correction.to(device))
-    if choice.expert_scales is not None:
-        choice = replace(choice, expert_scales=choice.expert_scales.to(device))
-    return implementation(fused_moe, x, logits.to(device), **weights, choice=choice).cpu()
+    return implementation(fused_moe, x, logits.to(device), **weights, choice=moved_to(device, choice)).cpu()
+
+
+def moved_to(device: torch.device, choice: ExpertChoice) -> ExpertChoice:
+    names = ("correction", "expert_scales", "weight_index")
+    tensors = {name: tensor.to(device) for name in names if (tensor := getattr(choice, name)) is not None}
+    return replace(choice, **tensors)
 
 
 @pytest.mark.parametrize("oracle", ORACLES)
@@ -190,6 +192,28 @@ def test_choices_and_ties_are_those_of_the_reference(choice: str, implementation
     expected = fused_moe(x, logits, w13, w2.contiguous(), CHOICES[choice], impl="reference")
     found = weigh(implementation, logits, CHOICES[choice])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_experts_elsewhere_among_the_weights_change_no_bit(
+    choice: str, implementation: Implementation
+) -> None:
+    generator = torch.Generator().manual_seed(11)
+    x, _, w13, w2 = operands(40, 8, 32, 24, implementation.device)
+    logits = torch.randint(-2, 3, (40, 8), generator=generator).to(x)  # most tokens have equal ones
+    order = torch.randperm(8, generator=generator)
+    plain = moved_to(implementation.device, CHOICES[choice])
+    moved = moved_to(implementation.device, replace(plain, weight_index=order.argsort()))
+    expected, found = (
+        implementation(fused_moe, x, logits, **weights_for(implementation, *weights), choice=own)
+        for weights, own in (((w13, w2), plain), ((w13[order], w2[order]), moved))
+    )
+    assert torch.equal(found, expected)
+    total = torch.zeros_like(x)
+    for first in (0, 4):
+        own = weights_for(implementation, w13[order[first : first + 4]], w2[order[first : first + 4]])
+        total += implementation(fused_moe, x, logits, **own, choice=moved, first_expert=first)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -242,6 +266,8 @@ def test_a_shared_expert_is_added(top_k: int, is_gated: bool, implementation: Im
         ({"num_groups": 3}, "num_groups 3 does not divide 8 experts"),
         ({"num_groups": 4}, "top_k 3 must be from 1 to the number of experts of 1 groups, 2"),
         ({"correction": torch.ones(7)}, r"correction \[7\] must be \[num_experts\] = \[8\]"),
+        ({"weight_index": torch.ones(8)}, r"weight_index \[8\] of torch.float32 must be .* torch.int64"),
+        ({"weight_index": torch.arange(9)}, r"weight_index \[9\] must be \[num_experts\] = \[8\]"),
     ],
 )
 def test_a_choice_that_does_not_fit_is_named(options: dict[str, Any], message: str) -> None:

@@ -31,12 +31,12 @@ def test_guesses_are_counted_by_proposer_and_place() -> None:
 
 
 def test_choices_of_experts_are_read_when_they_are_scraped() -> None:
-    counts: tuple[list[int], int] = ([], 0)
+    counts: tuple[dict[int, list[int]], int] = ({}, 0)
     registry = CollectorRegistry()
     ExpertChoices(lambda: counts, registry)
     assert not list(registry.collect()), "there is no mixture"
     for times in (1, 2):
-        counts = ([times * 5, 0, times * 7], times * 9)
+        counts = ({1: [times * 2, 0, 0], 4: [times * 3, 0, times * 7]}, times * 9)
         found = [
             registry.get_sample_value("triptych_worker_expert_choices_total", {"expert": expert})
             for expert in "012"

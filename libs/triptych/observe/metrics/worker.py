@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -76,23 +76,25 @@ class ExpertChoices(Collector):
     """How often routers chose each expert, as it is counted elsewhere, read when it is scraped."""
 
     def __init__(
-        self, read: Callable[[], tuple[Sequence[int], int]], registry: CollectorRegistry = REGISTRY
+        self,
+        read: Callable[[], tuple[Mapping[int, Sequence[int]], int]],
+        registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """`read`: Returns the choices by expert, empty without a mixture, and those of the busiest ranks."""
+        """`read`: Returns each layer's choices by expert, none without a mixture, and those of the busiest ranks."""
         self._read = read
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        by_expert, of_busiest_ranks = self._read()
-        if not by_expert:
+        by_layer, of_busiest_ranks = self._read()
+        if not by_layer:
             return
         chosen = CounterMetricFamily(
             "triptych_worker_expert_choices",
             "Times that a token chose an expert, by its number and over all layers.",
             labels=["expert"],
         )
-        for expert, count in enumerate(by_expert):
-            chosen.add_metric([str(expert)], count)
+        for expert, counts in enumerate(zip(*by_layer.values(), strict=True)):
+            chosen.add_metric([str(expert)], sum(counts))
         yield chosen
         yield CounterMetricFamily(
             "triptych_worker_busiest_rank_expert_choices",

@@ -18,7 +18,7 @@ from triptych_kernels.torch.elementwise import activate_gated
 from triptych_kernels.weights.base import Half, LinearWeight
 from triptych_kernels.weights.packed import can_pack
 from triptych_services.worker.context.model_context import ModelContext
-from triptych_services.worker.layers.moe import create_packed
+from triptych_services.worker.layers.moe import create_packed, layer_of
 from triptych_services.worker.layers.weights import WeightedLayer, WeightTarget
 from triptych_services.worker.models.fallback import IMPLEMENTATION
 from triptych_services.worker.models.fallback.layers import GROUP_SIZE, unquantized
@@ -39,6 +39,7 @@ class PackedMixture(WeightedLayer):
         """
         super().__init__()
         self.prefix, self.activation = prefix, activation
+        self.layer = layer_of(prefix, context)
         self.is_transposed, self.is_concatenated = like.is_transposed, like.is_concatenated
         self.has_bias = like.has_bias
         num_experts, in_features, out_features = _sizes(like)
@@ -61,7 +62,8 @@ class PackedMixture(WeightedLayer):
         index = top_k_index.clamp(max=num_experts)
         weights = torch.zeros(len(hidden), num_experts + 1, dtype=torch.float32, device=hidden.device)
         weights = weights.scatter_add(1, index, top_k_weights.float())
-        choice = ExpertChoice(min(index.shape[1], num_experts), "given", renormalize=False)
+        top_k = min(index.shape[1], num_experts)
+        choice = ExpertChoice(top_k, "given", renormalize=False, layer=self.layer)
         rows = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         return fused_moe(
             rows, weights[:, :num_experts], self.w13, self.w2, choice, activation=self.activation

@@ -12,7 +12,8 @@
 //   experts    |   0   |  3  |      5      |        others have no rows, and their weights are not read
 //   places     | 0   1 | 2   | 3   4   5   |
 //
-// Where ranks share the experts, a pair with an expert of another rank has no place, and adds nothing.
+// Where ranks share the experts, a pair with an expert of another rank has no place, and adds nothing. Once chosen, an
+// expert is called by the index of its weights.
 //
 // Each product prepares its inputs in tiles, then all threads walk the panels of all experts that have rows, in the order
 // of memory. An expert with many rows is a product of its own, with loops of its own. A row's result depends neither on
@@ -36,7 +37,7 @@ struct Experts {
 
 struct Mixture {
   Routing routing;
-  int64_t first_expert;  // the first of those that weights are here of
+  int64_t first_expert;  // index of the first of those that weights are here of
   int64_t held_experts;  // number of these
   Experts gate_up;  // with twice as many outputs as `down` has inputs; without a gate, as many
   Experts down;
@@ -58,13 +59,15 @@ constexpr int64_t kResultBytes = 64 << 20;  // of these rows: bounds what lies b
 constexpr int64_t kNowhere = -1;
 constexpr int64_t kChoicesPerIndex = 16;  // rows that one thread chooses for, or sums, at a time
 
-constexpr int64_t kCountedExperts = 1024;  // of those behind them nothing is counted
+constexpr int64_t kCountedLayers = 256, kCountedExperts = 1024;  // of those behind them nothing is counted
 
-// Choices since the process began, of all mixtures together. One thread at a time computes; others may read.
+// Choices since the process began. One thread at a time computes; others may read.
 struct ChoiceCounts {
-  int64_t num_experts;             // of the largest mixture, kCountedExperts at most
-  int64_t of_busiest_ranks;        // of each call's rank with most of them, where ranks share the experts
-  int64_t by_expert[kCountedExperts];
+  int64_t most_experts;      // kCountedExperts, from the first reading on
+  int64_t num_layers;        // up to the last mixture
+  int64_t num_experts;       // of the largest mixture
+  int64_t of_busiest_ranks;  // of each call's rank with most of them, where ranks share the experts
+  int64_t by_layer[kCountedLayers][kCountedExperts];  // by number of the expert
 };
 ChoiceCounts counts_of_process;
 
@@ -73,14 +76,23 @@ T* take(Scratch& scratch, int64_t count) {
   return static_cast<T*>(scratch.get(count * sizeof(T)));
 }
 
-// Counts what rows have chosen, other ranks' experts included.
-void count_choices(const Mixture& args, const int32_t* experts, int64_t count) {
+// Counts what rows have chosen, other ranks' experts included, and calls each by the index of its weights.
+void count_and_index(const Mixture& args, int32_t* experts, int64_t count) {
   ChoiceCounts& counts = counts_of_process;
-  counts.num_experts = std::max(counts.num_experts, std::min(args.routing.num_experts, kCountedExperts));
-  for (int64_t pair = 0; pair < count; ++pair) {
-    if (experts[pair] < kCountedExperts) ++counts.by_expert[experts[pair]];
+  const Routing& routing = args.routing;
+  const bool is_counted = routing.layer >= 0 && routing.layer < kCountedLayers;
+  if (is_counted) {
+    counts.num_layers = std::max(counts.num_layers, routing.layer + 1);
+    counts.num_experts = std::max(counts.num_experts, std::min(routing.num_experts, kCountedExperts));
+    for (int64_t pair = 0; pair < count; ++pair) {
+      if (experts[pair] < kCountedExperts) ++counts.by_layer[routing.layer][experts[pair]];
+    }
   }
-  const int64_t held = args.held_experts, num_ranks = args.routing.num_experts / held;
+  for (int64_t pair = 0; routing.weight_index != nullptr && pair < count; ++pair) {
+    experts[pair] = static_cast<int32_t>(routing.weight_index[experts[pair]]);
+  }
+  if (!is_counted) return;
+  const int64_t held = args.held_experts, num_ranks = routing.num_experts / held;
   if (num_ranks < 2) return;
   static thread_local Scratch memory;
   auto* by_rank = take<int64_t>(memory, num_ranks);
@@ -124,10 +136,10 @@ Pairs choose(const Mixture& args, int64_t first, int64_t rows) {
       router.choose(first + row, experts + row * top_k, pairs.weights + row * top_k);
     }
   });
-  count_choices(args, experts, count);
+  count_and_index(args, experts, count);
   auto* next = take<int64_t>(ends, held + 1);  // place of each expert's next row
   std::fill_n(next, held + 1, 0);
-  // of this rank's experts, which it numbers from 0; held or more: another's
+  // of this rank's experts, from 0; held or more: another's
   const auto own = [&](int64_t pair) { return static_cast<uint64_t>(experts[pair] - args.first_expert); };
   const auto is_here = [&](int64_t pair) { return own(pair) < static_cast<uint64_t>(held); };
   for (int64_t pair = 0; pair < count; ++pair) {
@@ -380,8 +392,8 @@ void mix(const Mixture& args, int64_t first, int64_t rows) {
 TRIPTYCH_KERNEL(fused_moe, triptych::Mixture,
                 routing.dtype, routing.logits, routing.stride, routing.num_experts, routing.top_k, routing.score,
                 routing.renormalize, routing.scale, routing.jitter, routing.num_groups, routing.top_groups, routing.group_experts,
-                routing.correction, routing.expert_scales, first_expert, held_experts, gate_up.form.kind, gate_up.form.form,
-                gate_up.form.bits, gate_up.form.affine, gate_up.form.input_bits, gate_up.form.wide_rows, gate_up.form.wide_bits, gate_up.weight,
+                routing.correction, routing.expert_scales, routing.weight_index, routing.layer, first_expert, held_experts,
+                gate_up.form.kind, gate_up.form.form, gate_up.form.bits, gate_up.form.affine, gate_up.form.input_bits, gate_up.form.wide_rows, gate_up.form.wide_bits, gate_up.weight,
                 gate_up.expert_bytes, gate_up.bias, gate_up.in_features, gate_up.out_features, gate_up.adapters, down.form.kind,
                 down.form.form, down.form.bits, down.form.affine, down.form.input_bits, down.form.wide_rows,
                 down.form.wide_bits, down.weight, down.expert_bytes, down.bias, down.in_features, down.out_features,
@@ -397,4 +409,7 @@ TRIPTYCH_KERNEL(fused_moe, triptych::Mixture,
 }
 
 // The counts of this library: see ChoiceCounts.
-extern "C" const int64_t* triptych_expert_counts() { return &triptych::counts_of_process.num_experts; }
+extern "C" const int64_t* triptych_expert_counts() {
+  triptych::counts_of_process.most_experts = triptych::kCountedExperts;
+  return &triptych::counts_of_process.most_experts;
+}

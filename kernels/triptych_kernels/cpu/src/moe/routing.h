@@ -28,6 +28,8 @@ struct Routing {
   int64_t group_experts;    // a group counts as the sum of so many of its largest scores
   const float* correction;  // [num_experts], added to the scores for the choice only; or null
   const float* expert_scales;  // [num_experts], factors of the weights; or null
+  const int64_t* weight_index;  // [num_experts], index of each expert's weights among those of all ranks; null: its number
+  int64_t layer;            // under which choices are counted; below 0 they are not
 
   int64_t group_size() const { return num_experts / num_groups; }
 };
