@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -29,7 +30,7 @@ from triptych.types.events import DeltaEvent, FinishedEvent
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
 
-GEMMA_3 = FAMILIES["Gemma 3"]
+GEMMA_3, QWEN_3_MOE = FAMILIES["Gemma 3"], FAMILIES["Qwen 3 MoE"]
 SIX_LAYERS = {"sliding_window": 24, "layer_types": [SLIDING, SLIDING, FULL] * 2}
 MODELS = {
     **RECURRENT_FAMILIES,
@@ -38,6 +39,7 @@ MODELS = {
         arguments={**GEMMA_3.arguments, **SIX_LAYERS},
         sizes={**GEMMA_3.sizes, "num_hidden_layers": 6},
     ),
+    "Qwen 3 MoE": replace(QWEN_3_MOE, arguments={**QWEN_3_MOE.arguments, "num_experts": 8}),
 }
 FAMILY_TO_GROUPS = {
     "Qwen3-Next": "2 KV groups share the blocks: 1 layers full, 3 layers state",
@@ -144,11 +146,16 @@ async def num_cached(stack: LocalCluster, prompt: str) -> int:
 
 def chosen_experts(stack: LocalCluster) -> dict[int, float]:
     """Return how often each expert was chosen, as the worker's metrics say it."""
-    url = f"http://127.0.0.1:{stack.config.worker.metrics_port}/metrics"
-    with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
-        text = answer.read().decode()
+    text = page_of_worker(stack, "/metrics").decode()
     found = re.findall(r'^triptych_worker_expert_choices_total{expert="(\d+)"} (\S+)$', text, re.MULTILINE)
     return {int(expert): float(count) for expert, count in found}
+
+
+def page_of_worker(stack: LocalCluster, path: str) -> bytes:
+    url = f"http://127.0.0.1:{stack.config.worker.metrics_port}{path}"
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+        content: bytes = answer.read()
+    return content
 
 
 CASES = [
@@ -231,3 +238,26 @@ async def test_a_move_to_another_engine_changes_no_token_of_transformers(family:
                 if num_moves := sum(answer.num_moves for answer in answers):
                     break
             assert num_moves
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not isa(), reason="without native kernels choices are not counted")
+async def test_counts_of_a_run_place_the_experts_of_the_next(tmp_path: Path) -> None:
+    oracle, path = save("Qwen 3 MoE", tmp_path), tmp_path / "counts.json"
+    ranks = {"parallel.tensor_parallel_size": "2", "parallel.expert_parallel": "true"}
+    flags = {**FLAGS, **ranks, "model.model": str(tmp_path)}
+    with group_of_ranks(**flags) as (stack, _):
+        assert_equal_to_oracle(oracle, await stream_all(stack.address))
+        path.write_bytes(page_of_worker(stack, "/expert_counts"))
+        total = sum(chosen_experts(stack).values())
+    layers = json.loads(path.read_text())["layers"]
+    assert list(layers) == ["0", "2", "3"], "layer 1 is dense"
+    assert sum(map(sum, layers.values())) == total
+    with group_of_ranks(**flags, **{"parallel.expert_counts": str(path)}) as (stack, lines):
+        assert_equal_to_oracle(oracle, await stream_all(stack.address))
+        found = [
+            re.search(r"the busiest of 2 ranks has (\S+) times .* would have (\S+) times", line)
+            for line in lines
+        ]
+        placed, neighbours = next(map(float, match.groups()) for match in found if match)
+        assert 1 <= placed < neighbours

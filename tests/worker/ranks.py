@@ -43,6 +43,7 @@ from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepPlan
 from triptych_services.worker.context.device import resolve_config
+from triptych_services.worker.context.expert_placement import describe_counts
 from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.runner.base import PendingStep
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
@@ -66,6 +67,8 @@ class Case:
     port: int = 0
     """Port of the rendezvous; unused by one rank."""
     expert_parallel: bool = False
+    expert_counts: str = ""
+    """File of them, see `uneven_counts`."""
     quantization: str = "none"
     device: str = "cpu"
     dtype: str = "float32"
@@ -187,6 +190,18 @@ def say_adapted(runner: SleepableRunner, adapters: Sequence[Path], num_new: int 
     return [list(tokens) for tokens in zip(*steps, strict=True)]
 
 
+def uneven_counts(directory: Path) -> str:
+    """Write a file of counts beside a checkpoint by which ranks hold no neighbours, other ones in each layer."""
+    counts = {}
+    for index, layer in enumerate(read_architecture(directory).layers):
+        if layer.experts is not None:
+            own = [2**expert for expert in range(layer.experts.num_experts)]
+            counts[index] = own if index % 2 else own[::-1]
+    path = directory / "counts.json"
+    path.write_bytes(describe_counts("tiny", "", counts))
+    return str(path)
+
+
 def create(case: Case, rank: int, cache: CacheConfig) -> SleepableRunner:
     """Create this rank's runner, of eight requests and 64 tokens a step."""
     engine = EngineConfig(
@@ -208,6 +223,7 @@ def create(case: Case, rank: int, cache: CacheConfig) -> SleepableRunner:
             tensor_parallel_size=case.num_ranks // case.num_stages,
             pipeline_parallel_size=case.num_stages,
             expert_parallel=case.expert_parallel,
+            expert_counts=case.expert_counts,
             rendezvous_address=f"127.0.0.1:{case.port}",
             timeout_s=TIMEOUT_S / 2
             if case.loses_a_rank

@@ -256,6 +256,14 @@ class ParallelConfig:
         "every expert.",
         WORKER,
     )
+    expert_counts: str = value(
+        "",
+        "File of how often each expert of each layer was chosen, as /expert_counts of a worker's metrics port answers. "
+        "By it `expert_parallel` gives the ranks experts that are chosen about equally often. Empty: each rank has "
+        "neighbouring experts.",
+        WORKER,
+        per_rank=True,
+    )
     rendezvous_address: str = value(
         "127.0.0.1:29500",
         "Where rank 0 of the group listens and the other ranks meet it, host:port; not asked of a single rank. Rank 0 "

@@ -15,6 +15,7 @@ from triptych_services.worker.context.attention_choice import (
     AttentionSite,
     choose_attention_backend,
 )
+from triptych_services.worker.context.expert_placement import read_placement
 from triptych_services.worker.context.precision import (
     choose_dtype,
     choose_kv_dtype,
@@ -90,7 +91,7 @@ def resolve_for_device(
         batch_invariant=choose_batch_invariance(engine, site, quantization),
         has_step_by_device=not engine.scheduler.max_num_batched_tokens,
     )
-    return _with_speculation(config)
+    return _with_speculation(_with_placement(config))
 
 
 def _check_support(engine: EngineConfig, architecture: ModelArchitecture, rank: RankFacts) -> None:
@@ -138,6 +139,25 @@ def _check_experts(engine: EngineConfig, architecture: ModelArchitecture) -> Non
             "parallel.expert_parallel = true",
             f"{architecture.name} has no mixture of experts that ranks can share; set it to false",
         )
+
+
+def _with_placement(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the same with experts placed by `parallel.expert_counts`, if that is set.
+
+    Raises:
+        ConfigError: Ranks hold no whole experts, or the file does not fit the model.
+    """
+    parallel = config.engine.parallel
+    if not parallel.expert_counts:
+        return config
+    if not parallel.expert_parallel:
+        raise ConfigError(
+            f"parallel.expert_counts: {parallel.expert_counts}, but parallel.expert_parallel is false, so that ranks "
+            "have a part of each expert; set that to true, or leave this empty"
+        )
+    num_ranks = parallel.tensor_parallel_size
+    placement = read_placement(parallel.expert_counts, config.architecture, num_ranks=num_ranks)
+    return replace(config, expert_placement=placement)
 
 
 def _check_kv_dtype(architecture: ModelArchitecture, kv_dtype: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
+from triptych_services.worker.context.expert_placement import ExpertPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ class ResolvedConfig:
     flash-attn-3 or flashinfer; none on a simulated device."""
     batch_invariant: bool = True
     """`engine.model.batch_invariant` with `auto` resolved."""
+    expert_placement: ExpertPlacement | None = None
+    """Which experts ranks hold by `engine.parallel.expert_counts`; None: it is empty, and they hold neighbours."""
     no_guesses: str = ""
     """The reason for which `engine.speculative.enabled`, which is resolved there, became false; empty: it did not."""
     has_step_by_device: bool = False

@@ -11,6 +11,9 @@ choices.
     rank 0   | abc  | abc  | abc  | abc  |    |abcdef|abcdef|
     rank 1   |   def|   def|   def|   def|                  |abcdef|abcdef|
                shares of columns                 parallel.expert_parallel
+
+`ResolvedConfig.expert_placement` says which experts a rank holds whole. The router knows them by their numbers, and the
+choice looks up where their weights are.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from triptych_kernels.weights.adapter_tables import ExpertAdapters, ExpertsTable
 from triptych_kernels.weights.adapters import AdaptedRows
 from triptych_kernels.weights.base import Half, LinearWeight
 from triptych_kernels.weights.packed import PackedStack, PackedWeight, can_pack
+from triptych_services.worker.context.expert_placement import experts_per_rank
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.adapted import AdaptedLayer, AdaptedPiece
 from triptych_services.worker.layers.quantization import choose_format, create_quantized_experts
@@ -44,7 +48,7 @@ from triptych_services.worker.layers.weights import (
     parameter_target,
     unused_target,
 )
-from triptych_services.worker.parallel.shares import share, share_experts
+from triptych_services.worker.parallel.shares import share
 
 _HALVES: tuple[Half, Half] = ("gate", "up")
 
@@ -53,9 +57,12 @@ _HALVES: tuple[Half, Half] = ("gate", "up")
 class ExpertSizes:
     """The form of each expert, this rank's share of it, and the experts that this rank has a share of."""
 
-    experts: range
+    experts: Sequence[int]
+    """Numbers of the experts, ascending."""
     num_experts: int
     """Number of experts, of all ranks together."""
+    first_expert: int | None
+    """Index of the first expert of this rank among all ranks', or None if it has a share of each."""
     hidden_size: int
     intermediate_size: int
     """Number of columns, of all ranks together."""
@@ -81,11 +88,6 @@ class ExpertSizes:
     def up_rows(self) -> int:
         """Outputs of the first product on this rank."""
         return len(self.up_projections) * self.length
-
-    @property
-    def first_expert(self) -> int | None:
-        """The first expert of this rank, or None if it has a share of each."""
-        return self.experts.start if len(self.experts) < self.num_experts else None
 
 
 class SparseMoE(nn.Module):
@@ -119,12 +121,16 @@ class SparseMoE(nn.Module):
             )
         self.group = context.group
         self.activation = activation
-        self.router = Router(hidden_size, spec, context=context, prefix=f"{prefix}.gate")
+        layer, placement = layer_of(prefix, context), context.config.expert_placement
+        order = None if placement is None else placement.order_of(layer)
+        self.router = Router(
+            hidden_size, spec, layer=layer, order=order, context=context, prefix=f"{prefix}.gate"
+        )
         self.shared = shared
         self.shared_gate: SharedGate | None = None
         if spec.has_shared_gate:
             self.shared_gate = SharedGate(hidden_size, context=context, prefix=f"{prefix}.shared_expert_gate")
-        sizes = _share_sizes(hidden_size, intermediate_size, spec, activation, context=context)
+        sizes = _share_sizes(hidden_size, intermediate_size, spec, activation, order, context=context)
         self.first_expert = sizes.first_expert
         create = PackedExperts if _are_packed(sizes, context) else StackedExperts
         self.experts = create(sizes, context=context, prefix=f"{prefix}.experts")
@@ -164,7 +170,21 @@ class Router(AdaptedLayer):
     It is never quantized: it is small, and a wrong choice is a large error.
     """
 
-    def __init__(self, hidden_size: int, spec: ExpertsSpec, *, context: ModelContext, prefix: str) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: ExpertsSpec,
+        *,
+        layer: int,
+        order: Sequence[int] | None,
+        context: ModelContext,
+        prefix: str,
+    ) -> None:
+        """
+        Args:
+            layer: As of `ExpertChoice`.
+            order: All ranks' experts in the order of their weights; None: that of their numbers.
+        """
         super().__init__()
         self.prefix = prefix
         self.spec = spec
@@ -182,6 +202,8 @@ class Router(AdaptedLayer):
         self.expert_scales: nn.Parameter | None = None
         if spec.has_expert_scales:
             self.expert_scales = empty_parameter(num_experts, context=context, dtype=torch.float32)
+        index = None if order is None else torch.tensor(order, device=context.device).argsort()
+        self.register_buffer("weight_index", index, persistent=False)
         self.choice = ExpertChoice(
             spec.num_experts_per_tok,
             spec.score,
@@ -194,7 +216,8 @@ class Router(AdaptedLayer):
             expert_scales=self.expert_scales,
             scales_input=spec.scales_input,
             jitter=spec.jitter,
-            layer=layer_of(prefix, context),
+            weight_index=index,
+            layer=layer,
         )
 
     def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
@@ -413,23 +436,36 @@ def layer_of(prefix: str, context: ModelContext) -> int:
 
 
 def _share_sizes(
-    hidden_size: int, intermediate_size: int, spec: ExpertsSpec, activation: str, *, context: ModelContext
+    hidden_size: int,
+    intermediate_size: int,
+    spec: ExpertsSpec,
+    activation: str,
+    order: Sequence[int] | None,
+    *,
+    context: ModelContext,
 ) -> ExpertSizes:
     """Return the part of a mixture's experts that this rank holds.
+
+    Args:
+        order: As of `Router`.
 
     Raises:
         ConfigError: Ranks cannot share the experts, or their columns, evenly.
     """
-    rank = context.rank
+    rank, num_experts = context.rank, spec.num_experts
+    experts: Sequence[int] = range(num_experts)
+    first: int | None = None
     if context.config.engine.parallel.expert_parallel:
-        experts, start, length = share_experts(spec.num_experts, rank=rank), 0, intermediate_size
+        each = experts_per_rank(num_experts, rank.tensor_parallel_size)
+        first, start, length = rank.tensor_parallel_rank * each, 0, intermediate_size
+        experts = (experts if order is None else order)[first : first + each]
     else:
-        experts = range(spec.num_experts)
         start, length = share(intermediate_size, what="intermediate_size", rank=rank)
     adds_down_bias = length == intermediate_size or rank.tensor_parallel_rank == 0
     return ExpertSizes(
         experts,
-        spec.num_experts,
+        num_experts,
+        first if len(experts) < num_experts else None,
         hidden_size,
         intermediate_size,
         start,

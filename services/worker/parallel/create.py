@@ -45,6 +45,7 @@ def check_agreement(
         processor: Name of what the kernels run on.
 
     Raises:
+        ConfigError: `parallel.expert_counts` is of another checkpoint.
         HandshakeMismatch: A rank differs from rank 0; names every such key with both values.
         RankUnavailable: A rank is gone.
     """
@@ -57,6 +58,7 @@ def check_agreement(
         "checkpoint": identity.fingerprint,
         "weights": identity.weights,
         "processor": processor,
+        "expert counts": "" if config.expert_placement is None else config.expert_placement.digest,
     }
     rank_to_values = [json.loads(text) for text in group.exchange(json.dumps(own))]
     check_same_values(
@@ -64,3 +66,5 @@ def check_agreement(
         advice="give all ranks the same file, environment, flags and kind of machine; only worker.rank and other "
         "options of a single process may differ",
     )
+    if config.expert_placement is not None:
+        config.expert_placement.check_weights(identity.weights)

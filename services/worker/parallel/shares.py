@@ -40,22 +40,6 @@ def share(size: int, *, what: str, rank: RankFacts) -> tuple[int, int]:
     return rank.tensor_parallel_rank * (size // num_ranks), size // num_ranks
 
 
-def share_experts(num_experts: int, *, rank: RankFacts) -> range:
-    """Return the experts of a mixture that this rank holds whole, under `parallel.expert_parallel`.
-
-    Raises:
-        ConfigError: The number of ranks does not divide `num_experts`.
-    """
-    num_ranks = rank.tensor_parallel_size
-    if num_experts % num_ranks:
-        raise ConfigError(
-            f"parallel.expert_parallel: {num_ranks} ranks (parallel.tensor_parallel_size) cannot share num_experts = "
-            f"{num_experts} evenly; set it to false, or the number of ranks to one that divides it"
-        )
-    each = num_experts // num_ranks
-    return range(rank.tensor_parallel_rank * each, (rank.tensor_parallel_rank + 1) * each)
-
-
 def share_kv_heads(num_kv_heads: int, *, what: str = "num_kv_heads", rank: RankFacts) -> tuple[int, int]:
     """Return this rank's key heads: the index of the first, and their number.
 

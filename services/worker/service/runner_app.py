@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from triptych.config import EngineConfig
-from triptych.errors import RankUnavailable, TriptychError
+from triptych.errors import FeatureDisabled, RankUnavailable, TriptychError, WrongState
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import ExpertChoices, WorkerMetrics
 from triptych.rpc import collector
@@ -22,6 +22,7 @@ from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.types.exit_codes import ExitCode
 from triptych.types.facts import Phase, WorkerFacts
 from triptych_kernels.cpu.library import expert_counts
+from triptych_services.worker.context.expert_placement import describe_counts
 from triptych_services.worker.context.group_place import GroupPlace
 from triptych_services.worker.runner.base import PhaseChange, Runner
 from triptych_services.worker.service.runner_thread import RunnerThread
@@ -52,6 +53,8 @@ class RunnerApp(ServiceApp):
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.metrics = WorkerMetrics.create()
         self.status_publisher = StatusPublisher()
+        if not config.simulation.enabled:
+            self.pages = {"/expert_counts": self._count_experts}
         self.ready: asyncio.Future[WorkerFacts] = asyncio.get_running_loop().create_future()
         """The runner's facts, once it has loaded."""
         self.runner: Runner | None = None
@@ -91,6 +94,22 @@ class RunnerApp(ServiceApp):
             ExpertChoices(expert_counts)
         self.runner = runner
         self.ready.set_result(runner.facts)
+
+    def _count_experts(self) -> bytes:
+        """Return how often each expert was chosen, as `parallel.expert_counts` reads it. Called on any thread."""
+        by_layer = expert_counts().by_layer
+        if self.runner is None or not by_layer:
+            raise WrongState(
+                "no choice of an expert was counted: kernels for CPUs count those of models with a mixture, from the "
+                "first request on"
+            )
+        if self.config.speculative.model:
+            raise FeatureDisabled(
+                f"speculative.model = {self.config.speculative.model}",
+                "the experts that it chooses would be counted among those of the model; leave it empty to count",
+            )
+        facts = self.runner.facts.model
+        return describe_counts(facts.name, facts.identity.weights, by_layer)
 
     async def turn_ready(self, facts: WorkerFacts) -> None:
         """Publish that this process is ready, with its facts."""

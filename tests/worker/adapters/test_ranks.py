@@ -17,7 +17,7 @@ from tests.worker.adapters.mixtures import MIXTURES, kinds_of, save_mixture
 from tests.worker.adapters.trained import LLAMA, PROJECTIONS, merged, save_adapter, save_base
 from tests.worker.models.checkpoints import greedy_tokens
 from tests.worker.models.families import FAMILIES
-from tests.worker.ranks import Answer, Case, adapted_prompts, run_ranks
+from tests.worker.ranks import Answer, Case, adapted_prompts, run_ranks, uneven_counts
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.adapter import WEIGHTS_FILE, read_adapter
 from triptych.checkpoint.config_json import read_architecture
@@ -84,6 +84,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
             port=free_port(),
             enforce_eager=is_eager,
             expert_parallel=name.startswith("whole"),
+            expert_counts=uneven_counts(bases[model]) if name.startswith("whole") else "",
             adapters=adapters[model],
         )
         for name, (model, num_ranks, num_stages, is_eager) in CASES.items()

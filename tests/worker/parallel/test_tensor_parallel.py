@@ -16,7 +16,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.processes import free_port
 from tests.worker.models.families import FAMILIES
-from tests.worker.ranks import Answer, Case, Together, compute, plans, run_ranks, save_checkpoint
+from tests.worker.ranks import (
+    Answer,
+    Case,
+    Together,
+    compute,
+    plans,
+    run_ranks,
+    save_checkpoint,
+    uneven_counts,
+)
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.config import ParallelConfig
 from triptych.errors import ConfigError, FeatureDisabled, HandshakeMismatch, RankUnavailable
@@ -187,9 +196,11 @@ def test_ranks_share_what_other_families_have(num_stages: int, tmp_path: Path) -
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("num_ranks", "num_stages"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "is_placed"), [(2, 1, True), (4, 1, False), (4, 2, True)]
+)
 def test_ranks_of_whole_experts_say_what_transformers_does(
-    num_ranks: int, num_stages: int, tmp_path: Path
+    num_ranks: int, num_stages: int, is_placed: bool, tmp_path: Path
 ) -> None:
     cases = {}
     for name, (family, keys) in EXPERTS.items():
@@ -199,10 +210,13 @@ def test_ranks_of_whole_experts_say_what_transformers_does(
         directory = tmp_path / name
         config.save_pretrained(directory)
         save_checkpoint(directory, json.loads((directory / "config.json").read_text()))
-        cases[name] = Case(directory, num_ranks, num_stages, port=free_port(), expert_parallel=True)
+        counts = uneven_counts(directory) if is_placed else ""
+        cases[name] = Case(
+            directory, num_ranks, num_stages, free_port(), expert_parallel=True, expert_counts=counts
+        )
     answers = run_ranks(cases, tmp_path)
     for name, (first, *others) in answers.items():
-        alone = compute(replace(cases[name], num_ranks=1, num_stages=1), rank=0)
+        alone = compute(replace(cases[name], num_ranks=1, num_stages=1, expert_counts=""), rank=0)
         assert first.token_ids == alone.token_ids, name
         assert all(other.token_ids == first.token_ids for other in others), name
         for ours, expected in zip(first.logprobs, alone.logprobs, strict=True):

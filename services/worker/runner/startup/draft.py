@@ -11,7 +11,7 @@ from torch import nn
 
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_file import ConfigFile
-from triptych.config import CacheConfig, ModelConfig, SpeculativeConfig
+from triptych.config import CacheConfig, ModelConfig, ParallelConfig, SpeculativeConfig
 from triptych.errors import ConfigError, FeatureDisabled, ModelError
 from triptych.types.facts import WorkerFacts
 from triptych_services.worker.attention.create import create_attention
@@ -214,7 +214,8 @@ def config_of(
     )
     cache = CacheConfig(groups="one", memory_fraction=1.0)
     speculative = SpeculativeConfig(enabled="false", cache_gib=engine.speculative.cache_gib)
-    return resolve_config(replace(engine, model=model, cache=cache, speculative=speculative), architecture)
+    engine = replace(engine, model=model, cache=cache, speculative=speculative, parallel=ParallelConfig())
+    return resolve_config(engine, architecture)
 
 
 def read_vocabulary(directory: Path) -> dict[str, int]:

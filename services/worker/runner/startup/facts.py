@@ -205,6 +205,7 @@ def numerics_of(config: ResolvedConfig, *, processor: str, block_size: int, num_
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "expert_parallel": parallel.expert_parallel,
         "block_size": block_size,
+        **({} if config.expert_placement is None else {"expert_counts": config.expert_placement.digest}),
         **{name: _version(name) for name in _packages(config)},
     }
     return json.dumps(deciding, sort_keys=True)
