@@ -290,7 +290,8 @@ class WorkerConfig:
     )
     metrics_host: str = value(
         "127.0.0.1",
-        "Address to bind the metrics port to. It serves /metrics, /livez and /readyz over plain HTTP, without keys.",
+        "Address to bind the metrics port to. It serves /metrics, /livez, /readyz and /expert_counts over plain HTTP, "
+        "without keys.",
         WORKER,
         per_rank=True,
     )
