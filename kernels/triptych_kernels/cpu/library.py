@@ -250,10 +250,13 @@ def expert_counts() -> ExpertCounts:
         ) from error
     function.argtypes, function.restype = [], ctypes.POINTER(ctypes.c_int64)
     counts = function()
-    most_experts, num_layers, num_experts, of_busiest_ranks = counts[:4]
-    starts = (4 + layer * most_experts for layer in range(num_layers))
-    rows = enumerate(counts[start : start + num_experts] for start in starts)
-    return ExpertCounts({layer: row for layer, row in rows if any(row)}, of_busiest_ranks)
+    most_layers, most_experts, num_layers, of_busiest_ranks = counts[:4]
+    by_layer = {}
+    for layer, num_experts in enumerate(counts[4 : 4 + num_layers]):
+        start = 4 + most_layers + layer * most_experts
+        if any(row := counts[start : start + num_experts]):
+            by_layer[layer] = row
+    return ExpertCounts(by_layer, of_busiest_ranks)
 
 
 def raise_failure(failure: int, what: str) -> None:

@@ -206,9 +206,12 @@ def test_choices_are_counted_by_expert_and_of_the_busiest_rank() -> None:
     for num_calls, (first_expert, own, own_choice) in enumerate(calls, 1):
         fused_moe(x, logits, *own, own_choice, first_expert=first_expert)
         counts = expert_counts()
-        assert counts.by_layer[layer][:NUM_EXPERTS] == (num_calls * chosen).tolist()
+        assert counts.by_layer[layer] == (num_calls * chosen).tolist()
         assert {layer: counts.by_layer[layer]} | before.by_layer == counts.by_layer
     of_parts = [choose_experts(part, choice)[1].flatten() for part in logits.split(1024)]
     by_rank = [indices // 2 for experts in of_parts for indices in (experts, index[experts])]
     busiest = sum(int(ranks.bincount().max()) for ranks in by_rank)
     assert counts.of_busiest_ranks - before.of_busiest_ranks == busiest
+    fewer = [PackedStack(list(weights)[:4]) for weights in (w13, w2)]
+    fused_moe(x, logits[:, :4].contiguous(), *fewer, replace(choice, layer=layer + 1))
+    assert len(expert_counts().by_layer[layer + 1]) == 4, "a layer has experts of its own number"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ class ExpertChoices(Collector):
             "Times that a token chose an expert, by its number and over all layers.",
             labels=["expert"],
         )
-        for expert, counts in enumerate(zip(*by_layer.values(), strict=True)):
+        for expert, counts in enumerate(itertools.zip_longest(*by_layer.values(), fillvalue=0)):
             chosen.add_metric([str(expert)], sum(counts))
         yield chosen
         yield CounterMetricFamily(

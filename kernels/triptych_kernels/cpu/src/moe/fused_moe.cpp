@@ -63,10 +63,10 @@ constexpr int64_t kCountedLayers = 256, kCountedExperts = 1024;  // of those beh
 
 // Choices since the process began. One thread at a time computes; others may read.
 struct ChoiceCounts {
-  int64_t most_experts;      // kCountedExperts, from the first reading on
+  int64_t most_layers, most_experts;  // the sizes below, from the first reading on: until then all are zeros
   int64_t num_layers;        // up to the last mixture
-  int64_t num_experts;       // of the largest mixture
   int64_t of_busiest_ranks;  // of each call's rank with most of them, where ranks share the experts
+  int64_t num_experts[kCountedLayers];  // of each layer; 0: it is no mixture
   int64_t by_layer[kCountedLayers][kCountedExperts];  // by number of the expert
 };
 ChoiceCounts counts_of_process;
@@ -83,9 +83,10 @@ void count_and_index(const Mixture& args, int32_t* experts, int64_t count) {
   const bool is_counted = routing.layer >= 0 && routing.layer < kCountedLayers;
   if (is_counted) {
     counts.num_layers = std::max(counts.num_layers, routing.layer + 1);
-    counts.num_experts = std::max(counts.num_experts, std::min(routing.num_experts, kCountedExperts));
+    counts.num_experts[routing.layer] = std::min(routing.num_experts, kCountedExperts);
+    int64_t* by_expert = counts.by_layer[routing.layer];
     for (int64_t pair = 0; pair < count; ++pair) {
-      if (experts[pair] < kCountedExperts) ++counts.by_layer[routing.layer][experts[pair]];
+      if (experts[pair] < kCountedExperts) ++by_expert[experts[pair]];
     }
   }
   for (int64_t pair = 0; routing.weight_index != nullptr && pair < count; ++pair) {
@@ -410,6 +411,7 @@ TRIPTYCH_KERNEL(fused_moe, triptych::Mixture,
 
 // The counts of this library: see ChoiceCounts.
 extern "C" const int64_t* triptych_expert_counts() {
+  triptych::counts_of_process.most_layers = triptych::kCountedLayers;
   triptych::counts_of_process.most_experts = triptych::kCountedExperts;
-  return &triptych::counts_of_process.most_experts;
+  return &triptych::counts_of_process.most_layers;
 }
