@@ -152,10 +152,14 @@ _EXPECTED = 'a file as /expert_counts of a worker\'s metrics port has it: {"laye
 
 def _read(path: str) -> bytes:
     try:
-        with Path(path).expanduser().open("rb") as file:
+        file_path = Path(path).expanduser()
+        if file_path.exists() and not file_path.is_file():  # a pipe would keep the start waiting
+            raise ConfigError(f"{_OPTION}: {path}: found no regular file, expected {_EXPECTED}")
+        with file_path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{_OPTION}: {path}: cannot be read: {error.strerror or error}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, or a name that cannot be one
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{_OPTION}: {path}: cannot be read: {why}") from None
     if len(content) > _MOST_BYTES:
         raise ConfigError(f"{_OPTION}: {path}: found more than {_MOST_BYTES} bytes, expected {_EXPECTED}")
     return content
@@ -171,10 +175,11 @@ def _check_layers(
         if layer.experts is not None
     }
     if differing := sorted(expected.keys() ^ found.keys()):
-        what = "lacks" if differing[0] in expected else "has"
+        lacks = differing[0] in expected
         raise ConfigError(
             f"{_OPTION}: {path}: layers: found {len(found)} layers, expected those of the {len(expected)} mixtures of "
-            f"{architecture.name}; it {what} {differing[0]!r:.80}; join the files of all stages"
+            f"{architecture.name}; it {'lacks' if lacks else 'has'} {differing[0]!r:.80}"
+            f"{'; join the files of all stages' if lacks else ''}"
         )
     for layer, num_experts in expected.items():
         counts = found[layer]
