@@ -101,6 +101,8 @@ class ResolvedConfig:
     """`engine.model.batch_invariant` with `auto` resolved."""
     expert_placement: ExpertPlacement | None = None
     """Which experts ranks hold by `engine.parallel.expert_counts`; None: it is empty, and they hold neighbours."""
+    guesses_for_another: bool = False
+    """Whether the model guesses for another one, so that its choices of experts are not counted."""
     no_guesses: str = ""
     """The reason for which `engine.speculative.enabled`, which is resolved there, became false; empty: it did not."""
     has_step_by_device: bool = False

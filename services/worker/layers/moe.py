@@ -431,7 +431,9 @@ def _whole_piece(prefix: str, weight: AnyWeight) -> tuple[AdaptedPiece, ...]:
 def layer_of(prefix: str, context: ModelContext) -> int:
     """Return the layer that a mixture is in, by its name; -1 if it is none of the model's, as one that guesses."""
     found = re.search(r"\.(\d+)\.", prefix)
-    layer = -1 if found is None else int(found[1])
+    if found is None or context.config.guesses_for_another:
+        return -1
+    layer = int(found[1])
     return layer if layer < context.architecture.num_layers else -1
 
 

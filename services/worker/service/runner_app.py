@@ -8,11 +8,11 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from triptych.config import EngineConfig
-from triptych.errors import FeatureDisabled, RankUnavailable, TriptychError, WrongState
+from triptych.errors import RankUnavailable, TriptychError, WrongState
 from triptych.observe.logging import with_fields
 from triptych.observe.metrics import ExpertChoices, WorkerMetrics
 from triptych.rpc import collector
@@ -59,6 +59,8 @@ class RunnerApp(ServiceApp):
         """The runner's facts, once it has loaded."""
         self.runner: Runner | None = None
         """The runner, once it has loaded."""
+        self._choices_at_start: Mapping[int, Sequence[int]] = {}
+        """As of `ExpertCounts`, those that were made to warm up."""
         self._started_at = time.monotonic()
 
     @classmethod
@@ -92,24 +94,23 @@ class RunnerApp(ServiceApp):
         collector.freeze()
         if not self.config.simulation.enabled:
             ExpertChoices(expert_counts)
+            self._choices_at_start = expert_counts().by_layer
         self.runner = runner
         self.ready.set_result(runner.facts)
 
     def _count_experts(self) -> bytes:
         """Return how often each expert was chosen, as `parallel.expert_counts` reads it. Called on any thread."""
-        by_layer = expert_counts().by_layer
-        if self.runner is None or not by_layer:
+        counts = {}
+        for layer, own in expert_counts().by_layer.items():
+            before = self._choices_at_start.get(layer, [0] * len(own))
+            counts[layer] = [count - first for count, first in zip(own, before, strict=True)]
+        if self.runner is None or not any(map(any, counts.values())):
             raise WrongState(
                 "no choice of an expert was counted: kernels for CPUs count those of models with a mixture, from the "
                 "first request on"
             )
-        if self.config.speculative.model:
-            raise FeatureDisabled(
-                f"speculative.model = {self.config.speculative.model}",
-                "the experts that it chooses would be counted among those of the model; leave it empty to count",
-            )
         facts = self.runner.facts.model
-        return describe_counts(facts.name, facts.identity.weights, by_layer)
+        return describe_counts(facts.name, facts.identity.weights, counts)
 
     async def turn_ready(self, facts: WorkerFacts) -> None:
         """Publish that this process is ready, with its facts."""

@@ -194,6 +194,7 @@ def test_choices_and_ties_are_those_of_the_reference(choice: str, implementation
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_experts_elsewhere_among_the_weights_change_no_bit(
     choice: str, implementation: Implementation

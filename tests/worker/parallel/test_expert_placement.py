@@ -32,11 +32,13 @@ from triptych_services.worker.context.expert_placement import (
     place_experts,
     read_placement,
 )
+from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.context.rank_group import OneRank
 from triptych_services.worker.context.resolved_config import RankFacts
-from triptych_services.worker.layers.moe import SparseMoE
+from triptych_services.worker.layers.moe import SparseMoE, layer_of
 from triptych_services.worker.loader.load import load_model, open_checkpoint
 from triptych_services.worker.parallel.create import check_agreement
+from triptych_services.worker.runner.startup.draft import config_of
 from triptych_services.worker.runner.startup.facts import numerics_of
 
 NUM_EXPERTS = 4
@@ -132,6 +134,8 @@ FULL = {"0": SKEWED, "2": SKEWED}
         ),
         ({"layers": FULL | {"2": [1, True, 3, 4]}}, r"layers\.2: found True for expert 1"),
         ({"layers": FULL | {"2": [1, 2, 3, 0.5]}}, r"layers\.2: found 0\.5 for expert 3"),
+        ({"layers": FULL | {"2": [1, 2, float("nan"), 4]}}, r"layers\.2: found nan for expert 2"),
+        ('{"layers": {"0": [' + "9" * 5000 + "]}}", r"found no JSON \(Exceeds the limit"),
         ({"layers": FULL | {"0": [1 << 63, 2, 3, 4]}}, r"layers\.0: found 9223372036854775808 for expert 0"),
         (" " * (16 << 20) + "{}", "found more than 16777216 bytes"),
     ],
@@ -158,9 +162,22 @@ def test_counts_are_read_for_ranks_of_whole_experts_only(tmp_path: Path) -> None
         resolve(expert_counts=str(tmp_path / "none"), expert_parallel=True)
     with pytest.raises(ConfigError, match=r"expert_parallel: 3 ranks .* cannot share num_experts = 4 evenly"):
         resolve(3, expert_counts=path, expert_parallel=True)
+    with pytest.raises(ConfigError, match=rf"expert_counts: {tmp_path}: found no regular file"):
+        resolve(expert_counts=str(tmp_path), expert_parallel=True)
+    with pytest.raises(ConfigError, match=r"expert_counts: ~no\.body/a: cannot be read: "):
+        resolve(expert_counts="~no.body/a", expert_parallel=True)
     assert resolve(expert_parallel=True).expert_placement is None
     config = resolve(expert_parallel=True, expert_counts=path)
     assert config.expert_placement.order_of(2) == (0, 3, 1, 2)
+
+
+def test_choices_of_what_guesses_are_not_counted(tmp_path: Path) -> None:
+    config = resolve(1, expert_parallel=True, expert_counts=write(tmp_path / "counts.json", FULL))
+    name = "model.layers.2.mlp"
+    assert layer_of(name, ModelContext(config)) == 2
+    assert layer_of("model.layers.3.mlp", ModelContext(config)) == -1, "behind the last: it guesses"
+    draft = config_of(config, tiny_architecture())  # it has no experts that ranks could share
+    assert (draft.expert_placement, layer_of(name, ModelContext(draft))) == (None, -1)
 
 
 def test_ranks_agree_on_the_file_and_not_on_its_path(tmp_path: Path) -> None:
@@ -243,6 +260,7 @@ def test_a_rank_loads_the_experts_that_it_is_given(save: Callable[[Path], Path],
         )
         held = mixtures_of(load_model(config, open_checkpoint(directory), group=OneRank(rank, 2, 2)))
         for layer, moe in held.items():
+            assert moe.router.choice.layer == layer
             index = moe.router.weight_index
             assert index is not None
             assert [int(index[expert]) for expert in orders[layer]] == [0, 1, 2, 3]

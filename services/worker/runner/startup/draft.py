@@ -215,7 +215,7 @@ def config_of(
     cache = CacheConfig(groups="one", memory_fraction=1.0)
     speculative = SpeculativeConfig(enabled="false", cache_gib=engine.speculative.cache_gib)
     engine = replace(engine, model=model, cache=cache, speculative=speculative, parallel=ParallelConfig())
-    return resolve_config(engine, architecture)
+    return replace(resolve_config(engine, architecture), guesses_for_another=True)
 
 
 def read_vocabulary(directory: Path) -> dict[str, int]:
