@@ -44,6 +44,7 @@ ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "MPNet": ("MPNetModel", {**SIZES, "pad_token_id": 1}),
     "Nomic": ("NomicBertModel", {**SIZES, **ROPE}),
     "GTE": ("GteModel", {**SIZES, **ROPE}),
+    "Jina v3": ("JinaEmbeddingsV3Model", {**SIZES, "pad_token_id": 1}),
 }
 """Name -> class of transformers and arguments of its config."""
 
@@ -62,6 +63,7 @@ HEADS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "MPNet": ("MPNetForSequenceClassification", {**SIZES, "num_labels": 3, "pad_token_id": 1}),
     "Nomic": ("NomicBertForSequenceClassification", {**SIZES, **ROPE, "num_labels": 3}),
     "GTE": ("GteForSequenceClassification", {**SIZES, **ROPE, "num_labels": 3}),
+    "Jina v3": ("JinaEmbeddingsV3ForSequenceClassification", {**SIZES, "num_labels": 3, "pad_token_id": 1}),
 }
 
 
@@ -82,7 +84,6 @@ AT_ONCE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ERNIE": ("ErnieForSequenceClassification", {**SIZES, "num_labels": 1}),
     "EuroBERT": ("EuroBertModel", SIZES),
     "Data2Vec": ("Data2VecTextModel", {**SIZES, "pad_token_id": 1}),
-    "Jina v3": ("JinaEmbeddingsV3Model", SIZES),
     "RoBERTa, norms first": ("RobertaPreLayerNormForSequenceClassification", {**SIZES, "pad_token_id": 1}),
     "XLM-R XL": ("XLMRobertaXLForSequenceClassification", {**SIZES, "pad_token_id": 1}),
 }

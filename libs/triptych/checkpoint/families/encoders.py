@@ -1,4 +1,4 @@
-"""Families of encoders: BERT, RoBERTa and its kin, DistilBERT, ModernBERT, Nomic, GTE."""
+"""Families of encoders: BERT, RoBERTa and its kin, DistilBERT, ModernBERT, Nomic, GTE, Jina v3."""
 
 from __future__ import annotations
 
@@ -113,6 +113,38 @@ def mpnet(config: ConfigFile) -> ModelArchitecture:
         ),
         _names(("mpnet.",), renamed, head),
     )
+
+
+def jina(config: ConfigFile) -> ModelArchitecture:
+    """Read an XLM-R with rotary embeddings in place of learned positions."""
+    sizes, head = read_sizes(config), _head(config)
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes, theta=20000.0),
+        mlp="plain",
+    )
+    renamed = (
+        ("model.layers.", "encoder.layers."),
+        *(pair for pair in _EMBEDDINGS if pair[0] != "model.embed_norm"),
+        ("model.embed_norm", "emb_ln"),
+        ("self_attn.o_proj", "mixer.out_proj"),
+        ("post_attention_layernorm", "norm1"),
+        ("post_feedforward_layernorm", "norm2"),
+        ("mlp.up_proj", "mlp.fc1"),
+        ("mlp.down_proj", "mlp.fc2"),
+        ("classifier", "classifier.out_proj"),
+        ("head.dense", "classifier.dense"),
+    )
+    described = describe(
+        config,
+        sizes,
+        layers=layers,
+        block=_block(config.number("layer_norm_eps", default=1e-5), read_activation(config, default="gelu")),
+        ends=EndsSpec(has_embedding_norm=True),
+        names=replace(_names(("roberta.",), renamed, head), fused=(FusedTensor("mixer.Wqkv", _QKV),)),
+    )
+    return _encoder(described, EncoderSpec(config.integer("type_vocab_size", default=1), head=head))
 
 
 def _bert(
