@@ -35,15 +35,17 @@ from triptych_services.frontend.grpc.convert import (
 )
 from triptych_services.frontend.grpc.long_calls import (
     AnyGenerate,
+    AnyItem,
     R,
     name_call,
+    name_of,
     read_generation,
     read_tokenize,
 )
 from triptych_services.frontend.grpc.stall_watch import StallWatch
 from triptych_services.frontend.offload.fair_threads import FairThreads
 from triptych_services.frontend.requests.identity import unique_request_id
-from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
+from triptych_services.frontend.requests.long_reader import LongReader
 from triptych_services.frontend.requests.raw import MAX_ABORTS, RawRequest, with_remaining_time
 from triptych_services.frontend.streams.placement import AttachedEvent
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
@@ -103,15 +105,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def BatchGenerate(
         self,
-        request_iterator: AsyncIterator[generation_pb2.BatchGenerateRequest],
+        request_iterator: AsyncIterator[AnyItem],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[generation_pb2.BatchGenerateResponse]:
-        async def answer(
-            item: generation_pb2.BatchGenerateRequest,
-        ) -> AsyncGenerator[generation_pb2.BatchGenerateResponse]:
-            item.request.request_id = item.request.request_id or new_request_id()
-            raw = await self._read_item(item, _time_of_item(item, context.time_remaining()))
-            async with aclosing(self._messages(raw, _encoder(item.request))) as messages:
+        async def answer(item: AnyItem) -> AsyncGenerator[generation_pb2.BatchGenerateResponse]:
+            request, raw = await self._read_item(item, _time_of_item(item, context.time_remaining()))
+            async with aclosing(self._messages(raw, _encoder(request))) as messages:
                 async for message in messages:
                     yield generation_pb2.BatchGenerateResponse(tag=item.tag, event=message)
 
@@ -123,7 +122,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 to_error=lambda item, status: generation_pb2.BatchGenerateResponse(
                     tag=item.tag, error=status
                 ),
-                id_of=lambda item: item.request.request_id,
+                id_of=name_of,
             )
             async with aclosing(run.run(request_iterator)) as responses:
                 async for response in responses:
@@ -207,32 +206,41 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Return a request, with an id, and what it asks for. One that comes as bytes returns without its prompt."""
         label = sent_request_id(context.invocation_metadata())  # of several calls, maybe
         own_id = unique_request_id(label) if label else current_request_id()
-        arrived, remaining_s = time.monotonic(), context.time_remaining()
+        remaining_s = context.time_remaining()
         if isinstance(request, bytes):
             set_request_id(own_id)
-            read = functools.partial(read_generation, request, kind, own_id, remaining_s)
             method = kind.DESCRIPTOR.name.removesuffix("Request")
-            rest, raw = await self._read_long(len(request), read, method, remaining_s)
+            rest, raw = await self._read_bytes(request, kind, own_id, method, remaining_s)
             set_request_id(rest.request_id)
-            return rest, with_remaining_time(raw, arrived)
+            return rest, raw
         name_call(request, own_id)
         set_request_id(request.request_id)
         return request, await self._read(request, remaining_s)
 
     async def _read_item(
-        self, item: generation_pb2.BatchGenerateRequest, remaining_s: float | None
-    ) -> RawRequest:
-        """Return what an item of a batch asks for."""
-        request = item.request
-        if (size := request.ByteSize()) > LONG_REQUEST:
-            arrived = time.monotonic()
-            data, kind = request.SerializeToString(), generation_pb2.StreamGenerateRequest
-            read = functools.partial(read_generation, data, kind, request.request_id, remaining_s)
-            _, raw = await self._read_long(size, read, "BatchGenerate", remaining_s)
-            raw = with_remaining_time(raw, arrived)
-        else:
+        self, item: AnyItem, remaining_s: float | None
+    ) -> tuple[generation_pb2.StreamGenerateRequest, RawRequest]:
+        """Return the request of an item, as `_read_call` does. Bytes are dropped once they are read."""
+        if isinstance(item, generation_pb2.BatchGenerateRequest):
+            request = item.request
+            request.request_id = request.request_id or new_request_id()
             raw = await self._read(request, remaining_s)
-        return replace(raw, answer=write_answer(request.generation), resumes=request.resumes)
+        else:
+            item.request_id = new_request_id()
+            data, kind = item.request, generation_pb2.StreamGenerateRequest
+            request, raw = await self._read_bytes(data, kind, item.request_id, "BatchGenerate", remaining_s)
+            item.request_id = request.request_id
+            item.ClearField("request")
+        return request, replace(raw, answer=write_answer(request.generation), resumes=request.resumes)
+
+    async def _read_bytes(
+        self, data: bytes, kind: type[R], request_id: str, method: str, remaining_s: float | None
+    ) -> tuple[R, RawRequest]:
+        """Return what a child process reads. `request_id`: Its id where its client gives none."""
+        arrived = time.monotonic()
+        read = functools.partial(read_generation, data, kind, request_id, remaining_s)
+        rest, raw = await self._read_long(len(data), read, method, remaining_s)
+        return rest, with_remaining_time(raw, arrived)
 
     async def _read_long(self, size: int, read: Callable[[], T], method: str, remaining_s: float | None) -> T:
         """Return what `read` returns in a child process."""
@@ -283,7 +291,7 @@ def _size(chat: chat_pb2.Chat | None) -> int:
     return 0 if chat is None else chat_size(chat)
 
 
-def _time_of_item(item: generation_pb2.BatchGenerateRequest, remaining_s: float | None) -> float | None:
+def _time_of_item(item: AnyItem, remaining_s: float | None) -> float | None:
     """Return the time that an item of a batch may take, in seconds; `remaining_s` is that of the call."""
     if not item.HasField("timeout_ms"):
         return remaining_s

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from triptych.internal.v1 import long_request_pb2
 from triptych.v1 import generation_pb2, generation_pb2_grpc
 from triptych_services.frontend.grpc.convert import to_raw_request, to_tokenize_prompt
 from triptych_services.frontend.requests.long_reader import LONG_REQUEST
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
 
 AnyGenerate = generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest
+AnyItem = generation_pb2.BatchGenerateRequest | long_request_pb2.LongBatchItem
 R = TypeVar("R", generation_pb2.GenerateRequest, generation_pb2.StreamGenerateRequest)
 
 _LONG_METHODS = ("Generate", "StreamGenerate", "Tokenize")
@@ -48,6 +50,7 @@ class _LongRequests:
         self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]
     ) -> None:
         changed = {name: _with_bytes(handlers[name]) for name in _LONG_METHODS}
+        changed["BatchGenerate"] = _with_long_items(handlers["BatchGenerate"])
         generic = grpc.method_handlers_generic_handler(service, {**handlers, **changed})
         self._server.add_generic_rpc_handlers((generic,))
 
@@ -63,6 +66,23 @@ def _with_bytes(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(handler.unary_stream, *codecs)
     return grpc.unary_unary_rpc_method_handler(handler.unary_unary, *codecs)
+
+
+def _with_long_items(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    """Return a handler of a stream of items, of which a long one comes as a `LongBatchItem`."""
+    parse: Callable[[bytes], Any] = handler.request_deserializer
+
+    def read(data: bytes) -> AnyItem:
+        return long_request_pb2.LongBatchItem.FromString(data) if len(data) > LONG_REQUEST else parse(data)
+
+    return grpc.stream_stream_rpc_method_handler(handler.stream_stream, read, handler.response_serializer)
+
+
+def name_of(item: AnyItem) -> str:
+    """Return the request id of an item of a batch. Empty: it has none yet."""
+    if isinstance(item, long_request_pb2.LongBatchItem):
+        return item.request_id
+    return item.request.request_id
 
 
 def name_call(request: AnyGenerate, request_id: str) -> None:

@@ -23,11 +23,12 @@ from tests.helpers.fuzz import Fuzzer
 from tests.helpers.grpc_api import Api, alphabet, ask, error_of, open_api
 from triptych.config.api_keys import entry_line
 from triptych.errors import TriptychError
+from triptych.internal.v1 import long_request_pb2
 from triptych.rpc.status import from_rich_status
 from triptych.types.sampling import MAX_CHOICES
 from triptych.v1 import chat_pb2, generation_pb2
 from triptych_services.frontend import app
-from triptych_services.frontend.grpc import generation_servicer, long_calls
+from triptych_services.frontend.grpc import long_calls
 from triptych_services.frontend.grpc.convert import (
     to_chat,
     to_raw_request,
@@ -195,8 +196,7 @@ def _without_times(message: Any) -> Any:
 async def test_answers_are_the_same_wherever_requests_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeEngine(alphabet) as engine, open_api(engine) as api:
         expected = await _answers(api)
-        for module in (long_calls, generation_servicer):
-            monkeypatch.setattr(module, "LONG_REQUEST", 0)
+        monkeypatch.setattr(long_calls, "LONG_REQUEST", 0)
         assert await _answers(api) == expected
 
 
@@ -256,6 +256,29 @@ def test_choices_to_go_on_with_have_a_limit() -> None:
     request = generation_pb2.Generation(emitted=[{}] * (MAX_CHOICES + 1))  # type: ignore[list-item]
     (violation,) = to_raw_request("", request, None).violations
     assert str(violation) == f"emitted: {MAX_CHOICES + 1} choices are above the limit {MAX_CHOICES}"
+
+
+@pytest.mark.usefixtures("served")
+async def test_a_long_item_that_is_no_request_fails_alone() -> None:
+    broken = long_request_pb2.LongBatchItem(tag=1, request=b"\xff" * LONG_REQUEST)
+    good = generation_pb2.BatchGenerateRequest(tag=2, request=ask(text="Hi", length={"max_tokens": 3}))
+    async with FakeEngine(alphabet) as engine, open_api(engine) as api:
+        call = api.channel.stream_stream(
+            "/triptych.v1.GenerationService/BatchGenerate",
+            response_deserializer=generation_pb2.BatchGenerateResponse.FromString,
+        )
+        messages = iter([broken.SerializeToString(), good.SerializeToString()])
+        answers = [each async for each in call(messages)]
+    (error,) = [from_rich_status(each.error) for each in answers if each.tag == 1]
+    assert "no request of /triptych.v1.GenerationService/BatchGenerate: it cannot be parsed" in str(error)
+    assert "".join(each.event.output.text for each in answers if each.tag == 2) == "abc"
+
+
+def test_a_long_item_has_the_fields_of_an_item() -> None:
+    item = generation_pb2.BatchGenerateRequest(tag=7, request=ask("mine", text="Hi"), timeout_ms=0)
+    long = long_request_pb2.LongBatchItem.FromString(item.SerializeToString())
+    assert generation_pb2.StreamGenerateRequest.FromString(long.request) == item.request
+    assert (long.tag, long.HasField("timeout_ms"), long.timeout_ms, long.request_id) == (7, True, 0, "")
 
 
 def test_parts_that_are_not_served_are_named_up_to_a_limit() -> None:
