@@ -6,8 +6,6 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-from google.protobuf.message import Message
-
 from triptych.errors import FeatureDisabled, FieldViolation, InvalidRequest
 from triptych.types.output_limits import RepetitionDetection
 from triptych.types.sampling import MAX_CHOICES, OutputKind
@@ -47,8 +45,12 @@ _PATHS = {
     **CHAT_PATHS,
     "deadline_s": "the call's deadline",
 }
+_PATHS_BY_PROMPT: Mapping[str | None, Mapping[str, str]] = {
+    None: _PATHS,
+    **{kind: {**_PATHS, "prompt": path} for kind, path in _PROMPT_PATHS.items()},
+}
+"""Kind of the prompt -> the paths of a request with such a prompt."""
 _LEFT_SIDES = (common_pb2.TRUNCATION_SIDE_UNSPECIFIED, common_pb2.TRUNCATION_SIDE_LEFT)
-_UNSUPPORTED = ("cache.bypass",)
 _FORM_PATHS = {"json_schema": "json_schema.schema", "choice": "choice.values", "grammar": "grammar.text"}
 _TOOL_MODES = {
     chat_pb2.TOOL_MODE_UNSPECIFIED: "auto",
@@ -73,11 +75,11 @@ def to_raw_request(
 ) -> RawRequest:
     """Return the request as the frontend knows it; what only this API can see to be wrong is noted in it."""
     violations: list[FieldViolation] = []
-    unsupported = [path for path in _UNSUPPORTED if _is_set(generation, path)]
+    unsupported = ["cache.bypass"] if generation.cache.bypass else []
     sampling = _sampling_fields(generation, unsupported)
-    paths: Mapping[str, str] = _PATHS
     prompt: Any = None
     kind = generation.WhichOneof("prompt")
+    paths = _PATHS_BY_PROMPT[kind]
     match kind:
         case "text":
             prompt = generation.text.text
@@ -86,8 +88,6 @@ def to_raw_request(
         case "chat":
             prompt, violations = to_chat(generation.chat)
             unsupported += unsupported_of_chat(generation.chat)
-    if kind is not None:
-        paths = {**_PATHS, "prompt": _PROMPT_PATHS[kind]}
     if generation.HasField("structured_outputs"):
         form = generation.structured_outputs
         name = form.WhichOneof("form")
@@ -313,11 +313,3 @@ def _json_object(text: str, path: str) -> tuple[dict[str, Any], list[FieldViolat
 def _given(message: Any, field: str) -> Any:
     """Return the value of an optional field, or None where the client left it out."""
     return getattr(message, field) if message.HasField(field) else None
-
-
-def _is_set(message: Message, path: str) -> bool:
-    """Return whether a field, or a field of a field, has been set."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        message = getattr(message, parent)
-    return any(field.name == name for field, _ in message.ListFields())
