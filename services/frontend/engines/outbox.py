@@ -92,10 +92,10 @@ class Outbox:
 
     def submit(self, request: SubmitRequest) -> None:
         self._num_taken += 1
-        unsent = _Unsent(request, self._num_taken)
+        unsent = _Unsent(request, self._num_taken, _Load(request.num_choices, request.num_bytes))
         self._unsent[unsent] = None
         self._number_to_unsent.update(dict.fromkeys(request.numbers.tolist(), unsent))
-        self._load.add(request.num_choices, request.num_bytes)
+        self._load.add(unsent.load)
         self._changed.set()
 
     def abort(self, number: int) -> None:
@@ -108,7 +108,7 @@ class Outbox:
         unsent.aborted.append(number)
         if len(unsent.aborted) == unsent.request.num_choices:
             del self._unsent[unsent]
-            self._load.remove(unsent.request.num_choices, unsent.request.num_bytes)
+            self._load.remove(unsent.load)
 
     def stop(self, number: int) -> None:
         """End one choice at the engine with what it has; if it is kept, it stays kept."""
@@ -121,7 +121,7 @@ class Outbox:
     def attach(self, request: AttachRequest) -> None:
         """Ask the engine to let a request of another session go on in this one."""
         self._attaches.append((self._num_taken, request))
-        self._load.add(1, request.num_bytes)
+        self._load.add(_Load(1, request.num_bytes))
         self._changed.set()
 
     def detach(self, numbers: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ class Outbox:
             ProtocolViolation: There is no such message yet.
         """
         for message in self.sent.confirm(number):
-            self._load.remove(message.load.num_choices, message.load.num_bytes)
+            self._load.remove(message.load)
 
     async def write_to(self, call: grpc.aio.StreamStreamCall, *, tells_state: bool = False) -> None:
         """Write what is not confirmed, then what comes, until the goodbye or the end of the stream (raises).
@@ -232,7 +232,7 @@ class Outbox:
         while self._unsent and len(batch.requests) < _BATCH_REQUESTS:
             unsent = next(iter(self._unsent))
             request = unsent.request
-            if load.num_bytes and load.num_bytes + request.num_bytes > _BATCH_BYTES:
+            if load.num_bytes and load.num_bytes + unsent.load.num_bytes > _BATCH_BYTES:
                 break
             del self._unsent[unsent]
             numbers = request.numbers.tolist()
@@ -241,11 +241,11 @@ class Outbox:
             try:
                 batch.requests.append(submit_to_proto(request))
             except (ValueError, TypeError) as error:  # a value that parsing let through: our bug, its loss
-                self._load.remove(request.num_choices, request.num_bytes)
+                self._load.remove(unsent.load)
                 self._on_unsendable(numbers, error)
             else:
                 self._aborts += unsent.aborted  # for the message behind this one
-                load.add(request.num_choices, request.num_bytes)
+                load.add(unsent.load)
         return _Message(engine_core_pb2.ConnectRequest(submit=batch), load)
 
 
@@ -256,6 +256,7 @@ class _Unsent:
     request: SubmitRequest
     place: int
     """Its place among all requests of the session, from 1."""
+    load: _Load
     aborted: list[int] = field(default_factory=list)
     """Numbers of the choices that were aborted before it was sent."""
 
@@ -267,13 +268,13 @@ class _Load:
     num_choices: int = 0
     num_bytes: int = 0
 
-    def add(self, num_choices: int, num_bytes: int) -> None:
-        self.num_choices += num_choices
-        self.num_bytes += num_bytes
+    def add(self, other: _Load) -> None:
+        self.num_choices += other.num_choices
+        self.num_bytes += other.num_bytes
 
-    def remove(self, num_choices: int, num_bytes: int) -> None:
-        self.num_choices -= num_choices
-        self.num_bytes -= num_bytes
+    def remove(self, other: _Load) -> None:
+        self.num_choices -= other.num_choices
+        self.num_bytes -= other.num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
