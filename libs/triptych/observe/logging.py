@@ -18,6 +18,7 @@ _FIELDS = "fields"
 _TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \w+ +\S+ +(.*)")
 _PLAIN_WORD = re.compile(r'[^ ="\n\r]+')
 _LEVELS = {"WARNING": "WARN"}
+_ENCODER = json.JSONEncoder(default=str, ensure_ascii=False)
 _CHATTY = ("asyncio", "uvicorn", "uvicorn.access", "uvicorn.error", "httpx", "filelock")
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str, ensure_ascii=False)
+        return _ENCODER.encode(entry)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

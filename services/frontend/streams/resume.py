@@ -19,6 +19,7 @@ from triptych_services.frontend.requests.raw import RawChat
 _SECRET_BYTES = 16
 _COUNT_BYTES = 2
 _VERSION = 1
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, default=dict)
 MAX_TOKEN_CHARS = 512
 
 
@@ -128,9 +129,7 @@ class StreamState:
 
     def to_bytes(self) -> bytes:
         fields = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps(
-            {"version": _VERSION, **fields}, separators=(",", ":"), ensure_ascii=False, default=dict
-        ).encode("utf-8", "surrogatepass")
+        return _ENCODER.encode({"version": _VERSION, **fields}).encode("utf-8", "surrogatepass")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StreamState:
