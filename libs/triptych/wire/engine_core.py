@@ -186,31 +186,30 @@ def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[Fini
     """Read the ends of requests. Mostly there is one in a batch, for which arrays would cost more than all else."""
     reasons = message.reasons
     count = len(reasons)
-    columns = {
-        "numbers": ("I", message.numbers),
-        "stops": ("I", message.stop_token_ids_plus_one),
-        "cached": ("I", message.num_cached_tokens),
-        "queued": ("Q", message.queued_ns),
-        "prefill": ("Q", message.prefill_ns),
-        "decode": ("Q", message.decode_ns),
-        "accepted": ("I", message.num_accepted_guesses or bytes(4 * count)),
-        "rejected": ("I", message.num_rejected_guesses or bytes(4 * count)),
-    }
-    for name, (kind, data) in columns.items():
-        num_values, rest = divmod(len(data), _WIDTHS[kind])
-        if rest:
+
+    def column(name: str, kind: str, data: bytes) -> tuple[int, ...]:
+        try:
+            return struct.unpack(f"<{count}{kind}", data)
+        except struct.error:
             raise ProtocolViolation(
-                f"{name}: {len(data)} bytes do not hold whole {_WIDTHS[kind]}-byte values"
-            )
-        if num_values != count:
-            raise ProtocolViolation(
-                f"columns of one table differ in length: {name} {num_values}, reasons {count}"
-            )
-    if unknown := set(reasons) - _FINISH_REASONS.keys():
-        raise ProtocolViolation(f"there is no finish reason {min(unknown)}")
+                f"columns of one table differ in length: {name} has {len(data)} bytes of {_WIDTHS[kind]} each, "
+                f"reasons {count}"
+            ) from None
+
     rows = zip(
-        reasons, *(struct.unpack(f"<{count}{kind}", data) for kind, data in columns.values()), strict=True
+        reasons,
+        column("numbers", "I", message.numbers),
+        column("stops", "I", message.stop_token_ids_plus_one),
+        column("cached", "I", message.num_cached_tokens),
+        column("queued", "Q", message.queued_ns),
+        column("prefill", "Q", message.prefill_ns),
+        column("decode", "Q", message.decode_ns),
+        column("accepted", "I", message.num_accepted_guesses or bytes(4 * count)),
+        column("rejected", "I", message.num_rejected_guesses or bytes(4 * count)),
+        strict=True,
     )
+    if unknown := [reason for reason in reasons if reason not in _FINISH_REASONS]:
+        raise ProtocolViolation(f"there is no finish reason {min(unknown)}")
     return tuple(
         [
             FinishedRequest(
