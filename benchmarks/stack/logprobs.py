@@ -24,7 +24,7 @@ from triptych.types.logprobs import LogprobRows
 from triptych.types.step import LogprobColumns
 from triptych.v1 import generation_pb2
 from triptych.wire.generation import EventEncoder
-from triptych_services.frontend.http.openai.logprobs import chat_json, completion_json
+from triptych_services.frontend.http.openai.logprobs import TextPlaces, chat_json, completion_json
 from triptych_services.frontend.streams.logprobs import BatchLogprobs
 
 _BATCH, _NUM_BATCHES = 60, 100
@@ -44,7 +44,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     ways: dict[str, Callable[[LogprobRows], object]] = {
         "columns of a choice": len,
         "chat completions": lambda rows: chat_json(rows, names_by_id=False),
-        "completions": lambda rows: completion_json(rows, 0, None, "", names_by_id=False),
+        "completions": lambda rows: completion_json(rows, TextPlaces(), None, "", names_by_id=False),
         "gRPC": grpc,
     }
     for _ in range(arguments.rounds):

@@ -35,6 +35,27 @@ def name_by_text(token_bytes: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
+class TextPlaces:
+    """Finds where the tokens of a text begin in it, as they come.
+
+    One that begins inside a character begins where that character does:
+
+        tokens   " "   first bytes of 🦊   last byte of 🦊   "!"
+        place     0            1                 1            2
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        """Characters of the text so far, without one that is not complete."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_bytes: bytes) -> int:
+        """Take in the next token, and return its place."""
+        place = self.end
+        self.end += len(self._decoder.decode(token_bytes))
+        return place
+
+
 class CompletionColumns:
     """The lists of a completion's log-probabilities, each item as JSON."""
 
@@ -122,36 +143,34 @@ class PromptLogprobsList:
 
 def completion_json(
     entries: Sequence[TokenLogprobs],
-    offset: int,
+    places: TextPlaces,
     prompt: EchoLogprobs | None,
     text: str,
     *,
     names_by_id: bool,
-) -> tuple[str, int]:
-    """Return the JSON of new tokens of a completion, and the place where its next token begins.
+) -> str:
+    """Return the JSON of new tokens of a completion.
 
     Args:
-        offset: Where the first of them begins.
+        places: Of the tokens of the completion. Takes these in.
         prompt: The prompt, if the text begins with it.
         text: The new text.
     """
     offsets: list[int] = []
     columns = CompletionColumns()
     if prompt is not None:
-        offsets, offset = prompt.place_in(text)
+        offsets, places.end = prompt.place_in(text)
     if entries:
         rows = LogprobRows.of(entries)
         token_bytes, width = rows.token_bytes, rows.num_candidates
-        for piece in token_bytes[::width]:
-            offsets.append(offset)
-            offset += len(piece.decode(errors="replace"))
+        offsets += map(places.add, token_bytes[::width])
         columns.add(_keys(rows.token_ids, token_bytes, names_by_id), rows.logprobs, width)
     lists = [
         b",".join([*(getattr(prompt.columns, name) if prompt is not None else ()), *getattr(columns, name)])
         for name in ("tokens", "token_logprobs", "top_logprobs")
     ]
     json = b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":%b}'
-    return (json % (*lists, orjson.dumps(offsets))).decode(), offset
+    return (json % (*lists, orjson.dumps(offsets))).decode()
 
 
 def chat_json(entries: Sequence[TokenLogprobs], *, names_by_id: bool) -> str:

@@ -18,6 +18,7 @@ from triptych_services.frontend.http.openai.convert import AnswerOptions
 from triptych_services.frontend.http.openai.logprobs import (
     EchoLogprobs,
     PromptLogprobsList,
+    TextPlaces,
     chat_json,
     completion_json,
 )
@@ -96,7 +97,7 @@ class CompletionFormat:
 
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options
-        self._text_offsets: dict[int, int] = {}  # choice -> characters of its tokens so far
+        self._places: dict[int, TextPlaces] = {}  # of the tokens of each choice, from its first one on
         # The rest by the first choice of each prompt.
         self._prompt_token_ids: dict[int, list[int]] = {}  # if they are needed
         self._echoes: dict[int, EchoLogprobs] = {}
@@ -146,9 +147,8 @@ class CompletionFormat:
         return f'{prompt},"token_ids":{to_json(delta.token_ids)}'
 
     def skip(self, index: int, tokens: Iterable[bytes]) -> None:
-        sizes = [len(token.decode(errors="replace")) for token in tokens]
-        if sizes:
-            self._text_offsets[index] = sum(sizes)
+        for token in tokens:
+            self._places.setdefault(index, TextPlaces()).add(token)
             self._are_open.add(index)
 
     def whole(self, choice: Choice) -> str:
@@ -174,12 +174,11 @@ class CompletionFormat:
         """`text`: What the choice has new; its first begins with the prompt that it repeats."""
         if not self._options.wants_logprobs:
             return "null"
-        offset = self._text_offsets.get(index)
-        echo = self._echoes.get(self._first_choice(index)) if offset is None else None
-        logprobs, self._text_offsets[index] = completion_json(
-            entries, offset or 0, echo, text, names_by_id=self._options.names_tokens_by_id
-        )
-        return logprobs
+        echo = None
+        if index not in self._places:
+            self._places[index], echo = TextPlaces(), self._echoes.get(self._first_choice(index))
+        names_by_id = self._options.names_tokens_by_id
+        return completion_json(entries, self._places[index], echo, text, names_by_id=names_by_id)
 
 
 class ChatFormat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 
 from triptych.types.logprobs import LogprobRows, TokenLogprobs
 from triptych_services.frontend.http.openai import logprobs as module
-from triptych_services.frontend.http.openai.logprobs import LOWEST_LOGPROB, chat_json, completion_json
+from triptych_services.frontend.http.openai.logprobs import (
+    LOWEST_LOGPROB,
+    TextPlaces,
+    chat_json,
+    completion_json,
+)
 
 PIECES = [
     b"a",
@@ -77,8 +83,8 @@ def test_chat_json_says_what_each_token_says(num_rows: int, width: int, names_by
 @pytest.mark.parametrize("names_by_id", [False, True])
 @pytest.mark.parametrize("width", [1, 2, 6])
 def test_completion_json_says_what_each_token_says(width: int, names_by_id: bool) -> None:
-    rows = some_rows(5, width, 1)
-    text, offset = completion_json(rows, 7, None, "", names_by_id=names_by_id)
+    rows, places = some_rows(5, width, 1), TextPlaces()
+    text = completion_json(rows, places, None, "", names_by_id=names_by_id)
     names = [
         [
             name_of(*candidate, names_by_id=names_by_id, is_chat=False)
@@ -86,8 +92,12 @@ def test_completion_json_says_what_each_token_says(width: int, names_by_id: bool
         ]
         for row in rows
     ]
-    sizes = [len(row.token_bytes[0].decode(errors="replace")) for row in rows]
-    assert offset == 7 + sum(sizes)
+    output = [row.token_bytes[0] for row in rows]
+    *offsets, end = [
+        len(codecs.utf_8_decode(b"".join(output[:num_tokens]), "replace", False)[0])
+        for num_tokens in range(len(output) + 1)
+    ]
+    assert places.end == end
     assert json.loads(text, object_pairs_hook=_no_name_twice) == {
         "tokens": [own[0] for own in names],
         "token_logprobs": [value(row.logprobs[0]) for row in rows],
@@ -95,8 +105,21 @@ def test_completion_json_says_what_each_token_says(width: int, names_by_id: bool
             dict(zip(own, map(value, row.logprobs), strict=True))
             for own, row in zip(names, rows, strict=True)
         ],
-        "text_offset": [7 + sum(sizes[:place]) for place in range(5)],
+        "text_offset": offsets,
     }
+
+
+@pytest.mark.parametrize("num_together", [1, 2, 5])
+def test_places_count_a_character_of_several_tokens_once(num_together: int) -> None:
+    fox = "🦊".encode()
+    pieces = [" ü".encode(), fox[:3], fox[3:], b"!", b"?"]
+    rows = LogprobRows(1, list(range(5)), np.zeros(5, np.float32), [1] * 5, pieces.__getitem__)
+    places, offsets = TextPlaces(), list[int]()
+    for start in range(0, 5, num_together):
+        part = completion_json(rows[start : start + num_together], places, None, "", names_by_id=False)
+        offsets += json.loads(part)["text_offset"]
+    assert offsets == [0, 2, 2, 3, 4]
+    assert [" ü🦊!?"[place] for place in offsets] == [" ", "🦊", "🦊", "!", "?"]
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -107,8 +130,7 @@ def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def test_no_tokens_are_empty_lists() -> None:
     assert json.loads(chat_json((), names_by_id=False)) == {"content": [], "refusal": None}
     lists = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    text, offset = completion_json((), 3, None, "", names_by_id=False)
-    assert (json.loads(text), offset) == (lists, 3)
+    assert json.loads(completion_json((), TextPlaces(), None, "", names_by_id=False)) == lists
 
 
 def test_pieces_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
