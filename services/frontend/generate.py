@@ -18,7 +18,6 @@ from triptych.types.facts import ModelFacts
 from triptych.types.outputs import Usage
 from triptych.types.pooling import GENERATION
 from triptych.types.sampling import MAX_BIASES, OutputKind
-from triptych.types.step import U32
 from triptych.types.submit import ModelTerms
 from triptych_services.frontend.access.caller import Caller, current_caller, set_tenant
 from triptych_services.frontend.access.rate_limits import RateLimits
@@ -230,9 +229,8 @@ class Generator:
                 finished = _finish(request, outputs, record)
             finally:
                 outputs.close()
-                if not record.finish:  # else it is complete
-                    record.usage = _usage(request.prompt_token_ids, outputs)
-                record.note_outputs(outputs)
+                if not record.finish:
+                    _record_outputs(request, outputs, record)
                 self._rate_limits.charge(caller, record.usage.num_output_tokens)
                 if deadline_timer is not None:
                     deadline_timer.cancel()
@@ -291,8 +289,8 @@ class Generator:
                     finished = _finish(attached, outputs, record)
                 finally:
                     outputs.close()
-                    record.usage = _usage(attached.prompt_token_ids, outputs)
-                    record.note_outputs(outputs)
+                    if not record.finish:
+                        _record_outputs(attached, outputs, record)
                     num_new = outputs.num_tokens - sum(map(len, attached.seen_token_ids.values()))
                     self._rate_limits.charge(caller, num_new)
                     if deadline_timer is not None:
@@ -429,20 +427,24 @@ def _finish(
     request: PreparedRequest | AttachedStream, outputs: RequestOutputs, record: RequestRecord
 ) -> FinishedEvent:
     """Record how a request has ended, and return its last event."""
-    record.usage = _usage(request.prompt_token_ids, outputs)
+    _record_outputs(request, outputs, record)
     record.finish = outputs.finish_words
     for choice in outputs.choices:
         reason = choice.finish_reason.word if choice.finish_reason is not None else ""
         record.note_choice(reason, choice.num_tokens, choice.timings)
     return FinishedEvent(
-        record.usage, outputs.timings, request.tokenize_ns, outputs.num_moves, outputs.is_exact
+        record.usage, outputs.timings, request.tokenize_ns, record.num_moves, outputs.is_exact
     )
 
 
-def _usage(prompt_token_ids: U32, outputs: RequestOutputs) -> Usage:
-    return Usage(
-        len(prompt_token_ids),
+def _record_outputs(
+    request: PreparedRequest | AttachedStream, outputs: RequestOutputs, record: RequestRecord
+) -> None:
+    """Record what has come of a request so far, and where it was computed."""
+    record.usage = Usage(
+        len(request.prompt_token_ids),
         outputs.num_tokens,
         outputs.num_cached_tokens,
         outputs.num_reasoning_tokens,
     )
+    record.note_outputs(outputs)
