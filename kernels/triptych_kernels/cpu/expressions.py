@@ -100,6 +100,12 @@ def _softplus(a: Arguments) -> Expression:
     return ("where", ("gt", scaled, a["threshold"]), a["self"], smooth)
 
 
+def _expm1(a: Arguments) -> Expression:
+    x, half = a["self"], ("tanh", ("mul", a["self"], 0.5))
+    near = ("div", ("mul", half, 2.0), ("sub", 1.0, half))  # keeps the digits that 1 would take away
+    return ("where", ("gt", x, 1.0), ("sub", ("exp", x), 1.0), near)
+
+
 def _clamp(low: str | None, high: str | None) -> Callable[[Arguments], Expression]:
     def expression(a: Arguments) -> Expression:
         x, x_dtype = a["self"], a["self"].dtype
@@ -157,6 +163,7 @@ EXPRESSIONS: Mapping[str, Callable[[Arguments], Expression]] = {
     "gelu": _gelu,
     "glu": _glu,
     "softplus": _softplus,
+    "expm1": _expm1,
     "leaky_relu": _leaky_relu,
     "hardtanh": _clamp("min_val", "max_val"),
     "clamp": _clamp("min", "max"),

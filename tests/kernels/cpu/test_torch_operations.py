@@ -25,6 +25,7 @@ UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
     "reciprocal": lambda x: (x.abs() + 0.1).reciprocal(),
     "exp": torch.exp,
     "log": lambda x: (x.abs() + 0.1).log(),
+    "expm1": torch.expm1,
     "log1p": lambda x: x.abs().log1p(),
     "tanh": lambda x: torch.tanh(3 * x),
     "erf": torch.erf,
