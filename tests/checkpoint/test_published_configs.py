@@ -962,6 +962,28 @@ PUBLISHED: dict[str, tuple[str, Config, Config]] = {
         },
         {"rotary_dim": 64, "activation": "relu2", "tied": False},
     ),
+    "Apertus-8B-Instruct-2509": (
+        "ApertusForCausalLM",
+        LLAMA
+        | {
+            "attention_bias": False,
+            "hidden_act": "xielu",
+            "mlp_bias": False,
+            "post_norm": False,
+            "qk_norm": True,
+            "rope_scaling": {
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+                "type": "llama3",
+            },
+            "rope_theta": 12000000,
+            "tie_word_embeddings": False,
+        },
+        {"activation": "xielu", "qk_norm": "head", "kind": "llama3", "qkv_bias": False},
+    ),
     "K-EXAONE-236B-A23B": (
         "ExaoneMoEForCausalLM",
         LLAMA

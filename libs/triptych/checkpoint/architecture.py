@@ -20,6 +20,9 @@ TRANSFORMERS_MODEL = "TransformersForCausalLM"
 TRANSFORMERS_ENCODER = "TransformersEncoder"
 """Name of the encoders that they compute."""
 
+XIELU = "xielu"
+"""Name of the activation that has numbers of its own in each layer of the checkpoint, `act_fn`."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
@@ -293,8 +296,8 @@ class BlockSpec:
     down_bias: bool = False
     """Whether the last projection of the MLP has a bias although the others have none."""
     activation: str = "silu"
-    """Under Hugging Face's names: silu, gelu, gelu_pytorch_tanh, relu, relu2, quick_gelu. And that of GPT-OSS's
-    experts, swiglu_oai."""
+    """Under Hugging Face's names: silu, gelu, gelu_pytorch_tanh, relu, relu2, quick_gelu; without a gate also
+    xielu. And that of GPT-OSS's experts, swiglu_oai."""
     attention_scale: float = 0.0
     """Factor of the products of queries and keys; 0: 1 / sqrt(head_dim)."""
     attention_soft_cap: float = 0.0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from triptych.checkpoint.architecture import LayerInputsSpec, LayerSpec
+from triptych.checkpoint.architecture import XIELU, LayerInputsSpec, LayerSpec
 from triptych_kernels.ops import rms_norm
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.linear import ColumnLinear, GatedLinear, RowLinear
@@ -39,6 +41,7 @@ class MLP(nn.Module):
         """
         super().__init__()
         hidden_size, block = context.architecture.hidden_size, context.architecture.block
+        self.act_fn = XIelu(context=context, prefix=f"{prefix}.act_fn") if block.activation == XIELU else None
         self.up_proj: nn.Module
         if is_gated:
             self.up_proj = GatedLinear(
@@ -53,7 +56,7 @@ class MLP(nn.Module):
             self.up_proj = ColumnLinear(
                 hidden_size,
                 intermediate_size,
-                activation=block.activation,
+                activation=block.activation if self.act_fn is None else None,
                 bias=block.mlp_bias,
                 context=context,
                 prefix=f"{prefix}.up_proj",
@@ -69,8 +72,51 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
-        out: Tensor = self.down_proj(self.up_proj(hidden, adapter_slots), adapter_slots)
+        activated = self.up_proj(hidden, adapter_slots)
+        if self.act_fn is not None:
+            activated = self.act_fn(activated)
+        out: Tensor = self.down_proj(activated, adapter_slots)
         return out
+
+
+class XIelu(WeightedLayer):
+    """An activation with four numbers of its own in each layer, computed in float32; `prefix` is its name.
+
+        above 0    (beta + softplus(alpha_p) * x) * x
+        else       beta * e + softplus(alpha_n) * (e - x), e = expm1(min(x, eps))
+
+    Source: xIELU, arXiv:2411.13010.
+    """
+
+    def __init__(self, *, context: ModelContext, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.square, self.below, self.beta, self.eps = (
+            empty_parameter(1, context=context, dtype=torch.float32) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a new tensor like x."""
+        wide = x.float()
+        power = torch.expm1(torch.minimum(wide, self.eps))
+        below = self.beta * power + self.below * (power - wide)
+        above = (self.beta + self.square * wide) * wide
+        return torch.where(wide > 0, above, below).to(x.dtype)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        def softplus_into(parameter: Tensor) -> Callable[[Tensor], object]:
+            return lambda stored: parameter.copy_(functional.softplus(stored.float()))
+
+        fills = {
+            "alpha_p": (softplus_into(self.square), 0.2),
+            "alpha_n": (softplus_into(self.below), -1.1),
+            "beta": (self.beta.copy_, 0.5),
+            "eps": (self.eps.copy_, -1e-6),
+        }
+        return {
+            f"{self.prefix}.{name}": WeightTarget(fill, (1,), 1, constant=constant)
+            for name, (fill, constant) in fills.items()
+        }
 
 
 class MLPBesideExperts(nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, XIELUActivation
 
 from tests.worker.tiny import dense, tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import NormSpec
@@ -19,6 +19,7 @@ from triptych_services.worker.context.resolved_config import RankFacts
 from triptych_services.worker.layers.checkpoint_tensors import load_weights
 from triptych_services.worker.layers.embedding import LogitsHead, VocabEmbedding
 from triptych_services.worker.layers.linear import ColumnLinear, GatedLinear, QKVLinear, RowLinear
+from triptych_services.worker.layers.mlp import XIelu
 from triptych_services.worker.layers.norm import LayerNorm, RMSNorm, create_norm
 from triptych_services.worker.layers.weights import find_weight_targets
 
@@ -297,3 +298,23 @@ def test_a_bias_stands_beside_its_outputs() -> None:
     x = whole(3, 4)
     gate, up = (x @ tensors[f"m.{h}_proj.weight"].T + tensors[f"m.{h}_proj.bias"] for h in ("gate", "up"))
     torch.testing.assert_close(gated(x), torch.nn.functional.silu(gate) * up)
+
+
+def test_xielu_is_that_of_transformers() -> None:
+    theirs = XIELUActivation(dtype=torch.float32)
+    stored = {
+        "alpha_p": whole(1),
+        "alpha_n": whole(1) - 1,
+        "beta": torch.tensor([0.4]),
+        "eps": torch.tensor([-0.1]),
+    }
+    theirs.load_state_dict(
+        {name: numbers.view_as(theirs.state_dict()[name]) for name, numbers in stored.items()}
+    )
+    layer = XIelu(context=rank_context(), prefix="m.act_fn")
+    fill(layer, {f"m.act_fn.{name}": numbers for name, numbers in stored.items()})
+    special = torch.tensor([0.0, -0.0, -0.05, -1e-7, 1e-7, -100.0, 300.0, -1e30, float("inf"), float("nan")])
+    x = torch.cat((special, 3 * whole(7, 30).flatten()))
+    torch.testing.assert_close(layer(x), theirs(x), equal_nan=True)
+    narrow = x.bfloat16()
+    torch.testing.assert_close(layer(narrow), theirs(narrow.float()).bfloat16(), equal_nan=True)

@@ -111,6 +111,20 @@ GEMMA4 = {
 """Layers of two sizes of heads; no inputs by token."""
 
 FAMILIES: dict[str, Tiny] = {
+    "Apertus": Tiny(
+        "apertus",
+        {
+            "attention_bias": True,
+            **rope(
+                "llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=16,
+            ),
+        },
+    ),
+    "Apertus, relu": Tiny("apertus", {"hidden_act": "relu2", **rope("default")}),
     "Arcee": Tiny("arcee", {"head_dim": 8, "mlp_bias": True}),
     "BLOOM": Tiny(
         "bloom",

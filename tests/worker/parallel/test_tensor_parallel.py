@@ -75,6 +75,7 @@ NUM_RANKS_OF = {
 }
 """Case -> model, ranks, quantization."""
 OTHER_FAMILIES = (
+    "Apertus",
     "BLOOM",
     "Cohere",
     "DeepSeek V2 Lite",

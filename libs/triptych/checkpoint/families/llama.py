@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from triptych.checkpoint.architecture import (
+    XIELU,
     BlockSpec,
     EndsSpec,
     LayerSpec,
@@ -56,6 +57,36 @@ def llama(config: ConfigFile) -> ModelArchitecture:
         sizes, intermediate_size=config.integer("intermediate_size"), rope=read_rope(config, sizes)
     )
     return describe(config, sizes, layers=layers, block=_with_biases(rms_block(config), config))
+
+
+def apertus(config: ConfigFile) -> ModelArchitecture:
+    sizes = read_sizes(config)
+    config.expect("post_norm", False, otherwise="norms follow the blocks")
+    config.expect("qk_norm", True, otherwise="queries and keys have no norms")
+    config.expect("mlp_bias", False, otherwise="the MLP has biases")
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("intermediate_size"),
+        rope=read_rope(config, sizes, theta=12000000.0),
+        mlp="plain",
+    )
+    eps, bias = config.number("rms_norm_eps", default=1e-5), config.boolean("attention_bias", default=False)
+    activation = config.text("hidden_act", default=XIELU)
+    block = BlockSpec(
+        norm=NormSpec(eps=eps),
+        qk_norm="head",
+        qk_norm_spec=NormSpec(eps=eps),
+        qkv_bias=bias,
+        out_bias=bias,
+        activation=XIELU if activation == XIELU else read_activation(config),
+    )
+    names = TensorNames(
+        renamed=(
+            ("input_layernorm", "attention_layernorm"),
+            ("post_attention_layernorm", "feedforward_layernorm"),
+        )
+    )
+    return describe(config, sizes, layers=layers, block=block, names=names)
 
 
 def arcee(config: ConfigFile) -> ModelArchitecture:

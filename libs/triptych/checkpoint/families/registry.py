@@ -25,6 +25,7 @@ family has and this project has not built."""
 
 _GROUPS = {
     "llama": {
+        "ApertusForCausalLM": "apertus",
         "ArceeForCausalLM": "arcee",
         "Ernie4_5ForCausalLM": "ernie",
         "Exaone4ForCausalLM": "exaone",
