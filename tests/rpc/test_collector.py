@@ -18,7 +18,6 @@ def own_collector() -> Iterator[None]:
     freeze()
     yield
     gc.set_threshold(*before)
-    gc.unfreeze()
 
 
 class Process:

@@ -13,12 +13,12 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -48,6 +48,9 @@ from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.runner.base import PendingStep
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup.create import create_runner
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180.0  # of a whole job; it takes 5 s
@@ -357,6 +360,15 @@ def compute(case: Case, rank: int) -> Answer:
         adapted=adapted,
         after_the_loss=tuple(after_the_loss),
     )
+
+
+def asked_for(request: pytest.FixtureRequest, cases: Collection[str], *others: str) -> list[str]:
+    """Return the cases that tests of this file ask for by `name`, of those that are run, and `others`."""
+    items = [
+        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    names = {item.callspec.params.get("name") for item in items} | set(others)
+    return [name for name in cases if name in names]
 
 
 def run_ranks(cases: dict[str, Case], directory: Path) -> dict[str, list[Any]]:

@@ -45,12 +45,6 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def unfrozen() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-
-
 def alive() -> list[str]:
     return [type(each).__name__ for each in gc.get_objects() if type(each) in OF_A_REQUEST]
 
@@ -228,4 +222,3 @@ def test_nothing_is_collected_in_full_with_10_000_requests_alive() -> None:
         assert alive() == []
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()

@@ -17,7 +17,7 @@ from tests.worker.adapters.mixtures import MIXTURES, kinds_of, save_mixture
 from tests.worker.adapters.trained import LLAMA, PROJECTIONS, merged, save_adapter, save_base
 from tests.worker.models.checkpoints import greedy_tokens
 from tests.worker.models.families import FAMILIES
-from tests.worker.ranks import Answer, Case, adapted_prompts, run_ranks, uneven_counts
+from tests.worker.ranks import Answer, Case, adapted_prompts, asked_for, run_ranks, uneven_counts
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.adapter import WEIGHTS_FILE, read_adapter
 from triptych.checkpoint.config_json import read_architecture
@@ -62,12 +62,15 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    asked = {name: CASES[name] for name in asked_for(request, CASES)}
+    models = {model for model, *_ in asked.values()}
     bases = {
         name: (save_mixture if name in MIXTURES else save_base)(
             tmp_path_factory.mktemp("base"), name if name in MIXTURES else config
         )
         for name, (config, _) in MODELS.items()
+        if name in models
     }
     adapters = {
         model: tuple(
@@ -75,6 +78,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
             for seed, (name, changes) in enumerate(kinds.items())
         )
         for model, (_, kinds) in MODELS.items()
+        if model in models
     }
     return {
         name: Case(
@@ -87,7 +91,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
             expert_counts=uneven_counts(bases[model]) if name.startswith("whole") else "",
             adapters=adapters[model],
         )
-        for name, (model, num_ranks, num_stages, is_eager) in CASES.items()
+        for name, (model, num_ranks, num_stages, is_eager) in asked.items()
     }
 
 

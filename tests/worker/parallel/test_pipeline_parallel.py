@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from tests.helpers.processes import free_port
-from tests.worker.ranks import Answer, Case, compute, run_ranks, save_checkpoint
+from tests.worker.ranks import Answer, Case, asked_for, compute, run_ranks, save_checkpoint
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import IndexerSpec, LatentSpec
 from triptych.config import EngineConfig, ParallelConfig
@@ -76,8 +76,11 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def answers(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    return run_ranks(cases, tmp_path_factory.mktemp("ranks"))
+def answers(
+    request: pytest.FixtureRequest, cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Answer]]:
+    asked = asked_for(request, cases, "two stages, biases", LOSES_A_STAGE)
+    return run_ranks({name: cases[name] for name in asked}, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.quick_cases(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,14 +40,6 @@ NUM_BLOCKS = 2048  # of 16 tokens, 2 layers, 2 heads of 8, float32: 8 MiB
 KV_BYTES = NUM_BLOCKS * 16 * 2 * 2 * 2 * 8 * 4
 LARGE = 8  # times as many: blocks of a layer that share their memory with nothing else
 HOST, DROPPED = SleepLevel
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Exclude the imports of the test process from garbage collections."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
