@@ -347,6 +347,7 @@ async def test_compiler_that_has_ended_meanwhile_is_started_again() -> None:
     assert is_good(await checker.compile(FORMS["choice"], FACTS, form_path))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", FORMS)
 async def test_python_client_s_form_reaches_the_engine(name: str) -> None:
     request = build_generation("x", SamplingParams(structured_outputs=FORMS[name]), RequestOptions())
