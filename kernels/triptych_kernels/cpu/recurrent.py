@@ -106,7 +106,15 @@ def _scan_heads(
 
 def _pages(state: Tensor, batch: StateBatch) -> dict[str, Operand]:
     """Return the fields of `Pages` in pages.h."""
+    guesses = batch.guesses
+    memory = None if guesses is None else guesses.memory
     return {
+        "pages_guesses": memory,
+        "pages_slot_stride": 0 if memory is None else memory.stride(0),
+        "pages_guess_stride": 0 if memory is None else memory.stride(1),
+        "pages_slots": None if guesses is None else guesses.slots,
+        "pages_replayed": None if guesses is None else guesses.replayed,
+        "pages_guessed": None if guesses is None else guesses.counts,
         "pages_state": state,
         "pages_stride": state.stride(0),
         "pages_read": batch.read_pages,

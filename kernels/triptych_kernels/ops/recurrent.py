@@ -11,6 +11,11 @@ them to a page (`StateBatch`). States are float32, as is all arithmetic; results
 
 A row has the same bits in any batch, with any number of threads, and however its tokens are cut into steps, one by one
 included; of plain torch only the first decimals are promised. NaN in a page that no row reads has no influence.
+
+The last tokens of a row may be guesses (`GuessedTokens`). Its page is written before them, and what each of them brings
+into the state is kept: of a convolution its input; of heads key, value, decay and factor of each; of Mamba 1 step size
+and input of each channel, and copies of B. A state that is taken through these has the bits of one that has met the
+tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from torch import Tensor
 
 from triptych_kernels.registry import find_impl
 from triptych_kernels.state_batch import StateBatch
+
+_COPIED_CHANNELS = 64  # that share a copy of a guess's B: `kChannels` in selective_scan.cpp
 
 __all__ = ["causal_conv", "gated_delta_scan", "selective_scan", "state_space_scan"]
 
@@ -66,7 +73,7 @@ def causal_conv(
         )
     if activation not in (None, "silu"):
         raise ValueError(f"causal_conv: activation {activation!r} must be 'silu' or None")
-    batch.check("causal_conv", x, state)
+    batch.check("causal_conv", x, state, channels)
     out: Tensor = find_impl("causal_conv", x, impl)(x, weight, bias, state, batch, activation=activation)
     return out
 
@@ -112,7 +119,7 @@ def gated_delta_scan(
     _check_heads("gated_delta_scan", query, key, value, state, heads)
     _check_per_head("gated_delta_scan", query, heads, decay=decay, beta=beta)
     _check_parameters("gated_delta_scan", rates=(rates, (heads,)), decay_bias=(decay_bias, (heads,)))
-    batch.check("gated_delta_scan", query, state)
+    batch.check("gated_delta_scan", query, state, _kept_by_heads(heads, *state.shape[2:]))
     out: Tensor = find_impl("gated_delta_scan", query, impl)(
         query, key, value, decay, beta, rates, decay_bias, state, batch
     )
@@ -166,7 +173,7 @@ def state_space_scan(
         dt_bias=(dt_bias, (heads,)),
         skip=(skip, (heads,)),
     )
-    batch.check("state_space_scan", x, state)
+    batch.check("state_space_scan", x, state, _kept_by_heads(heads, *state.shape[2:]))
     out: Tensor = find_impl("state_space_scan", x, impl)(
         x, dt, b, c, rates, dt_bias, skip, state, batch, dt_limits=dt_limits
     )
@@ -218,7 +225,7 @@ def selective_scan(
             f"selective_scan: state {list(state.shape)} does not fit rates {list(rates.shape)}; it must be [num_pages, "
             "state_size, channels]"
         )
-    batch.check("selective_scan", x, state)
+    batch.check("selective_scan", x, state, _kept_by_channels(sizes[1], sizes[0]))
     out: Tensor = find_impl("selective_scan", x, impl)(x, dt, b, c, rates, skip, state, batch)
     return out
 
@@ -269,3 +276,13 @@ def _check_parameters(op: str, **parameters: tuple[Tensor | None, tuple[int, ...
                 f"{op}: {name} {list(parameter.shape)} of {parameter.dtype} must be a contiguous {list(shape)} of "
                 "torch.float32"
             )
+
+
+def _kept_by_heads(num_heads: int, key_dim: int, value_dim: int) -> int:
+    """Return the numbers that heads keep of a guess: key, value, decay and factor of each."""
+    return num_heads * (key_dim + value_dim + 2)
+
+
+def _kept_by_channels(channels: int, state_size: int) -> int:
+    """Return the numbers that Mamba 1 keeps of a guess: step size and input of each channel, and copies of B."""
+    return 2 * channels + -(-channels // _COPIED_CHANNELS) * state_size

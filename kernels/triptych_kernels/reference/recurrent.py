@@ -17,6 +17,7 @@ _EPS = 1e-6
 
 def _rows(state: Tensor, batch: StateBatch) -> Iterator[tuple[range, Tensor]]:
     """Yield each row's tokens, and its state in float64, which is kept as it then is."""
+    batch.require_no_guesses("reference")
     pages = zip(batch.read_pages.tolist(), batch.write_pages.tolist(), strict=True)
     for (first, end), (read, write) in zip(pairwise(batch.query_starts.tolist()), pages, strict=True):
         own = state[read].double() if read else torch.zeros_like(state[0], dtype=torch.float64)

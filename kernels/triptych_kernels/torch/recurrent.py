@@ -28,6 +28,7 @@ def _scan(
         advance: Takes the states of some rows, [rows, …] float32, to be changed in place, and their next tokens in each
             of the operands, in float32; returns the tokens' results.
     """
+    batch.require_no_guesses("plain torch")
     lens = batch.lens()
     read = batch.read_pages.long()
     # [num_rows, …], zeros where the state begins; `where` keeps out what page 0 may hold

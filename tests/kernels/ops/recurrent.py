@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from tests.kernels.ops.implementations import Case, Implementation
 from triptych_kernels.cpu.library import use_threads
 from triptych_kernels.cpu.program import record
 from triptych_kernels.cpu.recording import Recording
-from triptych_kernels.state_batch import StateBatch
+from triptych_kernels.state_batch import GuessedTokens, StateBatch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Sums of tens of products in float32 and a state that goes through tens of tokens, rounded once to the dtype."""
@@ -32,6 +33,8 @@ class Recurrence:
     """Shape of each operand that has a row for each token, without its first axis."""
     parameters: Sequence[Tensor | None]
     options: dict[str, Any] = field(default_factory=dict)
+    num_kept: int = 0
+    """Numbers that are kept of a guess."""
 
     def tokens(self, num_tokens: int, dtype: torch.dtype) -> list[Tensor]:
         """Draw the operands, each a view of a larger tensor."""
@@ -146,6 +149,69 @@ def assert_recorded(recurrence: Recurrence) -> None:
         program.run({"tokens": sum(lens), "rows": len(lens)})
         assert torch.equal(program.outputs[0][: sum(lens)], expected)
         assert torch.equal(state[1:], expected_state[1:])
+
+
+def assert_guesses_are_taken_back(recurrence: Recurrence, implementation: Implementation) -> None:
+    """Compare steps in which guesses come out wrong at any place with the tokens that are left, without guesses.
+
+    Two rows are in each step: the one that guesses, and one that does not, in a slot without memory.
+    """
+    for dtype in implementation.dtypes[:2]:
+        total = 52
+        tokens, whole = recurrence.tokens(total, dtype), recurrence.state()
+        expected = recurrence(implementation, tokens, whole, rows([total], [3], [4]))
+        memory = torch.full((2, 21, recurrence.num_kept + 3), torch.nan)[:, :, 1:-2]
+        state, first, read, replayed, outs = recurrence.state(), 0, 3, 0, []
+        for num_known, num_guesses, num_right in (
+            (2, 3, 2),
+            (1, 3, 0),
+            (1, 19, 19),
+            (3, 2, 1),
+            (1, 20, 18),
+            (4, 0, 0),
+        ):
+            start, length = first + replayed, num_known + num_guesses
+            part = [operand[start : start + num_known + num_right] for operand in tokens]
+            wrong = [x[:1].expand(num_guesses - num_right, *x.shape[1:]) for x in recurrence.tokens(1, dtype)]
+            other = [operand[7:9] for operand in tokens]
+            own = [torch.cat(parts) for parts in zip(part, wrong, other, strict=True)]
+            batch = replace(
+                rows([length, 2], [read, 5], [4, 6]),
+                guesses=GuessedTokens(ints(1, 99), ints(replayed, 0), ints(num_guesses, 0), memory),
+            )
+            out = recurrence(implementation, own, state, batch)
+            outs.append(out[: num_known + num_right])
+            first, read, replayed = start + num_known, 4, num_right
+        assert first == total
+        assert torch.equal(torch.cat(outs), expected)
+        assert torch.equal(state[4], whole[4])
+        assert memory[0].isnan().all(), "the memory of another slot"
+        expected_state = recurrence.state()
+        recurrence(implementation, [operand[7:9] for operand in tokens], expected_state, rows([2], [5], [6]))
+        assert torch.equal(state[6], expected_state[6])
+
+
+def assert_guesses_are_refused(recurrence: Recurrence) -> None:
+    """Say so where an implementation takes no guesses, and where their memory does not fit."""
+    tokens, state, batch = recurrence.tokens(3, torch.float32), recurrence.state(), rows([3], [0], [1])
+    with pytest.raises(ValueError, match=rf"is None; it must be .*{recurrence.num_kept}\]"):
+        recurrence(_itself, tokens, state, replace(batch, guesses=GuessedTokens(ints(0), ints(0), ints(1))))
+    memory = torch.zeros(1, 2, recurrence.num_kept)
+    with pytest.raises(ValueError, match="slots, replayed and counts of guesses"):
+        recurrence(
+            _itself,
+            tokens,
+            state,
+            replace(batch, guesses=GuessedTokens(ints(0, 1), ints(0), ints(1), memory)),
+        )
+    batch = replace(batch, guesses=GuessedTokens(ints(0), ints(0), ints(1), memory))
+    for implementation in ("reference", "torch"):
+        with pytest.raises(ValueError, match="by the native kernels only"):
+            recurrence(_itself, tokens, state, batch, impl=implementation)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def meta_rows(num_rows: int) -> StateBatch:

@@ -10,6 +10,8 @@ from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_float32
 from tests.kernels.ops.implementations import Case, Implementation, cases_of, implementations_of
 from tests.kernels.ops.recurrent import (
     Recurrence,
+    assert_guesses_are_refused,
+    assert_guesses_are_taken_back,
     assert_like_reference,
     assert_recorded,
     assert_same_bits_alone,
@@ -31,7 +33,9 @@ def recurrence(
     weight = torch.randn(taps, channels, generator=generator)
     biases = torch.randn(channels, generator=generator) if bias else None
     options = {"activation": activation}
-    return Recurrence(causal_conv, (taps - 1, channels), [(channels,)], [weight, biases], options)
+    return Recurrence(
+        causal_conv, (taps - 1, channels), [(channels,)], [weight, biases], options, num_kept=channels
+    )
 
 
 @pytest.mark.quick_cases(10)
@@ -57,9 +61,19 @@ def test_a_row_alone_has_the_same_bits(implementation: Implementation) -> None:
         assert_same_bits_alone(recurrence(70), implementation)
 
 
+@pytest.mark.quick_cases(2)
+def test_guesses_are_taken_back(implementation: Implementation) -> None:
+    if implementation.isa:
+        assert_guesses_are_taken_back(recurrence(70), implementation)
+
+
 @pytest.mark.usefixtures("widest_isa")
 def test_is_recorded() -> None:
     assert_recorded(recurrence(40))
+
+
+def test_guesses_are_refused() -> None:
+    assert_guesses_are_refused(recurrence(70))
 
 
 def test_bad_operands_are_refused() -> None:

@@ -10,6 +10,8 @@ from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_float32
 from tests.kernels.ops.implementations import Case, Implementation, cases_of, implementations_of
 from tests.kernels.ops.recurrent import (
     Recurrence,
+    assert_guesses_are_refused,
+    assert_guesses_are_taken_back,
     assert_like_reference,
     assert_recorded,
     assert_same_bits_alone,
@@ -29,7 +31,13 @@ def recurrence(heads: int, key_heads: int, key_dim: int, value_dim: int) -> Recu
     rates, bias = torch.rand(heads, generator=generator) * 4, torch.randn(heads, generator=generator)
     keys = key_heads, key_dim
     sizes = [keys, keys, (heads, value_dim), (heads,), (heads,)]
-    return Recurrence(gated_delta_scan, (heads, key_dim, value_dim), sizes, [rates, bias])
+    return Recurrence(
+        gated_delta_scan,
+        (heads, key_dim, value_dim),
+        sizes,
+        [rates, bias],
+        num_kept=heads * (key_dim + value_dim + 2),
+    )
 
 
 @pytest.mark.quick_cases(10)
@@ -52,9 +60,19 @@ def test_a_row_alone_has_the_same_bits(implementation: Implementation) -> None:
         assert_same_bits_alone(recurrence(2, 1, 24, 40), implementation)
 
 
+@pytest.mark.quick_cases(2)
+def test_guesses_are_taken_back(implementation: Implementation) -> None:
+    if implementation.isa:
+        assert_guesses_are_taken_back(recurrence(4, 2, 24, 40), implementation)
+
+
 @pytest.mark.usefixtures("widest_isa")
 def test_is_recorded() -> None:
     assert_recorded(recurrence(4, 2, 16, 24))
+
+
+def test_guesses_are_refused() -> None:
+    assert_guesses_are_refused(recurrence(4, 2, 24, 40))
 
 
 def test_bad_operands_are_refused() -> None:

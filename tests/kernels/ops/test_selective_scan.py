@@ -10,6 +10,8 @@ from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_float32
 from tests.kernels.ops.implementations import Case, Implementation, cases_of, implementations_of
 from tests.kernels.ops.recurrent import (
     Recurrence,
+    assert_guesses_are_refused,
+    assert_guesses_are_taken_back,
     assert_like_reference,
     assert_recorded,
     assert_same_bits_alone,
@@ -29,7 +31,13 @@ def recurrence(channels: int, state_size: int) -> Recurrence:
     rates = torch.rand(state_size, channels, generator=generator) * 4
     skip = torch.randn(channels, generator=generator)
     sizes = [(channels,), (channels,), (state_size,), (state_size,)]
-    return Recurrence(selective_scan, (state_size, channels), sizes, [rates, skip])
+    return Recurrence(
+        selective_scan,
+        (state_size, channels),
+        sizes,
+        [rates, skip],
+        num_kept=2 * channels + -(-channels // 64) * state_size,
+    )
 
 
 @pytest.mark.quick_cases(10)
@@ -50,9 +58,19 @@ def test_a_row_alone_has_the_same_bits(implementation: Implementation) -> None:
         assert_same_bits_alone(recurrence(70, 16), implementation)
 
 
+@pytest.mark.quick_cases(2)
+def test_guesses_are_taken_back(implementation: Implementation) -> None:
+    if implementation.isa:
+        assert_guesses_are_taken_back(recurrence(150, 16), implementation)
+
+
 @pytest.mark.usefixtures("widest_isa")
 def test_is_recorded() -> None:
     assert_recorded(recurrence(40, 16))
+
+
+def test_guesses_are_refused() -> None:
+    assert_guesses_are_refused(recurrence(150, 16))
 
 
 def test_bad_operands_are_refused() -> None:

@@ -12,6 +12,8 @@ from tests.kernels.operands import ModelCall, SmallOperands, meta, meta_float32
 from tests.kernels.ops.implementations import Case, Implementation, cases_of, implementations_of
 from tests.kernels.ops.recurrent import (
     Recurrence,
+    assert_guesses_are_refused,
+    assert_guesses_are_taken_back,
     assert_like_reference,
     assert_recorded,
     assert_same_bits_alone,
@@ -35,7 +37,14 @@ def recurrence(
     both = groups, state_size
     sizes = [(heads, head_dim), (heads,), both, both]
     shape = heads, state_size, head_dim
-    return Recurrence(state_space_scan, shape, sizes, parameters, {"dt_limits": limits})
+    return Recurrence(
+        state_space_scan,
+        shape,
+        sizes,
+        parameters,
+        {"dt_limits": limits},
+        num_kept=heads * (state_size + head_dim + 2),
+    )
 
 
 @pytest.mark.quick_cases(10)
@@ -61,9 +70,19 @@ def test_a_row_alone_has_the_same_bits(implementation: Implementation) -> None:
         assert_same_bits_alone(recurrence(2, 1, 24, 40), implementation)
 
 
+@pytest.mark.quick_cases(2)
+def test_guesses_are_taken_back(implementation: Implementation) -> None:
+    if implementation.isa:
+        assert_guesses_are_taken_back(recurrence(4, 2, 24, 40), implementation)
+
+
 @pytest.mark.usefixtures("widest_isa")
 def test_is_recorded() -> None:
     assert_recorded(recurrence(4, 2, 16, 24))
+
+
+def test_guesses_are_refused() -> None:
+    assert_guesses_are_refused(recurrence(4, 2, 24, 40))
 
 
 def test_bad_operands_are_refused() -> None:

@@ -36,6 +36,7 @@ class Heads:
 def scan_heads(heads: Heads, state: Tensor, batch: StateBatch) -> Tensor:
     """Return what the heads give for all tokens, a new tensor like the values."""
     value, key, query = heads.value, heads.key, heads.query
+    batch.require_no_guesses("triton")
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     if not out.numel():
         return out

@@ -17,7 +17,7 @@ struct CausalConv {
   int64_t channels;
   int64_t taps;
   int64_t has_silu;
-  Pages pages;          // states [taps - 1, channels]: the last inputs, the oldest first
+  Pages pages;          // states [taps - 1, channels]: the last inputs, the oldest first; of a guess its input
 };
 
 constexpr int64_t kChannels = 256;  // of one index
@@ -25,53 +25,83 @@ constexpr int64_t kTokens = 16;     // that are convolved at a time: their input
 
 // Some channels of one row.
 template <typename T>
-void convolve(const CausalConv& args, int64_t row, int64_t first, int64_t count) {
-  static thread_local Scratch scratch;
-  const int64_t past = args.taps - 1, size = (count + kLanes - 1) / kLanes * kLanes;
-  float* const inputs = static_cast<float*>(scratch.get((past + kTokens) * size * sizeof(float)));
-  const float* const before = args.pages.before(row);
-  for (int64_t tap = 0; tap < past; ++tap) {
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const float* const from = before + tap * args.channels + first + i;
-      store(inputs + tap * size + i, before ? load_first(from, count - i) : zero());
-    }
+class Channels {
+ public:
+  Channels(const CausalConv& args, int64_t row, int64_t first, int64_t count)
+      : args_(args), row_(row), first_(first), count_(count), past_(args.taps - 1),
+        size_((count + kLanes - 1) / kLanes * kLanes) {
+    static thread_local Scratch scratch;
+    inputs_ = static_cast<float*>(scratch.get((past_ + kTokens) * size_ * sizeof(float)));
   }
-  const int64_t end = args.pages.query_starts[row + 1];
-  for (int64_t token = args.pages.query_starts[row]; token < end; token += kTokens) {
-    const int64_t tokens = std::min(kTokens, end - token);
-    for (int64_t t = 0; t < tokens; ++t) {
-      const T* const x = static_cast<const T*>(args.x) + (token + t) * args.x_stride + first;
-      T* const out = static_cast<T*>(args.out) + (token + t) * args.channels + first;
-      for (int64_t i = 0; i < count; i += kLanes) {
-        store(inputs + (past + t) * size + i, load_first(x + i, count - i));
-        vec total = args.bias ? load_first(args.bias + first + i, count - i) : zero();
-        for (int64_t tap = 0; tap < args.taps; ++tap) {
-          const vec weight = load_first(args.weight + tap * args.channels + first + i, count - i);
-          total = fma(weight, load(inputs + (t + tap) * size + i), total);
+
+  void convolve() {
+    const Pages& pages = args_.pages;
+    const float* const before = pages.before(row_);
+    for (int64_t tap = 0; tap < past_; ++tap) {
+      read(before ? before + tap * args_.channels + first_ : nullptr, inputs_ + tap * size_);
+    }
+    for (int64_t index = 0; index < pages.num_replayed(row_); ++index) {
+      read(pages.guess(row_, index) + first_, inputs_ + past_ * size_);
+      forget(1);
+    }
+    const int64_t known_end = pages.known_end(row_), end = pages.end(row_);
+    take(pages.first(row_), known_end, false);
+    float* const after = pages.after(row_);
+    for (int64_t tap = 0; after && tap < past_; ++tap) {
+      write(inputs_ + tap * size_, after + tap * args_.channels + first_);
+    }
+    take(known_end, end, true);
+  }
+
+ private:
+  // Convolves tokens behind the last inputs, which become theirs.
+  void take(int64_t begin, int64_t end, bool are_guesses) {
+    for (int64_t token = begin; token < end; token += kTokens) {
+      const int64_t tokens = std::min(kTokens, end - token);
+      for (int64_t t = 0; t < tokens; ++t) {
+        const T* const x = static_cast<const T*>(args_.x) + (token + t) * args_.x_stride + first_;
+        T* const out = static_cast<T*>(args_.out) + (token + t) * args_.channels + first_;
+        for (int64_t i = 0; i < count_; i += kLanes) {
+          store(inputs_ + (past_ + t) * size_ + i, load_first(x + i, count_ - i));
+          vec total = args_.bias ? load_first(args_.bias + first_ + i, count_ - i) : zero();
+          for (int64_t tap = 0; tap < args_.taps; ++tap) {
+            const vec weight = load_first(args_.weight + tap * args_.channels + first_ + i, count_ - i);
+            total = fma(weight, load(inputs_ + (t + tap) * size_ + i), total);
+          }
+          store_first(out + i, args_.has_silu ? total * sigmoid(total) : total, count_ - i);
         }
-        store_first(out + i, args.has_silu ? total * sigmoid(total) : total, count - i);
+        if (are_guesses) write(inputs_ + (past_ + t) * size_, args_.pages.guess(row_, token + t - begin) + first_);
       }
+      forget(tokens);
     }
-    std::copy(inputs + tokens * size, inputs + (tokens + past) * size, inputs);
   }
-  float* const after = args.pages.after(row);
-  for (int64_t tap = 0; after && tap < past; ++tap) {
-    std::copy(inputs + tap * size, inputs + tap * size + count, after + tap * args.channels + first);
+
+  void read(const float* from, float* to) const {
+    for (int64_t i = 0; i < count_; i += kLanes) store(to + i, from ? load_first(from + i, count_ - i) : zero());
   }
-}
+
+  void write(const float* from, float* to) const { std::copy(from, from + count_, to); }
+
+  void forget(int64_t tokens) { std::copy(inputs_ + tokens * size_, inputs_ + (tokens + past_) * size_, inputs_); }
+
+  const CausalConv& args_;
+  const int64_t row_, first_, count_, past_, size_;
+  float* inputs_;  // [past_ + kTokens, size_]
+};
 
 }  // namespace
 }  // namespace triptych::recurrent
 
 TRIPTYCH_KERNEL(causal_conv, triptych::recurrent::CausalConv,
                 dtype, x, x_stride, weight, bias, out, channels, taps, has_silu,
-                pages.state, pages.stride, pages.read, pages.write, pages.query_starts) {
+                pages.state, pages.stride, pages.read, pages.write, pages.query_starts, pages.guesses, pages.slot_stride,
+                pages.guess_stride, pages.slots, pages.replayed, pages.guessed) {
   using namespace triptych;
   const int64_t parts = (args.channels + recurrent::kChannels - 1) / recurrent::kChannels;
   parallel_for(rows * parts, [&](int64_t index) {
     const int64_t first = index % parts * recurrent::kChannels;
     const int64_t count = std::min(recurrent::kChannels, args.channels - first);
-    if (args.dtype == kFloat32) return recurrent::convolve<float>(args, index / parts, first, count);
-    recurrent::convolve<bf16>(args, index / parts, first, count);
+    if (args.dtype == kFloat32) return recurrent::Channels<float>(args, index / parts, first, count).convolve();
+    recurrent::Channels<bf16>(args, index / parts, first, count).convolve();
   });
 }

@@ -39,7 +39,7 @@ struct ScanHeads {
   const float* skip;         // [num_heads] factors of values that are added to what comes out; null: none
   double dt_min;             // limits of the step size
   double dt_max;
-  Pages pages;               // states [num_heads, key_dim, value_dim]
+  Pages pages;               // states [num_heads, key_dim, value_dim]; of a guess [num_heads, key_dim + value_dim + 2]
 };
 
 constexpr int kMaxVectors = kRegisters / 8;  // of a panel's columns: three times as many stay in registers
@@ -81,23 +81,66 @@ class Head {
   }
 
   void scan() {
-    const float* const before = args_.pages.before(row_);
+    const Pages& pages = args_.pages;
+    const float* const before = pages.before(row_);
     for_panels([&](auto vectors, int64_t column, float* panel) { read_panel<vectors>(before, column, panel); });
-    const int64_t end = args_.pages.query_starts[row_ + 1];
-    for (int64_t token = args_.pages.query_starts[row_]; token < end; token += kTokens) {
-      const int64_t count = std::min(kTokens, end - token);
-      for (int64_t t = 0; t < count; ++t) prepare(token + t, t);
-      for_panels([&](auto vectors, int64_t column, float* panel) {
-        args_.beta ? advance<vectors, true>(panel, column, count) : advance<vectors, false>(panel, column, count);
-      });
-      for (int64_t t = 0; t < count; ++t) finish(token + t, t);
-    }
-    if (float* const after = args_.pages.after(row_)) {
+    replay(pages.num_replayed(row_));
+    const int64_t known_end = pages.known_end(row_), end = pages.end(row_);
+    take(pages.first(row_), known_end, false);
+    if (float* const after = pages.after(row_)) {
       for_panels([&](auto vectors, int64_t column, float* panel) { write_panel<vectors>(after, column, panel); });
     }
+    take(known_end, end, true);
   }
 
  private:
+  void take(int64_t begin, int64_t end, bool are_guesses) {
+    for (int64_t token = begin; token < end; token += kTokens) {
+      const int64_t count = std::min(kTokens, end - token);
+      for (int64_t t = 0; t < count; ++t) prepare(token + t, t);
+      advance_all(count);
+      for (int64_t t = 0; t < count; ++t) finish(token + t, t);
+      for (int64_t t = 0; are_guesses && t < count; ++t) keep(t, guess(token + t - begin));
+    }
+  }
+
+  // Takes the state through guesses of an earlier step, as `take` has done then.
+  void replay(int64_t num_guesses) {
+    for (int64_t first = 0; first < num_guesses; first += kTokens) {
+      const int64_t count = std::min(kTokens, num_guesses - first);
+      for (int64_t t = 0; t < count; ++t) recall(guess(first + t), t);
+      advance_all(count);
+    }
+  }
+
+  void advance_all(int64_t count) {
+    for_panels([&](auto vectors, int64_t column, float* panel) {
+      args_.beta ? advance<vectors, true>(panel, column, count) : advance<vectors, false>(panel, column, count);
+    });
+  }
+
+  float* guess(int64_t index) const {
+    return args_.pages.guess(row_, index) + head_ * (args_.key_dim + args_.value_dim + 2);
+  }
+
+  // What enters with a prepared token: key, value, decay and factor.
+  void keep(int64_t t, float* to) const {
+    const float* const key = keys_ + t * keys_size_;
+    const float* const value = values_ + t * values_size_;
+    to = std::copy(key, key + args_.key_dim, to);
+    to = std::copy(value, value + args_.value_dim, to);
+    to[0] = tokens_[t].decay;
+    to[1] = tokens_[t].factor;
+  }
+
+  void recall(const float* from, int64_t t) {
+    widen(from, args_.key_dim, keys_ + t * keys_size_);
+    widen(from + args_.key_dim, args_.value_dim, values_ + t * values_size_);
+    std::fill_n(queries_ + t * keys_size_, keys_size_, 0.0f);  // nothing comes out
+    from += args_.key_dim + args_.value_dim;
+    tokens_[t] = {from[0], from[1], 0.0f};
+  }
+
   static int64_t padded(int64_t size) { return (size + kLanes - 1) / kLanes * kLanes; }
 
   // f(number of vectors, first column, panel [key_dim, vectors * kLanes]) for all panels; the last may have fewer.
@@ -139,10 +182,10 @@ class Head {
     float* const key = keys_ + t * keys_size_;
     float* const query = queries_ + t * keys_size_;
     const int64_t key_at = key_head_ * args_.key_head_stride, query_at = key_head_ * args_.query_head_stride;
-    read(at<T>(args_.key, token, args_.key_stride, key_at), args_.key_dim, key);
-    read(at<T>(args_.query, token, args_.query_stride, query_at), args_.key_dim, query);
-    read(at<T>(args_.value, token, args_.value_stride, head_ * args_.value_head_stride), args_.value_dim,
-         values_ + t * values_size_);
+    widen(at<T>(args_.key, token, args_.key_stride, key_at), args_.key_dim, key);
+    widen(at<T>(args_.query, token, args_.query_stride, query_at), args_.key_dim, query);
+    widen(at<T>(args_.value, token, args_.value_stride, head_ * args_.value_head_stride), args_.value_dim,
+          values_ + t * values_size_);
     const float raw = to_float(*at<T>(args_.step, token, args_.step_stride, head_)) + args_.step_bias[head_];
     const float size = std::clamp(softplus(raw), static_cast<float>(args_.dt_min), static_cast<float>(args_.dt_max));
     Token& own = tokens_[t];
@@ -156,7 +199,8 @@ class Head {
     own.match = dot(key, query, keys_size_);
   }
 
-  static void read(const T* from, int64_t size, float* to) {
+  template <typename From>
+  static void widen(const From* from, int64_t size, float* to) {
     for (int64_t i = 0; i < size; i += kLanes) store(to + i, load_first(from + i, size - i));
   }
 
@@ -235,7 +279,8 @@ TRIPTYCH_KERNEL(scan_heads, triptych::recurrent::ScanHeads,
                 dtype, query, query_stride, query_head_stride, key, key_stride, key_head_stride, value, value_stride,
                 value_head_stride, step, step_stride, rates, step_bias, out, num_heads, num_key_heads, key_dim,
                 value_dim, beta, beta_stride, skip, dt_min, dt_max,
-                pages.state, pages.stride, pages.read, pages.write, pages.query_starts) {
+                pages.state, pages.stride, pages.read, pages.write, pages.query_starts, pages.guesses, pages.slot_stride,
+                pages.guess_stride, pages.slots, pages.replayed, pages.guessed) {
   using namespace triptych;
   parallel_for(rows * args.num_heads, [&](int64_t index) {
     const int64_t row = index / args.num_heads, head = index % args.num_heads;
