@@ -22,7 +22,7 @@ from triptych.config.step_times import StepTimeModel
 from triptych.types.facts import KvLayout, ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.sampling import SamplingParams
-from triptych_services.worker.runner.base import max_steps_in_flight
+from triptych_services.worker.context.resolved_config import max_steps_in_flight
 from triptych_services.worker.simulation.device import SimulatedDevice
 from triptych_services.worker.simulation.runner import SimulatedRunner
 from triptych_services.worker.simulation.stages import SimulatedStages, StepInStages

@@ -218,6 +218,8 @@ class WorkerRow:
     """The blocks of each group."""
     guesses: list[tuple[int, int]] = field(default_factory=list)
     """Each step with which guesses were reported, and how many."""
+    num_replayed: int = 0
+    """Computed tokens that its pages of states lack: guesses of its latest step that were right."""
 
 
 def full_group(block_size: int) -> KvGroup:
@@ -229,7 +231,8 @@ class NaiveWorker:
 
     A cell of keys holds the group and the prefix of its position. A page of states holds the prefix that it stands for.
 
-    A row that may get several tokens gets a random number of them. What it guessed wrong is garbage in its blocks.
+    A row that may get several tokens gets a random number of them. What it guessed wrong is garbage in its blocks. Its
+    page of states is written before its guesses, none of which is the last token of the page or in another one.
     It has always `num_guesses` ready, or a random number up to that.
     """
 
@@ -343,11 +346,16 @@ class NaiveWorker:
     def _draw(self, row: WorkerRow, limit: int, *, is_misled: bool) -> list[int]:
         """Extend a row by up to `limit` tokens, and write the KV of all that were guessed, right or wrong."""
         first, drawn = len(row.tokens), list[int]()
-        for _ in range(1 if is_misled else self._random.randint(1, limit)):
+        most = 1 if is_misled else limit
+        for group in self.groups:
+            if group.kind is KvKind.STATE:
+                most = min(most, max(group.block_size - 1 - (first - 1) % group.block_size, 1))
+        for _ in range(self._random.randint(1, most)):
             token_id = sample(row.new.seed, len(row.tokens), prefix_fingerprints(row.tokens)[-1])
             drawn.append((token_id + 1) % VOCAB_SIZE if is_misled else token_id)
             row.tokens.append(drawn[-1])
         row.num_computed += len(drawn) - 1
+        row.num_replayed = len(drawn) - 1
         for position in range(first, first + limit - 1):
             is_right = position < row.num_computed
             self._put(row, position, prefix_fingerprints(row.tokens)[position] if is_right else -1)
@@ -478,7 +486,9 @@ class NaiveWorker:
             for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
                 if group.kind is KvKind.STATE and span and span.start:
                     page = table[(span.start - 1) // group.block_size]
-                    own = index, prefix_fingerprints(row.tokens[: span.start])[-1]
+                    num_written = span.start - row.num_replayed
+                    assert (num_written - 1) // group.block_size == (span.start - 1) // group.block_size
+                    own = index, prefix_fingerprints(row.tokens[:num_written])[-1]
                     assert page != 0, "the null block is never used"
                     self._read_pages[page].add(slot)
                     if self.pages.get(page) != own:
@@ -503,6 +513,7 @@ class NaiveWorker:
                     assert self._read_pages[table[block]] <= {slot}, "another row reads this page"
                     content = -1 if slot in misled else prefix_fingerprints(row.tokens[: span.stop])[-1]
                     self.pages[table[block]] = index, content
+                    row.num_replayed = 0
         assert len(set(written)) == len(written), "two rows write one page"
 
     def _first_position(self, group: KvGroup, start: int) -> int:

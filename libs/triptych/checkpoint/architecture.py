@@ -155,6 +155,17 @@ class StateSpec:
         """Numbers, in float32, that one request keeps: past inputs of the convolution, then the state."""
         return (self.taps - 1) * self.conv_channels + self.num_channels * self.key_dim
 
+    @property
+    def guess_elements(self) -> int:
+        """Numbers, in float32, that are kept of a token that may be taken back: its input of the convolution, then what
+        enters the state with it, as the ops lay it out."""
+        if not self.key_dim:
+            return self.conv_channels
+        if self.num_key_heads:  # key, value, decay and factor of each head
+            return self.conv_channels + self.num_heads * (self.key_dim + self.value_dim + 2)
+        # step size and input of each channel, and a copy of B for every 64 of them
+        return self.conv_channels + 2 * self.num_channels + -(-self.num_channels // 64) * self.key_dim
+
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
@@ -429,6 +440,11 @@ class ModelArchitecture:
                 for layer in self.layers
             ),
         )
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a layer has a recurrent state."""
+        return any(layer.state is not None for layer in self.layers)
 
     @property
     def is_gguf(self) -> bool:

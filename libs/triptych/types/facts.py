@@ -42,8 +42,8 @@ class KvGroup:
     num_layers: int
     """Layers of this worker: its stage's if the model is computed in stages."""
     block_size: int
-    """Tokens per block. Of a group of states: the block's page holds the state behind its last token that is computed,
-    and no step computes tokens of two blocks of a row."""
+    """Tokens per block. Of a group of states: the block's page holds the state behind its last token that is computed
+    and no guess, and no step computes tokens of two blocks of a row."""
     block_bytes: int
     """Bytes of one block in all layers of the group, padding included."""
     window: int = 0
@@ -71,8 +71,17 @@ class KvGroup:
         if self.kind is KvKind.FULL:
             return None
         if self.kind is KvKind.STATE:
-            return 2  # a step never goes beyond the end of a block
+            return 2  # a step never goes beyond the end of a block; see `least_state_page`
         return max(self.window - 3 + step_tokens, 0) // self.block_size + 2
+
+
+def least_state_page(max_steps_in_flight: int, max_samples_per_row: int) -> int:
+    """Return the fewest tokens of a page of states where a row may get several tokens in a step.
+
+    So many lie between the least that a row has got, while steps are in flight, and the most that it may get: no row
+    holds more than two pages.
+    """
+    return (max_steps_in_flight + 1) * max_samples_per_row
 
 
 @dataclass(frozen=True, slots=True)

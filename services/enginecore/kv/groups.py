@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ConfigError
-from triptych.types.facts import KvGroup, KvKind, KvLayout, PositionT
+from triptych.types.facts import KvGroup, KvKind, KvLayout, PositionT, least_state_page
 
 Ints = NDArray[np.int64]
 
@@ -160,7 +160,9 @@ def longest_step(max_tokens: int, max_steps_in_flight: int, max_samples_per_row:
     return max(max_tokens, (max_steps_in_flight + 1) * max_samples_per_row)
 
 
-def check_layout(kv: KvLayout, *, max_model_len: int, chunk: int, max_samples_per_row: int) -> None:
+def check_layout(
+    kv: KvLayout, *, max_model_len: int, chunk: int, max_samples_per_row: int, max_steps_in_flight: int
+) -> None:
     """Check that groups can share their pools, and that any one request fits into them.
 
     Pages of states of several sizes are refused. Triptych's workers need none: all layers with states are one group, of
@@ -199,10 +201,11 @@ def check_layout(kv: KvLayout, *, max_model_len: int, chunk: int, max_samples_pe
                 f"{name} is the second of states, and the worker says continues_states, which is for one such group: "
                 "it must not say so, or have one group"
             )
-        if is_state and max_samples_per_row > 1:
+        least = least_state_page(max_steps_in_flight, max_samples_per_row)
+        if is_state and max_samples_per_row > 1 and group.block_size < least:
             raise ConfigError(
-                f"{name} keeps one state per row, and the worker draws up to {max_samples_per_row} tokens of a row in "
-                "a step, of which any may be taken back: turn speculation off for this model"
+                f"{name} has pages of {group.block_size} tokens, and rows with up to {max_samples_per_row} tokens in a "
+                f"step need {least} or more: set cache.state_interval to that"
             )
     if kv.is_plain:
         return

@@ -58,6 +58,7 @@ def check_facts(config: SchedulerConfig, facts: WorkerFacts) -> None:
         max_model_len=max_model_len,
         chunk=longest_step_of(config, facts),
         max_samples_per_row=facts.max_samples_per_row,
+        max_steps_in_flight=facts.max_steps_in_flight,
     )
     if kv.is_plain and max_model_len > kv.num_tokens:
         raise ConfigError(

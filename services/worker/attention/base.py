@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,10 +26,18 @@ class KvCache:
     """Number of the layer's KV group, which holds blocks of its own in these tensors: docs/adr/0087."""
     state: Tensor | None = None
     """[num_state_blocks, page elements] float32, pages of the layer's recurrent states; None: it has none."""
+    guesses: Tensor | None = None
+    """[num_slots, guesses of a row, kept elements] float32, what guessed tokens would change of the states; None: there
+    are no states, or no row guesses."""
 
     @property
     def device(self) -> torch.device:
         return self.blocks.device
+
+
+def keeps_guesses(kv_caches: Sequence[KvCache]) -> bool:
+    """Return whether rows may guess in a model with states."""
+    return any(cache.guesses is not None for cache in kv_caches)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ from triptych.checkpoint.quantization.scheme import StoredQuantization
 from triptych.config import EngineConfig, ModelConfig, ParallelConfig
 from triptych.config.step_size import size_for_device
 from triptych.errors import ConfigError, FeatureDisabled
+from triptych.types.facts import least_state_page
 from triptych_services.worker.context.attention_choice import (
     BATCH_INVARIANT_CHOICES,
     NATIVE_DTYPES,
@@ -22,7 +23,12 @@ from triptych_services.worker.context.precision import (
     choose_weight_dtype,
     stored_dtype,
 )
-from triptych_services.worker.context.resolved_config import DeviceTraits, RankFacts, ResolvedConfig
+from triptych_services.worker.context.resolved_config import (
+    DeviceTraits,
+    RankFacts,
+    ResolvedConfig,
+    max_steps_in_flight,
+)
 
 _GROUP_SIZE = 32  # of quantized weights
 _ONE_RANK = ParallelConfig()
@@ -370,8 +376,18 @@ def _no_guesses(config: ResolvedConfig) -> str:
         return f"{rank.num_ranks} ranks on {rank.device} do not guess yet"
     if rank.num_stages > 1:
         return f"{rank.num_stages} pipeline stages do not guess yet"
-    if any(layer.state is not None for layer in architecture.layers):
-        return f"{architecture.name} keeps recurrent states, which cannot go back behind a wrong guess"
+    if architecture.keeps_states:
+        if is_cuda or config.attention_backend != "native":
+            return (
+                f"{architecture.name} keeps recurrent states, which only the native kernels of CPUs take back behind a "
+                "wrong guess"
+            )
+        least = least_state_page(max_steps_in_flight(1), 1 + config.engine.speculative.max_tokens)
+        if (interval := config.engine.cache.state_interval) < least:
+            return (
+                f"{architecture.name} keeps recurrent states every cache.state_interval = {interval} tokens, and "
+                f"speculative.max_tokens = {config.engine.speculative.max_tokens} needs {least} or more"
+            )
     if architecture.head != "logits":
         return f"{architecture.name} generates nothing"
     return ""
@@ -382,6 +398,8 @@ def _no_loaded_guesses(config: ResolvedConfig) -> str:
     rank = config.rank
     if rank.device != "cpu":
         return f"a model or a layer does not guess on {rank.device} yet"
+    if config.architecture.keeps_states:
+        return f"a model or a layer does not guess for {config.architecture.name}, which keeps recurrent states, yet"
     return f"{rank.num_ranks} ranks do not guess by a model or a layer yet" if rank.num_ranks > 1 else ""
 
 

@@ -8,6 +8,13 @@ from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
 from triptych_services.worker.context.expert_placement import ExpertPlacement
 
+_MAX_STEPS_IN_FLIGHT = 4  # more would make a stop come too late to save work
+
+
+def max_steps_in_flight(num_stages: int) -> int:
+    """Return the most steps that a worker takes before it answers the first; stages compute different ones."""
+    return _MAX_STEPS_IN_FLIGHT + num_stages - 1
+
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:

@@ -8,9 +8,10 @@ from torch.nn.functional import silu
 
 from triptych.checkpoint.architecture import StateSpec
 from triptych_kernels.ops import causal_conv, rms_norm
+from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.linear import Piece
-from triptych_services.worker.layers.step_context import StepContext
+from triptych_services.worker.layers.step_context import LayerStates
 from triptych_services.worker.layers.weights import (
     WeightedLayer,
     WeightTarget,
@@ -57,15 +58,20 @@ class CausalConv(WeightedLayer):
         """Numbers that a row keeps."""
         return (self.taps - 1) * self.channels
 
-    def forward(self, x: Tensor, pages: Tensor, context: StepContext) -> Tensor:
+    def forward(self, x: Tensor, states: LayerStates) -> Tensor:
         """Convolve [num_tokens, channels].
 
         Args:
-            pages: [num_pages, page elements of the mixer] float32.
+            states: Those of the mixer.
         """
-        assert context.state is not None, "a step of a model with states has a StateBatch"
-        state = pages[:, : self.page_elements].unflatten(1, (self.taps - 1, self.channels))
-        return causal_conv(x, self.weight, self.bias, state, context.state, activation=self.activation)
+        pages, batch = states.part(slice(self.page_elements), slice(self.channels))
+        state = pages.unflatten(1, (self.taps - 1, self.channels))
+        return causal_conv(x, self.weight, self.bias, state, batch, activation=self.activation)
+
+    def matrices(self, states: LayerStates, shape: tuple[int, ...]) -> tuple[Tensor, StateBatch]:
+        """Return the states behind the inputs of the convolution, [num_pages, *shape], and the batch for their op."""
+        pages, batch = states.part(slice(self.page_elements, None), slice(self.channels, None))
+        return pages.unflatten(1, shape), batch
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets: dict[str, WeightTarget] = {}

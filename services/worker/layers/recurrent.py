@@ -2,7 +2,8 @@
 
 A mixer's page holds the last inputs of its convolution, and behind them its state (docs/adr/0084):
 
-    page    [ taps - 1, conv channels | num_heads, key_dim, value_dim ]    float32
+    page              [ taps - 1, conv channels | num_heads, key_dim, value_dim ]    float32
+    kept of a guess   [ conv channels | what enters the state with it ]
 
 Each `prefix` is that of the mixer in the checkpoint.
 """
@@ -89,20 +90,19 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
-        spec, pages = self.own, _pages(context, self.layer_index)
+        spec, states = self.own, context.states_of(self.layer_index)
         sizes = self.conv.channels, spec.num_channels, spec.num_heads, spec.num_heads
         mixed, gate, decay, beta = self.in_proj(hidden, context.adapter_slots).split(sizes, dim=1)
-        mixed = self.conv(mixed, pages, context)
+        mixed = self.conv(mixed, states)
         query, key, value = mixed.split(
             (spec.num_key_channels, spec.num_key_channels, spec.num_channels), dim=1
         )
         own = self.parameters_of_heads
         assert own.dt_bias is not None, "see the constructor"
-        assert context.state is not None, "see `CausalConv`"
         out = gated_delta_scan(
             query.unflatten(1, (-1, spec.key_dim)), key.unflatten(1, (-1, spec.key_dim)),
             value.unflatten(1, (-1, spec.value_dim)), decay, beta, own.rates, own.dt_bias,
-            _matrices(pages, self.conv, (spec.num_heads, spec.key_dim, spec.value_dim)), context.state,
+            *self.conv.matrices(states, (spec.num_heads, spec.key_dim, spec.value_dim)),
         )  # fmt: skip
         mapped: Tensor = self.out_proj(self.norm(out, gate), context.adapter_slots)
         return mapped
@@ -151,23 +151,22 @@ class Mamba2(nn.Module):
 
     def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
-        spec, pages = self.own, _pages(context, self.layer_index)
+        spec, states = self.own, context.states_of(self.layer_index)
         projected = self.in_proj(hidden, context.adapter_slots)
         if self.multipliers is not None:
             projected = projected * self.multipliers
         gate, mixed, dt = projected.split((spec.num_channels, self.conv.channels, spec.num_heads), dim=1)
-        x, b, c = self.conv(mixed, pages, context).split(
+        x, b, c = self.conv(mixed, states).split(
             (spec.num_channels, spec.num_key_channels, spec.num_key_channels), dim=1
         )
         own = self.parameters_of_heads
         assert own.dt_bias is not None, "see the constructor"
         assert own.skip is not None, "see the constructor"
-        assert context.state is not None, "see `CausalConv`"
         out = state_space_scan(
             x.unflatten(1, (-1, spec.value_dim)), dt,
             b.unflatten(1, (-1, spec.key_dim)), c.unflatten(1, (-1, spec.key_dim)),
             own.rates, own.dt_bias, own.skip,
-            _matrices(pages, self.conv, (spec.num_heads, spec.key_dim, spec.value_dim)), context.state,
+            *self.conv.matrices(states, (spec.num_heads, spec.key_dim, spec.value_dim)),
             dt_limits=spec.dt_limits,
         )  # fmt: skip
         mapped: Tensor = self.out_proj(self.norm(out, gate), context.adapter_slots)
@@ -224,19 +223,18 @@ class Mamba(nn.Module):
 
     def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
-        spec, pages, adapters = self.own, _pages(context, self.layer_index), context.adapter_slots
+        spec, states, adapters = self.own, context.states_of(self.layer_index), context.adapter_slots
         x, gate = self.in_proj(hidden, adapters).split(spec.num_channels, dim=1)
-        x = self.conv(x, pages, context)
+        x = self.conv(x, states)
         selected = self.x_proj(x, adapters).split((spec.dt_rank, spec.key_dim, spec.key_dim), dim=1)
         if self.norms:
             selected = [norm(part) for norm, part in zip(self.norms, selected, strict=True)]
         dt, b, c = selected
         own = self.parameters_of_channels
         assert own.skip is not None, "see the constructor"
-        assert context.state is not None, "see `CausalConv`"
         out = selective_scan(
             x, self.dt_proj(dt, adapters), b, c, own.rates, own.skip,
-            _matrices(pages, self.conv, (spec.key_dim, spec.num_channels)), context.state,
+            *self.conv.matrices(states, (spec.key_dim, spec.num_channels)),
         )  # fmt: skip
         mapped: Tensor = self.out_proj(out * silu(gate), adapters)
         return mapped
@@ -267,7 +265,7 @@ class ShortConv(nn.Module):
     def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
         b, c, x = self.in_proj(hidden, context.adapter_slots).split(self.own.num_channels, dim=1)
-        mixed = c * self.conv(b * x, _pages(context, self.layer_index), context)
+        mixed = c * self.conv(b * x, context.states_of(self.layer_index))
         out: Tensor = self.out_proj(mixed, context.adapter_slots)
         return out
 
@@ -284,7 +282,7 @@ def create_mixer(spec: StateSpec, *, layer_index: int, context: ModelContext, pr
     """Create what `spec.kind` names.
 
     Args:
-        layer_index: Index of the layer's pages in `StepContext.state_pages`.
+        layer_index: As of `StepContext.states_of`.
         prefix: That of the mixer in the checkpoint.
     Raises:
         ConfigError: Ranks cannot share it.
@@ -293,14 +291,3 @@ def create_mixer(spec: StateSpec, *, layer_index: int, context: ModelContext, pr
     if spec.kind not in _MIXERS:
         raise FeatureDisabled(f"state {spec.kind}", f"this worker knows {', '.join(_MIXERS)}")
     return _MIXERS[spec.kind](spec, layer_index=layer_index, context=context, prefix=prefix)
-
-
-def _pages(context: StepContext, layer_index: int) -> Tensor:
-    pages = context.state_pages[layer_index]
-    assert pages is not None, f"layer {layer_index} has a state"
-    return pages
-
-
-def _matrices(pages: Tensor, conv: CausalConv, shape: tuple[int, ...]) -> Tensor:
-    """Return the states behind the inputs of the convolution, [num_pages, *shape]."""
-    return pages[:, conv.page_elements :].unflatten(1, shape)

@@ -42,6 +42,22 @@ class KeptStates:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LayerStates:
+    """The states of one layer, or a part of them: those of its convolution, and those of the recurrence behind it."""
+
+    pages: Tensor
+    """[num_pages, page elements] float32."""
+    kept: Tensor | None
+    """[num_slots, guesses of a row, kept elements] float32; None: no row guesses."""
+    batch: StateBatch
+
+    def part(self, page_elements: slice, kept_elements: slice) -> tuple[Tensor, StateBatch]:
+        """Return the pages of one op, and the batch for it."""
+        kept = None if self.kept is None else self.kept[:, :, kept_elements]
+        return self.pages[:, page_elements], self.batch.with_memory(kept)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
     """The state that one step's layers read and write; each layer takes what it needs.
 
@@ -59,6 +75,8 @@ class StepContext:
     state_pages: Sequence[Tensor | None] = ()
     """[num_pages, page elements] float32, one entry per layer, by the layer's index: see `StateSpec.page_elements`.
     None for a layer without a state; empty where no layer has one."""
+    kept_guesses: Sequence[Tensor | None] = ()
+    """[num_slots, guesses of a row, kept elements] float32 likewise: see `KvCache.guesses`. Empty: none is kept."""
     states_before: Tensor | None = None
     """[num_tokens, hidden_size] in the model's precision, what another model has computed at the token before each;
     read by an `MtpLayer` and an `Eagle3Head`. None: the model reads tokens only."""
@@ -67,6 +85,13 @@ class StepContext:
     chosen_keys: list[ChosenKeys] = field(default_factory=list)
     """At most one: what the last layer that chooses keys has chosen. Written by such layers, read by those after
     them."""
+
+    def states_of(self, layer_index: int) -> LayerStates:
+        """Return what the mixer of a layer reads and writes, which has a state."""
+        pages = self.state_pages[layer_index]
+        assert pages is not None, f"layer {layer_index} has a state"
+        assert self.state is not None, "a step of a model with states has a StateBatch"
+        return LayerStates(pages, self.kept_guesses[layer_index] if self.kept_guesses else None, self.state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

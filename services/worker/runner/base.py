@@ -15,13 +15,6 @@ from triptych_services.worker.kv_transfer.base import BlockStore
 PhaseChange = Callable[[str, float], None]
 """Called with (phase, progress within it, 0..1) while a runner starts or wakes."""
 
-_MAX_STEPS_IN_FLIGHT = 4  # more would make a stop come too late to save work
-
-
-def max_steps_in_flight(num_stages: int) -> int:
-    """Return the most steps that a worker takes before it answers the first; stages compute different ones."""
-    return _MAX_STEPS_IN_FLIGHT + num_stages - 1
-
 
 def do_nothing() -> None:
     """Do nothing."""

@@ -23,6 +23,10 @@ from triptych.types.step import U32, NewRow, StepPlan
 I64 = NDArray[np.int64]
 I32 = NDArray[np.int32]
 
+GUESSING_SLOTS = 16
+"""Slots of rows that may guess in a model with states. The engine fills the lowest free slot, and more rows than that
+gain nothing by guesses. It bounds the memory of what is kept of guesses."""
+
 
 class BlockTable:
     """The blocks of one group. Owned by the `RequestRows`."""
@@ -122,6 +126,19 @@ class BlockTable:
         read_pages = self.ids[slots, columns]
         self.ids[slots, columns] = pages
         return read_pages
+
+    def most_samples(self, slots: I64, last_known: I64) -> I64:
+        """Return the most tokens that rows may get in a step of a model with states, [n].
+
+        A page holds the state behind the last token that was known. So no guess is the last token of its page, since
+        the page would be kept without it, or in another page.
+
+        Args:
+            slots: [n]
+            last_known: [n] position of the last known token.
+        """
+        room = self.block_size - 1 - last_known % self.block_size
+        return np.where(slots < GUESSING_SLOTS, np.maximum(room, 1), 1)
 
     def blocks_read(self, slot: int, start: int, end: int) -> I32:
         """Return the blocks that a row reads or writes to compute positions `start` to `end`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,14 +17,14 @@ from triptych_kernels.cpu.program import Program, record
 from triptych_kernels.cpu.recording import NotRecordable, Recording
 from triptych_kernels.ops import gather_rows
 from triptych_kernels.state_batch import StateBatch
-from triptych_services.worker.attention.base import AttentionBatch, KvCache
+from triptych_services.worker.attention.base import AttentionBatch, KvCache, keeps_guesses
 from triptych_services.worker.layers.step_context import KeptStates, StepContext
 from triptych_services.worker.models.base import CausalLM, logits_of
 from triptych_services.worker.runner.backend import ForwardBackend, StepOutput, without_samples
 from triptych_services.worker.runner.base import CompletedStep
 from triptych_services.worker.runner.drafting.ranks import SharedGuesses
 from triptych_services.worker.runner.drafting.speculation import Speculation
-from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers
+from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers, StateBuffers
 from triptych_services.worker.runner.pooled_rows import RowPooler
 from triptych_services.worker.runner.prompt_logprobs import PromptScorer
 from triptych_services.worker.runner.publish import publish
@@ -113,11 +115,8 @@ def _record(
         )
         state = None
         if inputs.state is not None:
-            state = StateBatch(
-                recording.input(inputs.state.read_pages, count="rows"),
-                recording.input(inputs.state.write_pages, count="rows"),
-                query_starts,
-            )
+            view = partial(recording.input, count="rows")
+            state = _state_input(inputs.state, query_starts, view, has_guesses=keeps_guesses(kv_caches))
         kept = KeptStates(kept_layers) if kept_layers else None
         hidden = model(
             recording.input(entry, count="tokens"),
@@ -128,6 +127,7 @@ def _record(
                 state,
                 optional_input(inputs.adapter_slots, "tokens"),
                 [cache.state for cache in kv_caches],
+                [cache.guesses for cache in kv_caches],
                 optional_input(states_before, "tokens"),
                 kept,
             ),
@@ -142,6 +142,18 @@ def _record(
         return outputs if kept is None else (*outputs, kept.joined(hidden.dtype))
 
     return record(forward)
+
+
+def _state_input(
+    state: StateBuffers, query_starts: Tensor, view: Callable[[Tensor], Tensor], *, has_guesses: bool
+) -> StateBatch:
+    """Return the pages of states of each step, and its guesses where some are kept; `view` makes inputs of columns."""
+    return StateBatch(
+        view(state.read_pages),
+        view(state.write_pages),
+        query_starts,
+        guesses=state.guesses(view) if has_guesses else None,
+    )
 
 
 class EagerBackend:
@@ -168,6 +180,7 @@ class EagerBackend:
         self._model = model
         self._kv_caches = kv_caches
         self._state_pages = [cache.state for cache in kv_caches]
+        self._kept_guesses = [cache.guesses for cache in kv_caches]
         self._inputs = inputs
         self._received = received
         self._states_before = states_before
@@ -191,14 +204,18 @@ class EagerBackend:
         return StepOutput(logits, batch.sampling.choose(logits), hidden=hidden, layer_states=layer_states)
 
     def _run(self, batch: InputBatch, kept: KeptStates | None) -> Tensor:
-        num_tokens = len(batch.token_ids)
+        num_tokens, state = len(batch.token_ids), batch.state
+        if state is not None and self._inputs.state is not None and keeps_guesses(self._kv_caches):
+            num_rows = len(state.read_pages)
+            state = replace(state, guesses=self._inputs.state.guesses(lambda column: column[:num_rows]))
         entry = batch.token_ids if self._received is None else self._received[:num_tokens]
         context = StepContext(
             batch.attention,
             self._kv_caches,
-            batch.state,
+            state,
             batch.adapter_slots,
             self._state_pages,
+            self._kept_guesses,
             None if self._states_before is None else self._states_before[:num_tokens],
             kept,
         )

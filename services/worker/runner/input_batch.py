@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych_kernels.state_batch import StateBatch
+from triptych_kernels.state_batch import GuessedTokens, StateBatch
 from triptych_services.worker.adapters.slots import NO_ADAPTER
 from triptych_services.worker.attention.base import AttentionBackend, AttentionBatch
 from triptych_services.worker.runner.block_tables import BlockTable
@@ -108,6 +108,13 @@ class StateBuffers:
     def __init__(self, arrays: StateInputs) -> None:
         self.read_pages = torch.from_numpy(arrays.read_pages)
         self.write_pages = torch.from_numpy(arrays.write_pages)
+        self.slots = torch.from_numpy(arrays.slots)
+        self.replayed = torch.from_numpy(arrays.replayed)
+        self.guessed = torch.from_numpy(arrays.guessed)
+
+    def guesses(self, view: Callable[[Tensor], Tensor]) -> GuessedTokens:
+        """Return the guesses of a step; `view` makes its input of each column."""
+        return GuessedTokens(view(self.slots), view(self.replayed), view(self.guessed))
 
 
 class InputBuffers:

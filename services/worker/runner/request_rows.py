@@ -25,7 +25,12 @@ from triptych.types.facts import KvLayout, WorkerFacts
 from triptych.types.pooling import GENERATION
 from triptych.types.step import U32, NewRow, RowError, RowErrorCode, RowKey, StepPlan
 from triptych_services.worker.adapters.slots import NO_ADAPTER, AdapterSlots, AdapterUnavailable
-from triptych_services.worker.runner.block_tables import append_new_blocks, create_tables, tables_of
+from triptych_services.worker.runner.block_tables import (
+    GUESSING_SLOTS,
+    append_new_blocks,
+    create_tables,
+    tables_of,
+)
 from triptych_services.worker.runner.pooling import PooledSlots
 from triptych_services.worker.sampling.params import SamplingColumns, TokenHistory
 from triptych_services.worker.sampling.sampled import SamplingPlaces
@@ -136,6 +141,11 @@ class RequestRows:
         self.tables = create_tables(kv, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         """[num_groups] the blocks of the rows, by group."""
         self._states = next((table for table in self.tables if table.is_state), None)
+        self.num_replayed: I64 = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs] computed tokens that the row's page of states lacks: the guesses of its latest step that were
+        right. Zeros where there are no states."""
+        self.num_guessing_slots = max_num_seqs if self._states is None else GUESSING_SLOTS
+        """Rows of the slots from here on get one token in a step."""
         self._entered_in: I64 = np.zeros(max_num_seqs, np.int64)
         """[max_num_seqs] the step with which the row entered."""
         self._sampled_in: I64 = np.zeros(max_num_seqs, np.int64)
@@ -181,7 +191,7 @@ class RequestRows:
         num_tokens = int(query_lens.sum())
         sample_limits = None
         if plan.sample_slots.size or plan.sample_limits.size:
-            sample_limits = self._read_sample_limits(plan, slots[samples])
+            sample_limits = self._read_sample_limits(plan, slots[samples], ends[samples] - 1)
             ends[samples] += sample_limits - 1
             num_tokens += int(sample_limits.sum()) - sample_limits.size
         self._check_reach(slots, ends, known, samples, is_unknown)
@@ -204,11 +214,15 @@ class RequestRows:
             token_counts: [num_sampling] tokens that each sampling row got, >= 1; None: one each.
         """
         self.num_computed[step.slots] += step.query_lens
+        if self._states is not None:
+            self.num_replayed[step.slots] = 0
         if token_counts is None:
             self.num_known[step.sampling_slots] += 1
         else:
             self.num_known[step.sampling_slots] += token_counts
             self.num_computed[step.sampling_slots] += token_counts - 1
+            if self._states is not None:
+                self.num_replayed[step.sampling_slots] = token_counts - 1
 
     def record(self, step: StepRows, token_ids: NDArray[np.integer], token_counts: I64 | None = None) -> None:
         """Write the ids that the step sampled.
@@ -325,6 +339,7 @@ class RequestRows:
         self.num_known[slot] = self.num_recorded[slot] = num_known
         self.num_computed[slot] = row.num_computed_tokens
         self.write_start[slot] = row.num_cached_tokens
+        self.num_replayed[slot] = 0
         for table, block_ids in zip(self.tables, tables_of(row, len(self.tables)), strict=True):
             table.enter(slot, block_ids)
         self._entered_in[slot], self._sampled_in[slot] = step_id, 0
@@ -437,8 +452,12 @@ class RequestRows:
         slots = np.flatnonzero(query_lens)
         return slots, query_lens[slots]
 
-    def _read_sample_limits(self, plan: StepPlan, sampling_slots: I64) -> I64:
-        """Return the most tokens that each sampling row may get, [num_sampling]."""
+    def _read_sample_limits(self, plan: StepPlan, sampling_slots: I64, last_known: I64) -> I64:
+        """Return the most tokens that each sampling row may get, [num_sampling].
+
+        Args:
+            last_known: [num_sampling] position of the last known token of each.
+        """
         slots, limits = plan.sample_slots, plan.sample_limits
         if slots.size != limits.size:
             raise ProtocolViolation(f"sample_slots has {slots.size} entries, sample_limits {limits.size}")
@@ -454,7 +473,10 @@ class RequestRows:
             )
         slot_to_limit = np.ones(self.live.size, np.int64)
         slot_to_limit[slots] = limits
-        return slot_to_limit[sampling_slots]
+        sample_limits = slot_to_limit[sampling_slots]
+        if self._states is None:
+            return sample_limits
+        return np.minimum(sample_limits, self._states.most_samples(sampling_slots, last_known))
 
     def _check_reach(self, slots: I64, ends: I64, known: I64, samples: Flags, is_unknown: Flags) -> None:
         """Raise ProtocolViolation for a row that computes a token that is not known, without a block, or past the end

@@ -57,14 +57,18 @@ class GroupInputs:
 
 
 class StateInputs:
-    """The pages of states, as in `StateBatch`."""
+    """The pages of states, as in `StateBatch`, and the rows' guesses, as in `GuessedTokens`."""
 
     def __init__(self, table: BlockTable) -> None:
         self.read_pages: I32 = np.zeros(len(table.ids), np.int32)
         self.write_pages: I32 = np.zeros(len(table.ids), np.int32)
+        self.slots: I32 = np.zeros(len(table.ids), np.int32)
+        self.replayed: I32 = np.zeros(len(table.ids), np.int32)
+        self.guessed: I32 = np.zeros(len(table.ids), np.int32)
 
-    def gather(self, table: BlockTable, step: StepRows, ends: I64) -> None:
-        """Fill in the page before each row's first token, and that of its last one."""
+    def gather(self, rows: RequestRows, step: StepRows, ends: I64) -> None:
+        """Fill in the page before each row's first token, and that of its last one: guesses are in the same."""
+        table = rows.tables[-1]
         interval, slots, starts = table.block_size, step.slots, step.starts
         num_rows = slots.size
         read_pages = np.where(starts > 0, table.ids[slots, np.maximum(starts - 1, 0) // interval], 0)
@@ -72,11 +76,16 @@ class StateInputs:
             read_pages = np.where(step.state_reads > 0, step.state_reads, read_pages)
         self.read_pages[:num_rows] = read_pages
         self.write_pages[:num_rows] = table.ids[slots, (ends - 1) // interval]
+        self.slots[:num_rows] = slots
+        self.replayed[:num_rows] = rows.num_replayed[slots]
+        self.guessed[:num_rows] = 0 if step.places is None else step.computed_lens - step.query_lens
 
     def pad(self, used: int, num_rows: int) -> None:
         """Give rows that pad a step no page: they neither read nor write one."""
         self.read_pages[used:num_rows] = 0
         self.write_pages[used:num_rows] = 0
+        self.replayed[used:num_rows] = 0
+        self.guessed[used:num_rows] = 0
 
 
 class StepInputs:
@@ -168,7 +177,7 @@ class StepInputs:
             max_blocks = -(-max_seq_len // block_size)
             group.block_tables[:num_rows, :max_blocks] = table.ids[slots, :max_blocks]
         if self.state is not None:
-            self.state.gather(rows.tables[-1], step, seq_lens)
+            self.state.gather(rows, step, seq_lens)
         self.seq_lens[:num_rows] = seq_lens
         sampling_slots, sampling_tokens = slots[samples], query_starts[1:][samples] - 1
         before: I64 | None = None

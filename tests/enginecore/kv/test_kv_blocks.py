@@ -58,7 +58,7 @@ def first_seen(group: KvGroup, position: int) -> int:
 class BlocksMachine(RuleBasedStateMachine):
     @initialize(data=st.data(), spare=st.integers(0, 20))
     def start(self, data: Any, spare: int) -> None:
-        self.groups = data.draw(layouts(has_states=True))
+        self.groups = data.draw(layouts())
         kv = layout_for_one(self.groups, MOST_TOKENS, LONGEST_STEP, spare=spare, spare_states=spare // 3)
         self.kv = kv
         self.manager = GroupedBlockManager(kv, enable_prefix_caching=True, longest_step=LONGEST_STEP)

@@ -30,7 +30,7 @@ from tools.replay.plan_difference import differences_between, is_same
 from triptych.config import SchedulerConfig
 from triptych.config.step_size import size_for_device
 from triptych.errors import ConfigError
-from triptych.types.facts import EngineStatus, KvGroup, KvKind, KvLayout
+from triptych.types.facts import EngineStatus, KvGroup, KvKind, KvLayout, least_state_page
 from triptych.types.journal import Planned
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, RowContent, StepPlan, StepResult, empty_u32
@@ -47,13 +47,19 @@ KINDS = st.sampled_from(KvKind)
 
 
 @st.composite
-def layouts(draw: Any, *, has_states: bool) -> tuple[KvGroup, ...]:
-    """One to four groups. The tokens of a block are a multiple of those of the shortest one."""
+def layouts(draw: Any, *, least_page: int = 1) -> tuple[KvGroup, ...]:
+    """One to four groups. The tokens of a block are a multiple of those of the shortest one.
+
+    Args:
+        least_page: Tokens of a page of states, at least.
+    """
     block_size = draw(st.sampled_from([1, 2, 2, 3, 4]))
-    kinds = [kind for kind in KvKind if has_states or kind is not KvKind.STATE]
     groups: list[KvGroup] = []
-    drawn = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
+    drawn = draw(st.lists(KINDS, min_size=1, max_size=4))
     state_ratio = 1 if drawn[0] is KvKind.STATE else draw(st.sampled_from([1, 2, 2, 3]))
+    if drawn[0] is KvKind.STATE:
+        block_size = max(block_size, least_page)
+    state_ratio = max(state_ratio, -(-least_page // block_size))
     for kind in drawn:
         window = draw(st.integers(2, 14)) if kind in (KvKind.WINDOW, KvKind.CHUNK) else 0
         ratio = state_ratio if kind is KvKind.STATE else draw(st.sampled_from([1, 1, 1, 2])) if groups else 1
@@ -103,7 +109,8 @@ class GroupedMachine(SchedulerMachine):
         num_stages: int,
         spare_blocks: int,
     ) -> None:
-        self.groups = data.draw(layouts(has_states=max_samples_per_row == 1))
+        least_page = 1 if max_samples_per_row == 1 else least_state_page(STEPS_IN_FLIGHT, max_samples_per_row)
+        self.groups = data.draw(layouts(least_page=least_page))
         self.begin(
             config,
             is_caching=is_caching,
@@ -309,9 +316,11 @@ def test_a_layout_that_cannot_work_is_refused(change: dict[str, Any], named: str
 
 def test_states_are_refused_beside_what_cannot_keep_them() -> None:
     kv = layout_for_one((FULL, STATE), 100, 128)
-    with pytest.raises(ConfigError, match="turn speculation off"):
+    with pytest.raises(
+        ConfigError, match="pages of 12 tokens, and rows with up to 5 tokens in a step need 15"
+    ):
         make_scheduler(
-            kv=kv, max_model_len=100, max_num_batched_tokens=128, max_num_seqs=8, max_samples_per_row=2
+            kv=kv, max_model_len=100, max_num_batched_tokens=128, max_num_seqs=8, max_samples_per_row=5
         )
     with pytest.raises(ConfigError, match="prompts are cut every 12 tokens"):
         make_scheduler(

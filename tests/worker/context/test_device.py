@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -540,13 +541,13 @@ def test_a_cpu_needs_no_choosing(monkeypatch):
     [
         ("simulated", 1, {}, "several tokens of a request are not verified on simulated"),
         ("cuda:0", 2, {}, "2 ranks on cuda:0 do not guess"),
-        ("cpu", 2, {}, "2 pipeline stages do not guess"),
         (
-            "cpu",
+            "cuda:0",
             1,
             {"state": StateSpec("mamba", taps=3, num_heads=1, value_dim=8, key_dim=2)},
-            "recurrent states",
+            "only the native kernels of CPUs take back",
         ),
+        ("cpu", 2, {}, "2 pipeline stages do not guess"),
         ("cpu", 1, {"head": "score", "num_labels": 2}, "generates nothing"),
     ],
 )
@@ -594,6 +595,42 @@ def test_a_cuda_device_guesses_where_it_is_asked_to():
             resolve_for_device(by_layer, tiny_architecture(), traits)
     off = replace(asked, speculative=SpeculativeConfig(enabled="false", model="small"))
     assert resolve_for_device(off, tiny_architecture(), traits).max_samples_per_row == 1
+
+
+@pytest.mark.parametrize(
+    ("native_kernels", "interval", "max_tokens", "why"),
+    [
+        (True, 48, 8, ""),
+        (True, 32, 8, r"every cache\.state_interval = 32 tokens, and speculative\.max_tokens = 8 needs 45"),
+        (True, 32, 5, ""),
+        (False, 256, 8, "only the native kernels of CPUs take back behind a wrong guess"),
+    ],
+)
+def test_states_are_taken_back_by_native_kernels_within_a_page(native_kernels, interval, max_tokens, why):
+    architecture = tiny_architecture(
+        state=StateSpec("mamba", taps=3, num_heads=1, value_dim=8, key_dim=2), attention="none"
+    )
+    traits = DeviceTraits(device="cpu", native_kernels=native_kernels)
+    engine = EngineConfig(
+        cache=CacheConfig(state_interval=interval), speculative=SpeculativeConfig(max_tokens=max_tokens)
+    )
+    config = resolve_for_device(engine, architecture, traits)
+    assert config.engine.speculative.enabled == ("false" if why else "true")
+    assert re.search(why, config.no_guesses)
+    asked = replace(engine, speculative=replace(engine.speculative, enabled="true"))
+    if not why:
+        assert resolve_for_device(asked, architecture, traits).max_samples_per_row == 1 + max_tokens
+        for changes, named in (
+            ({"model": "small"}, "model = small"),
+            ({"proposers": "mtp"}, "proposers = mtp"),
+        ):
+            loaded = replace(asked, speculative=replace(asked.speculative, **changes))
+            why = rf"{named}: a model or a layer does not guess for .*, which keeps recurrent states, yet; leave"
+            with pytest.raises(FeatureDisabled, match=why):
+                resolve_for_device(loaded, architecture, traits)
+        return
+    with pytest.raises(FeatureDisabled, match=rf"enabled = true: .*{why}.*; set it to auto or false"):
+        resolve_for_device(asked, architecture, traits)
 
 
 def test_ranks_guess_without_a_model():

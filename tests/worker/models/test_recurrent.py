@@ -23,6 +23,7 @@ from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.models.sequences import CUTS, STATE_INTERVAL, Sequences, assert_equals_oracle
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.config_json import read_architecture
+from triptych.config import SpeculativeConfig
 from triptych.errors import ConfigError
 from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
@@ -30,7 +31,7 @@ from triptych_kernels.cpu.program import Program, record
 from triptych_kernels.cpu.recording import Recording
 from triptych_kernels.state_batch import StateBatch
 from triptych_services.worker.attention.base import AttentionBatch
-from triptych_services.worker.context.resolved_config import RankFacts
+from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych_services.worker.layers.step_context import StepContext
 from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
@@ -195,8 +196,13 @@ def test_pages_hold_whole_blocks(saved: Any) -> None:
         plan_kv_cache(replace(config, engine=replace(config.engine, cache=cache)), 1 << 30)
 
 
+def without_guesses(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the same where nothing is kept of guesses, which takes more than tiny states."""
+    return replace(config, engine=replace(config.engine, speculative=SpeculativeConfig(enabled="false")))
+
+
 def test_half_of_the_memory_is_for_states(saved: Any) -> None:
-    config = tiny_config(read_architecture(saved("LFM2")[0]), num_blocks=0)
+    config = without_guesses(tiny_config(read_architecture(saved("LFM2")[0]), num_blocks=0))
     shape = plan_kv_cache(config, 16_000).shape
     _, states = shape.groups
     assert shape.num_state_blocks == 4_000 // states.block_bytes
@@ -220,7 +226,7 @@ def test_each_rank_keeps_the_states_of_its_heads(saved: Any) -> None:
 
 def test_a_stage_has_the_groups_of_the_whole_model(saved: Any) -> None:
     """Its memory limits the blocks of those kinds that it has layers of."""
-    config = tiny_config(read_architecture(saved("Nemotron-H")[0]), num_blocks=0)
+    config = without_guesses(tiny_config(read_architecture(saved("Nemotron-H")[0]), num_blocks=0))
     shapes = [
         plan_kv_cache(replace(config, rank=RankFacts(stage=stage, num_stages=4)), 40_000).shape
         for stage in range(4)  # states, an MLP, keys and values, states

@@ -14,6 +14,8 @@ from triptych.errors import ProtocolViolation
 from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych.types.step import NewRow, StepPlan
 from triptych_services.worker.attention.paged import PagedAttention
+from triptych_services.worker.runner.block_tables import GUESSING_SLOTS
+from triptych_services.worker.runner.drafting.speculation import with_guesses
 from triptych_services.worker.runner.input_batch import InputBatch, InputBuffers
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 
@@ -24,9 +26,10 @@ CHUNK = KvGroup(KvKind.CHUNK, 1, 4, 512, window=6)
 STATE = KvGroup(KvKind.STATE, 1, 8, 64)
 
 
-def rows_of(*groups: KvGroup) -> RequestRows:
+def rows_of(*groups: KvGroup, max_num_seqs: int = 4) -> RequestRows:
     kv = KvLayout(30, 4, 1, 1, 8, "float32", groups=groups, num_state_blocks=9)
-    return RequestRows(max_num_seqs=4, max_model_len=40, max_num_batched_tokens=64, kv=kv, vocab_size=100)
+    sizes = {"max_model_len": 40, "max_num_batched_tokens": 64, "vocab_size": 100, "max_samples_per_row": 9}
+    return RequestRows(max_num_seqs=max_num_seqs, kv=kv, **sizes)
 
 
 def row(slot: int, num_tokens: int, *tables: Any, **changes: Any) -> NewRow:
@@ -113,6 +116,61 @@ def test_a_row_resumes_at_a_snapshot():
     state = gather(rows, rows.apply(step_plan(1, new=[entering], chunks={0: 2}))).state
     assert state is not None
     assert (state.read_pages.tolist(), state.write_pages.tolist()) == ([6], [7])
+
+
+def test_no_guess_is_the_last_token_of_a_page_of_states():
+    """The page would be kept without it."""
+    rows = rows_of(FULL, STATE, max_num_seqs=GUESSING_SLOTS + 1)
+    for position, most in ((3, 4), (4, 3), (5, 2), (6, 1), (7, 1), (8, 7), (9, 6)):
+        rows.clear()
+        entering = [
+            row(slot, position + 1, [1, 2, 3, 4], [0 if position > 8 else 3, 4, 5], computed=position)
+            for slot in (0, GUESSING_SLOTS)
+        ]
+        limits = dict.fromkeys((0, GUESSING_SLOTS), 7)
+        step = rows.apply(step_plan(1, new=entering, limits=limits))
+        assert step.sample_limits is not None
+        assert step.sample_limits.tolist() == [most, 1], "nothing is kept for the last slot"
+
+
+def test_a_state_goes_through_the_guesses_that_were_right():
+    rows = rows_of(FULL, STATE)
+    entering = [row(slot, 3, [1 + slot, 5 + slot], [1 + slot], computed=0) for slot in (1, 3)]
+    step = rows.apply(step_plan(1, new=entering, chunks={1: 3, 3: 3}, limits={3: 5}))
+    step = with_guesses(rows, step, np.array([7, 8, 9]), np.array([0, 3]))
+    assert columns_of_guesses(rows, step) == ([1, 3], [0, 0], [0, 3])
+    counts = np.array([1, 3])
+    rows.advance(step, counts)
+    rows.record(step, np.array([4, 7, 8, 6]), counts)
+    step = rows.apply(step_plan(2, skipped=[3]))
+    assert columns_of_guesses(rows, step) == ([1], [0], [0])
+    rows.advance(step)
+    step = rows.apply(step_plan(3))
+    assert columns_of_guesses(rows, step) == ([1, 3], [0, 2], [0, 0]), (
+        "a step without the row changes nothing"
+    )
+    batch = gather(rows, step)
+    assert batch.state is not None
+    assert batch.positions.tolist() == [4, 5]
+    assert (batch.state.read_pages.tolist(), batch.state.write_pages.tolist()) == ([2, 4], [2, 4])
+    rows.advance(step)
+    entering = [row(1, 2, [9], [8], computed=0)]
+    step = rows.apply(step_plan(4, removed=[1], new=entering, chunks={1: 2}))
+    assert columns_of_guesses(rows, step) == ([1, 3], [0, 0], [0, 0])
+
+
+def columns_of_guesses(rows: RequestRows, step: StepRows) -> tuple[list[int], ...]:
+    inputs = InputBuffers(
+        max_num_seqs=rows.live.size,
+        max_num_batched_tokens=64,
+        tables=rows.tables,
+        attention=PagedAttention(),
+        max_sampling=9,
+    )
+    num_rows = inputs.gather(rows, step).num_rows
+    assert inputs.state is not None
+    guesses = inputs.state.guesses(lambda column: column[:num_rows])
+    return guesses.slots.tolist(), guesses.replayed.tolist(), guesses.counts.tolist()
 
 
 def with_pages(plan: StepPlan, pages: dict[int, int]) -> StepPlan:

@@ -141,8 +141,8 @@ def test_a_sleep_gives_up_keys_and_values_and_dropped_weights(
 ) -> None:
     caches: list[weakref.ref[torch.Tensor]] = []
 
-    def allocate(*arguments):
-        allocated = allocate_kv_cache(*arguments)
+    def allocate(*arguments, **options):
+        allocated = allocate_kv_cache(*arguments, **options)
         for cache in allocated:
             cache.blocks.fill_(1.0)  # only what has been written takes memory
             caches.append(weakref.ref(cache.blocks))

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.worker.models.checkpoints import SIZES, greedy_tokens, random_prompts
 from tests.worker.models.families import FAMILIES
 from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.pooled import pool, save_decoder
+from tests.worker.runner.drafting.guessing import Replaying, changes, guess_at_all_costs
 from tests.worker.runner.stored_start import config_of, decode, enter, start
 from tests.worker.tiny import new_row, step_plan
 from triptych.checkpoint.config_json import read_architecture
@@ -34,6 +36,7 @@ from triptych.types.step import RowKey, StepPlan
 from triptych_kernels.cpu.library import isa
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.machine import machine_directory
+from triptych_services.worker.runner.drafting import create as drafting
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup import create
 from triptych_services.worker.runner.startup.create import create_runner, load_to_resume
@@ -273,6 +276,55 @@ def test_states_are_kept_where_torch_takes_over(tmp_path: Path, directory: Path)
     rest = np.stack([runner.execute(plan).token_ids for plan in plans], axis=1).tolist()
     said = [first + others for first, others in zip(begun, rest, strict=True)]
     assert said == [greedy_tokens(oracle, prompt, NUM_NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_guesses_of_states_are_kept_where_torch_takes_over(
+    takes_over: bool, tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch goes on behind a step of which the states lack the guesses that were right."""
+    family, most = tmp_path / "hybrid", 2
+    oracle = save_checkpoint(RECURRENT_FAMILIES["Falcon-H1"].create(), family)
+    expected = [greedy_tokens(oracle, prompt, NUM_NEW) for prompt in PROMPTS]
+    wrong_last = changes(Random(2), SIZES["vocab_size"])["some"]
+    known = dict(enumerate(expected))
+    monkeypatch.setitem(drafting._OWN, "ngram", lambda s: Replaying(s.history, known, wrong_last))
+    config = config_of(
+        FLAGS
+        | {"cache.num_blocks": 65, "cache.state_interval": 16}
+        | {"speculative.max_tokens": most, "speculative.proposers": "ngram"}
+    )
+    leave_program(config, family)
+    runner = started(config, family)
+    assert runner.facts.max_samples_per_row == 1 + most
+    assert runner._speculation is not None
+    guess_at_all_costs(runner._speculation, most)
+    said = decode(runner, PROMPTS, 1)
+    slots, num_steps, num_right = range(len(PROMPTS)), 1, 0
+    while left := {slot: NUM_NEW - len(said[slot]) for slot in slots if len(said[slot]) < NUM_NEW}:
+        num_steps += 1
+        limits = {slot: min(most + 1, num) for slot, num in left.items() if num > 1}
+        if takes_over and num_right and not runner.has_resumed:
+            runner.block_store()
+            assert runner.has_resumed
+        result = runner.execute(
+            StepPlan(
+                step_id=num_steps,
+                last_result_seen=num_steps - 1,
+                skipped_slots=np.array([slot for slot in slots if slot not in left], np.uint32),
+                sample_slots=np.array(list(limits), np.uint32),
+                sample_limits=np.array(list(limits.values()), np.uint32),
+            )
+        )
+        token_ids = iter(result.token_ids.tolist())
+        counts = result.token_counts.tolist() or [1] * len(left)
+        for slot, count in zip(left, counts, strict=True):
+            said[slot] += [next(token_ids) for _ in range(count)]
+            num_right += count - 1
+    assert said == expected
+    assert num_right > len(PROMPTS)
+    assert runner.has_resumed == takes_over
 
 
 @pytest.mark.thorough

@@ -229,8 +229,17 @@ class Speculation:
         )
 
     def _guess_and_count(self, slots: list[int], num_positions: int) -> list[int]:
-        """Return the guesses that each row may have in the next step; see `finish` and `_guess_next`."""
-        limits = self._guess_next(slots, num_positions)
+        """Return the guesses that each row may have in the next step; see `finish` and `_guess_next`.
+
+        Args:
+            slots: Ascending.
+        """
+        if slots[-1] < self._rows.num_guessing_slots:
+            limits = self._guess_next(slots, num_positions)
+        else:
+            guessing = [slot for slot in slots if slot < self._rows.num_guessing_slots]
+            limits = self._guess_next(guessing, num_positions) if guessing else []
+            limits += [0] * (len(slots) - len(guessing))
         if not self._asks_for_found:
             return limits
         return [most if slot in self._ready else 0 for slot, most in zip(slots, limits, strict=True)]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from triptych.errors import ConfigError, FeatureDisabled, ModelError
-from triptych.types.facts import KvKind, Phase, WorkerFacts
+from triptych.types.facts import Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
 from triptych_kernels.cpu.library import amx_refusal, isa, isa_and_build
 from triptych_kernels.cpu.machine import rates
@@ -59,7 +59,7 @@ from triptych_services.worker.runner.startup.encoder import (
 from triptych_services.worker.runner.startup.facts import served_tasks, worker_facts
 from triptych_services.worker.runner.startup.guessing import GuessSources
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, view_kv_cache
-from triptych_services.worker.runner.startup.kv_groups import choose_groups
+from triptych_services.worker.runner.startup.kv_groups import choose_groups, guess_bytes
 from triptych_services.worker.runner.startup.kv_plan import KvPlan, report_groups
 from triptych_services.worker.runner.startup.memory_plan import plan_memory
 from triptych_services.worker.runner.startup.pooler import create_pooler
@@ -273,15 +273,18 @@ class RunnerFactory:
         config, stages = self._config, self._group.stages
         stage = None if stages is None else create_stage(config, stages)
         held, shape, places = self._held, self._facts.kv, choose_groups(config).places
+        num_guesses = self._facts.max_samples_per_row - 1
         if self._guessing is None:
             proposers = proposers_of(config.engine.speculative)
         else:
             proposers = self._guessing.proposers_for(model)
         runner = ModelRunner(
             model=model,
-            kv_caches=allocate_kv_cache(shape, self._device, places)
+            kv_caches=allocate_kv_cache(shape, self._device, places, num_guesses=num_guesses)
             if held is None
-            else view_kv_cache(shape, held.kv_memory, places),
+            else view_kv_cache(
+                shape, held.kv_memory, places, guess_memory=held.guess_memory, num_guesses=num_guesses
+            ),
             facts=self._facts,
             attention=create_attention(config),
             enforce_eager=config.engine.worker.enforce_eager,
@@ -306,8 +309,10 @@ class RunnerFactory:
             activation_bytes: Bytes that a step takes besides weights and KV cache.
         """
         kv = self._facts.kv
-        page_bytes = sum(group.block_bytes for group in kv.groups if group.kind is KvKind.STATE)
-        num_bytes = kv.num_blocks * kv.block_bytes + kv.num_state_blocks * page_bytes
+        num_bytes = kv.num_blocks * kv.block_bytes + kv.num_state_blocks * kv.page_bytes
+        if kv.page_bytes:
+            places = choose_groups(self._config).places
+            num_bytes += guess_bytes(places, self._facts.max_samples_per_row - 1)
         return SleepableRunner(
             model,
             device=self._device,

@@ -114,7 +114,7 @@ class DraftSource:
     def _check_architecture(self, own: ModelArchitecture, architecture: ModelArchitecture) -> None:
         if own.head != "logits" or own.encoder is not None:
             raise self._refused(f"{own.name} generates nothing; name a model that does")
-        if any(layer.state is not None for layer in own.layers):
+        if own.keeps_states:
             raise self._refused(
                 f"{own.name} keeps recurrent states, which cannot go back behind a wrong guess; name one without them"
             )

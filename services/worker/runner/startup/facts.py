@@ -16,8 +16,7 @@ from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.facts import ModelFacts, WorkerFacts
 from triptych.types.identity import ModelIdentity
 from triptych.types.pooling import GENERATION, PoolingKind, Task
-from triptych_services.worker.context.resolved_config import ResolvedConfig
-from triptych_services.worker.runner.base import max_steps_in_flight
+from triptych_services.worker.context.resolved_config import ResolvedConfig, max_steps_in_flight
 from triptych_services.worker.runner.startup.kv_plan import KvPlan
 
 log = logging.getLogger(__name__)

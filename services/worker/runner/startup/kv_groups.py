@@ -24,6 +24,7 @@ from triptych_services.worker.parallel.shares import (
     share_state,
     stage_layers,
 )
+from triptych_services.worker.runner.block_tables import GUESSING_SLOTS
 
 _MAX_PADDING = 0.1  # of what a request holds: bytes of a group's blocks that no layer uses
 _MAX_GROUPS = 16  # of a model: each step fills in a table and a slot mapping for each
@@ -42,6 +43,8 @@ class LayerPlace:
     """Number of the tensor, which a layer of each group has a part of; -1: none."""
     state_elements: int = 0
     """Numbers of a page of its states; 0: it has none."""
+    guess_elements: int = 0
+    """Numbers that are kept of a guess beside these pages."""
     heads: KeyHeads | None = None
     """Those of its blocks; None: as the layout says."""
 
@@ -249,11 +252,23 @@ def _with_places(
     places, layers = [], config.architecture.layers
     for index in stage:
         state = layers[index].state
-        elements = 0 if state is None else share_state(state, rank=config.rank)[1].page_elements
+        elements, kept = 0, 0
+        if state is not None:
+            _, own = share_state(state, rank=config.rank)
+            elements, kept = own.page_elements, own.guess_elements
         group, tensor = layer_to_place.get(index, (-1, -1))
         source = index if layers[index].kv_from < 0 else layers[index].kv_from
-        places.append(LayerPlace(group, tensor, elements, heads.get(source)))
+        places.append(LayerPlace(group, tensor, elements, kept, heads.get(source)))
     return GroupChoice((), tuple(places), 0, has_states=any(layer.state for layer in layers))
+
+
+def guess_bytes(places: Sequence[LayerPlace], num_guesses: int) -> int:
+    """Return the bytes of what is kept of guesses beside the pages of states.
+
+    Args:
+        num_guesses: Guesses of one row in a step, at most; 0: no row guesses.
+    """
+    return sum(place.guess_elements for place in places) * _STATE_BYTES * num_guesses * GUESSING_SLOTS
 
 
 def blocks_held(groups: Sequence[KvGroup], num_tokens: int, step_tokens: int) -> int:

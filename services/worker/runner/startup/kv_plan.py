@@ -8,13 +8,17 @@ from dataclasses import dataclass, replace
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.errors import ConfigError
 from triptych.types.facts import KvGroup, KvKind, KvLayout
-from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from triptych_services.worker.context.resolved_config import (
+    RankFacts,
+    ResolvedConfig,
+    max_steps_in_flight,
+)
 from triptych_services.worker.parallel.shares import key_heads, share_kv_heads, stage_layers
-from triptych_services.worker.runner.base import max_steps_in_flight
 from triptych_services.worker.runner.startup.kv_groups import (
     LayerPlace,
     blocks_held,
     choose_groups,
+    guess_bytes,
     most_tokens,
 )
 
@@ -24,8 +28,8 @@ _MIB = 1 << 20
 _SCALED_DTYPES, _SCALE_BYTES = ("int8", "float8_e4m3fn"), 4
 _PAGES_PER_ROW = 2  # the one that is read, and the one that is written
 _PART_ALIGNMENT = 1 << 21  # a huge page
-STATES = "states"
-"""Name of the pages of states among the parts of a cache."""
+STATES, GUESSES = "states", "guesses"
+"""Names among the parts of a cache: pages of states, and what is kept of guesses beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,12 @@ def plan_kv_cache(config: ResolvedConfig, free_bytes: int, *, activation_bytes: 
     shape = choice.with_groups(_without_blocks(config), cache.state_interval)
     max_model_len = config.engine.model.max_model_len or architecture.max_context
     fraction = cache.memory_fraction or _default_fraction(config.rank.device)
-    granted = int(free_bytes * fraction) - activation_bytes
+    kept = guess_bytes(choice.places, config.max_samples_per_row - 1)
+    granted = int(free_bytes * fraction) - activation_bytes - kept
+    free_bytes -= kept
     states = next((group for group in shape.groups if group.kind is KvKind.STATE), None)
     if states is not None:
-        num_pages = _num_pages(config, states, granted, max_model_len, beside_kv=shape.block_bytes > 0)
+        num_pages = _num_pages(config, states, granted, kept, max_model_len, beside_kv=shape.block_bytes > 0)
         shape = replace(shape, num_state_blocks=num_pages, continues_states=True)
         granted -= num_pages * states.block_bytes
         free_bytes -= num_pages * states.block_bytes
@@ -120,7 +126,7 @@ def _with_blocks(
 def _check_state_interval(config: ResolvedConfig) -> None:
     """Raise ConfigError if pages of recurrent states do not hold whole blocks of tokens."""
     cache, architecture = config.engine.cache, config.architecture
-    if not any(layer.state for layer in architecture.layers):
+    if not architecture.keeps_states:
         return
     if cache.state_interval % cache.block_size:
         raise ConfigError(
@@ -130,13 +136,14 @@ def _check_state_interval(config: ResolvedConfig) -> None:
 
 
 def _num_pages(
-    config: ResolvedConfig, states: KvGroup, granted: int, max_model_len: int, *, beside_kv: bool
+    config: ResolvedConfig, states: KvGroup, granted: int, kept: int, max_model_len: int, *, beside_kv: bool
 ) -> int:
     """Return the number of pages of states: two for each request, and those of all snapshots of all contexts, if half
     of the cache's memory holds so many. A stage without states could hold any number.
 
     Args:
         granted: Bytes that the whole cache may take.
+        kept: Bytes of what is kept of guesses, which are not among these.
         beside_kv: Whether keys and values need some of it here. If not, states get all.
 
     Raises:
@@ -146,12 +153,15 @@ def _num_pages(
     wanted = 1 + max_num_seqs * (_PAGES_PER_ROW + max_model_len // states.block_size)
     if not states.block_bytes:
         return wanted
-    share = granted // 2 if beside_kv else granted
+    share = max(granted // 2 if beside_kv else granted, 0)
     num_pages = min(wanted, share // states.block_bytes)
     if num_pages < 1 + _PAGES_PER_ROW:
+        guesses = f" beside the {_mib(kept)} of what is kept of guesses" if kept else ""
+        remedies = "lower speculative.max_tokens, set speculative.enabled to false, " if kept else ""
         raise ConfigError(
-            f"cache.memory_fraction: {_mib(share)} are left for recurrent states, but {1 + _PAGES_PER_ROW} pages take "
-            f"{_mib((1 + _PAGES_PER_ROW) * states.block_bytes)}; free memory, or raise cache.memory_fraction"
+            f"cache.memory_fraction: {_mib(share)} are left for recurrent states{guesses}, but {1 + _PAGES_PER_ROW} "
+            f"pages take {_mib((1 + _PAGES_PER_ROW) * states.block_bytes)}; {remedies}free memory, or raise "
+            "cache.memory_fraction"
         )
     return num_pages
 

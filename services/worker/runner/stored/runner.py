@@ -48,7 +48,7 @@ from triptych_services.worker.runner.drafting.create import CreateProposers, cre
 from triptych_services.worker.runner.drafting.speculation import max_sampling_places
 from triptych_services.worker.runner.publish import publish
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows, create_rows
-from triptych_services.worker.runner.startup.kv_plan import kv_parts
+from triptych_services.worker.runner.startup.kv_plan import GUESSES, kv_parts
 from triptych_services.worker.runner.step_inputs import StepInputs, StepSizes
 from triptych_services.worker.runner.stored.image import Image
 from triptych_services.worker.sampling.params import PARAM_COLUMNS
@@ -61,6 +61,8 @@ log = logging.getLogger(__name__)
 
 INPUT, KV_CACHE, ADAPTERS, BUFFERS, CONSTANTS = "input.", "kv.", "adapters.", "buffers", "constants"
 """Names of regions, or how they begin."""
+KEPT_GUESSES = f"{KV_CACHE}{GUESSES}"
+"""Name of the region of what is kept of guesses."""
 TOKEN_IDS = 1
 """Number of the output with the chosen tokens; the others are logits and hidden states."""
 
@@ -88,6 +90,8 @@ class HeldState:
     kv_memory: mmap.mmap
     """Memory of the KV cache, as `kv_parts` divides it."""
     last_step_id: int
+    guess_memory: mmap.mmap | None = None
+    """Memory of what is kept of guesses; None: the model has no states, or no row guesses."""
     adapters: AdapterStore | None = None
     """Adapters of the rows and of those to come; None: none are served."""
 
@@ -187,8 +191,10 @@ class StoredRunner(Runner):
         )
         _, last_start, last_bytes = kv_parts(facts.kv)[-1]
         self._kv_memory = map_zeros(last_start + last_bytes)
+        num_kept = {region.name: region.num_bytes for region in image.program.regions}.get(KEPT_GUESSES, 0)
+        self._guess_memory = map_zeros(num_kept) if num_kept else None
         self._program: _LoadedProgram | None = _LoadedProgram(
-            image, facts, self._inputs, self._kv_memory, slots
+            image, facts, self._inputs, self._kv_memory, self._guess_memory, slots
         )
         self._last_step_id = 0
         self._full: Runner | None = None
@@ -329,7 +335,9 @@ class StoredRunner(Runner):
                 self._loading = None
                 raise
             adapters = None if self._adapters is None else self._adapters.store()
-            self._full = resume(HeldState(self._rows, self._kv_memory, self._last_step_id, adapters))
+            self._full = resume(
+                HeldState(self._rows, self._kv_memory, self._last_step_id, self._guess_memory, adapters)
+            )
             self._program = self._loading = None  # their memory is freed
             log.info("torch serves from now on, after %.1f s: %s", time.perf_counter() - started, why)
         return self._full
@@ -344,6 +352,7 @@ class _LoadedProgram:
         facts: WorkerFacts,
         inputs: StepInputs,
         kv_memory: mmap.mmap,
+        guess_memory: mmap.mmap | None,
         adapter_slots: Mapping[str, NDArray[np.int64]],
     ) -> None:
         """
@@ -358,6 +367,8 @@ class _LoadedProgram:
             if sizes.get(name, array.nbytes) != array.nbytes:
                 raise ValueError(f"{name} has {array.nbytes} bytes, and {sizes[name]} in the program")
         own = {BUFFERS: buffers, CONSTANTS: image.constants, KV_CACHE: kv_memory}
+        if guess_memory is not None:
+            own[KEPT_GUESSES] = guess_memory
         self._kept = {name: np.frombuffer(memory, np.uint8) for name, memory in own.items()}
         addresses = {name: int(array.ctypes.data) for name, array in {**arrays, **self._kept}.items()}
         for name, start, _ in kv_parts(facts.kv):

@@ -123,9 +123,12 @@ def runner_with(
 ) -> ModelRunner:
     """Return a runner in which a row gets up to `limit` tokens in a step. Its memory is full of NaN."""
     kv = plan_kv_cache(config, free_bytes=1 << 30)
-    caches = allocate_kv_cache(kv.shape, torch.device("cpu"), kv.places)
+    caches = allocate_kv_cache(kv.shape, torch.device("cpu"), kv.places, num_guesses=limit - 1)
     for layer in caches:
         (layer.blocks if layer.scales is None else layer.scales)[1:] = float("nan")
+        for memory in (layer.state, layer.guesses):
+            if memory is not None:
+                memory.fill_(float("nan"))
     facts = tiny_facts(config, kv.max_model_len, kv.shape, max_samples_per_row=limit)
     lasting = LastingParts(grammars, proposers=proposers)
     runner = ModelRunner(model=model, kv_caches=caches, facts=facts, lasting=lasting, **arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from tests.helpers.journals import RecordedRun, replayed
 from tests.helpers.scheduling import Clock, Engine
 from tests.worker.runner.drafting.guessing import Replaying, changes, runner_with
 from tests.worker.tiny import tiny_architecture
-from triptych.checkpoint.architecture import ModelArchitecture
+from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture, StateSpec
 from triptych.checkpoint.eagle import Eagle3Spec
 from triptych.checkpoint.mtp import MtpNames, MtpSpec
 from triptych.config import (
@@ -77,6 +77,7 @@ TOKENIZER = byte_tokenizer()
 EOS_ID = TOKENIZER.token_id(EOS)
 VOCAB = TOKENIZER.vocab_size + 5
 MAX_SEQS, MAX_LEN, BLOCK_SIZE, MOST_GUESSES = 4, 48, 4, 8
+STATE_INTERVAL, MOST_BESIDE_STATES = 20, 3
 CHANGES = tuple(changes(Random(0), VOCAB))
 OWN = "own"
 """The project's own proposers, in place of one that knows what comes."""
@@ -110,8 +111,24 @@ def kinds() -> dict[str, SamplingParams]:
     }
 
 
+def mixers() -> Iterator[LayerSpec]:
+    """Yield layers with a state of each kind."""
+    heads = {"num_heads": 4, "value_dim": 10, "num_key_heads": 2, "key_dim": 6}
+    for spec in (
+        StateSpec("gated_delta", taps=4, norm="before_gate", **heads),  # type: ignore[arg-type]
+        StateSpec("mamba2", taps=3, **heads),  # type: ignore[arg-type]
+        StateSpec("mamba", taps=4, num_heads=1, value_dim=80, key_dim=6, dt_rank=5, conv_bias=True),
+        StateSpec("short_conv", taps=3, num_heads=1, value_dim=64),
+    ):
+        yield LayerSpec(
+            num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, attention="none", state=spec
+        )
+
+
 @cache
-def parts(seed: int = DRAFT_TO_SEED[SAME_DRAFT]) -> tuple[nn.Module, ResolvedConfig, GrammarCompiler]:
+def parts(
+    seed: int = DRAFT_TO_SEED[SAME_DRAFT], *, has_states: bool = False
+) -> tuple[nn.Module, ResolvedConfig, GrammarCompiler]:
     architecture = tiny_architecture(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -122,9 +139,15 @@ def parts(seed: int = DRAFT_TO_SEED[SAME_DRAFT]) -> tuple[nn.Module, ResolvedCon
         eos_token_ids=(EOS_ID,),
         max_position_embeddings=MAX_LEN,
     )
+    if has_states:
+        architecture = replace(architecture, layers=(*architecture.layers[:1], *mixers()))
     engine = EngineConfig(
         model=ModelConfig(dtype="float32", batch_invariant="true"),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=1 + MAX_SEQS * MAX_LEN // BLOCK_SIZE),
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=1 + MAX_SEQS * MAX_LEN // BLOCK_SIZE,
+            state_interval=STATE_INTERVAL,
+        ),
         scheduler=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=40),
         worker=WorkerConfig(device="cpu"),
     )
@@ -221,8 +244,10 @@ class Guessed:
         return proposers_of(SpeculativeConfig(enabled="true", suffix_mib=1))(facts, history, forms)
 
 
-def create_runner(num_guesses: int, proposers: Guessed, **arguments: Any) -> ModelRunner:
-    model, config, grammars = parts()
+def create_runner(
+    num_guesses: int, proposers: Guessed, *, has_states: bool = False, **arguments: Any
+) -> ModelRunner:
+    model, config, grammars = parts(has_states=has_states)
     return runner_with(model, config, 1 + num_guesses, proposers, grammars=grammars, **arguments)
 
 
@@ -251,6 +276,8 @@ def create_scheduler(
     facts: WorkerFacts, *, num_blocks: int, clock: Callable[[], float], **config: Any
 ) -> Scheduler:
     kv = replace(facts.kv, num_blocks=num_blocks, soft_num_blocks=None)
+    if kv.page_bytes:
+        kv = replace(kv, num_state_blocks=min(num_blocks // 4, kv.num_state_blocks))
     sizes = size_for_worker(SchedulerConfig(**config), facts.max_num_seqs, facts.max_num_batched_tokens)
     return Scheduler(sizes, replace(facts, kv=kv), enable_prefix_caching=True, clock=clock)
 
@@ -307,9 +334,11 @@ class RealEngine(Engine):
 
 
 @cache
-def said_alone(prompt: tuple[int, ...], kind: str, number: int) -> tuple[list[int], FinishReason]:
+def said_alone(
+    prompt: tuple[int, ...], kind: str, number: int, has_states: bool
+) -> tuple[list[int], FinishReason]:
     """Return the tokens of a request that runs alone without guesses, and its end."""
-    runner = alone()
+    runner = alone(has_states)
     engine = RealEngine(
         create_scheduler(runner.facts, num_blocks=runner.facts.kv.num_blocks, clock=time.monotonic),
         RealWorker(runner),  # type: ignore[arg-type]
@@ -323,8 +352,8 @@ def said_alone(prompt: tuple[int, ...], kind: str, number: int) -> tuple[list[in
 
 
 @cache
-def alone() -> ModelRunner:
-    return create_runner(0, Guessed())
+def alone(has_states: bool) -> ModelRunner:
+    return create_runner(0, Guessed(), has_states=has_states)
 
 
 def sampling_of(kind: str) -> SamplingParams:
@@ -341,6 +370,7 @@ class GuessedRequests(RuleBasedStateMachine):
         budget=st.integers(MAX_SEQS, 40),
         max_num_seqs=st.integers(1, MAX_SEQS),
         has_budget=st.booleans(),
+        has_states=st.booleans(),
     )
     def start(
         self,
@@ -350,7 +380,11 @@ class GuessedRequests(RuleBasedStateMachine):
         budget: int,
         max_num_seqs: int,
         has_budget: bool,
+        has_states: bool = False,
     ) -> None:
+        if has_states:
+            num_guesses, change = min(num_guesses, MOST_BESIDE_STATES), OWN if change in LOADED else change
+        self.has_states = has_states
         self.guessed = Guessed(change)
         self.num_guesses, self.has_budget, self.clock = num_guesses, has_budget, Clock()
         self.config = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
@@ -364,7 +398,7 @@ class GuessedRequests(RuleBasedStateMachine):
         self.number = 0
 
     def create_worker(self) -> RealWorker:
-        runner = create_runner(self.num_guesses, self.guessed)
+        runner = create_runner(self.num_guesses, self.guessed, has_states=self.has_states)
         if self.has_budget:
             let_the_budget_decide(runner)
         return RealWorker(runner)
@@ -387,7 +421,7 @@ class GuessedRequests(RuleBasedStateMachine):
         self.number += num_choices
         emitted = []
         for number in numbers:
-            tokens, reason = said_alone(tuple(prompt), kind, number)
+            tokens, reason = said_alone(tuple(prompt), kind, number, self.has_states)
             emitted.append(tokens[: min(num_emitted, len(tokens) - 1)])
             self.guessed.known[number] = tokens
             self.expected[number] = tokens[len(emitted[-1]) :], reason
@@ -480,13 +514,27 @@ TestGuessedRequests.settings = settings(max_examples=60, stateful_step_count=30,
 
 
 @pytest.mark.parametrize(
-    "change", [OWN, "some", SAME_DRAFT, FURTHER_LAYER, pytest.param(EAGLE_HEAD, marks=pytest.mark.thorough)]
+    ("change", "has_states"),
+    [
+        (OWN, False),
+        pytest.param("some", False, marks=pytest.mark.thorough),
+        (SAME_DRAFT, False),
+        (FURTHER_LAYER, False),
+        pytest.param(EAGLE_HEAD, False, marks=pytest.mark.thorough),
+        ("some", True),
+    ],
 )
-def test_crowded_requests_say_what_they_say_alone(change: str) -> None:
+def test_crowded_requests_say_what_they_say_alone(change: str, has_states: bool) -> None:
     """Too few blocks for all of them, and a limit in the middle of what a row gets."""
     machine = GuessedRequests()
     machine.start(
-        num_guesses=5, change=change, spare_blocks=4, budget=24, max_num_seqs=MAX_SEQS, has_budget=False
+        num_guesses=5,
+        change=change,
+        spare_blocks=4,
+        budget=24,
+        max_num_seqs=MAX_SEQS,
+        has_budget=False,
+        has_states=has_states,
     )
     for number, kind in enumerate(("greedy", "sampled", "penalties", "stops", "form")):
         machine.submit([5, 6, 7, 5, 6], kind, 5 * (number % 2), 9 if number == 2 else None, 1)

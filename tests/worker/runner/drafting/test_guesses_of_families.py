@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.models.checkpoints import random_prompts, save_checkpoint
 from tests.worker.models.families import FAMILIES
+from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.runner.drafting.guessing import Replaying, changes, guess_at_all_costs
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import (
@@ -35,6 +36,9 @@ from triptych_services.worker.runner.startup.create import create_runner
 
 pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
 
+ALL = {**FAMILIES, **RECURRENT_FAMILIES}
+OF_EACH_MIXER = ("Mamba", "Falcon-H1", "Qwen3-Next", "LFM2")
+CASES = [(name, "float32") for name in ALL] + [(name, "bfloat16") for name in (*FAMILIES, *OF_EACH_MIXER)]
 NUM_NEW, MOST_GUESSES = 14, 4
 PROMPTS = random_prompts(3, 11, 21)
 Entry = tuple[list[int], list[float]]
@@ -62,7 +66,7 @@ def run(directory: Path, dtype: str, *, guesses: bool) -> tuple[list[list[int]],
     """Return the tokens of each prompt, all log-probabilities, and the number of steps."""
     engine = EngineConfig(
         model=ModelConfig(model="somewhere/tiny", dtype=dtype, batch_invariant="true"),
-        cache=CacheConfig(block_size=5),
+        cache=CacheConfig(block_size=5, state_interval=25),
         scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=16),
         worker=WorkerConfig(device="cpu", num_threads=1),
         speculative=SpeculativeConfig(
@@ -81,12 +85,11 @@ def run(directory: Path, dtype: str, *, guesses: bool) -> tuple[list[list[int]],
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_families_say_the_same(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_checkpoint(FAMILIES[name].create(), tmp_path)
+    save_checkpoint(ALL[name].create(), tmp_path)
     tokens, entries, num_steps = run(tmp_path, dtype, guesses=False)
     known: dict[int, Sequence[int]] = dict(enumerate(tokens))
     vocab_size = 1 + max(max(row) for row in tokens)

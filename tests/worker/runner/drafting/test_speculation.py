@@ -402,6 +402,17 @@ def test_a_model_is_asked_for_as_many_guesses_as_are_worth_its_time() -> None:
         assert slow.asked == ([] if expected is None else [expected])
 
 
+def test_rows_for_which_nothing_is_kept_are_not_guessed_for() -> None:
+    """In a model with states those are the rows of later slots: they get one token in a step."""
+    proposer = Steady("quick", [0, 1, 2])
+    speculation = speculation_of(proposer, num_rows=3)
+    speculation._rows.num_guessing_slots = 1
+    limits = speculation._guess_and_count([0, 1, 2], 3)
+    assert (limits[0] > 0, limits[1:]) == (True, [0, 0])
+    assert speculation._guess_and_count([1, 2], 2) == [0, 0]
+    assert proposer.asked == [{0: limits[0]}]
+
+
 def test_the_account_hears_of_all_that_a_model_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own account, whether it guesses or takes in a prompt. A long look-up is the fault of what else runs."""
     clock = [0.0]

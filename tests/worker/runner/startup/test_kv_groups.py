@@ -11,13 +11,21 @@ import torch
 from tests.worker.grouped_blocks import seen_blocks
 from tests.worker.tiny import tiny_architecture, tiny_config
 from triptych.checkpoint.architecture import LayerSpec, StateSpec
+from triptych.config import SpeculativeConfig
+from triptych.errors import ConfigError
 from triptych.types.facts import KvGroup, KvKind, KvLayout
 from triptych_services.enginecore.scheduler.admission import longest_step_of
 from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
+from triptych_services.worker.runner.block_tables import GUESSING_SLOTS
 from triptych_services.worker.runner.startup.facts import worker_facts
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache, parts_of_caches
-from triptych_services.worker.runner.startup.kv_groups import blocks_held, choose_groups, most_tokens
-from triptych_services.worker.runner.startup.kv_plan import kv_parts, plan_kv_cache, step_tokens
+from triptych_services.worker.runner.startup.kv_groups import (
+    blocks_held,
+    choose_groups,
+    guess_bytes,
+    most_tokens,
+)
+from triptych_services.worker.runner.startup.kv_plan import GUESSES, kv_parts, plan_kv_cache, step_tokens
 
 SIZES = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 40}
 FULL, WINDOW = LayerSpec(**SIZES), LayerSpec(**SIZES, attention="sliding", window=1024)
@@ -232,6 +240,51 @@ def test_a_page_holds_the_states_of_all_layers(second: StateSpec) -> None:
     pages = parts["states"].view(plan.shape.num_state_blocks, sum(sizes))
     for part, number in zip(pages.split(sizes, dim=1), (1, 2), strict=True):
         assert (part == number).all()
+
+
+def test_guesses_are_kept_beside_pages_of_states() -> None:
+    """The cache is smaller by what is kept of guesses, which is memory of its own."""
+    delta = replace(MAMBA, kind="gated_delta", num_heads=3, num_key_heads=1, key_dim=5)
+    short = replace(MAMBA, kind="short_conv", key_dim=0)
+    config = config_of(FULL, *(replace(FULL, state=state) for state in (MAMBA, delta, short)))
+    # the convolutions' inputs, and what enters: step size and input by channel and B; or key, value, decay and factor
+    sizes = [8 + 2 * 8 + 2, 3 * 8 + 2 * 5 + 3 * (5 + 8 + 2), 8]
+    plans = []
+    for max_tokens in (0, 3):
+        speculative = SpeculativeConfig(enabled="true" if max_tokens else "false", max_tokens=max_tokens or 1)
+        plan = plan_kv_cache(replace(config, engine=replace(config.engine, speculative=speculative)), 1 << 24)
+        plans.append(
+            plan.shape.num_blocks * plan.shape.block_bytes
+            + plan.shape.num_state_blocks * plan.shape.page_bytes
+        )
+    num_bytes = sum(sizes) * 4 * 3 * GUESSING_SLOTS
+    assert guess_bytes(plan.places, 3) == num_bytes
+    assert num_bytes / 2 - 4096 < plans[0] - plans[1] < num_bytes + 4096, "of a share of the free memory"
+    layers = allocate_kv_cache(plan.shape, torch.device("cpu"), plan.places, num_guesses=3)
+    kept = [layer.guesses for layer in layers]
+    assert kept[0] is None
+    assert [tuple(each.shape) for each in kept if each is not None] == [(GUESSING_SLOTS, 3, n) for n in sizes]
+    memory = parts_of_caches(layers)[GUESSES].view(GUESSING_SLOTS, 3, -1)
+    for number, (part, own) in enumerate(zip(memory.split(sizes, dim=2), kept[1:], strict=True)):
+        assert own is not None
+        own[:] = number + 1
+        assert (part == number + 1).all()
+    assert all(
+        layer.guesses is None for layer in allocate_kv_cache(plan.shape, torch.device("cpu"), plan.places)
+    )
+
+
+def test_guesses_that_leave_no_room_for_states_are_refused_with_their_bytes() -> None:
+    state = replace(MAMBA, value_dim=80_000)
+    kept = (80_000 + 2 * 80_000 + 1250 * 2) * 4 * 8 * GUESSING_SLOTS
+    config = config_of(replace(FULL, attention="none", state=state))
+    plan_kv_cache(config, 8 * kept)
+    with pytest.raises(
+        ConfigError,
+        match=rf"are left for recurrent states beside the {kept / 2**20:.1f} MiB of what is kept of guesses, but 3 "
+        r"pages take .* lower speculative\.max_tokens, set speculative\.enabled to false",
+    ):
+        plan_kv_cache(config, kept)
 
 
 @pytest.mark.parametrize("group", [KvGroup(KvKind.WINDOW, 1, 4, 64, 9), KvGroup(KvKind.CHUNK, 1, 4, 64, 10)])
