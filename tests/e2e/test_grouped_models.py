@@ -54,6 +54,7 @@ FLAGS = {
     "model.quantization": "none",
     "cache.num_blocks": "400",
     "cache.state_interval": str(STATE_INTERVAL),
+    "speculative.max_tokens": "4",  # as many as such short pages allow
     "scheduler.max_num_batched_tokens": "64",
     "worker.device": "cpu",
     "worker.num_threads": "1",

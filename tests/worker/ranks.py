@@ -41,13 +41,15 @@ from triptych.config import (
 from triptych.errors import RankUnavailable
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
-from triptych.types.step import StepPlan
+from triptych.types.step import NewRow, StepPlan
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.expert_placement import describe_counts
 from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.runner.base import PendingStep
+from triptych_services.worker.runner.drafting.base import Guesses
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup.create import create_runner
+from triptych_services.worker.sampling.params import TokenHistory
 
 if TYPE_CHECKING:
     import pytest
@@ -91,6 +93,8 @@ class Case:
     guesses: bool = False
     """Whether rows with `prompts` have guesses at all costs. The engine of rank 0 plans for all ranks then, and each
     gives a `Together`."""
+    knows_answers: bool = False
+    """Whether these are guesses of what was said before, of which some are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +298,37 @@ def _follow(runner: SleepableRunner) -> list[list[int]]:
             steps.append(runner.execute(orders[0]).token_ids.tolist())
 
 
+class _Knowing:
+    """A `Proposer` that knows whole texts, and guesses one token in five wrong."""
+
+    name = "knowing"
+
+    def __init__(self, history: TokenHistory, texts: Sequence[list[int]]) -> None:
+        self._history, self._texts = history, texts
+
+    def enter(self, row: NewRow) -> None:
+        pass
+
+    def leave(self, slot: int) -> None:
+        pass
+
+    def accept(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        pass
+
+    def propose(self, slots: np.ndarray, limits: np.ndarray) -> Guesses:
+        found = []
+        for slot, limit in zip(slots.tolist(), limits.tolist(), strict=True):
+            known = self._history.token_ids[slot, : self._history.num_known[slot]].tolist()
+            texts = [text for text in self._texts if text[: len(known)] == known]
+            right = texts[0][len(known) : len(known) + limit] if texts else []
+            found.append([token + (len(known) + place) % 5 // 4 for place, token in enumerate(right)])
+        return Guesses.of(found)
+
+
 def generate_together(case: Case, rank: int) -> Together:
     """Return the tokens after a case's prompts, greedy and drawn: without guesses, and with all that there are."""
-    runner = create(case, rank, CacheConfig(block_size=4, num_blocks=case.num_blocks))
+    cache = CacheConfig(block_size=4, num_blocks=case.num_blocks, state_interval=28)
+    runner = create(case, rank, cache)
     tokens: list[list[int]] = []
     num_guesses = num_right = 0
     if rank:
@@ -310,6 +342,12 @@ def generate_together(case: Case, rank: int) -> Together:
         drawn = replace(greedy, temperature=1.0, seed=5, presence_penalty=0.5, logprobs=1)
         plain = [replace(sampling, speculation=False) for sampling in (greedy, drawn)]
         for sampling in (*plain, greedy, drawn):
+            if case.knows_answers and len(tokens) == 2 * len(case.prompts):
+                own._proposers = (
+                    _Knowing(
+                        own._rows.history, [[*p, *t] for p, t in zip(2 * case.prompts, tokens, strict=True)]
+                    ),
+                )
             tokens += engine.generate(case.prompts, sampling, first_number=len(tokens))
         assert case.preempts == (engine.scheduler.counters.num_preemptions > 0)
         num_guesses = engine.scheduler.counters.num_guesses

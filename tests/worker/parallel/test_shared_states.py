@@ -15,6 +15,7 @@ from tests.worker.models.families import FULL, Tiny
 from tests.worker.models.recurrent_families import LINEAR, RECURRENT_FAMILIES
 from tests.worker.ranks import Case, run_ranks
 from triptych.checkpoint.config_json import read_architecture
+from triptych_kernels.cpu.library import isa
 from triptych_services.worker.context.resolved_config import RankFacts
 from triptych_services.worker.parallel.shares import stage_layers
 
@@ -91,6 +92,32 @@ def test_ranks_share_layers_with_states(families: list[str], tmp_path: Path) -> 
     answers = run_ranks(cases, tmp_path)
     for name, tokens in expected.items():
         assert answers[name] == [tokens] * cases[name].num_ranks, name
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not isa(), reason="states are taken back by the native kernels")
+def test_ranks_take_back_states_behind_guesses(tmp_path: Path) -> None:
+    """Requests are preempted meanwhile."""
+    families = "Qwen3-Next, 8 heads", "Mamba"
+    cases = {}
+    for family in families:
+        save_checkpoint(STATE_MODELS[family].create(), tmp_path / family)
+        cases[family] = Case(
+            tmp_path / family,
+            2,
+            port=free_port(),
+            prompts=tuple((5, 6, 7 + number) * 5 for number in range(5)),
+            num_new=30,
+            num_blocks=30,
+            preempts=family != "Mamba",  # without keys and values there is no lack of blocks
+            guesses=True,
+            knows_answers=True,
+        )
+    for first, second in run_ranks(cases, tmp_path).values():
+        half = len(first.tokens) // 2
+        assert first.tokens[half:] == first.tokens[:half], "as without guesses"
+        assert second.steps == first.steps, "each rank takes back its own part"
+        assert 100 < first.num_right < first.num_guesses, "right ones and wrong ones"
 
 
 def kept_by_stages(directory: Path) -> str:
