@@ -125,6 +125,13 @@ def mixers() -> Iterator[LayerSpec]:
         )
 
 
+class LoudMixers(RandomCheckpoint):
+    """Random weights with which a wrong state changes the next tokens."""
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return super().read(name, dtype) * (15 if ".mixer." in name else 1)
+
+
 @cache
 def parts(
     seed: int = DRAFT_TO_SEED[SAME_DRAFT], *, has_states: bool = False
@@ -154,7 +161,8 @@ def parts(
     config = resolve_config(engine, architecture)
     directory = write_model_directory(Path(tempfile.mkdtemp()))
     grammars = GrammarCompiler(directory, vocab_size=VOCAB, eos_token_ids=(EOS_ID,))
-    return load_model(config, RandomCheckpoint(architecture, seed=seed)), config, grammars
+    checkpoint = (LoudMixers if has_states else RandomCheckpoint)(architecture, seed=seed)
+    return load_model(config, checkpoint), config, grammars
 
 
 def create_draft(seed: int, facts: WorkerFacts, history: TokenHistory) -> DraftModelProposer:
@@ -546,6 +554,27 @@ def test_crowded_requests_say_what_they_say_alone(change: str, has_states: bool)
     assert counters.num_guesses > 0
     assert counters.num_accepted_guesses >= sum(machine.engine.num_together.values())
     assert counters.num_accepted_guesses > 0 or change in HEADS, "random weights are seldom right"
+
+
+@pytest.mark.thorough
+def test_what_rows_with_guesses_leave_is_hit_by_others() -> None:
+    """Guesses are right at every place before the end of a page of states."""
+    machine = GuessedRequests()
+    machine.start(
+        num_guesses=MOST_BESIDE_STATES, change="right", spare_blocks=36, budget=40, max_num_seqs=MAX_SEQS,
+        has_budget=False, has_states=True,
+    )  # fmt: skip
+    for first in range(4):
+        prompt = [5 + first, *range(6, 14 + first)]
+        machine.submit(prompt, "greedy", 0, None, 1)
+        said = machine.expected[machine.number][0][: STATE_INTERVAL + 1 - len(prompt)]
+        machine.run_for_a_while(9, 2)
+        machine.run_for_a_while(9, 2)
+        hits = machine.engine.scheduler.counters.prefix_hits
+        machine.submit([*prompt, *said], "greedy", 0, None, 1)
+        machine.run_for_a_while(9, 2)
+        assert machine.engine.scheduler.counters.prefix_hits == hits + STATE_INTERVAL
+    machine.teardown()
 
 
 def test_a_journal_of_guesses_replays_exactly(tmp_path: Path) -> None:
