@@ -302,9 +302,9 @@ class SpeculativeConfig:
         "answered lately. A guess is taken only if it is the token that would have been chosen, so outputs stay the "
         "same where `model.batch_invariant` is true; where it is false, near ties may fall otherwise. Steps have no "
         "guesses where these would cost more than they bring. auto: true on CPUs with "
-        "`model.batch_invariant`, `speculative.model` or `mtp`, no pipeline stages and no recurrent states, else "
-        "false; the log says why. true guesses on a CUDA device with one rank, too, where nothing was measured. It is "
-        "refused with several ranks there, with pipeline stages and with recurrent states.",
+        "`model.batch_invariant`, `speculative.model` or `mtp` and no pipeline stages, else false; the log says why. "
+        "true guesses on a CUDA device with one rank, too, where nothing was measured. It is refused with several "
+        "ranks or recurrent states there, and with pipeline stages.",
         WORKER,
         choices=("auto", "true", "false"),
     )
