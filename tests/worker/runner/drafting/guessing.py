@@ -147,6 +147,20 @@ def guess_at_all_costs(speculation: Speculation, most: int) -> None:
     budget.allot = lambda rates, found, *others: [most] * len(rates)  # type: ignore[method-assign]
 
 
+def make_up_times(speculation: Speculation) -> None:
+    """Let steps take times of which nothing depends on the machine: 5% more for each position. Searches take none."""
+    budget = speculation._budget
+    budget._place_seconds = {}
+    note_step = budget.note_step
+
+    def note_made_up(num_rows: int, num_guesses: int, num_tokens: int, seconds: float | None) -> None:
+        made_up = None if seconds is None else 1e-3 * (1 + 0.05 * (num_rows + num_guesses))
+        note_step(num_rows, num_guesses, num_tokens, made_up)
+
+    budget.note_step = note_made_up  # type: ignore[method-assign]
+    budget.note_search = lambda *seconds: None  # type: ignore[method-assign]
+
+
 def blocks_of(slot: int) -> range:
     """Return blocks of a slot's own, for all tokens that its row may have."""
     return range(1 + BLOCKS_PER_ROW * slot, 1 + BLOCKS_PER_ROW * (slot + 1))

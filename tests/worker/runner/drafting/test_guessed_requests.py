@@ -27,7 +27,7 @@ from torch import nn
 from tests.helpers.byte_tokenizer import EOS, byte_tokenizer, write_model_directory
 from tests.helpers.journals import RecordedRun, replayed
 from tests.helpers.scheduling import Clock, Engine
-from tests.worker.runner.drafting.guessing import Replaying, changes, runner_with
+from tests.worker.runner.drafting.guessing import Replaying, changes, make_up_times, runner_with
 from tests.worker.tiny import tiny_architecture
 from triptych.checkpoint.architecture import LayerSpec, ModelArchitecture, StateSpec
 from triptych.checkpoint.eagle import Eagle3Spec
@@ -260,24 +260,13 @@ def create_runner(
 
 
 def let_the_budget_decide(runner: ModelRunner) -> None:
-    """Verify what the budget allots, with made-up times of steps, in place of all guesses that there are.
-
-    A draft model takes no time, so that nothing depends on the machine.
-    """
+    """Verify what the budget allots, with made-up times of steps, in place of all guesses that there are."""
     if runner._speculation is None:
         return
     budget = runner._speculation._budget
     for name in ("least_chance", "needs_plain", "allot", "prices"):
         delattr(budget, name)
-    budget._place_seconds = {}
-    note_step = budget.note_step
-
-    def note_made_up(num_rows: int, num_guesses: int, num_tokens: int, seconds: float | None) -> None:
-        made_up = None if seconds is None else 1e-3 * (1 + 0.05 * (num_rows + num_guesses))
-        note_step(num_rows, num_guesses, num_tokens, made_up)
-
-    budget.note_step = note_made_up  # type: ignore[method-assign]
-    budget.note_search = lambda *seconds: None  # type: ignore[method-assign]
+    make_up_times(runner._speculation)
 
 
 def create_scheduler(
