@@ -398,8 +398,6 @@ def _no_loaded_guesses(config: ResolvedConfig) -> str:
     rank = config.rank
     if rank.device != "cpu":
         return f"a model or a layer does not guess on {rank.device} yet"
-    if config.architecture.keeps_states:
-        return f"a model or a layer does not guess for {config.architecture.name}, which keeps recurrent states, yet"
     return f"{rank.num_ranks} ranks do not guess by a model or a layer yet" if rank.num_ranks > 1 else ""
 
 

@@ -171,10 +171,10 @@ def create_draft(seed: int, facts: WorkerFacts, history: TokenHistory) -> DraftM
     return DraftModelProposer(draft_of(model, config), facts, history=history)
 
 
-def create_mtp(facts: WorkerFacts, history: TokenHistory) -> MtpProposer:
+def create_mtp(facts: WorkerFacts, history: TokenHistory, *, has_states: bool) -> MtpProposer:
     """Create the proposer of a layer with random weights that goes on from the model's states."""
-    model, config, _ = parts()
-    architecture = replace(config.architecture, layers=config.architecture.layers[-1:])
+    model, config, _ = parts(has_states=has_states)
+    architecture = replace(config.architecture, layers=config.architecture.layers[:1])
     config, spec = (
         replace(config, architecture=architecture),
         MtpSpec("model.mtp", architecture.layers[0], MtpNames(), 1),
@@ -184,11 +184,11 @@ def create_mtp(facts: WorkerFacts, history: TokenHistory) -> MtpProposer:
     return MtpProposer(head_of(layer, config, facts), facts, history=history)
 
 
-def create_eagle(facts: WorkerFacts, history: TokenHistory) -> Eagle3Proposer:
+def create_eagle(facts: WorkerFacts, history: TokenHistory, *, has_states: bool) -> Eagle3Proposer:
     """Create the proposer of a head with random weights and fewer tokens, the last ones of the model."""
-    model, config, _ = parts()
+    model, config, _ = parts(has_states=has_states)
     own, num_tokens = config.architecture, 30
-    architecture = replace(own, layers=own.layers[-1:], vocab_size=num_tokens, tie_word_embeddings=False)
+    architecture = replace(own, layers=own.layers[:1], vocab_size=num_tokens, tie_word_embeddings=False)
     spec = Eagle3Spec(architecture, VOCAB, own.hidden_size, (2, 0, 1), True, False)
     config = replace(config, architecture=architecture)
     head = with_random_weights(Eagle3Head(spec, context=ModelContext(config)), architecture)
@@ -236,6 +236,7 @@ class Guessed:
     """A `CreateProposers` of which the proposer and what it knows may be changed while it runs."""
 
     change: str = OWN
+    has_states: bool = False
     known: dict[int, Sequence[int]] = field(default_factory=dict)
     """Seed of a row -> all tokens that it will say."""
     random: Random = field(default_factory=lambda: Random(5))
@@ -246,7 +247,8 @@ class Guessed:
         if self.change in DRAFT_TO_SEED:
             return [create_draft(DRAFT_TO_SEED[self.change], facts, history)]
         if self.change in HEADS:
-            return [(create_mtp if self.change == FURTHER_LAYER else create_eagle)(facts, history)]
+            create = create_mtp if self.change == FURTHER_LAYER else create_eagle
+            return [create(facts, history, has_states=self.has_states)]
         if self.change != OWN:
             return [Replaying(history, self.known, changes(self.random, VOCAB)[self.change])]
         return proposers_of(SpeculativeConfig(enabled="true", suffix_mib=1))(facts, history, forms)
@@ -380,9 +382,9 @@ class GuessedRequests(RuleBasedStateMachine):
         has_states: bool = False,
     ) -> None:
         if has_states:
-            num_guesses, change = min(num_guesses, MOST_BESIDE_STATES), OWN if change in LOADED else change
+            num_guesses = min(num_guesses, MOST_BESIDE_STATES)
         self.has_states = has_states
-        self.guessed = Guessed(change)
+        self.guessed = Guessed(change, has_states)
         self.num_guesses, self.has_budget, self.clock = num_guesses, has_budget, Clock()
         self.config = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
         self.num_blocks = 1 + MAX_LEN // BLOCK_SIZE + spare_blocks
@@ -519,6 +521,7 @@ TestGuessedRequests.settings = settings(max_examples=60, stateful_step_count=30,
         (FURTHER_LAYER, False),
         pytest.param(EAGLE_HEAD, False, marks=pytest.mark.thorough),
         ("some", True),
+        *(pytest.param(change, True, marks=pytest.mark.thorough) for change in (SAME_DRAFT, *HEADS)),
     ],
 )
 def test_crowded_requests_say_what_they_say_alone(change: str, has_states: bool) -> None:

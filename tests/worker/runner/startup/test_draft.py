@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 from tests.helpers.byte_tokenizer import byte_backend
 from tests.helpers.in_process import InProcessEngine
 from tests.worker.models.checkpoints import SIZES, random_prompts, save_checkpoint
+from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.runner.drafting.guessing import guess_at_all_costs
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import (
@@ -107,6 +108,24 @@ def test_a_draft_model_changes_no_token_and_sleeps_with_the_model(
             runner.sleep(level)
             runner.wake()
             assert answers(runner, sampling) == (expected, num_right)
+
+
+@pytest.mark.thorough
+def test_a_draft_model_guesses_for_a_model_with_states(smaller: Path, tmp_path: Path) -> None:
+    save_checkpoint(RECURRENT_FAMILIES["Falcon-H1"].create(), tmp_path)
+    shutil.copy(smaller / "tokenizer.json", tmp_path)
+    sampling = SamplingParams(temperature=1.0, seed=5)
+    expected, _ = answers(start(tmp_path, None), sampling)
+    runner = start(tmp_path, smaller, proposers="draft")
+    assert runner.facts.max_samples_per_row == 1 + MOST_GUESSES
+    assert runner.runner._speculation is not None
+    assert [proposer.name for proposer in runner.runner._speculation._proposers] == ["draft"]
+    found, num_right = answers(runner, sampling)
+    assert found == expected
+    for level in (SleepLevel.WEIGHTS_ON_HOST, SleepLevel.WEIGHTS_DROPPED):
+        runner.sleep(level)
+        runner.wake()
+        assert answers(runner, sampling) == (expected, num_right)
 
 
 def test_it_has_a_program_and_a_cache_of_its_own(
