@@ -67,6 +67,9 @@ class DeltaEvent:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     vectors: F32 | None = field(default=None, compare=False)
     """[num_vectors, num_columns] of a pooled request; None: it generates, or was aborted."""
+    num_before_answer: int = 0
+    """Tokens of the choice so far, this delta's among them, that come before its answer: its reasoning with its
+    marks. Known where an answer is split."""
 
 
 @dataclass(frozen=True, slots=True)

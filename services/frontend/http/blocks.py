@@ -52,7 +52,7 @@ class Block:
     """The tool that a call calls."""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of the tokens of a text, and of those of the reasoning before it."""
+    """Log-probabilities of the tokens of a text, and of white space before it."""
     is_cut: bool = False
     """The answer has ended inside of it."""
 
@@ -96,6 +96,9 @@ class BlockAnswer:
     _open: Block | None = None
     _num_chars: int = 0
     _pending: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities of tokens that are of no block yet."""
+    _num_logprobs: int = 0
+    """Tokens so far that have some."""
 
     @property
     def has_calls(self) -> bool:
@@ -113,6 +116,9 @@ class BlockAnswer:
     def add(self, delta: DeltaEvent) -> Iterator[Step]:
         """Take in new output; yield what it means."""
         self._pending += delta.logprobs
+        self._num_logprobs += len(delta.logprobs)
+        first_pending = self._num_logprobs - len(self._pending)
+        del self._pending[: max(delta.num_before_answer - first_pending, 0)]
         if delta.reasoning:
             yield from self._grow(BlockKind.REASONING, delta.reasoning)
         text = delta.text

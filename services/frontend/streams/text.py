@@ -68,6 +68,7 @@ class AnswerSplitter:
             text=parts.content,
             finish_reason=reason,
             reasoning=parts.reasoning if self._sends_reasoning else "",
+            num_before_answer=0 if self._reasoning is None else self._reasoning.num_with_marks,
             tool_calls=join_deltas(parts.tool_calls),
         )
 
@@ -79,7 +80,7 @@ class AnswerSplitter:
 class ReasoningTokens:
     """Counts the tokens of an output's reasoning without its marks, however these are cut into tokens.
 
-    Hm  , so </  think  >Yes         num_tokens 2
+    Hm  , so </  think  >Yes         num_tokens 2, num_with_marks 3
     """
 
     def __init__(
@@ -91,6 +92,10 @@ class ReasoningTokens:
         """
         self.num_tokens = 0
         """The count so far, with tokens that may turn out to begin the closing mark."""
+        self.num_with_marks = 0
+        """Tokens of the output so far that have nothing of the answer behind the reasoning."""
+        self._num_seen = 0
+        """Tokens of the output so far, up to the end of the reasoning."""
         self._token_bytes = token_bytes
         self._opening, self._closing = reasoning.opening.encode(), reasoning.closing.encode()
         self._is_open = is_open
@@ -105,6 +110,7 @@ class ReasoningTokens:
         for token_id in token_ids:
             if self._is_over:
                 return
+            self._num_seen += 1
             if self._is_open:
                 self._go_on(self._token_bytes(token_id))
             else:
@@ -114,11 +120,13 @@ class ReasoningTokens:
         self._tail = (self._tail + token).lstrip()
         if self._tail.startswith(self._opening):
             self._tail, self._is_open = b"", True
+            self.num_with_marks = self._num_seen
         else:
             self._is_over = not self._opening.startswith(self._tail)
 
     def _go_on(self, token: bytes) -> None:
         self.num_tokens += 1
+        self.num_with_marks = self._num_seen
         overlap = len(self._closing) - 1
         self._tail = self._tail[len(self._tail) - min(overlap, len(self._tail)) :] + token
         self._token_sizes = [*self._token_sizes[-overlap:], len(token)]
@@ -127,6 +135,8 @@ class ReasoningTokens:
             return
         self._is_over = True
         num_behind = len(self._tail) - place
+        if self._tail[place + len(self._closing) :].strip():  # the answer begins in this token
+            self.num_with_marks -= 1
         for size in reversed(self._token_sizes):
             if num_behind <= 0:
                 return

@@ -22,11 +22,13 @@ from tests.helpers.http_api import HttpApi, open_api
 from triptych.text.answer_parser import AnswerParser
 from triptych.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from triptych.types.events import DeltaEvent
+from triptych.types.logprobs import TokenLogprobs
 from triptych.types.outputs import FinishReason, ToolCallDelta
 from triptych_services.frontend.http.anthropic.objects import MessagesFormat
 from triptych_services.frontend.http.blocks import Block, BlockAnswer, BlockKind, Stage
 from triptych_services.frontend.http.openai.responses.objects import ResponsesFormat
-from triptych_services.frontend.streams.text import join_deltas
+from triptych_services.frontend.requests.tools import AnswerSplit
+from triptych_services.frontend.streams.text import AnswerSplitter, join_deltas
 
 TOOLS: Any = {"add": {}, "now": {}}
 _JSON = st.dictionaries(st.sampled_from(["a", "größe", 'q"']), st.one_of(st.integers(), st.text(max_size=5)))
@@ -87,6 +89,35 @@ def test_any_cut_into_deltas_gives_the_same_blocks(text: str, data: st.DataObjec
     assert all(
         block.kind is not other.kind or block.kind is BlockKind.CALL for block, other in pairwise(whole)
     )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_log_probabilities_of_reasoning_are_of_no_text(size: int) -> None:
+    pieces = ["<think>", "Hm", "</think>", "\n", "Yes", ",", " it is."]
+    entries = [TokenLogprobs([number], [-1.0], [piece.encode()], [1]) for number, piece in enumerate(pieces)]
+    splitter = AnswerSplitter(
+        AnswerSplit(
+            REASONING_FORMATS["think"],
+            is_reasoning=False,
+            tool_format=None,
+            tools={},
+            max_calls=None,
+            sends_reasoning=True,
+        ),
+        lambda token_id: pieces[token_id].encode(),
+    )
+    answer, sent = BlockAnswer(), list[TokenLogprobs]()
+    for start in range(0, len(pieces), size):
+        part = slice(start, start + size)
+        is_last = start + size >= len(pieces)
+        reason = FinishReason.STOP if is_last else None
+        token_ids = list(range(len(pieces)))[part]
+        delta = DeltaEvent(0, "".join(pieces[part]), token_ids, tuple(entries[part]), reason)
+        for step in answer.add(splitter.split(delta)):
+            sent += step.logprobs
+    reasoning, text = answer.blocks
+    assert (reasoning.text, reasoning.logprobs, text.text) == ("Hm", [], "Yes, it is.")
+    assert text.logprobs == sent == entries[3:]
 
 
 ENDS = {

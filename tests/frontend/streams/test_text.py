@@ -14,12 +14,16 @@ THINK = ReasoningFormat("think", "<think>", "</think>")
 texts = st.text("<>/think x", max_size=12).filter(lambda text: THINK.closing not in text)
 
 
-def count(pieces: list[str], *, is_open: bool) -> int:
+def read(pieces: list[str], *, is_open: bool) -> ReasoningTokens:
     """The tokens are numbers of pieces; they come one by one."""
     tokens = ReasoningTokens(THINK, lambda number: pieces[number].encode(), is_open=is_open)
     for number in range(len(pieces)):
         tokens.add([number])
-    return tokens.num_tokens
+    return tokens
+
+
+def count(pieces: list[str], *, is_open: bool) -> int:
+    return read(pieces, is_open=is_open).num_tokens
 
 
 @given(texts, st.text("<>/think x", max_size=8), st.lists(st.integers(1, 30)), st.booleans())
@@ -29,15 +33,22 @@ def test_tokens_between_the_marks_count(body: str, rest: str, cuts: list[int], i
     end = len(opening) + text[len(opening) :].index(THINK.closing)
     places = sorted({0, len(opening), *(cut for cut in cuts if cut < len(text)), len(text)})
     spans = list(itertools.pairwise(places))
-    pieces = [text[start:stop] for start, stop in spans]
-    assert count(pieces, is_open=is_open) == sum(
-        len(opening) <= start and stop <= end for start, stop in spans
-    )
+    tokens = read([text[start:stop] for start, stop in spans], is_open=is_open)
+    assert tokens.num_tokens == sum(len(opening) <= start and stop <= end for start, stop in spans)
+    end += len(THINK.closing)
+    assert tokens.num_with_marks == sum(start < end and not text[end:stop].strip() for start, stop in spans)
 
 
 def test_reasoning_that_does_not_end_counts() -> None:
     assert count(["\n", "<th", "ink>", "a", "b"], is_open=False) == 2
     assert count(["a", "b", "</thi"], is_open=True) == 3
+
+
+def test_tokens_before_the_answer_have_its_marks() -> None:
+    assert read(["\n<think>", "a", "</th", "ink>\n", "\n", "b"], is_open=False).num_with_marks == 4
+    assert read(["a", "</think>b"], is_open=True).num_with_marks == 1
+    assert read(["\n", "<th"], is_open=False).num_with_marks == 0
+    assert read(["<b>", "a"], is_open=False).num_with_marks == 0
 
 
 def test_an_answer_that_mentions_the_mark_has_no_reasoning() -> None:
