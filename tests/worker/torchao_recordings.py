@@ -27,8 +27,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 RECORDINGS_FILE = Path(__file__).with_name("torchao_recordings.xz")
-NAMES = ("mixed", "int4", "int8", "float8")
+NAMES = ("mixed", "int4", "int8", "float8", "nvfp4", "mxfp4", "mxfp8")
 MEANT_FILE = "meant.json"
+_BLOCKED = ("nvfp4", "mxfp4", "mxfp8")
+_WIDE = {"num_hidden_layers": 1, "intermediate_size": 160}
+"""Sizes of which the scales are in more than one block of 128 outputs and 4 groups, and the last ones are not full."""
 _SIZES = {
     "vocab_size": 33,
     "hidden_size": 64,
@@ -64,6 +67,7 @@ def write_recorded(name: str, directory: Path) -> dict[str, dict[str, str]]:
 def _configs() -> dict[str, Any]:
     """Return torchao's configs; what they do not need a GPU for."""
     from torchao import quantization as ao
+    from torchao.prototype import mx_formats as mx
 
     rows = ao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=ao.PerAxis(0))
     fours = ao.Int8DynamicActivationIntxWeightConfig(
@@ -83,6 +87,11 @@ def _configs() -> dict[str, Any]:
         "float8": ao.Float8WeightOnlyConfig(),
         "mixed": ao.FqnToConfig(mixed),
         "int4": ao.Int8WeightOnlyConfig(version=2),  # of all but one matrix
+        **{
+            name: mx.MXDynamicActivationMXWeightConfig(activation_dtype=dtype, weight_dtype=dtype)
+            for name, dtype in (("mxfp4", torch.float4_e2m1fn_x2), ("mxfp8", torch.float8_e4m3fn))
+        },
+        "nvfp4": mx.NVFP4WeightOnlyConfig(),
     }
 
 
@@ -148,11 +157,12 @@ def record() -> None:
     torch.manual_seed(0)
     buffer = io.BytesIO()
     with tempfile.TemporaryDirectory() as place, tarfile.open(fileobj=buffer, mode="w") as archive:
-        plain = Path(place) / "plain"
+        plain, wide = Path(place) / "plain", Path(place) / "wide"
         LlamaForCausalLM(LlamaConfig(**_SIZES)).bfloat16().save_pretrained(plain)
+        LlamaForCausalLM(LlamaConfig(**_SIZES | _WIDE)).bfloat16().save_pretrained(wide)
         for name, config in _configs().items():
             directory = Path(place) / name
-            _record(name, plain, directory, config)
+            _record(name, wide if name in _BLOCKED else plain, directory, config)
             for path in sorted(directory.iterdir()):
                 member = tarfile.TarInfo(f"{name}/{path.name}")
                 member.size = path.stat().st_size

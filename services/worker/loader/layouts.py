@@ -484,8 +484,8 @@ class PairLayout(Layout):
         if columns % group:
             module.fail(self.main, f"has {columns} inputs", f"a multiple of {group}")
         types = (self.scale_type, "F8_E8M0") if self.scale_type == "U8" else (self.scale_type,)
-        module.check(self.scale, types, (*outer, rows, columns // group))
-        if self.whole:
+        module.check(self.scale, types, (*outer, *self._scale_shape(rows, columns // group)))
+        if self._has_whole(module):
             module.check(self.whole, ("F32",), (1,), (1, 1))
         precision: Scale = "e4m3" if self.scale_type == "F8_E4M3" else "e8m0"
         format = QuantizedFormat(4, "none", group, "fp4", precision)
@@ -508,14 +508,26 @@ class PairLayout(Layout):
             codes = unpack()
         else:
             codes = StoredCodes((part.rows, part.columns), pairs, "rows", 4, unpack)
-        scales = scales[rows, torch.arange(part.column, part.column + part.columns, part.group) // group]
+        groups = torch.arange(part.column, part.column + part.columns, part.group) // group
+        scales = self._of_outputs(scales, part, form.shape[-1] // group)[:, groups]
         if self.scale_type == "U8":
             scales = scales.view(torch.float8_e8m0fnu)
         scales = module.scales(self.scale, scales.float())
         return CodedRows(replace(form.format, group=part.group), codes, scales, factor=self._factor(module))
 
+    def _scale_shape(self, rows: int, groups: int) -> tuple[int, int]:
+        """Return the shape in which scales are stored."""
+        return rows, groups
+
+    def _of_outputs(self, scales: Tensor, part: CodedPart, groups: int) -> Tensor:
+        """Return the scales of a part's outputs, [rows, groups]."""
+        return scales[part.row : part.row + part.rows]
+
+    def _has_whole(self, module: CodedModule) -> bool:
+        return bool(self.whole)
+
     def _factor(self, module: CodedModule) -> float:
-        if not self.whole:
+        if not self._has_whole(module):
             return 1.0
         factor = module.scales(self.whole, module.view(self.whole)).view(-1)[0]
         if float(factor) == 0 or (self.divides and not bool(torch.isfinite(1 / factor))):

@@ -5,6 +5,8 @@
 | Int8Tensor, IntxUnpackedToInt8Tensor     | a byte for each, with a sign     | [rows, groups], zeros integers      |
 | Float8Tensor                             | a byte for each                  | [rows, groups]                      |
 | Int4Tensor                               | pairs, the first in the low bits | [groups, rows], zeros floats, added |
+| NVFP4Tensor, MXTensor of 4 bits          | pairs, the first in the low bits | in blocks, see `unblocked`          |
+| MXTensor of 8 bits                       | a byte for each                  | in blocks                           |
 
 w = scale * (code - zero), of Int4Tensor scale * code + zero. Source: torchao 0.18.
 """
@@ -19,7 +21,14 @@ from torch import Tensor
 from triptych_kernels.weights.coded import CodedRows, StoredCodes
 from triptych_kernels.weights.formats import QuantizedFormat
 from triptych_services.worker.layers.quantization import CodedPart
-from triptych_services.worker.loader.layouts import FLOATS, ByteLayout, CodedForm, CodedModule, Layout
+from triptych_services.worker.loader.layouts import (
+    FLOATS,
+    ByteLayout,
+    CodedForm,
+    CodedModule,
+    Layout,
+    PairLayout,
+)
 
 _SCALE, _ZERO = "_weight_scale", "_weight_zero_point"
 _MIDDLE = 8  # of codes of 4 bits
@@ -132,6 +141,60 @@ class TorchaoInt4Layout(Layout):
         return CodedRows(replace(form.format, group=part.group), codes, scales, minima)
 
 
+class BlockedPairLayout(PairLayout):
+    """Pairs of 4-bit floats in bytes, with scales in blocks, and maybe one of the whole tensor."""
+
+    def __init__(self, scale_type: str) -> None:
+        super().__init__("_weight_qdata", _SCALE, scale_type, whole="_weight_per_tensor_scale")
+        self.others = (*self.others, "_weight_act_per_tensor_scale")
+
+    def _scale_shape(self, rows: int, groups: int) -> tuple[int, int]:
+        return _blocked_shape(rows, groups)
+
+    def _of_outputs(self, scales: Tensor, part: CodedPart, groups: int) -> Tensor:
+        return unblocked(scales, part.row, part.rows, groups)
+
+    def _has_whole(self, module: CodedModule) -> bool:
+        return module.has(self.whole)
+
+
+class BlockedByteLayout(TorchaoLayout):
+    """An 8-bit float for each weight, with exponents as scales in blocks."""
+
+    def describe(self, module: CodedModule) -> CodedForm:
+        rows, columns = _matrix(module, self.main, ("F8_E4M3",))
+        _, groups = _whole_blocks(module, self.main, rows, columns)
+        module.check(_SCALE, ("F8_E8M0",), _blocked_shape(rows, groups))
+        return CodedForm((rows, columns), QuantizedFormat(8, "none", module.scheme.group, "e4m3", "e8m0"))
+
+    def _spread(self, module: CodedModule, stored: Tensor, form: CodedForm, part: CodedPart) -> Tensor:
+        group = module.scheme.group
+        inputs = torch.arange(part.column, part.column + part.columns, part.group)
+        return unblocked(stored, part.row, part.rows, form.shape[1] // group)[:, inputs // group]
+
+
+def _blocked_shape(rows: int, groups: int) -> tuple[int, int]:
+    return -(-rows // 128) * 32, -(-groups // 4) * 16
+
+
+def unblocked(scales: Tensor, row: int, rows: int, groups: int) -> Tensor:
+    """Return scales of some outputs, [rows, groups] float32, of such that lie as Blackwell's tensor cores read them.
+
+    A block has those of 128 outputs and 4 groups, and blocks of the same outputs follow each other:
+
+        output 0: 4 groups | output 32: 4 groups | output 64 | output 96 | output 1 | output 33 | …
+
+    Args:
+        scales: [32 * blocks of outputs, 16 * blocks of groups], with the last blocks filled up.
+        row: The first output.
+    Source: cuBLAS, layout of the scales of blocks.
+    """
+    first, last, width = row // 128, -(-(row + rows) // 128), -(-groups // 4)
+    blocks = scales[first * 32 : last * 32].float().reshape(last - first, width, 32, 4, 4)
+    by_output = blocks.permute(0, 3, 2, 1, 4).reshape(-1, width * 4)
+    return by_output[row - first * 128 :][:rows, :groups]
+
+
 def _matrix(module: CodedModule, part: str, types: tuple[str, ...]) -> tuple[int, int]:
     stored = module.check(part, types)
     if len(stored.shape) != 2:
@@ -158,5 +221,11 @@ def _is_used(module: CodedModule) -> bool:
     return is_used
 
 
-TORCHAO_LAYOUTS = {"torchao": TorchaoLayout(), "torchao-int4": TorchaoInt4Layout()}
+TORCHAO_LAYOUTS = {
+    "torchao": TorchaoLayout(),
+    "torchao-int4": TorchaoInt4Layout(),
+    "torchao-nvfp4": BlockedPairLayout("F8_E4M3"),
+    "torchao-mxfp4": BlockedPairLayout("F8_E8M0"),
+    "torchao-mxfp8": BlockedByteLayout(),
+}
 """Name of a layout, as of `WeightScheme` -> how it is read."""

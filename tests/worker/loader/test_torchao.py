@@ -41,9 +41,13 @@ KINDS = {
     "float8": "torchao 8-bit e4m3 per row",
     "mixed": "torchao 4-bit g32, torchao 8-bit per row, torchao 3-bit g16",
     "int4": "torchao 8-bit per row, torchao-int4 4-bit g32",
+    "nvfp4": "torchao-nvfp4 4-bit fp4 g16",
+    "mxfp4": "torchao-mxfp4 4-bit fp4 g32",
+    "mxfp8": "torchao-mxfp8 8-bit e4m3 g32",
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_files_of_transformers_mean_what_torchao_makes_of_them(tmp_path: Path, name: str) -> None:
     meant = write_recorded(name, tmp_path)
@@ -54,6 +58,17 @@ def test_files_of_transformers_mean_what_torchao_makes_of_them(tmp_path: Path, n
     for tensor, digests in meant.items():
         for dtype in (torch.float32, torch.bfloat16):
             assert digest(checkpoint.read(tensor, dtype)) == digests[str(dtype)], (tensor, dtype)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+def test_parts_of_blocks_of_scales_are_those_of_the_whole(tmp_path: Path, name: str) -> None:
+    write_recorded(name, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    whole = checkpoint.read(f"{PROJECTION}.weight", torch.float32)
+    assert whole.shape == (160, 64)
+    for dim, start, length in ((0, 100, 50), (0, 130, 30), (1, 32, 32)):
+        part = checkpoint.read_part(f"{PROJECTION}.weight", torch.float32, dim, start, length)
+        assert torch.equal(part, whole.narrow(dim, start, length))
 
 
 @pytest.mark.quick_cases(2)
@@ -122,6 +137,11 @@ def text(value: str) -> Callable[..., None]:
     return change
 
 
+def with_no_number(scales: Tensor) -> Tensor:
+    scales.view(torch.uint8)[0, 0] = 0xFF
+    return scales
+
+
 def filled(value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: torch.full_like(tensor, value)
 
@@ -164,6 +184,30 @@ def test_damaged_files_are_named(tmp_path: Path, scheme: str, damage: Any, messa
     with pytest.raises((ModelError, FeatureDisabled), match=message) as caught:
         open_checkpoint(tmp_path).read(f"{PROJECTION}.weight", torch.float32)
     assert "up_proj" in str(caught.value)
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("nvfp4", noted(_data={"is_swizzled_scales": False}), "is_swizzled_scales is False; expected true"),
+        ("nvfp4", noted(_data={"block_size": 32}), "block_size is 32; expected 16"),
+        ("mxfp4", noted(_data={"block_size": [1, 32]}), r"block_size is \[1, 32\]; expected 32"),
+        ("nvfp4", stored("per_tensor_scale", filled(0.0)), "_weight_per_tensor_scale: is 0.0; .* not zero"),
+        ("nvfp4", stored("scale", lambda t: t[1:]), r"_weight_scale: is F8_E4M3 \[63, 16\]; .* \[64, 16\]"),
+        ("mxfp4", stored("qdata", lambda t: t[:, :31]), r"_weight_qdata: has 62 inputs; .* multiple of 32"),
+        ("mxfp8", stored("qdata", lambda t: t.view(torch.uint8)), "is U8 .* needs F8_E4M3"),
+        ("mxfp8", stored("scale", with_no_number), "_weight_scale: holds a scale that is no number"),
+        ("mxfp8", noted(_data={"elem_dtype": torch_type("float8_e5m2")}), "MXTensor of float8_e5m2: .* read"),
+        ("mxfp8", noted(_data={"elem_dtype": None}), "a MXTensor of : .* are read"),
+        ("mxfp8", noted(_data={}, _tensor_data_names=["qdata"]), "_data_names is .*; expected qdata, scale"),
+    ],
+)  # fmt: skip
+def test_damaged_blocks_of_scales_are_named(tmp_path: Path, name: str, damage: Any, message: str) -> None:
+    write_recorded(name, tmp_path)
+    edit(tmp_path, damage)
+    with pytest.raises((ModelError, FeatureDisabled), match=message):
+        open_checkpoint(tmp_path).read(f"{PROJECTION}.weight", torch.float32)
 
 
 @pytest.mark.parametrize(

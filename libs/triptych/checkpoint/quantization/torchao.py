@@ -45,14 +45,21 @@ class _Kind:
     """Bits of a code; 0: its `target_dtype` says them."""
     table: str = ""
     codes_in_byte: int = 1
+    block: int = 0
+    """Inputs that share a scale, where the class says it and scales lie in blocks; 0: its `block_size` says it."""
 
 
 _STATIC_INPUTS = ("act_quant_scale", "act_quant_zero_point")
+_WHOLE_SCALES = ("per_tensor_scale", "act_per_tensor_scale")
+_MX = "MXTensor"
 _KINDS = {
     "Int8Tensor": _Kind("torchao", ("qdata", "scale"), ("zero_point", *_STATIC_INPUTS)),
     "IntxUnpackedToInt8Tensor": _Kind("torchao", ("qdata", "scale", "zero_point"), bits=0),
     "Float8Tensor": _Kind("torchao", ("qdata", "scale"), table="e4m3"),
     "Int4Tensor": _Kind("torchao-int4", ("qdata", "scale", "zero_point"), bits=4, codes_in_byte=2),
+    "NVFP4Tensor": _Kind("torchao-nvfp4", ("qdata", "scale"), _WHOLE_SCALES, bits=4, table="fp4", block=16),
+    f"{_MX} of float4_e2m1fn_x2": _Kind("torchao-mxfp4", ("qdata", "scale"), bits=4, table="fp4", block=32),
+    f"{_MX} of float8_e4m3fn": _Kind("torchao-mxfp8", ("qdata", "scale"), table="e4m3", block=32),
 }
 _OF_INPUTS = ("act_quant_kwargs", "activation_quantization")
 """Attributes that are there if the inputs of the product are rounded to 8 bits."""
@@ -125,23 +132,30 @@ class _Note:
         type_ = values.get("_type")
         if type_ == _PLAIN:
             return None
-        kind = _KINDS.get(str(type_))
+        name = str(type_)
+        if name == _MX:
+            name += f" of {_dtype(_object_at(values, '_data').get('elem_dtype'))}"
+        kind = _KINDS.get(name)
         module, _, parameter = self.name.rpartition(".")
         if kind is None or parameter != "weight":
             self._refuse(
-                f"{parameter} is a {str(type_)[:100]}",
+                f"{parameter} is a {name[:100]}",
                 f"of torchao's tensors {', '.join(_KINDS)} of 'weight' are read; quantize the model with "
                 "Int8WeightOnlyConfig, IntxWeightOnlyConfig, Float8WeightOnlyConfig or a plain Int4WeightOnlyConfig",
             )
         data = values.get("_data")
         if not isinstance(data, dict):
             self._fail("_data", data, "an object")
-        self._check_parts(values.get("_tensor_data_names"), str(type_), kind, shapes)
+        self._check_parts(values.get("_tensor_data_names"), name, kind, shapes)
+        is_rounded = any(data.get(key) is not None for key in _OF_INPUTS)
+        if kind.block:
+            self._check_blocks(data, kind.block)
+            bits = kind.bits if is_rounded else 16
+            return WeightScheme(kind.layout, kind.bits, kind.block, table=kind.table, input_bits=bits)
         *_, rows, columns = 0, 0, *shapes[f"{module}._weight_qdata"]
         columns *= kind.codes_in_byte
         height, width = self._block(data.get("block_size"))
         is_whole = 1 < height >= rows and width >= columns
-        is_rounded = any(data.get(key) is not None for key in _OF_INPUTS)
         return WeightScheme(
             kind.layout,
             kind.bits or self._bits(data.get("target_dtype")),
@@ -184,6 +198,13 @@ class _Note:
                     f"{', '.join(names)} of {type_}"
                 )
 
+    def _check_blocks(self, data: Mapping[str, Any], block: int) -> None:
+        """Check the keys of a class with scales in blocks, of which torchao's configs make these only."""
+        if data.get("block_size") != block:
+            self._fail("block_size", data.get("block_size"), f"{block}")
+        if data.get("is_swizzled_scales") is not True:
+            self._fail("is_swizzled_scales", data.get("is_swizzled_scales"), "true")
+
     def _block(self, found: object) -> tuple[int, int]:
         """Return how many outputs and inputs share a scale."""
         if not isinstance(found, list) or len(found) != 2:
@@ -193,8 +214,7 @@ class _Note:
         return found[0], found[1]
 
     def _bits(self, found: object) -> int:
-        name = str(found.get("_data")) if isinstance(found, dict) else ""
-        bits = re.fullmatch(r"int([1-8])", name)
+        bits = re.fullmatch(r"int([1-8])", _dtype(found))
         if bits is None:
             self._fail("target_dtype", found, "torch.int1 to torch.int8")
         return int(bits[1])
@@ -206,3 +226,14 @@ class _Note:
         raise ModelError(
             f"{self.path}: __metadata__: {self.name}: {key} is {str(found)[:100]}; expected {expected}"
         )
+
+
+def _object_at(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the object of a key; an empty one where there is none."""
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _dtype(found: object) -> str:
+    """Return the name of a dtype as torchao writes it; empty: it is none."""
+    return str(found.get("_data")) if isinstance(found, dict) else ""
