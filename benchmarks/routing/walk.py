@@ -26,6 +26,7 @@ from triptych.types.step import U32
 from triptych.types.submit import EngineLimits, EngineWelcome, RequestNeeds
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.engines.session import EngineSession
+from triptych_services.frontend.routing.prefix_index import PrefixIndex
 from triptych_services.frontend.routing.router import Router
 
 BLOCK_SIZE = 16
@@ -50,7 +51,10 @@ async def walk_all(num_engines: int, arguments: argparse.Namespace) -> tuple[lis
     generator = np.random.default_rng(0)
     prefix = _draw_tokens(generator, PREFIX_LEN)
     _, facts = create_facts()
-    engines = [connected_engine(number, facts.model, prefix, generator) for number in range(num_engines)]
+    index = PrefixIndex()
+    engines = [
+        connected_engine(number, facts.model, prefix, generator, index) for number in range(num_engines)
+    ]
     router = Router()
     router.engines = engines
     walks_us: list[float] = []
@@ -86,14 +90,14 @@ def walk(router: Router, tokens: U32, number: int) -> EngineClient:
 
 
 def connected_engine(
-    number: int, model: ModelFacts, prefix: U32, generator: np.random.Generator
+    number: int, model: ModelFacts, prefix: U32, generator: np.random.Generator, index: PrefixIndex
 ) -> EngineClient:
     """Return a client as it is after its engine has sent a welcome, a load and news of its cache."""
     engine = EngineClient(f"127.0.0.1:{number + 1}", frontend_id="walk", boot_id="walk")
     told = describe_hash(BLOCK_SIZE)
     limits = EngineLimits(True, 1024, max_running=64)
     engine.welcome = EngineWelcome(f"engine-{number}", True, model=model, limits=limits, prefix_hash=told)
-    session = EngineSession("walk")
+    session = EngineSession("walk", index=index)
     engine._session, engine._is_connected = session, True  # as its stream would
     session.load.note_hash(told)
     stored = [generator.bytes(BLOCK_SIZE) for _ in range(_CACHED_BLOCKS)]

@@ -58,6 +58,7 @@ from triptych_services.frontend.offload.limited_process import child_totals
 from triptych_services.frontend.requests.long_reader import LongReader
 from triptych_services.frontend.routing.discovery import EngineDiscovery
 from triptych_services.frontend.routing.policy import create_policy
+from triptych_services.frontend.routing.prefix_index import PrefixIndex
 from triptych_services.frontend.routing.router import Router
 from triptych_services.frontend.siblings.siblings import Siblings
 from triptych_services.frontend.streams.migrator import MigrationTerms, Migrator
@@ -337,6 +338,7 @@ def _create_discovery(
         on_change=router.on_change,
         on_session=lambda outcome: metrics.sessions.labels(outcome).inc(),
         tls=create_client_tls(config.tls),
+        index=PrefixIndex(),
     )
     work = (EngineClient.run, status_watch.follow)
     return EngineDiscovery(config.frontend.engine_addresses, router, create, work=work)

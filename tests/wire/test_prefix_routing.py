@@ -16,7 +16,7 @@ from triptych.types.submit import SubmitRequest, single_choice
 from triptych_services.enginecore.frontends import outputs as outputs_module
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.routing.policy import RoundRobin
-from triptych_services.frontend.routing.prefix_index import count_leading, keys_of
+from triptych_services.frontend.routing.prefix_index import keys_of
 from triptych_services.frontend.routing.router import Router
 
 
@@ -27,12 +27,14 @@ def cached_in(s: Stand) -> set[int]:
     return set(keys_of(b"".join(scheduler._blocks.pool.snapshot().hash_to_block)))
 
 
-def known_to(client: EngineClient) -> set[int]:
-    return {entry for entry in client.load.cached._places if entry}
+def knows(client: EngineClient, keys: set[int]) -> bool:
+    """Whether a client knows these blocks to be cached, and no others."""
+    cached = client.load.cached
+    return len(cached) == len(keys) and all(key in cached for key in keys)
 
 
 async def knows_exactly(s: Stand, client: EngineClient) -> None:
-    await eventually(lambda: client.is_ready and known_to(client) == cached_in(s))
+    await eventually(lambda: client.is_ready and knows(client, cached_in(s)))
 
 
 @asynccontextmanager
@@ -85,7 +87,7 @@ async def test_a_cache_that_is_reset_is_forgotten() -> None:
         await s.all_end_undisturbed()
         await knows_exactly(s, s.client)
         s.engine.loop.operator.reset_prefix_cache()
-        await eventually(lambda: not known_to(s.client))
+        await eventually(lambda: knows(s.client, set()))
         s.submit(20)
         await s.all_end_undisturbed()
         await knows_exactly(s, s.client)
@@ -108,15 +110,16 @@ async def test_what_was_said_is_known_to_be_where_it_was_said() -> None:
             await eventually(lambda sink=sink: sink.end is not None)
             routed = router.read_prompt(wanted, np.array(prompt + sink.tokens, np.uint32), "")
             assert routed is not None
-            keys = routed.keys(BLOCK_SIZE)
             num_computed = (
                 len(prompt) + len(sink.tokens) - 1
             ) // BLOCK_SIZE  # the last token is not computed
             await eventually(
-                lambda engine=engine, keys=keys, n=num_computed: count_leading(keys, engine.load.cached) == n
+                lambda engine=engine, routed=routed, n=num_computed: (
+                    engine.load.cached.count(routed, BLOCK_SIZE) == n
+                )
             )
             (other,) = (client for client in router.engines if client is not engine)
-            assert count_leading(keys, other.load.cached) == 0
+            assert other.load.cached.count(routed, BLOCK_SIZE) == 0
 
 
 def submission_of(prompt: list[int], sampling: SamplingParams, numbers: Sequence[int]) -> SubmitRequest:

@@ -39,7 +39,7 @@ from triptych.wire.engine_core import outputs_from_proto, welcome_from_proto
 from triptych_services.frontend.engines.heartbeat import Liveness
 from triptych_services.frontend.engines.session import Attachment, EngineLoss, EngineSession, OutputSink
 from triptych_services.frontend.routing.load import EngineLoad
-from triptych_services.frontend.routing.prefix_index import RoutedPrompt
+from triptych_services.frontend.routing.prefix_index import PrefixIndex, RoutedPrompt
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +66,17 @@ class EngineClient:
         on_change: Callable[[], None] = lambda: None,
         on_session: Callable[[str], None] = lambda outcome: None,
         tls: ClientTls | None = None,
+        index: PrefixIndex | None = None,
     ) -> None:
         """
         Args:
             on_change: Called whenever readiness or facts may have changed.
             on_session: Called with `begun`, `resumed` or `lost`; lost is a session with choices in flight.
             tls: None: the engine is dialed in plain text.
+            index: The blocks that all engines cache. None: each session has one of its own.
         """
         self.address = address
+        self._index = index
         self._connection = RenewedChannel(address, tls)
         self.welcome: EngineWelcome | None = None
         """The engine's state as last reported. It stays after a loss, so that the engine can still be named."""
@@ -295,6 +298,7 @@ class EngineClient:
                     terms.name,
                     keeps_requests=welcome.limits.keeps_requests,
                     hands_over=terms.agreement.has(HANDOVER),
+                    index=self._index,
                 )
                 session.outbox.say_takes_streams(self._takes_streams)
             if terms.is_resumed and session is not self._session:

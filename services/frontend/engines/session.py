@@ -16,7 +16,7 @@ from triptych.types.step import F32, PromptLogprobs
 from triptych.types.submit import AttachRequest, SubmitRequest
 from triptych_services.frontend.engines.outbox import Outbox
 from triptych_services.frontend.routing.load import EngineLoad, QueueView
-from triptych_services.frontend.routing.prefix_index import RoutedPrompt
+from triptych_services.frontend.routing.prefix_index import PrefixIndex, RoutedPrompt
 from triptych_services.frontend.streams.logprobs import BatchLogprobs
 
 MAX_NUMBER = (1 << 32) - 1
@@ -77,12 +77,20 @@ class OutputSink(Protocol):
 class EngineSession:
     """The requests of one session. Owned by the engine client. Each output batch takes effect once."""
 
-    def __init__(self, name: str, *, keeps_requests: bool = False, hands_over: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        keeps_requests: bool = False,
+        hands_over: bool = False,
+        index: PrefixIndex | None = None,
+    ) -> None:
         """
         Args:
             name: As the engine's welcome says.
             keeps_requests: Whether the engine keeps requests and lets them go on elsewhere.
             hands_over: Whether it has the feature HANDOVER.
+            index: The blocks that engines cache. None: this session has one of its own.
         """
         self.name = name
         self.keeps_requests = keeps_requests
@@ -92,7 +100,7 @@ class EngineSession:
         self.is_torn = False
         """A batch has taken effect in part, by a bug. The session cannot be resumed."""
         self.queue = QueueView()
-        self.load = EngineLoad()
+        self.load = EngineLoad(index=index)
         self._sinks: dict[int, OutputSink] = {}
         self._attachments: dict[int, Attachment] = {}
         """By the number of the first choice, until the engine has answered."""
@@ -188,6 +196,7 @@ class EngineSession:
 
     def end(self, loss: EngineLoss) -> None:
         """End every request: no output will come any more."""
+        self.load.leave()
         sinks, self._sinks = self._sinks, {}
         attachments, self._attachments = self._attachments, {}
         for attachment in attachments.values():

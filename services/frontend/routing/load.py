@@ -11,16 +11,16 @@ from triptych.errors import QueueFull
 from triptych.prefix_hash import why_unknown
 from triptych.types.outputs import LoadReport, OutputBatch
 from triptych.types.submit import PrefixHash
-from triptych_services.frontend.routing.prefix_index import PrefixIndex, RoutedPrompt, count_leading
+from triptych_services.frontend.routing.prefix_index import CachedBlocks, PrefixIndex, RoutedPrompt
 
-EXPECTED_S = 2.0
-"""A prompt's blocks are expected in the cache of its engine for so long, at least, until the engine reports them."""
 TRUSTED_S = 10.0
 """An older measure is no reason to avoid an engine: it may have been slow beside something else, and only the next
 request would show that it is not any more."""
 _REMEMBERED_S = 1.0
 """A refusal is taken to hold for so long while the queue stays full: later the queue may take what it has refused."""
 _MOST_REMEMBERED = 1024
+_MOST_BLOCKS = 1 << 22
+"""Nothing is kept of an engine that reports more: these take 128 MB already."""
 _NO_LOAD = LoadReport(0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
@@ -39,14 +39,20 @@ class EngineLoad:
     requests sees itself, and none counts twice.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: monotonic time in seconds."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic, index: PrefixIndex | None = None) -> None:
+        """
+        Args:
+            clock: Monotonic time in seconds.
+            index: The blocks of all engines, with the same clock. None: this engine has one of its own.
+        """
         self._clock = clock
-        self.cached = PrefixIndex()
+        self.cached = CachedBlocks(index or PrefixIndex(clock))
         self.block_size = 0
         """Tokens per block. 0: it is not known here what is cached there."""
         self.why_no_affinity = "it does not tell what it caches"
         """Why it is not known; empty: it is, and requests are sent there for it."""
+        self._why_too_much = ""
+        """Says what it has reported that is too much to keep. Empty: nothing."""
         self.reported = _NO_LOAD
         """As last reported."""
         self.is_known = False
@@ -55,22 +61,14 @@ class EngineLoad:
         """When it was reported."""
         self.prefill_measured_at = self.decode_measured_at = 0.0
         """When the load's measures last changed."""
-        self.num_changes = 0
-        """Rises whenever anything changes here."""
+        self._watchers: list[tuple[set[int], int]] = []
+        """Sets that take a number whenever anything changes here."""
         self._bookings: dict[int, _Booking] = {}
         """The first number of a request that is in no load yet -> what it adds."""
         self.num_booked_tokens = 0
         self.num_booked_choices = 0
         self._admitted: set[int] = set()
         """First numbers of requests that the next load includes."""
-        self._expected: tuple[set[int], set[int]] = (set(), set())
-        """Keys of prompts that were sent lately, and of those before them, without those of `_unhashed`."""
-        self._unhashed: dict[int, list[tuple[RoutedPrompt, float]]] = {}
-        """Key of a first block -> the prompts that are not hashed until another one begins so, and `_expected_since`
-        when they were sent."""
-        self._expected_since = 0.0
-        self.expected_firsts: set[int] = set()
-        """Keys of the first blocks of prompts that may be expected. Always the same set."""
 
     @property
     def num_choices(self) -> int:
@@ -81,30 +79,20 @@ class EngineLoad:
         """Return the time in seconds, as all times here are meant."""
         return self._clock()
 
+    def watch(self, changed: set[int], number: int) -> None:
+        """Add a number to a set now and whenever anything changes here, until `unwatch`."""
+        changed.add(number)
+        self._watchers.append((changed, number))
+
+    def unwatch(self, changed: set[int]) -> None:
+        """Add nothing more to a set."""
+        self._watchers = [watcher for watcher in self._watchers if watcher[0] is not changed]
+
     def count_cached_tokens(self, prompt: RoutedPrompt) -> int:
         """Return how many tokens of a prompt need not be computed. At least one always is."""
-        if self._clock() - self._expected_since > EXPECTED_S:
-            self._forget_expected()
-        first_key = prompt.first_key(self.block_size) if self.block_size else 0
-        if not first_key or (first_key not in self.expected_firsts and first_key not in self.cached):
+        if not self.block_size:
             return 0
-        num_blocks = self.count_cached_blocks(prompt.keys(self.block_size))
-        return min(num_blocks * self.block_size, prompt.num_tokens - 1)
-
-    def count_cached_blocks(self, keys: Sequence[int], guess: int = 0) -> int:
-        """Return how many blocks of a prompt are cached, or will be, given the keys of all.
-
-        Args:
-            keys: At least one.
-            guess: A number that is likely. It changes the time that this takes and nothing else.
-        """
-        if self._clock() - self._expected_since > EXPECTED_S:
-            self._forget_expected()
-        if keys[0] in self._unhashed:
-            self._hash_expected(keys[0])
-        latest, earlier = self._expected
-        num_blocks = max(count_leading(keys, self.cached, guess), count_leading(keys, latest, guess))
-        return max(num_blocks, count_leading(keys, earlier, guess)) if earlier else num_blocks
+        return min(self.cached.count(prompt, self.block_size) * self.block_size, prompt.num_tokens - 1)
 
     @property
     def times(self) -> WorkTimes:
@@ -139,12 +127,12 @@ class EngineLoad:
 
     def note_hash(self, told: PrefixHash | None) -> None:
         """Take in how the engine names the blocks of its cache. `told`: None: it does not report what it caches."""
-        self.num_changes += 1
         if told is None:
             self.block_size, self.why_no_affinity = 0, "it does not tell what it caches"
         else:
-            self.why_no_affinity = why_unknown(told)
+            self.why_no_affinity = self._why_too_much or why_unknown(told)
             self.block_size = 0 if self.why_no_affinity else told.block_size
+        self._note_change()
 
     def book(self, numbers: Sequence[int], num_tokens: int, prompt: RoutedPrompt | None = None) -> None:
         """Take in that a request is being sent.
@@ -158,30 +146,35 @@ class EngineLoad:
             return
         if prompt is not None:
             num_tokens -= self.count_cached_tokens(prompt)
-            if self.block_size and (first_key := prompt.first_key(self.block_size)):
-                self.expected_firsts.add(first_key)
-                if prompt.is_hashed(self.block_size):
-                    self._expected[0].update(prompt.keys(self.block_size))
-                else:
-                    self._unhashed.setdefault(first_key, []).append((prompt, self._expected_since))
+            if self.block_size and prompt.num_tokens >= self.block_size:
+                self.cached.expect(prompt, self.block_size)
         self._bookings[numbers[0]] = _Booking(num_tokens, len(numbers))
-        self.num_changes += 1
         self.num_booked_tokens += num_tokens
         self.num_booked_choices += len(numbers)
+        self._note_change()
 
     def cancel(self, number: int) -> None:
         """Take in that a choice has ended, perhaps before it was admitted."""
         if (booking := self._bookings.pop(number, None)) is not None:
-            self.num_changes += 1
             self.num_booked_tokens -= booking.num_tokens
             self.num_booked_choices -= booking.num_choices
             self._admitted.discard(number)
+            self._note_change()
+
+    def leave(self) -> None:
+        """Take in that the session is over: nothing is known to be cached there any more."""
+        self.cached.leave()
+        self._note_change()
 
     def note_batch(self, batch: OutputBatch) -> None:
         """Follow the engine."""
-        if batch.cache is not None:
+        if batch.cache is not None and not self._why_too_much:
             self.cached.take_in(batch.cache)
-            self.num_changes += 1
+            if len(self.cached) > _MOST_BLOCKS:
+                self.cached.leave()
+                self._why_too_much = f"it has reported more than {_MOST_BLOCKS:,} cached blocks"
+                self.block_size, self.why_no_affinity = 0, self._why_too_much
+            self._note_change()
         if self._bookings:
             self._admitted.update(self._bookings.keys() & set(batch.admitted.tolist()))
             for failure in batch.failures:
@@ -198,27 +191,11 @@ class EngineLoad:
         if load.decode_step_s != self.reported.decode_step_s:
             self.decode_measured_at = now
         self.reported, self.is_known, self.told_at = load, True, now
-        self.num_changes += 1
+        self._note_change()
 
-    def _forget_expected(self) -> None:
-        """Forget the earlier prompts; those that were sent lately become the earlier ones, unless they are as old."""
-        now = self._clock()
-        is_old = now - self._expected_since > 2 * EXPECTED_S
-        since = now if is_old else self._expected_since
-        self._expected = (set(), set() if is_old else self._expected[0])
-        self._unhashed = {
-            first_key: kept
-            for first_key, sent in self._unhashed.items()
-            if (kept := [(prompt, sent_since) for prompt, sent_since in sent if sent_since >= since])
-        }
-        self._expected_since = now
-        self.expected_firsts.intersection_update(self._expected[1] | self._unhashed.keys())
-
-    def _hash_expected(self, first_key: int) -> None:
-        """Hash the prompts with this first block that were sent here."""
-        latest, earlier = self._expected
-        for prompt, since in self._unhashed.pop(first_key):
-            (latest if since == self._expected_since else earlier).update(prompt.keys(self.block_size))
+    def _note_change(self) -> None:
+        for changed, number in self._watchers:
+            changed.add(number)
 
 
 class _Booking(NamedTuple):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Mapping, Sequence
-from itertools import repeat
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych_services.frontend.routing.load import TRUSTED_S, EngineLoad, WorkTimes
-from triptych_services.frontend.routing.prefix_index import RoutedPrompt, count_leading
+from triptych_services.frontend.routing.prefix_index import PrefixIndex, RoutedPrompt
 
 F64 = NDArray[np.float64]
+Rows = Sequence[int] | NDArray[np.intp]
+"""Engines by their places in the sequence that is chosen from."""
 
 _NEVER = math.inf
 _FEW = 10
@@ -34,15 +33,19 @@ class Outlooks:
         """Take in what has changed. Return whether all engines have reported their loads."""
         return all(load.is_known for load in self._loads)
 
-    def soonest(self, cost: float, row_to_cost: Mapping[int, float], num_choices: int) -> list[int]:
+    def close(self) -> None:
+        """Follow the loads no more."""
+
+    def soonest(self, cost: float, others: Sequence[tuple[float, Rows]], num_choices: int) -> list[int]:
         """Return the engines that are about as soon as the soonest, and of these those that must compute no more.
 
         Args:
             cost: Tokens of a prompt that an engine must compute.
-            row_to_cost: The same of engines that differ.
+            others: The same of engines that differ, with these.
             num_choices: Choices of the request.
         """
         best, loads = self._best_times(), self._loads
+        row_to_cost = {row: other for other, rows in others for row in rows}
         costs = [row_to_cost.get(row, cost) for row in range(len(loads))]
         seconds = [load.first_token_s(own, num_choices, best) for load, own in zip(loads, costs, strict=True)]
         limit_s = _alike_s(min(seconds))
@@ -54,10 +57,19 @@ class Outlooks:
         """Return the choices that run or wait at an engine."""
         return self._loads[row].num_choices
 
-    def count_cached_tokens(self, prompt: RoutedPrompt) -> dict[int, int]:
-        """Return how many tokens of a prompt need not be computed, by engine; those where it is none are left out."""
-        counts = ((row, load.count_cached_tokens(prompt)) for row, load in enumerate(self._loads))
-        return {row: count for row, count in counts if count}
+    def count_cached_tokens(self, prompt: RoutedPrompt) -> list[tuple[int, Rows]]:
+        """Return how many tokens of a prompt need not be computed, and where. Engines where it is none are left out."""
+        groups: dict[tuple[PrefixIndex, int], dict[int, int]] = {}
+        for row, load in enumerate(self._loads):
+            if load.block_size and load.cached.member >= 0:
+                groups.setdefault((load.cached.index, load.block_size), {})[load.cached.member] = row
+        found: list[tuple[int, Rows]] = []
+        for (index, block_size), member_to_row in groups.items():
+            among = sum(1 << member for member in member_to_row)
+            for num_blocks, holders in index.find(prompt, block_size, among):
+                rows = [row for member, row in member_to_row.items() if holders >> member & 1]
+                found.append((min(num_blocks * block_size, prompt.num_tokens - 1), rows))
+        return found
 
     def _best_times(self) -> WorkTimes:
         """Return the least that any engine has measured last."""
@@ -68,126 +80,121 @@ class Outlooks:
         )
 
 
-class _Columns(NamedTuple):
-    """The parts of each engine's load that count here, each [num_engines]. A time that was not measured is inf, and was
-    measured at -inf."""
-
-    num_prefill_tokens: F64
-    told_at: F64
-    num_booked_tokens: F64
-    num_lacking: F64
-    """Rows that choices which were sent there lack already; below 0: so many are free."""
-    row_interval_s: F64
-    prefill_token_s: F64
-    prefill_measured_at: F64
-    decode_step_s: F64
-    decode_measured_at: F64
-    num_choices: F64
-
-
 class _ManyOutlooks(Outlooks):
     """The same for many engines, as columns over them. A load's row is read again when it has changed."""
 
     def __init__(self, loads: Sequence[EngineLoad]) -> None:
         super().__init__(loads)
         num = len(loads)
-        self._seen = [-1] * num
-        """Changes of each load that its row takes in."""
-        self._table = np.zeros((len(_Columns._fields), num))
-        self._columns = _Columns(*self._table)  # views
-        self._tables: list[array[int]] = [array("Q")] * num
-        self._shifts = np.zeros(num, np.uint64)
-        self._expected: list[set[int]] = [set()] * num
-        self._block_sizes = [0] * num
-        self._different_block_sizes: set[int] = set()
+        self._table = np.zeros((_NUM_COLUMNS, num))
+        """The values of `_row_of`, [_NUM_COLUMNS, num_engines]."""
+        self._members: dict[tuple[PrefixIndex, int], _Members] = {}
+        """Prefix index and block size -> the engines that have them."""
+        self._places: list[tuple[PrefixIndex, int, int] | None] = [None] * num
+        """The index, block size and member of each engine in `_members`. None: it is in none."""
         self._is_known = False
+        self._changed: set[int] = set()
+        for row, load in enumerate(loads):
+            load.watch(self._changed, row)
+
+    def close(self) -> None:
+        for load in self._loads:
+            load.unwatch(self._changed)
 
     def refresh(self) -> bool:
-        loads, seen = self._loads, self._seen
-        changed = [row for row, load in enumerate(loads) if load.num_changes != seen[row]]
-        if changed:
-            self._table[:, changed] = np.array([_row_of(loads[row]) for row in changed]).T
-            for row in changed:
-                load = loads[row]
-                seen[row] = load.num_changes
-                self._tables[row], self._shifts[row] = load.cached.table
-                self._expected[row] = load.expected_firsts
-                if load.block_size != self._block_sizes[row]:
-                    self._block_sizes[row] = load.block_size
-                    self._different_block_sizes = set(self._block_sizes) - {0}
+        if self._changed:
+            rows, loads = list(self._changed), self._loads
+            self._changed.clear()
+            self._table[:, rows] = np.array([_row_of(loads[row]) for row in rows]).T
+            moved = [row for row in rows if self._places[row] != _place_of(loads[row])]
+            for row in moved:
+                self._take_out(row)
+            for row in moved:  # one that has come since may have the number of one that has left
+                self._put_in(row)
             self._is_known = self._is_known or all(load.is_known for load in loads)
         return self._is_known
 
-    def soonest(self, cost: float, row_to_cost: Mapping[int, float], num_choices: int) -> list[int]:
+    def soonest(self, cost: float, others: Sequence[tuple[float, Rows]], num_choices: int) -> list[int]:
         best = self._best_times()
         costs = np.full(len(self._loads), cost)  # [num_engines]
-        for row, own in row_to_cost.items():
-            costs[row] = own
+        for other, rows in others:
+            costs[rows] = other
         seconds = self._first_token_s(costs, num_choices, best)
         is_alike = seconds <= _alike_s(float(seconds.min()))
         most_tokens = costs[is_alike].min() + _ALIKE_S / best.prefill_token_s
-        rows: list[int] = np.flatnonzero(is_alike & (costs <= most_tokens)).tolist()
-        return rows
+        chosen: list[int] = np.flatnonzero(is_alike & (costs <= most_tokens)).tolist()
+        return chosen
 
     def num_choices(self, row: int) -> float:
-        return float(self._columns.num_choices[row])
+        return float(self._table[_NUM_CHOICES, row])
 
-    def count_cached_tokens(self, prompt: RoutedPrompt) -> dict[int, int]:
-        holders: dict[int, int] = {}
-        for block_size in self._different_block_sizes:
-            first_key = prompt.first_key(block_size)
-            if not first_key:
-                continue
-            keys: Sequence[int] = ()
-            num_blocks = 0
-            for row, is_expected in self._may_cache(first_key):
-                load = self._loads[row]
-                if self._block_sizes[row] != block_size:
-                    continue
-                if is_expected:
-                    keys = keys or prompt.keys(block_size)
-                    num_blocks = load.count_cached_blocks(keys, num_blocks)
-                elif first_key in load.cached:
-                    keys = keys or prompt.keys(block_size)
-                    num_blocks = count_leading(keys, load.cached, num_blocks)
-                else:
-                    continue
-                if num_blocks:
-                    holders[row] = min(num_blocks * block_size, prompt.num_tokens - 1)
-        return holders
+    def count_cached_tokens(self, prompt: RoutedPrompt) -> list[tuple[int, Rows]]:
+        found: list[tuple[int, Rows]] = []
+        for (index, block_size), members in self._members.items():
+            for num_blocks, holders in index.find(prompt, block_size, members.bits):
+                found.append((min(num_blocks * block_size, prompt.num_tokens - 1), members.rows(holders)))
+        return found
 
     def _best_times(self) -> WorkTimes:
-        columns = self._columns
+        prefill_token_s, decode_step_s = self._table[_MEASURES].min(axis=1).tolist()
         return WorkTimes(
-            _least(columns.prefill_token_s, _UNMEASURED_TOKEN_S), _least(columns.decode_step_s, 0.0)
+            prefill_token_s if prefill_token_s < _NEVER else _UNMEASURED_TOKEN_S,
+            decode_step_s if decode_step_s < _NEVER else 0.0,
         )
 
     def _first_token_s(self, num_tokens: F64, num_choices: int, best: WorkTimes) -> F64:
         """Return what `EngineLoad.first_token_s` says of each engine, [num_engines]."""
-        columns, now = self._columns, self._loads[0].now()
-        token_s = _trusted(columns.prefill_token_s, columns.prefill_measured_at, now, best.prefill_token_s)
-        step_s = _trusted(columns.decode_step_s, columns.decode_measured_at, now, best.decode_step_s)
-        row_s = np.maximum(columns.num_lacking + num_choices, 0.0) * columns.row_interval_s
-        told_s = columns.num_prefill_tokens * token_s
-        waiting_s = np.maximum(told_s - (now - columns.told_at), 0.0) + columns.num_booked_tokens * token_s
+        table, now = self._table, self._loads[0].now()
+        num_prefill_tokens, told_at, num_booked_tokens, num_lacking, row_interval_s, _ = table[
+            :_FIRST_MEASURE
+        ]
+        is_trusted = table[_MEASURED_AT] > now - TRUSTED_S
+        token_s, step_s = np.where(is_trusted, table[_MEASURES], np.array(best)[:, None])
+        row_s = np.maximum(num_lacking + num_choices, 0.0) * row_interval_s
+        told_s = num_prefill_tokens * token_s
+        waiting_s = np.maximum(told_s - (now - told_at), 0.0) + num_booked_tokens * token_s
         own_s = num_tokens * token_s
         seconds: F64 = np.maximum(waiting_s, row_s) + own_s + step_s
         return seconds
 
-    def _may_cache(self, first_key: int) -> list[tuple[int, bool]]:
-        """Return the engines that may cache a prompt's first block, given its key, and whether each is about to compute
-        it.
+    def _take_out(self, row: int) -> None:
+        """Leave an engine out of `_members`."""
+        if (place := self._places[row]) is not None:
+            members = self._members[place[:2]]
+            members.discard(place[2])
+            if not members.bits:
+                del self._members[place[:2]]
 
-        The place of a key at home is taken at every engine that caches it, and at few others.
-        """
-        homes = (np.uint64(first_key) >> self._shifts).tolist()
-        entries = map(array.__getitem__, self._tables, homes)
-        is_expected = map(set.__contains__, self._expected, repeat(first_key))
-        return [
-            (row, expected)
-            for row, (entry, expected) in enumerate(zip(entries, is_expected, strict=True))
-            if entry or expected
-        ]
+    def _put_in(self, row: int) -> None:
+        """Take an engine into `_members` as it is now."""
+        place = self._places[row] = _place_of(self._loads[row])
+        if place is not None:
+            self._members.setdefault(place[:2], _Members()).add(place[2], row)
+
+
+class _Members:
+    """The members of a prefix index that have the same block size, and the engine of each."""
+
+    def __init__(self) -> None:
+        self.bits = 0
+        self._rows = np.zeros(64, np.intp)
+        """[number of a member or more] where the member is here, its engine."""
+
+    def add(self, member: int, row: int) -> None:
+        """Take in a member, which is an engine."""
+        if member >= len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros(member, np.intp)])
+        self._rows[member] = row
+        self.bits |= 1 << member
+
+    def discard(self, member: int) -> None:
+        """Leave out a member."""
+        self.bits &= ~(1 << member)
+
+    def rows(self, members: int) -> NDArray[np.intp]:
+        """Return the engines of members, at least one, which are here."""
+        content = np.frombuffer(members.to_bytes(-(-members.bit_length() // 8), "little"), np.uint8)
+        return self._rows[np.flatnonzero(np.unpackbits(content, bitorder="little"))]
 
 
 def create_outlooks(loads: Sequence[EngineLoad]) -> Outlooks:
@@ -195,34 +202,33 @@ def create_outlooks(loads: Sequence[EngineLoad]) -> Outlooks:
     return Outlooks(loads) if len(loads) <= _FEW else _ManyOutlooks(loads)
 
 
+_NUM_COLUMNS, _NUM_CHOICES, _FIRST_MEASURE = 10, 5, 6
+_MEASURES, _MEASURED_AT = slice(6, 8), slice(8, 10)
+
+
+def _place_of(load: EngineLoad) -> tuple[PrefixIndex, int, int] | None:
+    """Return the prefix index of an engine, its block size and its member. None: nothing is cached there."""
+    cached = load.cached
+    return (cached.index, load.block_size, cached.member) if load.block_size and cached.member >= 0 else None
+
+
 def _row_of(load: EngineLoad) -> tuple[float, ...]:
-    """Return the values of the columns for one engine."""
+    """Return the values of the columns for one engine. What was not measured is inf, and was measured at -inf."""
     reported = load.reported
     return (
         reported.num_prefill_tokens,
         load.told_at,
         load.num_booked_tokens,
-        load.num_booked_choices - reported.num_free_rows,
+        load.num_booked_choices - reported.num_free_rows,  # rows that are lacking; below 0: so many are free
         reported.row_interval_s,
-        reported.prefill_token_s or _NEVER,
-        load.prefill_measured_at if reported.prefill_token_s else -_NEVER,
-        reported.decode_step_s or _NEVER,
-        load.decode_measured_at if reported.decode_step_s else -_NEVER,
         load.num_choices,
+        reported.prefill_token_s or _NEVER,
+        reported.decode_step_s or _NEVER,
+        load.prefill_measured_at if reported.prefill_token_s else -_NEVER,
+        load.decode_measured_at if reported.decode_step_s else -_NEVER,
     )
 
 
 def _alike_s(soonest_s: float) -> float:
     """Return until when an engine is as soon as the soonest."""
     return soonest_s + max(_ALIKE_SHARE * soonest_s, _ALIKE_S)
-
-
-def _least(column: F64, otherwise: float) -> float:
-    least = float(column.min())
-    return least if least < _NEVER else otherwise
-
-
-def _trusted(column: F64, measured_at: F64, now: float, otherwise: float) -> F64:
-    """Return the measures, and `otherwise` where there is none or it is too old."""
-    trusted: F64 = np.where(measured_at > now - TRUSTED_S, column, otherwise)
-    return trusted

@@ -6,10 +6,11 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Protocol
 
 from triptych_services.frontend.routing.load import EngineLoad
-from triptych_services.frontend.routing.outlooks import Outlooks, create_outlooks
+from triptych_services.frontend.routing.outlooks import Outlooks, Rows, create_outlooks
 from triptych_services.frontend.routing.prefix_index import RoutedPrompt
 
 _LATELY_S = 5.0
@@ -98,36 +99,38 @@ class SoonestFirstToken:
         outlooks = self._outlooks_of(engines)
         if not outlooks.refresh():
             return self._least_loaded.choose(engines, prompt, num_choices)
-        cost, row_to_cost = self._count_tokens(engines, outlooks, prompt)
-        soonest = outlooks.soonest(cost, row_to_cost, num_choices)
+        cost, costs = self._count_tokens(engines, outlooks, prompt)
+        soonest = outlooks.soonest(cost, costs, num_choices)
         drawn = random.sample(soonest, min(len(soonest), 2))
         return min(drawn, key=outlooks.num_choices)
 
     def _outlooks_of(self, engines: Sequence[RoutableEngine]) -> Outlooks:
         """Return the outlooks of these engines, kept while the router passes the same sequence: until one changes."""
         if self._known is None or self._known[0] is not engines:
+            if self._known is not None:
+                self._known[1].close()
             self._known = engines, create_outlooks([engine.load for engine in engines])
         return self._known[1]
 
     def _count_tokens(
         self, engines: Sequence[RoutableEngine], outlooks: Outlooks, prompt: RoutedPrompt | None
-    ) -> tuple[float, dict[int, float]]:
+    ) -> tuple[float, list[tuple[float, Rows]]]:
         """Return the tokens that an engine would have to compute, and those of engines that cache some of them.
 
         What is cached at one engine and computed at another is a copy there, for the prompts to come as well: as many
         as have come with the same beginning lately. So its tokens are divided among its users.
         """
         if prompt is None:
-            return 1.0, {}
-        row_to_cached = outlooks.count_cached_tokens(prompt)
-        if not row_to_cached:
-            return float(prompt.num_tokens), {}
-        holder = max(row_to_cached, key=row_to_cached.__getitem__)
-        most, block_size = row_to_cached[holder], engines[holder].load.block_size
+            return 1.0, []
+        found = outlooks.count_cached_tokens(prompt)
+        if not found:
+            return float(prompt.num_tokens), []
+        most, holders = max(found, key=itemgetter(0))
+        block_size = engines[holders[0]].load.block_size
         num_users = max(self._prefixes.count(prompt.keys(block_size)[-(-most // block_size) - 1]), 1)
         left = prompt.num_tokens - most
-        row_to_cost = {row: left + (most - cached) / num_users for row, cached in row_to_cached.items()}
-        return left + most / num_users, row_to_cost
+        costs = [(left + (most - cached) / num_users, rows) for cached, rows in found]
+        return left + most / num_users, costs
 
 
 class _RecentPrefixes:

@@ -1,22 +1,31 @@
-"""The blocks that one engine caches, as the engine reports them, and prompts as keys to look up there."""
+"""The blocks that engines cache, as they report them, and prompts as keys to look up there."""
 
 from __future__ import annotations
 
 import secrets
-from array import array
-from collections.abc import Container, Sequence
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from triptych.prefix_hash import hash_blocks, root_of_request
+from triptych.prefix_hash import HASH_BYTES, hash_blocks, root_of_request
 from triptych.types.outputs import CacheNews
-from triptych.types.step import U32, U64
+from triptych.types.step import U32
+from triptych_services.frontend.routing.holders import BlockHolders
 
 _SECRET = np.uint64(secrets.randbits(64) | 1)
-_FIRST_SIZE = 1024
-_SPARE = (
-    256  # places behind the last home: the longest row of taken places is far shorter while half are free
-)
+_ALL_BITS = (1 << 64) - 1
+_FEW_HASHES = 32
+"""Up to so many hashes numpy takes longer."""
+_PARTS = [struct.Struct("<" + "Q8x" * num) for num in range(_FEW_HASHES + 1)]
+EXPECTED_S = 2.0
+"""A prompt's blocks are expected in the cache of its engine for so long, at least, until the engine reports them."""
+_SWEPT_PER_KEY, _SWEPT_PER_NEWS, _SWEPT_PER_MEMBER = 4, 64, 1 << 14
+"""Blocks that are looked at for members that have left, for each that is added, for each call, for each member that
+comes. So what such members held is soon less than what is held, and no turn of the event loop takes long."""
+_LEAST_SWEPT = 16  # blocks that a table without any counts as
 
 
 class RoutedPrompt:
@@ -54,153 +63,227 @@ class RoutedPrompt:
 
 def keys_of(hashes: bytes) -> list[int]:
     """Return 8 bytes of each hash as a number above 0, mixed so that no client can choose prompts with similar keys."""
+    if len(hashes) <= _FEW_HASHES * HASH_BYTES:
+        secret, parts = int(_SECRET), _PARTS[len(hashes) // HASH_BYTES].unpack(hashes)
+        return [part * secret & _ALL_BITS or 1 for part in parts]
     keys = np.frombuffer(hashes, "<u8")[::2] * _SECRET
     return np.maximum(keys, 1).tolist()
 
 
 def _key_of(block_hash: bytes) -> int:
     """Return the only one of `keys_of`, in less time."""
-    return max(int.from_bytes(block_hash[:8], "little") * int(_SECRET) % (1 << 64), 1)
+    return int.from_bytes(block_hash[:8], "little") * int(_SECRET) & _ALL_BITS or 1
 
 
-def count_leading(keys: Sequence[int], blocks: Container[int], guess: int = 0) -> int:
-    """Return how many of a prompt's blocks are in a set that has no block without those before it.
-
-    `guess`: A number that is likely, which is tried before others are. 0: none is.
-
-    So it is with an engine's cache, which loses the end of a prompt before its beginning. Two requests that compute
-    the same at the same time may leave a gap; then a few blocks too many are counted.
-    """
-    if not keys or keys[0] not in blocks:
-        return 0
-    low, high = 1, len(keys)  # the first `low` are there; those behind the first `high` are not
-    if 0 < guess <= high:
-        if keys[guess - 1] not in blocks:
-            high = guess - 1
-        elif guess < high and keys[guess] in blocks:
-            low = guess + 1
-        else:
-            return guess
-    while low < high:
-        middle = (low + high + 1) // 2
-        if keys[middle - 1] in blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+_Unhashed = dict[int, list[tuple[RoutedPrompt, int, int]]]
+"""Key of a first block -> prompts that begin so, each with its block size and its member's bit."""
 
 
 class PrefixIndex:
-    """A set of blocks. It is exact, since the stream that carries it is numbered and resumed, and it has no more
-    entries than the engine has blocks. The session with the engine owns it.
+    """Which engines hold which blocks: those that they cache, as they report it, and those that they are expected to.
 
-    An entry is 8 bytes of a hash, so among a million blocks any two agree with a probability of 3e-8. A table has 16 to
-    32 bytes per block. Entries are sorted by their homes, which their upper bits say, each as near to its home as those
-    before it let it be:
+    Owned by the app, for all engines, so that a look-up takes as long for a thousand as for one. Engines are members,
+    and a set of them is a number with their bits.
 
-        home    0    1    2    3    4    5   …
-        entry   a0        b2   c2   d3       …
+    What is cached is exact, since the stream that carries it is numbered and resumed.
+
+    What is expected are the blocks of prompts that were sent within the last 2 to 4 s, or 6 s where few prompts come.
     """
 
-    def __init__(self) -> None:
-        self.clear()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: monotonic time in seconds."""
+        self.clock = clock
+        self._cached = BlockHolders()
+        self._num_members = 0
+        self._free_members: list[int] = []
+        self._left = 0
+        """Members that have left, of which something may still be here."""
+        self._swept = 0
+        """Those of them that are being taken out of what is cached, table by table."""
+        self._next_swept = 0
+        self._to_sweep = 0
+        """Blocks that are to be looked at for this."""
+        self._taken_out: tuple[int, int] = (0, 0)
+        """Those that are not in what is cached any more, but may be in both of `_expected`, or in the second."""
+        self._expected: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        """Key -> the members that are expected to have it: of prompts that were sent lately, and of those before."""
+        self._unhashed: tuple[_Unhashed, _Unhashed] = ({}, {})
+        """Key of a first block -> prompts that are not hashed until another one begins so. As `_expected`."""
+        self._expected_since = 0.0
+
+    def join(self) -> int:
+        """Return the number of a new member. It holds nothing."""
+        self._forget_expected()
+        self._sweep(_SWEPT_PER_MEMBER)
+        if self._free_members:
+            return self._free_members.pop()
+        self._num_members += 1
+        return self._num_members - 1
+
+    def leave(self, member: int) -> None:
+        """Forget a member. What it held counts no more at once, and is taken out little by little."""
+        self._left |= 1 << member
+
+    def add(self, member: int, keys: Sequence[int]) -> int:
+        """Take in that a member caches blocks. Return how many it did not."""
+        num_added = self._cached.add(member, keys)
+        self._sweep(_SWEPT_PER_NEWS + _SWEPT_PER_KEY * len(keys))
+        return num_added
+
+    def discard(self, member: int, keys: Iterable[int]) -> int:
+        """Take in that a member caches blocks no more. Return how many it did."""
+        return self._cached.discard(member, keys)
+
+    def cached_at(self, key: int) -> int:
+        """Return the members that cache a block, given its key."""
+        return self._cached.at(key) & ~self._left
+
+    def expect(self, member: int, prompt: RoutedPrompt, block_size: int) -> None:
+        """Take in that a prompt, of at least one block, is being sent to a member."""
+        self._forget_expected()
+        if prompt.is_hashed(block_size):
+            _mark(self._expected[0], prompt.keys(block_size), 1 << member)
+        else:
+            sent = self._unhashed[0].setdefault(prompt.first_key(block_size), [])
+            sent.append((prompt, block_size, 1 << member))
+
+    def find(self, prompt: RoutedPrompt, block_size: int, among: int = -1) -> list[tuple[int, int]]:
+        """Return how many of a prompt's blocks members hold, and which do. Those that hold none are left out.
+
+        A cache loses the end of a prompt before its beginning, so a member that has a block is taken to have those
+        before it. Two requests that compute the same at the same time may leave a gap; then a few too many are counted.
+
+        Args:
+            among: Only these members. -1: all.
+        """
+        self._forget_expected()
+        first_key = prompt.first_key(block_size)
+        if not first_key:
+            return []
+        for expected, unhashed in zip(self._expected, self._unhashed, strict=True):
+            for sent, its_size, bit in unhashed.pop(first_key, ()):
+                _mark(expected, sent.keys(its_size), bit)
+        holders = self._holders(first_key) & among
+        return self._split(prompt.keys(block_size), holders) if holders else []
+
+    def _holders(self, key: int) -> int:
+        lately, before = self._expected
+        return (self._cached.at(key) | lately.get(key, 0) | before.get(key, 0)) & ~self._left
+
+    def _split(self, keys: Sequence[int], holders: int) -> list[tuple[int, int]]:
+        """Return what `find` does, given all keys and the holders of the first."""
+        found: list[tuple[int, int]] = []
+        parts = [(1, holders, len(keys) + 1, 0)]
+        """Numbers of blocks, with the members that hold so many: of the lower number, and of the higher."""
+        while parts:
+            low, of_low, high, of_high = parts.pop()
+            if of_low == of_high:
+                continue
+            if high - low == 1:
+                found.append((low, of_low & ~of_high))
+                continue
+            middle = (low + high) // 2
+            of_middle = of_high | of_low & self._holders(keys[middle - 1])
+            parts += (low, of_low, middle, of_middle), (middle, of_middle, high, of_high)
+        return found
+
+    def _forget_expected(self) -> None:
+        """Forget the earlier prompts; those that were sent lately become the earlier ones, unless they are as old."""
+        now = self.clock()
+        if now - self._expected_since <= EXPECTED_S:
+            return
+        is_old = now - self._expected_since > 2 * EXPECTED_S
+        self._expected = ({}, {} if is_old else self._expected[0])
+        self._unhashed = ({}, {} if is_old else self._unhashed[0])
+        self._expected_since = now
+        lately, before = self._taken_out
+        forgotten, self._taken_out = (lately | before, (0, 0)) if is_old else (before, (0, lately))
+        self._free_members += _members_of(forgotten)
+        self._left ^= forgotten
+
+    def _sweep(self, num_blocks: int) -> None:
+        """Go on with taking out members that have left: look at so many blocks, or up to a table more."""
+        if not self._left:
+            return
+        if not self._next_swept:
+            lately, before = self._taken_out
+            self._swept, self._to_sweep = self._left & ~lately & ~before, 0
+        self._to_sweep += num_blocks
+        while self._swept and self._to_sweep > 0:
+            self._to_sweep -= max(self._cached.forget(self._swept, self._next_swept), _LEAST_SWEPT)
+            self._next_swept = (self._next_swept + 1) % self._cached.num_tables
+            if not self._next_swept:
+                self._taken_out = (self._taken_out[0] | self._swept, self._taken_out[1])
+                self._swept = 0
+
+
+class CachedBlocks:
+    """The blocks that one engine caches, or is expected to: a member of the index. Owned by the session with it."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
+        self.member = -1
+        """Its number. -1: it has held nothing yet."""
+        self._num_blocks = 0
+        self._leave: Callable[[], object] = lambda: None
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
-        return self._num_entries
+        """Return the number of blocks that are cached."""
+        return self._num_blocks
 
     def __contains__(self, key: object) -> bool:
-        if not isinstance(key, int):
-            return False
-        places, place = (
-            self._places,
-            key >> self._shift,
-        )  # as `_find`, without a call: every choice asks all engines
-        while (entry := places[place]) != key:
-            if not entry:
-                return False
-            place += 1
-        return True
-
-    @property
-    def table(self) -> tuple[array[int], int]:
-        """Return the entries by their places, and by how many bits a key is shifted to the place where it is at home.
-
-        Both are others when it has been filled or cleared. A place is 0 where there is no entry, and then no key that
-        is at home there is in the set.
-        """
-        return self._places, self._shift
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the table."""
-        return len(self._places) * self._places.itemsize
+        return (
+            isinstance(key, int) and self.member >= 0 and bool(self.index.cached_at(key) >> self.member & 1)
+        )
 
     def take_in(self, news: CacheNews) -> None:
         """Follow the engine's cache."""
         if news.is_cleared:
             self.clear()
-        for key in keys_of(news.evicted):
-            self._discard(key)
-        for key in keys_of(news.stored):
-            self._add(key)
+        if news.evicted and self.member >= 0:
+            self._num_blocks -= self.index.discard(self.member, keys_of(news.evicted))
+        if news.stored:
+            self._join()
+            self._num_blocks += self.index.add(self.member, keys_of(news.stored))
 
     def clear(self) -> None:
-        """Forget all blocks."""
-        self._num_entries = 0
-        self._make_table(_FIRST_SIZE, np.empty(0, np.uint64))
+        """Forget all blocks, and all that are expected unless none is cached."""
+        if self._num_blocks:
+            self.leave()
 
-    def _make_table(self, size: int, entries: U64) -> None:
-        """Make a table of `size` homes, a power of two, with [n] sorted entries."""
-        self._shift = 64 - (size.bit_length() - 1)
-        self._size = size
-        # An entry is at its home or behind the entry before it: place[i] = max(home[i], place[i - 1] + 1).
-        homes = (entries >> np.uint64(self._shift)).astype(np.int64)
-        order = np.arange(len(entries))
-        taken = np.maximum.accumulate(homes - order) + order
-        places = np.zeros(max([size, *taken[-1:]]) + _SPARE, np.uint64)
-        places[taken] = entries
-        self._places = array("Q", places.tobytes())
+    def leave(self) -> None:
+        """Hold nothing any more, as the session is over."""
+        self._leave()
+        self.member, self._num_blocks = -1, 0
 
-    def _find(self, key: int) -> int:
-        """Return the place of a key; -1 if it is not here."""
-        places, place = self._places, key >> self._shift
-        while (entry := places[place]) != key:
-            if not entry:
-                return -1
-            place += 1
-        return place
+    def expect(self, prompt: RoutedPrompt, block_size: int) -> None:
+        """Take in that a prompt, of at least one block, is being sent there."""
+        self._join()
+        self.index.expect(self.member, prompt, block_size)
 
-    def _add(self, key: int) -> None:
-        if 2 * self._num_entries >= self._size:
-            self._remake(2 * self._size)
-        places, place = self._places, key >> self._shift
-        while entry := places[place]:
-            if entry == key:
-                return
-            place += 1
-        if place == len(places) - 1:  # the last place stays free: it ends every search
-            self._remake(self._size)
-            self._add(key)
-            return
-        places[place] = key
-        self._num_entries += 1
+    def count(self, prompt: RoutedPrompt, block_size: int) -> int:
+        """Return how many of a prompt's blocks are cached, or will be."""
+        if self.member < 0:
+            return 0
+        found = self.index.find(prompt, block_size, 1 << self.member)
+        return found[0][0] if found else 0
 
-    def _discard(self, key: int) -> None:
-        """Take a key out, and move those behind it nearer to their homes."""
-        hole = self._find(key)
-        if hole < 0:
-            return
-        places, shift = self._places, self._shift
-        place = hole + 1
-        while entry := places[place]:
-            if entry >> shift <= hole:
-                places[hole] = entry
-                hole = place
-            place += 1
-        places[hole] = 0
-        self._num_entries -= 1
+    def _join(self) -> None:
+        if self.member < 0:
+            self.member = self.index.join()
+            self._leave = weakref.finalize(self, self.index.leave, self.member)
 
-    def _remake(self, size: int) -> None:
-        table: U64 = np.frombuffer(self._places, np.uint64)
-        self._make_table(size, np.sort(table[table != 0]))
+
+def _members_of(holders: int) -> list[int]:
+    members = []
+    while holders:
+        lowest = holders & -holders
+        members.append(lowest.bit_length() - 1)
+        holders ^= lowest
+    return members
+
+
+def _mark(expected: dict[int, int], keys: Iterable[int], bit: int) -> None:
+    for key in keys:
+        before = expected.get(key)
+        expected[key] = bit if before is None else before | bit  # most keys share one number

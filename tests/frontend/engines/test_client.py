@@ -25,7 +25,14 @@ from triptych.errors import (
 )
 from triptych.rpc.session import dialer, handshake
 from triptych.types.events import DeltaEvent
-from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch, RequestFailure, StageTimings
+from triptych.types.outputs import (
+    CacheNews,
+    FinishedRequest,
+    FinishReason,
+    OutputBatch,
+    RequestFailure,
+    StageTimings,
+)
 from triptych.types.sampling import SamplingParams
 from triptych.types.submit import AttachRequest, RequestHead, SubmitRequest, single_choice
 from triptych.wire.columns import u32_from_bytes
@@ -33,7 +40,8 @@ from triptych_services.frontend.engines import outbox as outbox_module
 from triptych_services.frontend.engines import session as engine_session_module
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.engines.outbox import Outbox
-from triptych_services.frontend.engines.session import EngineSession
+from triptych_services.frontend.engines.session import EngineLoss, EngineSession
+from triptych_services.frontend.routing.prefix_index import PrefixIndex, keys_of
 
 
 def hello_reply(request: SubmitRequest) -> list[int]:
@@ -481,6 +489,17 @@ async def test_outputs_are_no_progress_while_a_message_is_unconfirmed() -> None:
     assert not session.take_in(OutputBatch(1), 0)  # the submit may be what breaks the streams
     assert session.take_in(OutputBatch(2), 1)
     assert not session.take_in(OutputBatch(2), 1)  # it comes again
+
+
+async def test_what_an_engine_caches_is_forgotten_with_its_session() -> None:
+    index = PrefixIndex()
+    session, other = EngineSession("s", index=index), EngineSession("t", index=index)
+    for each in (session, other):
+        assert each.take_in(OutputBatch(1, cache=CacheNews(stored=bytes(range(16)))), 0)
+    (key,) = keys_of(bytes(range(16)))
+    assert index.cached_at(key).bit_count() == 2
+    session.end(EngineLoss("it was lost"))
+    assert index.cached_at(key) == 1 << other.load.cached.member
 
 
 async def test_a_redial_that_fails_with_the_same_status_is_not_logged(

@@ -6,11 +6,16 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tests.helpers.fake_engine import FakeEngine, eventually
+from triptych.config.fields import EngineConfig
+from triptych.observe.metrics.frontend import FrontendMetrics
 from triptych.types.submit import EngineWelcome
+from triptych_services.frontend.app import _create_discovery
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.engines.status_watch import StatusWatch
 from triptych_services.frontend.routing import discovery as discovery_module
@@ -143,3 +148,13 @@ async def test_a_fleet_is_dialed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch
     await eventually(lambda: len(started) == MAX_DIALED + 3)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_engines_of_a_frontend_share_an_index() -> None:
+    config = EngineConfig()
+    config = replace(config, frontend=replace(config.frontend, engine_addresses="127.0.0.1:1,127.0.0.1:2"))
+    router, metrics = Router(), FrontendMetrics.create(CollectorRegistry())
+    _create_discovery(config, router, StatusWatch(), metrics)
+    first, second = router.engines
+    assert first._index is not None
+    assert first._index is second._index

@@ -11,9 +11,10 @@ from tests.frontend.routing.test_policy import IDLE, Engine, make_prompt, u32
 from tests.helpers.scheduling import Clock
 from triptych.prefix_hash import describe_hash
 from triptych.types.outputs import CacheNews, LoadReport
-from triptych_services.frontend.routing.load import EXPECTED_S, TRUSTED_S
+from triptych_services.frontend.routing.load import TRUSTED_S
 from triptych_services.frontend.routing.outlooks import Outlooks, create_outlooks
 from triptych_services.frontend.routing.policy import SoonestFirstToken
+from triptych_services.frontend.routing.prefix_index import EXPECTED_S, PrefixIndex, RoutedPrompt
 
 NUM = 23
 
@@ -52,10 +53,16 @@ def happen(engines: list[Engine], clock: Clock, generator: np.random.Generator, 
     clock.now += float(generator.choice([0.0, 0.003, EXPECTED_S * 0.7, TRUSTED_S * 0.6]))
 
 
+def by_row(outlooks: Outlooks, prompt: RoutedPrompt) -> dict[int, int]:
+    return {int(row): count for count, rows in outlooks.count_cached_tokens(prompt) for row in rows}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_many_are_as_one_by_one(seed: int) -> None:
     generator, clock = np.random.default_rng(seed), Clock()
-    engines = [Engine(clock, draw_load(generator)) for _ in range(NUM)]
+    index = PrefixIndex(clock)
+    engines = [Engine(clock, draw_load(generator), index=index) for _ in range(NUM - 3)]
+    engines += [Engine(clock, draw_load(generator)) for _ in range(3)]
     loads = [engine.load for engine in engines]
     many, one_by_one = create_outlooks(loads), Outlooks(loads)
     assert type(many) is not Outlooks
@@ -64,10 +71,10 @@ def test_many_are_as_one_by_one(seed: int) -> None:
         happen(engines, clock, generator, step)
         assert many.refresh() == one_by_one.refresh()
         prompt = make_prompt(100, int(generator.integers(0, 6)))
-        cached = one_by_one.count_cached_tokens(prompt)
-        assert many.count_cached_tokens(prompt) == cached
+        cached = {row: count for row in range(NUM) if (count := loads[row].count_cached_tokens(prompt))}
+        assert by_row(many, prompt) == by_row(one_by_one, prompt) == cached
         num_holders += len(cached)
-        costs = {row: float(100 - count) for row, count in cached.items()}
+        costs = [(float(100 - count), [row]) for row, count in cached.items()]
         num_choices = int(generator.integers(1, 4))
         assert many.soonest(100.0, costs, num_choices) == one_by_one.soonest(100.0, costs, num_choices)
         rows = range(NUM)
@@ -93,3 +100,23 @@ def test_a_table_that_has_grown_is_read_anew() -> None:
         engines[7].cache(make_prompt(1000, seed), 62)
     engines[7].cache(prompt, 40)
     assert policy.choose(engines, prompt, 1) == 7
+
+
+def test_an_engine_may_get_the_number_of_one_that_has_left() -> None:
+    clock = Clock()
+    index = PrefixIndex(clock)
+    engines = [Engine(clock, index=index) for _ in range(NUM)]
+    many, prompt = create_outlooks([engine.load for engine in engines]), make_prompt(100)
+    engines[6].cache(prompt, 3)
+    assert many.refresh()
+    assert by_row(many, prompt) == {6: 48}
+    number = engines[6].load.cached.member
+    engines[6].load.leave()
+    for _ in range(100):  # what it had is taken out
+        engines[7].tell(cache=CacheNews(stored=bytes(range(16))))
+    clock.now += 2 * EXPECTED_S + 0.1
+    engines[1].cache(prompt, 2)
+    assert engines[1].load.cached.member == number
+    engines[6].cache(prompt, 1)
+    assert many.refresh()
+    assert by_row(many, prompt) == {1: 32, 6: 16}

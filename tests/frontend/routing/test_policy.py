@@ -12,7 +12,8 @@ from tests.helpers.scheduling import Clock
 from triptych.config.process_fields import FrontendConfig
 from triptych.prefix_hash import describe_hash, hash_blocks, root_of_request
 from triptych.types.outputs import CacheNews, LoadReport, OutputBatch, RequestFailure
-from triptych_services.frontend.routing.load import EXPECTED_S, TRUSTED_S, EngineLoad, WorkTimes
+from triptych_services.frontend.routing import load as load_module
+from triptych_services.frontend.routing.load import TRUSTED_S, EngineLoad, WorkTimes
 from triptych_services.frontend.routing.policy import (
     LeastLoaded,
     Random,
@@ -20,7 +21,7 @@ from triptych_services.frontend.routing.policy import (
     SoonestFirstToken,
     create_policy,
 )
-from triptych_services.frontend.routing.prefix_index import RoutedPrompt
+from triptych_services.frontend.routing.prefix_index import EXPECTED_S, PrefixIndex, RoutedPrompt
 
 SIZE = 16
 IDLE = LoadReport(
@@ -56,10 +57,11 @@ class Engine:
     reported: LoadReport | None = IDLE
     num_in_flight: int = 0
     num_sent: int = 0
+    index: PrefixIndex | None = None
     load: EngineLoad = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load = EngineLoad(self.clock)
+        self.load = EngineLoad(self.clock, self.index)
         self.load.note_hash(describe_hash(SIZE))
         if self.reported is not None:
             self.tell(self.reported)
@@ -80,7 +82,8 @@ class Engine:
 
 def make_engines(count: int, load: LoadReport | None = IDLE) -> tuple[Clock, list[Engine]]:
     clock = Clock()
-    return clock, [Engine(clock, load) for _ in range(count)]
+    index = PrefixIndex(clock)
+    return clock, [Engine(clock, load, index=index) for _ in range(count)]
 
 
 def test_a_prompt_goes_where_it_is_cached() -> None:
@@ -291,6 +294,21 @@ def test_an_engine_with_another_hash_gets_prompts_all_the_same() -> None:
     assert SoonestFirstToken().choose(engines, prompt, 1) == 1
     engines[1].load.note_hash(None)
     assert engines[1].load.why_no_affinity
+
+
+def test_of_an_engine_that_reports_too_many_blocks_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "_MOST_BLOCKS", 10)
+    _, (engine, other) = make_engines(2)
+    prompt = make_prompt(16 * 20)
+    for each in (engine, other):
+        each.cache(prompt, 10)
+        assert each.load.count_cached_tokens(prompt) == 160
+    for _ in range(2):  # it goes on reporting
+        engine.cache(prompt, 11)
+        engine.load.note_hash(describe_hash(SIZE))
+        assert engine.load.count_cached_tokens(prompt) == len(engine.load.cached) == 0
+        assert "more than 10 cached blocks" in engine.load.why_no_affinity
+    assert (other.load.count_cached_tokens(prompt), other.load.why_no_affinity) == (160, "")
 
 
 def test_the_other_policies() -> None:
