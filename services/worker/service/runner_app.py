@@ -105,9 +105,10 @@ class RunnerApp(ServiceApp):
             before = self._choices_at_start.get(layer, [0] * len(own))
             counts[layer] = [count - first for count, first in zip(own, before, strict=True)]
         if self.runner is None or not any(map(any, counts.values())):
+            place = self.config.worker.device if self.runner is None else self.runner.facts.device_name
             raise WrongState(
-                "no choice of an expert was counted: kernels for CPUs count those of models with a mixture, from the "
-                "first request on"
+                f"no choice of an expert was counted on {place}: the native kernels of CPUs count those of models with "
+                "a mixture, from the first request on"
             )
         facts = self.runner.facts.model
         return describe_counts(facts.name, facts.identity.weights, counts)
