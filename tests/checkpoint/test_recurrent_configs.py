@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,13 @@ def test_experts_of_nemotron_have_no_gate(tmp_path: Path) -> None:
         shared_size=3712,
         is_gated=False,
     )
-    with pytest.raises(FeatureDisabled, match=r"moe_latent_size = 1024: .* vectors of another size"):
-        read(tmp_path, "NemotronHForCausalLM", values | {"moe_latent_size": 1024})
+    latent = values | {"moe_latent_size": 1024}  # as Nemotron 3 Super
+    latent_layer = read(tmp_path, "NemotronHForCausalLM", latent).layers[1]
+    assert latent_layer.experts == replace(layer.experts, latent_size=1024)
+    with pytest.raises(FeatureDisabled, match=r"mlp_bias = True: .* around experts have biases"):
+        read(tmp_path, "NemotronHForCausalLM", latent | {"mlp_bias": True})
+    with pytest.raises(ModelError, match=r"moe_latent_size: -1 must be an integer >= 0"):
+        read(tmp_path, "NemotronHForCausalLM", values | {"moe_latent_size": -1})
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,9 @@ class ExpertsSpec:
     norms of their own."""
     is_gated: bool = True
     """Whether each expert, a shared one included, is `down(act(gate(x)) * up(x))`; else `down(act(up(x)))`."""
+    latent_size: int = 0
+    """Elements of what experts read and write, between two projections of all of them; the router and a shared expert
+    read the token's own state. 0: experts read it, too."""
     has_expert_scales: bool = False
     """Whether the weights of each expert have a factor, `per_expert_scale`."""
 
@@ -495,6 +498,11 @@ class ModelArchitecture:
     def expert_widths(self) -> tuple[int, ...]:
         """Columns of an expert, by layer, each number once, ascending."""
         return tuple(sorted({layer.intermediate_size for layer in self.layers if layer.experts}))
+
+    @property
+    def expert_latents(self) -> tuple[int, ...]:
+        """Elements of what experts read, by layer, where that is not the token's state; likewise."""
+        return tuple(sorted({layer.experts.latent_size for layer in self.layers if layer.experts} - {0}))
 
     @property
     def num_experts(self) -> int:

@@ -458,6 +458,7 @@ def _indivisible_inputs(architecture: ModelArchitecture, parallel: ParallelConfi
         ("hidden_size", architecture.hidden_size, 1),
         *(("intermediate_size", width, num_ranks) for width in architecture.mlp_widths),
         *(("intermediate_size", width, num_expert_shares) for width in architecture.expert_widths),
+        *(("moe_latent_size", size, 1) for size in architecture.expert_latents),
     ]
     if latent is None:
         sizes = sorted({layer.num_heads * layer.head_dim for layer in architecture.layers})

@@ -36,6 +36,7 @@ from triptych_kernels.weights.packed import PackedStack, PackedWeight, can_pack
 from triptych_services.worker.context.expert_placement import experts_per_rank
 from triptych_services.worker.context.model_context import ModelContext
 from triptych_services.worker.layers.adapted import AdaptedLayer, AdaptedPiece
+from triptych_services.worker.layers.linear import PackedLinear, Piece
 from triptych_services.worker.layers.quantization import choose_format, create_quantized_experts
 from triptych_services.worker.layers.weights import (
     AnyWeight,
@@ -130,7 +131,11 @@ class SparseMoE(nn.Module):
         self.shared_gate: SharedGate | None = None
         if spec.has_shared_gate:
             self.shared_gate = SharedGate(hidden_size, context=context, prefix=f"{prefix}.shared_expert_gate")
-        sizes = _share_sizes(hidden_size, intermediate_size, spec, activation, order, context=context)
+        self.latent_in: PackedLinear | None
+        self.latent_out: PackedLinear | None
+        self.latent_in, self.latent_out = _latent_projections(hidden_size, spec, context, prefix)
+        size = spec.latent_size or hidden_size
+        sizes = _share_sizes(size, intermediate_size, spec, activation, order, context=context)
         self.first_expert = sizes.first_expert
         create = PackedExperts if _are_packed(sizes, context) else StackedExperts
         self.experts = create(sizes, context=context, prefix=f"{prefix}.experts")
@@ -147,7 +152,7 @@ class SparseMoE(nn.Module):
         shared = None if self.shared is None else self.shared(x, adapter_slots)
         gate = None if self.shared_gate is None else self.shared_gate(x, adapter_slots)
         mixed = fused_moe(
-            x,
+            x if self.latent_in is None else self.latent_in(x, adapter_slots),
             self.router(x if routed is None else routed, adapter_slots),
             self.experts.w13,
             self.experts.w2,
@@ -155,11 +160,14 @@ class SparseMoE(nn.Module):
             activation=self.activation,
             w13_bias=self.experts.w13_bias,
             w2_bias=self.experts.w2_bias,
-            shared=shared,
+            shared=shared if self.latent_out is None else None,
             shared_gate=gate,
             first_expert=self.first_expert,
             adapters=self.experts.adapters_of(adapter_slots),
         )
+        if self.latent_out is not None:  # of this rank's experts, as the sum over ranks comes last
+            mixed = self.latent_out(mixed, adapter_slots)
+            mixed = mixed if shared is None else mixed + shared
         out: Tensor = self.group.all_reduce(mixed)
         return out
 
@@ -426,6 +434,27 @@ def _whole_piece(prefix: str, weight: AnyWeight) -> tuple[AdaptedPiece, ...]:
         return ()
     rows, columns = weight.shape
     return (AdaptedPiece(prefix, (rows, columns), AdaptedRows(0, rows), length=rows),)
+
+
+def _latent_projections(
+    hidden_size: int, spec: ExpertsSpec, context: ModelContext, prefix: str
+) -> tuple[PackedLinear, PackedLinear] | tuple[None, None]:
+    """Return the projections to and from what experts read and write, if that is not the token's state.
+
+    Every rank has both: they are small beside the experts.
+    """
+    if not spec.latent_size:
+        return None, None
+    assert not spec.has_shared_gate, "no family has both"
+
+    def create(name: str, in_features: int, out_features: int) -> PackedLinear:
+        whole = Piece(name, out_features, 0, out_features)
+        return PackedLinear(in_features, (whole,), bias=False, context=context, prefix=prefix)
+
+    return (
+        create("fc1_latent_proj", hidden_size, spec.latent_size),
+        create("fc2_latent_proj", spec.latent_size, hidden_size),
+    )
 
 
 def layer_of(prefix: str, context: ModelContext) -> int:

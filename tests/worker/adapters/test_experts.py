@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.adapters.mixtures import MIXTURES, save_adapters, save_mixture, split_by_expert
-from tests.worker.adapters.trained import change_config, create, make_runner, merged, save_base
+from tests.worker.adapters.trained import change_config, create, make_runner, merged, save_adapter, save_base
 from tests.worker.models.checkpoints import greedy_tokens, save_checkpoint
 from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.tiny import new_row, step_plan
@@ -93,6 +93,26 @@ def test_experts_without_a_gate_serve_beside_slots(tmp_path: Path) -> None:
     runner, _ = make_runner(tmp_path, max_adapters=2, dtype="float32")
     tokens, _ = say(runner, ["", ""], 10)
     assert list(tokens.values()) == [greedy_tokens(oracle, prompt, 10) for prompt in PROMPTS[:2]]
+
+
+@pytest.mark.thorough
+def test_projections_around_latent_experts_are_adapted(tmp_path: Path) -> None:
+    tiny = RECURRENT_FAMILIES["Nemotron-H, latent experts"]
+    arguments = tiny.arguments | {"layers_block_type": ["full_attention", "moe"] * 2}
+    base, of_peft = tmp_path / "base", tmp_path / "of peft"
+    oracle = save_checkpoint(replace(tiny, arguments=arguments).create(), base)
+    targets = ["q_proj", "fc1_latent_proj", "fc2_latent_proj"]
+    save_adapter(base, of_peft, seed=3, target_modules=targets)
+    adapter = shutil.copytree(of_peft, tmp_path / "adapter")
+    factors = load_file(of_peft / WEIGHTS_FILE)
+    renamed = {name.replace(".model.model.", ".model.backbone."): factor for name, factor in factors.items()}
+    save_file(renamed, adapter / WEIGHTS_FILE)
+    runner, store = make_runner(base, max_adapters=2, dtype="float32")
+    tokens, _ = say(runner, [store.load("a", "", adapter).digest, ""], 10)
+    models = (merged(base, of_peft), oracle)
+    expected = [greedy_tokens(model, prompt, 10) for model, prompt in zip(models, PROMPTS, strict=False)]
+    assert list(tokens.values()) == expected
+    assert expected[0] != greedy_tokens(oracle, PROMPTS[0], 10)
 
 
 @pytest.mark.thorough

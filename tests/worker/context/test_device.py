@@ -281,6 +281,20 @@ def test_quantization_without_a_kernel_is_refused_by_name(
     assert choose_quantization("none", architecture, dtype, DeviceTraits(**place)) == "none"
 
 
+def test_what_latent_experts_read_is_quantized_in_whole_groups() -> None:
+    architecture = tiny_architecture(**QUANTIZABLE_SIZES)
+    for size in (48, 64):
+        experts = ExpertsSpec(4, 2, latent_size=size)
+        layers = tuple(replace(layer, mlp="experts", experts=experts) for layer in architecture.layers)
+        mixture = replace(architecture, layers=layers)
+        traits = DeviceTraits(device="cpu", native_kernels=True)
+        if size == 64:
+            assert choose_quantization("q8", mixture, "float32", traits) == "q8"
+            continue
+        with pytest.raises(FeatureDisabled, match="do not divide moe_latent_size = 48"):
+            choose_quantization("q8", mixture, "float32", traits)
+
+
 @pytest.mark.parametrize(
     ("model", "requested", "device", "dtype", "native_kernels", "chosen"),
     [

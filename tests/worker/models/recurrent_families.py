@@ -31,6 +31,24 @@ NO_ATTENTION = {
     key: value for key, value in FOUR.items() if key in ("vocab_size", "hidden_size", "num_hidden_layers")
 }
 
+LISTED_LAYERS = {key: value for key, value in FOUR.items() if key != "num_hidden_layers"}
+NEMOTRON_EXPERTS = {
+    "head_dim": 8,
+    "layers_block_type": [LINEAR, "moe", FULL, "moe"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "chunk_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
+
 RECURRENT_FAMILIES: dict[str, Tiny] = {
     "Falcon-H1": Tiny(
         "falcon_h1",
@@ -128,27 +146,13 @@ RECURRENT_FAMILIES: dict[str, Tiny] = {
             "ssm_state_size": 10,
             "chunk_size": 8,
         },
-        {key: value for key, value in FOUR.items() if key != "num_hidden_layers"},
+        LISTED_LAYERS,
     ),
     "Nemotron-H, experts": Tiny(
-        "nemotron_h",
-        {
-            "head_dim": 8,
-            "layers_block_type": [LINEAR, "moe", FULL, "moe"],
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 8,
-            "n_groups": 2,
-            "ssm_state_size": 10,
-            "chunk_size": 8,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 40,
-            "routed_scaling_factor": 2.5,
-        },
-        {key: value for key, value in FOUR.items() if key != "num_hidden_layers"},
+        "nemotron_h", {**NEMOTRON_EXPERTS, "n_group": 4, "topk_group": 2}, LISTED_LAYERS
+    ),
+    "Nemotron-H, latent experts": Tiny(
+        "nemotron_h", {**NEMOTRON_EXPERTS, "moe_latent_size": 16}, LISTED_LAYERS
     ),
     "Qwen3-Next": Tiny("qwen3_next", {**DELTA, **SHARED, "mlp_only_layers": [1]}),
     "Qwen3-Next, dense": Tiny("qwen3_next", {**DELTA, "num_experts": 0}),

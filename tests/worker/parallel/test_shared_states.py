@@ -35,6 +35,8 @@ STATE_CASES = {
     "Nemotron-H": (2,),
     "Nemotron-H, experts": (2,),
     "Nemotron-H, whole experts": (2,),
+    "Nemotron-H, latent experts": (2,),
+    "Nemotron-H, whole latent experts": (2,),
 }
 """Family -> numbers of ranks."""
 
@@ -47,6 +49,7 @@ def with_arguments(family: str, **arguments: Any) -> Tiny:
 STATE_MODELS = {
     **RECURRENT_FAMILIES,
     "Nemotron-H, whole experts": RECURRENT_FAMILIES["Nemotron-H, experts"],
+    "Nemotron-H, whole latent experts": RECURRENT_FAMILIES["Nemotron-H, latent experts"],
     "Qwen3-Next, 8 heads": with_arguments("Qwen3-Next", linear_num_value_heads=8),
     "Granite 4, one group": with_arguments("Granite 4, dense", mamba_n_groups=1),
     "Qwen3-Next, states first": with_arguments("Qwen3-Next", layer_types=[LINEAR, LINEAR, FULL, FULL]),

@@ -255,12 +255,14 @@ _NEMOTRON_NAMES = TensorNames(
 
 def _nemotron_experts(config: ConfigFile) -> ExpertsSpec:
     """Describe experts without a gate, chosen as DeepSeek's."""
-    config.expect("moe_latent_size", None, otherwise="the experts read and write vectors of another size")
+    if latent_size := config.optional_integer("moe_latent_size") or 0:
+        config.expect("mlp_bias", False, otherwise="projections around experts have biases")
     config.assume(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=7688)
     experts = read_grouped_experts(config, score="sigmoid")
     return replace(
         experts,
         is_gated=False,
+        latent_size=latent_size,
         correction_shape=(experts.num_experts,),
         shared_size=config.integer("moe_shared_expert_intermediate_size", default=7688),
     )
