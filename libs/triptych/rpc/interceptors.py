@@ -143,7 +143,10 @@ CLIENT_INTERCEPTORS: tuple[grpc.aio.ClientInterceptor, ...] = (RequestIdIntercep
 
 
 class _StreamReader:
-    """Reads the messages of a stream. gRPC itself would call one that cannot be read an error of the server."""
+    """Reads the messages of a stream. gRPC itself would call one that cannot be read an error of the server.
+
+    A deserializer may raise InvalidRequest, too.
+    """
 
     def __init__(self, deserialize: Callable[[bytes], Any], method: str) -> None:
         self._deserialize = deserialize

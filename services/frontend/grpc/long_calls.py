@@ -1,4 +1,4 @@
-"""Requests of `GenerationService` above 256 kB: they stay bytes, and a child process reads them.
+"""Requests of `GenerationService` above 256 kB: they stay bytes, and a child process reads them, or nobody does.
 
 Protobuf parses 16 MiB of empty messages in half a second, which become 750 MB; 16,384 messages of a
 conversation take 0.1 s. Both hold the interpreter's lock.
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from triptych.errors import InvalidRequest
 from triptych.internal.v1 import long_request_pb2
 from triptych.v1 import generation_pb2, generation_pb2_grpc
 from triptych_services.frontend.grpc.convert import to_raw_request, to_tokenize_prompt
@@ -26,6 +27,9 @@ R = TypeVar("R", generation_pb2.GenerateRequest, generation_pb2.StreamGenerateRe
 
 _LONG_METHODS = ("Generate", "StreamGenerate", "Tokenize")
 """Methods that are given a request above `LONG_REQUEST` as its bytes."""
+_SMALL_METHODS = ("Abort", "Attach")
+_SMALL_BYTES = 1 << 20
+"""As many bytes as a message of `_SMALL_METHODS` may have. 4,096 request ids are half of them."""
 _ANSWER_FIELDS = ("response", "length")
 """Fields of a `Generation` that say how the answer is written."""
 
@@ -50,6 +54,7 @@ class _LongRequests:
         self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]
     ) -> None:
         changed = {name: _with_bytes(handlers[name]) for name in _LONG_METHODS}
+        changed |= {name: _with_limit(handlers[name], name) for name in _SMALL_METHODS}
         changed["BatchGenerate"] = _with_long_items(handlers["BatchGenerate"])
         generic = grpc.method_handlers_generic_handler(service, {**handlers, **changed})
         self._server.add_generic_rpc_handlers((generic,))
@@ -62,6 +67,27 @@ def _with_bytes(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     def read(data: bytes) -> Any:
         return data if len(data) > LONG_REQUEST else parse(data)
 
+    return _with_reader(handler, read)
+
+
+def _with_limit(handler: grpc.RpcMethodHandler, name: str) -> grpc.RpcMethodHandler:
+    """Return a handler of a unary request that refuses a long one unread."""
+    parse: Callable[[bytes], Any] = handler.request_deserializer
+
+    def read(data: bytes) -> Any:
+        if (size := len(data)) > _SMALL_BYTES:
+            error = InvalidRequest(
+                "", f"{size} bytes are above the limit {_SMALL_BYTES} of a message to {name}"
+            )
+            error.metadata = {"value": str(size), "limit": str(_SMALL_BYTES)}
+            raise error
+        return parse(data)
+
+    return _with_reader(handler, read)
+
+
+def _with_reader(handler: grpc.RpcMethodHandler, read: Callable[[bytes], Any]) -> grpc.RpcMethodHandler:
+    """Return a handler of a unary request with another deserializer."""
     codecs = (read, handler.response_serializer)
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(handler.unary_stream, *codecs)

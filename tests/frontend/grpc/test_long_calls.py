@@ -22,7 +22,7 @@ from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.fuzz import Fuzzer
 from tests.helpers.grpc_api import Api, alphabet, ask, error_of, open_api
 from triptych.config.api_keys import entry_line
-from triptych.errors import TriptychError
+from triptych.errors import InvalidRequest, TriptychError
 from triptych.internal.v1 import long_request_pb2
 from triptych.rpc.status import from_rich_status
 from triptych.types.sampling import MAX_CHOICES
@@ -272,6 +272,23 @@ async def test_a_long_item_that_is_no_request_fails_alone() -> None:
     (error,) = [from_rich_status(each.error) for each in answers if each.tag == 1]
     assert "no request of /triptych.v1.GenerationService/BatchGenerate: it cannot be parsed" in str(error)
     assert "".join(each.event.output.text for each in answers if each.tag == 2) == "abc"
+
+
+async def test_messages_that_have_no_reason_to_be_long_are_refused_unread() -> None:
+    attach = generation_pb2.AttachRequest(resume_token="x" * 2**20)
+    abort = generation_pb2.AbortRequest(request_ids=["x" * 2**20])
+    fits = generation_pb2.AbortRequest(request_ids=["x" * (2**20 - 4)])
+    async with FakeEngine() as engine, open_api(engine) as api:
+        for call, name, request in (
+            (api.generation.Attach, "Attach", attach),
+            (api.generation.Abort, "Abort", abort),
+        ):
+            error = await error_of(call(request))
+            assert isinstance(error, InvalidRequest)
+            why = f"{request.ByteSize()} bytes are above the limit 1048576 of a message to {name}"
+            assert why in str(error)
+        assert fits.ByteSize() == 2**20
+        assert not (await api.generation.Abort(fits)).aborted_request_ids
 
 
 def test_a_long_item_has_the_fields_of_an_item() -> None:
