@@ -284,6 +284,9 @@ def measure_kills(arguments: argparse.Namespace) -> Iterator[Figure]:
             yield Figure(f"{title}: longest gap, {name}", "s", (float(value_s),))
         if result.restarts_s:
             yield Figure(f"{title}: longest restart, kill to serving", "s", (max(result.restarts_s),))
+            if beyond_s := silences_beyond_restarts(result):
+                name = f"{title}: silence beyond the restart, median"
+                yield Figure(name, "s", (float(np.median(beyond_s)),))
         if result.blocks_back_s is not None:
             name = f"frontend and clients dead: blocks back (kept for {arguments.keep_s:g} s)"
             yield Figure(name, "s", (result.blocks_back_s,))
@@ -310,6 +313,26 @@ def hit_streams(result: Run) -> list[list[float]]:
         for times in name_to_times.values()
         if any(times[0] < kill_s < times[-1] for kill_s in result.kills_s)
     ]
+
+
+def silences_beyond_restarts(result: Run) -> list[float]:
+    """Return how long after a restart the silence of each stream ended that it had hit, in seconds.
+
+    Output may still come for a moment after a kill, so that its silence is its longest gap since.
+    """
+    beyond_s: list[float] = []
+    for times in hit_streams(result):
+        for kill_s, restart_s, next_s in zip(
+            result.kills_s, result.restarts_s, [*result.kills_s[1:], np.inf], strict=True
+        ):
+            if not times[0] < kill_s < times[-1]:
+                continue
+            before_s = max(each for each in times if each <= kill_s)
+            since = np.array([each for each in times if before_s <= each < next_s])
+            if len(since) > 1:
+                end_s = float(since[np.diff(since).argmax() + 1])
+                beyond_s.append(end_s - (kill_s + restart_s))
+    return beyond_s
 
 
 def output_times(history: Sequence[Seen]) -> dict[str, list[float]]:

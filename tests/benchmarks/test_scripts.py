@@ -14,6 +14,7 @@ import pytest
 from benchmarks.engine import core_arrivals, core_step, pipeline_stages
 from benchmarks.harness.command import Measure, module_command
 from benchmarks.stack import faults
+from tests.chaos.recorder import Seen
 
 ROOT = Path(__file__).parents[2]
 MODULES = [
@@ -62,6 +63,18 @@ def test_no_token_is_lost_when_a_process_is_killed(fault: str) -> None:
     names = ("streams that failed", "tokens changed", "tokens lost", "tokens repeated")
     assert [name_to_value[name] for name in names] == [0, 0, 0, 0]
     assert name_to_value["longest gap, of all"] > 0
+
+
+def test_the_silence_beyond_a_restart_ends_with_the_longest_gap_since_the_kill() -> None:
+    times = {
+        "hit": (0.0, 1.0, 1.1, 3.0, 3.1, 5.0, 5.1),
+        "twice": (0.9, 1.0, 3.5, 4.1, 6.0),
+        "missed": (1.2, 1.3),
+    }
+    history = [Seen(at_s, name, "delta") for name, all_s in times.items() for at_s in all_s]
+    result = faults.Run([], history, kills_s=[1.05, 4.0], restarts_s=[1.5, 0.75])
+    found = faults.silences_beyond_restarts(result)
+    assert found == pytest.approx([3.0 - 2.55, 5.0 - 4.75, 3.5 - 2.55, 6.0 - 4.75])
 
 
 SMALL = {
