@@ -34,7 +34,7 @@ class BlockHolders:
 
     def __init__(self) -> None:
         self._sets = _Sets()
-        self._tables = [_Table()] * (_TABLE_MASK + 1)
+        self._tables = [_Table(_NO_ENTRIES)] * (_TABLE_MASK + 1)
         """The blocks by their table, so that none takes long to grow. All that have no block yet are one."""
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class _Table:
 
     __slots__ = ("num_free", "places", "shift")
 
-    def __init__(self, entries: U64 = _NO_ENTRIES) -> None:
+    def __init__(self, entries: U64) -> None:
         """`entries`: [n] in any order. There is room for as many, up to three times as many."""
         size = max(_FIRST_SIZE, 1 << (2 * len(entries)).bit_length()) if len(entries) else 1
         self.num_free = size // 2 - len(entries)
