@@ -102,13 +102,14 @@ def _skip_the_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def _count_usage_twice(patch: pytest.MonkeyPatch) -> None:
-    right = generate._usage
+    right = generate._record_outputs
 
-    def wrong(request: Any, outputs: Any) -> Any:
-        usage = right(request, outputs)
-        return type(usage)(usage.num_prompt_tokens, 2 * usage.num_output_tokens)
+    def wrong(request: Any, outputs: Any, record: Any) -> None:
+        right(request, outputs, record)
+        usage = record.usage
+        record.usage = type(usage)(usage.num_prompt_tokens, 2 * usage.num_output_tokens)
 
-    patch.setattr(generate, "_usage", wrong)
+    patch.setattr(generate, "_record_outputs", wrong)
 
 
 def _leak_a_block(patch: pytest.MonkeyPatch) -> None:
@@ -235,7 +236,7 @@ _TRANSFERS = tuple(f"seed={seed} engines=2 frontends=1 requests=24 transfers=1:"
 _USURP = "seed=5 engines=1 frontends=1 requests=4: 0.100 usurp enginecore-0 2.0"
 _RELEASE = f"{_QUIET} 0.500 change:numerics worker-0 0.2"
 _HELD_MOVE = (
-    "seed=150 engines=2 frontends=2 requests=16: 1.612 change:numerics worker-0 0.651; "
+    "seed=151 engines=2 frontends=2 requests=16: 1.612 change:numerics worker-0 0.651; "
     "1.682 half-cut frontend-0>enginecore-0 0.339; 1.805 change:numerics worker-1 0.822; "
     "1.836 hold frontend-0>enginecore-0 4.702"
 )
