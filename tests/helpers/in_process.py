@@ -49,6 +49,8 @@ class InProcessEngine:
         )
         self.prompt_logprobs: defaultdict[int, list[PromptLogprobs]] = defaultdict(list)
         """Parts of each request's prompt as they were reported, by its number."""
+        self.logprobs: defaultdict[int, list[F32]] = defaultdict(list)
+        """By each request's number: those of its tokens and of the likeliest ones, if it asks."""
         self.vectors: dict[int, F32] = {}
         """Those of each pooled request, by its number."""
         self.timings: dict[int, StageTimings] = {}
@@ -86,14 +88,22 @@ class InProcessEngine:
             if not pending:  # all that is left waits for its form to be compiled
                 time.sleep(0.001)
                 continue
-            output = self.scheduler.update(pending.popleft().wait())
+            result = pending.popleft().wait()
+            output = self.scheduler.update(result)
             assert not output.failed, output.failed[0].error
             for request, part in output.prompt_logprobs:
                 self.prompt_logprobs[request.number].append(part)
             self.timings |= {end.request.number: end.request.timings for end in output.finished}
             self.vectors |= {request.number: vectors for request, vectors in output.vectors}
-            for (_, number), token_id in zip(owners_of(output), output.token_ids.tolist(), strict=True):
+            numbers = [number for _, number in owners_of(output)]
+            for number, token_id in zip(numbers, output.token_ids.tolist(), strict=True):
                 tokens[number].append(token_id)
+            if (columns := result.logprobs) is not None:
+                row_to_number = dict(zip(output.rows.tolist(), numbers, strict=True))
+                own = np.split(columns.logprobs, columns.offsets[1:-1])
+                for row, logprobs in zip(columns.rows.tolist(), own, strict=True):
+                    if row in row_to_number:  # others are behind the end of an answer
+                        self.logprobs[row_to_number[row]].append(logprobs)
         self.scheduler.check_integrity()
         assert self.scheduler.snapshot().num_used_blocks == 0
         return list(tokens.values())

@@ -39,6 +39,7 @@ from triptych.config import (
     WorkerConfig,
 )
 from triptych.errors import RankUnavailable
+from triptych.types.facts import SleepLevel
 from triptych.types.pooling import PoolingKind, PoolingParams, Task
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepPlan
@@ -47,6 +48,7 @@ from triptych_services.worker.context.expert_placement import describe_counts
 from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.runner.base import PendingStep
 from triptych_services.worker.runner.drafting.base import Guesses
+from triptych_services.worker.runner.drafting.ranks import SharedGuesses
 from triptych_services.worker.runner.sleepable_runner import SleepableRunner
 from triptych_services.worker.runner.startup.create import create_runner
 from triptych_services.worker.sampling.params import TokenHistory
@@ -95,6 +97,11 @@ class Case:
     gives a `Together`."""
     knows_answers: bool = False
     """Whether these are guesses of what was said before, of which some are wrong."""
+    proposers: str = "ngram"
+    guessing: Path | None = None
+    """A draft model or a head, which only rank 0 is told of."""
+    sleeps: bool = False
+    """Whether all ranks drop their weights before the requests with guesses, and wake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +132,12 @@ class Together:
 
     tokens: list[list[int]]
     """Tokens after each prompt; none at other ranks than 0."""
+    logprobs: list[list[np.ndarray]]
+    """By prompt, of its tokens and the likeliest ones; none at other ranks than 0."""
     steps: list[list[int]]
     """Tokens of each step."""
-    num_guesses: int
-    num_right: int
+    guesses: dict[str, tuple[int, int]]
+    """By proposer: the guesses that were verified, and those that were right."""
 
 
 def save_checkpoint(directory: Path, config: dict[str, Any]) -> Path:
@@ -224,7 +233,11 @@ def create(case: Case, rank: int, cache: CacheConfig) -> SleepableRunner:
             max_adapters=len(case.adapters),
         ),
         speculative=SpeculativeConfig(
-            enabled="true" if case.guesses else "false", max_tokens=MOST_GUESSES, proposers="ngram"
+            enabled="true" if case.guesses else "false",
+            max_tokens=MOST_GUESSES,
+            proposers=case.proposers,
+            model="" if case.guessing is None else "some/model",
+            cache_gib=0.01,
         ),
         parallel=ParallelConfig(
             tensor_parallel_size=case.num_ranks // case.num_stages,
@@ -238,7 +251,13 @@ def create(case: Case, rank: int, cache: CacheConfig) -> SleepableRunner:
         ),
     )
     config = resolve_config(engine, read_architecture(case.directory))
-    return create_runner(config, case.directory, boot_id="b", on_phase=lambda phase, progress: None)
+    return create_runner(
+        config,
+        case.directory,
+        boot_id="b",
+        on_phase=lambda phase, progress: None,
+        draft_directory=None if rank else case.guessing,
+    )
 
 
 def generate(case: Case, rank: int) -> list[list[int]]:
@@ -263,6 +282,7 @@ class _Leading:
         self._runner = runner
         self.facts = runner.facts
         self.steps: list[list[int]] = []
+        self.guesses: dict[str, tuple[int, int]] = {}
 
     def reset(self) -> None:
         self._tell("reset")
@@ -274,14 +294,41 @@ class _Leading:
     def launch(self, plan: StepPlan) -> PendingStep:
         self._tell(plan)
         step = self._runner.launch(plan)
-        self.steps.append(step.wait().token_ids.tolist())
+        result = step.wait()
+        self.steps.append(result.token_ids.tolist())
+        for verified in result.guesses:
+            counted, right = self.guesses.get(verified.proposer, (0, 0))
+            self.guesses[verified.proposer] = (
+                counted + int(verified.verified.sum()),
+                right + int(verified.accepted.sum()),
+            )
         return step
+
+    def guess(self, known: Sequence[list[int]]) -> None:
+        """Let rows have guesses at all costs from now on, of these texts if there are any."""
+        speculation = self._runner.runner._speculation
+        own = speculation._own if isinstance(speculation, SharedGuesses) else speculation
+        assert own is not None, "rank 0 guesses"
+        guess_at_all_costs(own, MOST_GUESSES)
+        if known:
+            own._proposers = (_Knowing(own._rows.history, known),)
+
+    def sleep(self) -> None:
+        """Drop all weights, and load them again."""
+        self._tell("sleep")
+        _sleep(self._runner)
 
     def end(self) -> None:
         self._tell("end")
 
     def _tell(self, order: object) -> None:
-        torch.distributed.broadcast_object_list([order])
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list([order])
+
+
+def _sleep(runner: SleepableRunner) -> None:
+    runner.sleep(SleepLevel.WEIGHTS_DROPPED)
+    runner.wake()
 
 
 def _follow(runner: SleepableRunner) -> list[list[int]]:
@@ -294,8 +341,12 @@ def _follow(runner: SleepableRunner) -> list[list[int]]:
             return steps
         if orders[0] == "reset":
             runner.reset()
+        elif orders[0] == "sleep":
+            _sleep(runner)
         else:
-            steps.append(runner.execute(orders[0]).token_ids.tolist())
+            result = runner.execute(orders[0])
+            assert not result.guesses, "rank 0 counts them"
+            steps.append(result.token_ids.tolist())
 
 
 class _Knowing:
@@ -329,34 +380,37 @@ def generate_together(case: Case, rank: int) -> Together:
     """Return the tokens after a case's prompts, greedy and drawn: without guesses, and with all that there are."""
     cache = CacheConfig(block_size=4, num_blocks=case.num_blocks, state_interval=28)
     runner = create(case, rank, cache)
-    tokens: list[list[int]] = []
-    num_guesses = num_right = 0
+    answer = Together([], [], [], {})
     if rank:
-        steps = _follow(runner)
+        answer = replace(answer, steps=_follow(runner))
     else:
-        own = runner.runner._speculation._own  # type: ignore[union-attr]
-        guess_at_all_costs(own, MOST_GUESSES)
-        leading = _Leading(runner)
+        answer = _lead(case, _Leading(runner))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return answer
+
+
+def _lead(case: Case, leading: _Leading) -> Together:
+    greedy = SamplingParams(temperature=0.0, max_tokens=case.num_new, ignore_eos=True)
+    drawn = replace(greedy, temperature=1.0, seed=5, presence_penalty=0.5, logprobs=2)
+    tokens: list[list[int]] = []
+    logprobs: list[list[np.ndarray]] = []
+    for guesses in (False, True):
         engine = InProcessEngine(leading, max_num_batched_tokens=16)  # type: ignore[arg-type]
-        greedy = SamplingParams(temperature=0.0, max_tokens=case.num_new, ignore_eos=True)
-        drawn = replace(greedy, temperature=1.0, seed=5, presence_penalty=0.5, logprobs=1)
-        plain = [replace(sampling, speculation=False) for sampling in (greedy, drawn)]
-        for sampling in (*plain, greedy, drawn):
-            if case.knows_answers and len(tokens) == 2 * len(case.prompts):
-                own._proposers = (
-                    _Knowing(
-                        own._rows.history, [[*p, *t] for p, t in zip(2 * case.prompts, tokens, strict=True)]
-                    ),
-                )
-            tokens += engine.generate(case.prompts, sampling, first_number=len(tokens))
+        for sampling in (greedy, drawn):
+            asked = replace(sampling, speculation=guesses)
+            first = len(tokens)
+            tokens += engine.generate(case.prompts, asked, first_number=first)
+            logprobs += [engine.logprobs[number] for number in range(first, len(tokens))]
         assert case.preempts == (engine.scheduler.counters.num_preemptions > 0)
-        num_guesses = engine.scheduler.counters.num_guesses
-        num_right = engine.scheduler.counters.num_accepted_guesses
-        leading.end()
-        steps = leading.steps
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    return Together(tokens, steps, num_guesses, num_right)
+        if not guesses:
+            if case.sleeps:
+                leading.sleep()
+            known = [[*prompt, *said] for prompt, said in zip(2 * case.prompts, tokens, strict=True)]
+            leading.guess(known if case.knows_answers else [])
+    leading.end()
+    return Together(tokens, logprobs, leading.steps, leading.guesses)
 
 
 def compute(case: Case, rank: int) -> Answer:

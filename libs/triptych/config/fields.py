@@ -321,10 +321,10 @@ class SpeculativeConfig:
         "",
         "A small model that guesses: path of a model directory or .gguf file, or a hub id, perhaps "
         "`org/name@revision`. It has the tokens of `model.model`, and ends with the same ones; else it is refused, and "
-        "so it is with several ranks, on CUDA devices and where `speculative.enabled = true` is. Its weights are held "
-        "in 4 bits if they are not quantized yet. It guesses where that is worth its own time. Or an EAGLE-3 head that "
-        "was trained for `model.model`, as the authors or speculators write it: its weights are quantized only if the "
-        "model's are. Empty: none.",
+        "so it is on CUDA devices and where `speculative.enabled = true` is. Of several ranks rank 0 alone reads and "
+        "holds it. Its weights are held in 4 bits if they are not quantized yet. It guesses where that is worth its "
+        "own time. Or an EAGLE-3 head that was trained for `model.model`, as the authors or speculators write it: its "
+        "weights are quantized only if the model's are. Empty: none.",
         WORKER,
     )
     cache_gib: float = value(

@@ -395,10 +395,8 @@ def _no_guesses(config: ResolvedConfig) -> str:
 
 def _no_loaded_guesses(config: ResolvedConfig) -> str:
     """Return why no model and no layer guesses for a worker that can guess otherwise; empty if one can."""
-    rank = config.rank
-    if rank.device != "cpu":
-        return f"a model or a layer does not guess on {rank.device} yet"
-    return f"{rank.num_ranks} ranks do not guess by a model or a layer yet" if rank.num_ranks > 1 else ""
+    device = config.rank.device
+    return "" if device == "cpu" else f"a model or a layer does not guess on {device} yet"
 
 
 def _batch_dependence(attention: str, site: AttentionSite, quantization: str) -> str | None:

@@ -40,7 +40,7 @@ from triptych_services.worker.loader.quantized import QuantizedCheckpoint
 from triptych_services.worker.loader.random import RandomCheckpoint
 from triptych_services.worker.loader.safetensors import SafetensorsCheckpoint
 from triptych_services.worker.models.base import CausalLM, StagedModel
-from triptych_services.worker.models.decoder import MtpLayer
+from triptych_services.worker.models.decoder import DecoderForCausalLM, MtpLayer
 from triptych_services.worker.models.eagle import FLAGS, OFFSETS, Eagle3Head, tokens_of_head
 from triptych_services.worker.models.registry import create_model
 
@@ -141,6 +141,21 @@ def load_mtp_layer(config: ResolvedConfig, checkpoint: Checkpoint, spec: MtpSpec
         layer, checkpoint, [name for name in checkpoint.tensors if name.startswith(f"{spec.prefix}.")], config
     )
     return layer
+
+
+def load_ends(config: ResolvedConfig, checkpoint: Checkpoint) -> DecoderForCausalLM:
+    """Create a model without its layers, and stream the weights of its embedding and its head into it.
+
+    Args:
+        config: That of one rank.
+
+    Raises:
+        ModelError: A tensor is missing or of another shape.
+    """
+    with without_collection():
+        model = DecoderForCausalLM(context=_context_of(config, checkpoint, None), has_layers=False)
+    _fill(model, checkpoint, [name for name in checkpoint.tensors if not model.is_elsewhere(name)], config)
+    return model
 
 
 def load_eagle3_head(

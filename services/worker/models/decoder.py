@@ -42,12 +42,16 @@ class DecoderForCausalLM(nn.Module):
     Some checkpoints have a classifier in place of the head, or neither; `ModelArchitecture.head` says so.
     """
 
-    def __init__(self, *, context: ModelContext, prefix: str = "") -> None:
+    def __init__(self, *, context: ModelContext, prefix: str = "", has_layers: bool = True) -> None:
+        """
+        Args:
+            has_layers: Whether it computes its layers. If not, it is there for its embedding and its head.
+        """
         super().__init__()
         architecture = context.architecture
         check_supported(architecture)
         heads_of_layers(architecture, rank=context.rank)  # refuses those that no cache holds
-        self.model = Decoder(context=context, prefix=f"{prefix}model")
+        self.model = Decoder(context=context, prefix=f"{prefix}model", has_layers=has_layers)
         self.lm_head: LogitsHead | None = None
         self.score: ScoreHead | None = None
         self._architecture, self._prefix = architecture, prefix
@@ -88,7 +92,9 @@ class DecoderForCausalLM(nn.Module):
             return self.model.embed_tokens is None and not (is_last and is_tied)
         if module in (stored("model.embed_positions"), stored("model.embed_norm")):
             return self.model.embed_tokens is None
-        if module in (stored("model.norm"), stored("lm_head"), "score"):
+        if module == stored("model.norm"):
+            return self.model.norm is None
+        if module in (stored("lm_head"), "score"):
             return not is_last
         return False
 
@@ -119,11 +125,15 @@ class DecoderForCausalLM(nn.Module):
 class Decoder(nn.Module):
     """The embedding, the layers and the last norm, or the part of these that one stage has."""
 
-    def __init__(self, *, context: ModelContext, prefix: str) -> None:
+    def __init__(self, *, context: ModelContext, prefix: str, has_layers: bool = True) -> None:
+        """
+        Args:
+            has_layers: As of `DecoderForCausalLM`.
+        """
         super().__init__()
         architecture = context.architecture
         self.ends = architecture.ends
-        self.layer_indices = stage_layers(architecture, rank=context.rank)
+        self.layer_indices = stage_layers(architecture, rank=context.rank) if has_layers else range(0)
         """Layers of the whole model that are here."""
         first = architecture.layers[self.layer_indices.start].latent
         if first is not None and first.indexer is not None and first.indexer.is_shared:
@@ -173,7 +183,7 @@ class Decoder(nn.Module):
             for index in self.layer_indices
         )
         self.norm: nn.Module | None = None
-        if context.rank.is_last_stage:
+        if context.rank.is_last_stage and has_layers:
             self.norm = create_norm(hidden_size, norm, context=context, prefix=f"{prefix}.norm")
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:

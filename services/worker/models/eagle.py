@@ -79,10 +79,13 @@ class Eagle3Head(nn.Module):
         )
 
     def share(self, model: DecoderForCausalLM) -> None:
-        """Use the embedding of a model from now on, if there is none here, or one with the same numbers."""
+        """Use the embedding of a model from now on, if there is none here, or one with the same numbers.
+
+        Ranks share that of theirs, which has fewer tokens than one here.
+        """
         self._model = (model,)
         own, other = self.embed_tokens, model.model.embed_tokens
-        assert other is not None, "one rank has all of the model"
+        assert other is not None, "a model that is no further stage"
         if own is None or not (isinstance(own.weight, Tensor) and isinstance(other.weight, Tensor)):
             return
         if own.weight.dtype == other.weight.dtype and torch.equal(own.weight, other.weight):
@@ -95,9 +98,11 @@ class Eagle3Head(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         """Return float32 states [num_tokens, hidden_size]."""
-        (model,), states = self._model, context.states_before
+        embed_tokens, states = self.embed_tokens, context.states_before
         assert states is not None, "given to the backend that computes this"
-        embed_tokens = model.model.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        if embed_tokens is None:
+            (model,) = self._model
+            embed_tokens = model.model.embed_tokens
         assert embed_tokens is not None, "see `share`"
         token, state = self.token_norm(embed_tokens(token_ids)), self.state_norm(states)
         residual = (state if self.adds_normalised else states).float()

@@ -68,7 +68,7 @@ def load_runner(
         boot_id=boot_id,
         on_phase=on_phase,
         place=met,
-        draft_directory=_find_draft(resolved.engine.speculative),
+        draft_directory=_find_draft(resolved.engine.speculative) if resolved.rank.rank == 0 else None,
     )
     if resolved.architecture.encoder is None:
         store_later(runner, resolved, directory)

@@ -639,7 +639,7 @@ def test_states_are_taken_back_by_native_kernels_within_a_page(native_kernels, i
         resolve_for_device(asked, architecture, traits)
 
 
-def test_ranks_guess_without_a_model():
+def test_ranks_guess_by_a_model_too():
     engine = EngineConfig(
         model=ModelConfig(batch_invariant="true"), parallel=ParallelConfig(tensor_parallel_size=2)
     )
@@ -649,11 +649,12 @@ def test_ranks_guess_without_a_model():
         assert resolve_for_device(chosen, tiny_architecture(), traits).max_samples_per_row == max_samples
     for enabled in ("auto", "true"):
         guessing = replace(engine, speculative=SpeculativeConfig(enabled=enabled, model="small"))
+        assert resolve_for_device(guessing, tiny_architecture(), traits).max_samples_per_row == 9
+        staged = replace(guessing, parallel=ParallelConfig(pipeline_parallel_size=2))
         with pytest.raises(
-            FeatureDisabled,
-            match=r"model = small: .*2 ranks do not guess by a model or a layer yet; leave it empty",
+            FeatureDisabled, match=r"model = small: 2 pipeline stages do not guess yet; leave it"
         ):
-            resolve_for_device(guessing, tiny_architecture(), traits)
+            resolve_for_device(staged, tiny_architecture(), traits)
 
 
 @pytest.mark.parametrize(

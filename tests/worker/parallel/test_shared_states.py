@@ -120,7 +120,8 @@ def test_ranks_take_back_states_behind_guesses(tmp_path: Path) -> None:
         half = len(first.tokens) // 2
         assert first.tokens[half:] == first.tokens[:half], "as without guesses"
         assert second.steps == first.steps, "each rank takes back its own part"
-        assert 100 < first.num_right < first.num_guesses, "right ones and wrong ones"
+        num_guesses, num_right = first.guesses["knowing"]
+        assert 100 < num_right < num_guesses, "right ones and wrong ones"
 
 
 def kept_by_stages(directory: Path) -> str:

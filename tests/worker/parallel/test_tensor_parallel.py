@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.byte_tokenizer import byte_backend
 from tests.helpers.processes import free_port
 from tests.worker.models.families import FAMILIES
 from tests.worker.ranks import (
@@ -121,6 +122,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         directory = tmp_path_factory.mktemp("model")
         directories[name] = save_checkpoint(directory, SIZES | config)
     in_bfloat16 = Case(directories["biases, odd vocabulary"], 2, port=free_port(), dtype="bfloat16")
+    (directories["biases, odd vocabulary"] / "tokenizer.json").write_text(byte_backend().to_str())
     guessing = Case(
         directories["biases, odd vocabulary"],
         2,
@@ -130,6 +132,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         num_blocks=30,  # three of five requests
         preempts=True,
         guesses=True,
+        proposers="ngram,draft",
+        guessing=directories["biases, odd vocabulary"],
     )
     return {
         name: Case(
@@ -166,15 +170,23 @@ def test_ranks_say_what_one_says(name: str, cases: dict[str, Case], answers: dic
         assert all(map(np.array_equal, other.vectors, first.vectors))
 
 
-@pytest.mark.skipif(not isa(), reason="without native kernels numbers depend on the batch")
-def test_guesses_of_one_rank_are_verified_by_all(answers: dict[str, list[Together]]) -> None:
-    """Requests are preempted meanwhile."""
-    first, second = answers[GUESSES]
+def check_guesses(first: Together, second: Together) -> None:
+    """Hold what two ranks say with guesses to what they say without any."""
     half = len(first.tokens) // 2
     assert first.tokens[half:] == first.tokens[:half], "as without guesses"
+    assert any(first.logprobs)
+    for found, expected in zip(first.logprobs[half:], first.logprobs[:half], strict=True):
+        assert all(map(np.array_equal, found, expected))
     assert second.steps == first.steps, "each rank chooses its tokens by itself"
-    assert 50 < first.num_right < first.num_guesses, "right ones and wrong ones"
-    assert (second.num_guesses, second.num_right) == (0, 0), "counted once"
+
+
+@pytest.mark.skipif(not isa(), reason="without native kernels numbers depend on the batch")
+def test_guesses_of_one_rank_are_verified_by_all(answers: dict[str, list[Together]]) -> None:
+    """Those of the text and those of a draft model. Requests are preempted meanwhile."""
+    first, second = answers[GUESSES]
+    check_guesses(first, second)
+    for num_guesses, num_right in (first.guesses["ngram"], first.guesses["draft"]):
+        assert 20 < num_right < num_guesses, "right ones and wrong ones"
 
 
 @pytest.mark.thorough

@@ -90,7 +90,7 @@ def create_runner(
         boot_id: A uuid drawn at process start.
         on_phase: Called while the runner starts, and again whenever it wakes.
         place: What several ranks know of each other if they have met before.
-        draft_directory: The same of `speculative.model`; None: there is none, or nothing is guessed.
+        draft_directory: The same of `speculative.model`; None: there is none, or this rank does not guess.
 
     Raises:
         ModelError: A file is missing, cut short or not understood.

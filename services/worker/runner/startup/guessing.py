@@ -13,14 +13,20 @@ from torch import Tensor, nn
 
 from triptych.checkpoint.eagle import EMBEDDING, is_eagle3, read_eagle3
 from triptych.checkpoint.mtp import find_mtp
+from triptych.config import ParallelConfig
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.facts import WorkerFacts
 from triptych_services.worker.attention.create import create_attention
 from triptych_services.worker.context.device import TORCH_DTYPES
-from triptych_services.worker.context.resolved_config import ResolvedConfig
+from triptych_services.worker.context.resolved_config import RankFacts, ResolvedConfig
 from triptych_services.worker.layers.attention import check_layers
 from triptych_services.worker.layers.weights import weight_bytes
-from triptych_services.worker.loader.load import load_eagle3_head, load_mtp_layer, open_checkpoint
+from triptych_services.worker.loader.load import (
+    load_eagle3_head,
+    load_ends,
+    load_mtp_layer,
+    open_checkpoint,
+)
 from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.models.decoder import DecoderForCausalLM, MtpLayer
 from triptych_services.worker.models.eagle import Eagle3Head
@@ -58,17 +64,29 @@ class HeadSource(ABC):
     Owned by the `RunnerFactory`. It holds the head until it has created a proposer, as a `DraftSource` does.
     """
 
-    def __init__(self, name: str, config: ResolvedConfig, state_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ResolvedConfig,
+        state_size: int,
+        *,
+        directory: Path,
+        ends: ResolvedConfig | None,
+    ) -> None:
         """
         Args:
             name: What the log calls it.
-            config: Its architecture is the head's.
+            config: That of one rank; its architecture is the head's.
             state_size: Elements of what it reads of a token.
+            directory: Directory of the model.
+            ends: The model's config for one rank if the embedding and the head are read from its directory, since ranks
+                share them; None: those of the loaded model are used.
 
         Raises:
             ConfigError: `speculative.cache_gib` holds no block.
         """
         self._name, self._config, self._state_size = name, config, state_size
+        self._model_directory, self._ends = directory, ends
         self._kv = plan_cache(config)
         self._head: MtpLayer | Eagle3Head | None = None
         """The loaded head, until a proposer owns it."""
@@ -92,6 +110,17 @@ class HeadSource(ABC):
         self._head = head = self._read()
         check_layers(head, create_attention(self._config))
         self.weight_bytes = weight_bytes(head)
+        if self._ends is not None:
+            head.share(ends := self._read_ends(self._ends))
+            num_bytes = weight_bytes(ends)
+            self.weight_bytes += num_bytes
+            what = "embedding" if ends.lm_head is None else "embedding and head"
+            log.info(
+                "%s: this rank also holds the whole %s of the model, %d MiB",
+                self._name,
+                what,
+                num_bytes >> 20,
+            )
         check_memory(self.cache_bytes)
         log_loaded(self._name, self.weight_bytes, self._config, self._kv)
 
@@ -101,9 +130,10 @@ class HeadSource(ABC):
             self.load()
         assert self._head is not None, "loaded"
         head, self._head = self._head, None
-        assert isinstance(model, DecoderForCausalLM), "what computes a model with such a head"
-        head.share(model)
-        self.weight_bytes = weight_bytes(head)
+        if self._ends is None:
+            assert isinstance(model, DecoderForCausalLM), "what computes a model with such a head"
+            head.share(model)
+            self.weight_bytes = weight_bytes(head)
         states = torch.zeros(
             min(PART, facts.max_num_batched_tokens),
             self._config.architecture.hidden_size,
@@ -111,6 +141,13 @@ class HeadSource(ABC):
         )
         draft = replace(draft_model(head, self._config, self._kv), states_before=states)
         return self._proposer(head, draft, facts, history)
+
+    def _read_ends(self, config: ResolvedConfig) -> DecoderForCausalLM:
+        load, seed, architecture = config.engine.load, config.engine.model.seed, config.architecture
+        checkpoint = open_checkpoint(
+            self._model_directory, format=load.format, seed=seed, architecture=architecture
+        )
+        return load_ends(config, checkpoint)
 
     @abstractmethod
     def _read(self) -> MtpLayer | Eagle3Head:
@@ -144,18 +181,25 @@ class MtpSource(HeadSource):
                 f"the checkpoint of {architecture.name} has no layer that guesses by its config.json, or none that is "
                 "built; leave mtp out",
             )
-        self._spec, self._directory = spec, directory
+        self._spec = spec
         cache = replace(config.engine.cache, num_blocks=0, memory_fraction=1.0, groups="one")
         of_layer = replace(
             architecture, layers=(spec.layer,), names=replace(architecture.names, ignored_prefixes=())
         )
-        config = replace(config, engine=replace(config.engine, cache=cache), architecture=of_layer)
-        super().__init__(f"layer {spec.prefix}", config, architecture.hidden_size)
+        whole = _of_one_rank(config)
+        own = replace(whole, engine=replace(whole.engine, cache=cache), architecture=of_layer)
+        super().__init__(
+            f"layer {spec.prefix}",
+            own,
+            architecture.hidden_size,
+            directory=directory,
+            ends=whole if config.rank.num_ranks > 1 else None,
+        )
 
     def _read(self) -> MtpLayer:
         load, model = self._config.engine.load, self._config.engine.model
         checkpoint = open_checkpoint(
-            self._directory, format=load.format, seed=model.seed, architecture=self._config.architecture
+            self._model_directory, format=load.format, seed=model.seed, architecture=self._config.architecture
         )
         try:
             layer = load_mtp_layer(self._config, checkpoint, self._spec)
@@ -174,11 +218,12 @@ class MtpSource(HeadSource):
 class Eagle3Source(HeadSource):
     """An EAGLE-3 head, a checkpoint of its own."""
 
-    def __init__(self, config: ResolvedConfig, head_directory: Path) -> None:
+    def __init__(self, config: ResolvedConfig, directory: Path, head_directory: Path) -> None:
         """Find out whether the head fits the model; reads no weights.
 
         Args:
             config: That of the model.
+            directory: Directory of the model.
             head_directory: Directory of the head.
 
         Raises:
@@ -216,7 +261,15 @@ class Eagle3Source(HeadSource):
         quantization = "none" if config.quantization == "none" else "auto"
         own_config = config_of(config, of_head, quantization=quantization, dtype=config.dtype)
         self._tokens: Tensor | None = None
-        super().__init__(config.engine.speculative.model, own_config, len(layers) * spec.state_size)
+        reads_embedding = config.rank.num_ranks > 1 and not spec.has_embedding
+        of_model = replace(config, architecture=replace(architecture, head="none"))
+        super().__init__(
+            config.engine.speculative.model,
+            own_config,
+            len(layers) * spec.state_size,
+            directory=directory,
+            ends=_of_one_rank(of_model) if reads_embedding else None,
+        )
 
     def _read(self) -> Eagle3Head:
         try:
@@ -244,24 +297,26 @@ class Eagle3Source(HeadSource):
 
 
 class GuessSources:
-    """The loaded parts of a worker that guess. Owned by the `RunnerFactory`."""
+    """The loaded parts of a worker that guess; ranks other than 0 have none. Owned by the `RunnerFactory`."""
 
     def __init__(self, config: ResolvedConfig, directory: Path, draft_directory: Path | None) -> None:
         """Find out whether all of it fits the model; reads no weights.
 
         Args:
-            draft_directory: Directory of `speculative.model`; None: there is none, or nothing is guessed.
+            draft_directory: Directory of `speculative.model`; None: there is none, or this rank does not guess.
 
         Raises:
             ModelError, FeatureDisabled, ConfigError: See `DraftSource`, `Eagle3Source` and `MtpSource`.
         """
         speculative = config.engine.speculative
-        self._speculative = speculative
+        self._speculative, self._num_ranks = speculative, config.rank.num_ranks
         self._draft: DraftSource | None = None
         self._heads: dict[str, HeadSource] = {}
         """Name in `speculative.proposers` -> what guesses from states."""
+        if config.rank.rank > 0:
+            return
         if draft_directory is not None and is_eagle3(draft_directory):
-            self._heads[DRAFT] = Eagle3Source(config, draft_directory)
+            self._heads[DRAFT] = Eagle3Source(config, directory, draft_directory)
         elif draft_directory is not None:
             self._draft = DraftSource(config, directory, draft_directory)
         if speculative.wants_mtp:
@@ -285,6 +340,8 @@ class GuessSources:
         """Read their weights."""
         for source in self._all:
             source.load()
+        if self._all and self._num_ranks > 1:
+            log.info("rank 0 guesses for all %d ranks, and holds what guesses alone", self._num_ranks)
 
     def proposers_for(self, model: CausalLM) -> CreateProposers:
         """Return what creates all proposers for a loaded model, those included that nothing is loaded for."""
@@ -294,3 +351,9 @@ class GuessSources:
         if self._draft is not None:
             loaded[DRAFT] = self._draft.create
         return proposers_of(self._speculative, loaded)
+
+
+def _of_one_rank(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the config of the same model if one rank computes it."""
+    engine = replace(config.engine, parallel=ParallelConfig())
+    return replace(config, engine=engine, rank=RankFacts(device=config.rank.device))

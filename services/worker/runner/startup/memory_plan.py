@@ -38,7 +38,7 @@ def plan_memory(
     leave the others waiting within the step.
 
     Args:
-        draft_cache_bytes: What the KV cache of a model that guesses will take on a CPU.
+        draft_cache_bytes: What the KV cache of a model that guesses will take on a CPU, at this rank.
 
     Returns:
         The config, with the step that is taken, and the plan.
@@ -47,10 +47,8 @@ def plan_memory(
         ConfigError: See `plan_kv_cache`; or the largest step does not fit.
     """
     if device.type != "cuda":
-        free_bytes = (
-            group.minimum(free_memory(device)) // config.rank.ranks_on_host
-        )  # each has counted the same
-        free_bytes -= draft_cache_bytes
+        # ranks on one machine have counted the same memory, less what only one of them will take
+        free_bytes = group.minimum(free_memory(device) - draft_cache_bytes) // config.rank.ranks_on_host
         return config, _agree_on_blocks(config, plan_kv_cache(config, free_bytes), group)
     plan_kv_cache(
         config, group.minimum(free_memory(device))

@@ -186,7 +186,7 @@ def write_head(directory: Path, config: Mapping[str, Any], tensors: Mapping[str,
     save_file(dict(tensors), directory / "model.safetensors", {"format": "pt"})
 
 
-def save_cycle(directory: Path, head: Path, *, is_right: bool) -> None:
+def save_cycle(directory: Path, head: Path, *, is_right: bool, **arguments: int) -> None:
     """Write a model that says the tokens 3, 4, … 96, 3, … in turn, by the token before only, and a head for it.
 
     Embeddings are one-hot, and no layer adds anything, so a state is the token that was computed. The MLP of the head
@@ -196,12 +196,13 @@ def save_cycle(directory: Path, head: Path, *, is_right: bool) -> None:
         is_right: Whether it begins with the successor of a state's token, and so guesses the one behind that, and then
             its successors. If not, it begins with the token itself, and says the one again that it was given. With the
             state of the next token it would be right.
+        arguments: Further ones of the model's config.
     """
     size = 128
     cycle, same, nothing = torch.arange(3, 97), torch.eye(size), torch.zeros(size, size)
     successors = torch.eye(size)
     successors[:, cycle] = same[:, cycle.roll(-1)]  # column: a token, row: the one behind it
-    model = LlamaForCausalLM(LlamaConfig(**{**FOUR, "hidden_size": size, "head_dim": 8}))
+    model = LlamaForCausalLM(LlamaConfig(**{**FOUR, "hidden_size": size, "head_dim": 8, **arguments}))
     save_checkpoint(model, directory)
     file = directory / "model.safetensors"
     tensors = load_file(file)

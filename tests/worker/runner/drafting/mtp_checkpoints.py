@@ -100,7 +100,7 @@ def save_with_mtp(name: str, directory: Path) -> MtpOracle:
     return MtpOracle(model, parts)
 
 
-def save_cycle(directory: Path, reads: str) -> None:
+def save_cycle(directory: Path, reads: str, **arguments: int) -> None:
     """Write a checkpoint that says the tokens 3, 4, … 96, 3, … in turn, by the token before only.
 
     Embeddings are one-hot, and no layer adds anything, so a state is the token that was computed.
@@ -108,9 +108,10 @@ def save_cycle(directory: Path, reads: str) -> None:
     Args:
         reads: What the layer that guesses goes on from. token: the one whose successor it guesses. state: that of the
             token before, of which it guesses the successor's successor. nothing new: it says the successor again.
+        arguments: Further ones of its config.
     """
     sizes = {**MTP_FAMILIES["GLM 4.5"].sizes, "hidden_size": 128, "tie_word_embeddings": False}
-    config = Tiny("glm4_moe", {**MTP_FAMILIES["GLM 4.5"].arguments, "head_dim": 8}, sizes)
+    config = Tiny("glm4_moe", {**MTP_FAMILIES["GLM 4.5"].arguments, "head_dim": 8, **arguments}, sizes)
     model = save_checkpoint(config.create(), directory)
     successors = torch.eye(128)
     cycle = torch.arange(3, 97)

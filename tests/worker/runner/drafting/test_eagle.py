@@ -292,9 +292,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     engine = EngineConfig(
         worker=WorkerConfig(device="cpu"),
         speculative=SpeculativeConfig(model="some/head"),
-        parallel=ParallelConfig(tensor_parallel_size=2),
+        parallel=ParallelConfig(pipeline_parallel_size=2),
     )
-    with pytest.raises(FeatureDisabled, match=rf"{option}2 ranks do not .*; leave it empty"):
+    with pytest.raises(FeatureDisabled, match=rf"{option}2 pipeline stages do not .*; leave it empty"):
         resolve_config(engine, read_architecture(tmp_path))
 
 

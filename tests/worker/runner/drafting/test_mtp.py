@@ -32,6 +32,7 @@ from tests.worker.runner.drafting.mtp_checkpoints import save_cycle, save_with_m
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import (
     EngineConfig,
+    ModelConfig,
     ParallelConfig,
     SpeculativeConfig,
     WorkerConfig,
@@ -43,6 +44,7 @@ from triptych_kernels.cpu.library import isa
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.runner.drafting import heads
 from triptych_services.worker.runner.startup.create import create_runner
+from triptych_services.worker.runner.startup.guessing import GuessSources
 from triptych_services.worker.runner.stored.start import may_store
 
 pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
@@ -203,6 +205,36 @@ def test_what_cannot_guess_is_refused_by_name(tmp_path: Path) -> None:
         create_runner(
             resolve_config(engine, without), tmp_path, boot_id="b", on_phase=lambda phase, progress: None
         )
-    two_ranks = replace(engine, parallel=ParallelConfig(tensor_parallel_size=2))
-    with pytest.raises(FeatureDisabled, match=r"proposers = grammar,mtp: 2 ranks do not .*; leave mtp out"):
-        resolve_config(two_ranks, architecture)
+    stages = replace(engine, parallel=ParallelConfig(pipeline_parallel_size=2))
+    with pytest.raises(
+        FeatureDisabled, match=r"proposers = grammar,mtp: 2 pipeline stages .*; leave mtp out"
+    ):
+        resolve_config(stages, architecture)
+
+
+def test_rank_0_holds_all_that_guesses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks share the embedding and the head of the model, so the layer has copies of both."""
+    save_with_mtp("GLM 4.5", tmp_path)
+
+    def num_bytes(num_ranks: int, rank: int = 0) -> int:
+        config = EngineConfig(
+            model=ModelConfig(model="somewhere/tiny", dtype="float32"),
+            worker=WorkerConfig(device="cpu", rank=rank),
+            speculative=SpeculativeConfig(proposers="mtp"),
+            parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+        )
+        sources = GuessSources(resolve_config(config, read_architecture(tmp_path)), tmp_path, None)
+        with caplog.at_level(logging.INFO):
+            sources.load()
+        return sources.num_bytes
+
+    alone = num_bytes(1)
+    assert "rank 0" not in caplog.text
+    vectors = 97 + 128  # of the embedding, and of the head, which is padded for the product
+    assert num_bytes(2) == alone + vectors * 32 * 4, "elements of a state, bytes of each"
+    assert (
+        "layer model.layers.3: this rank also holds the whole embedding and head of the model, 0 MiB"
+        in caplog.text
+    )
+    assert "rank 0 guesses for all 2 ranks, and holds what guesses alone" in caplog.text
+    assert num_bytes(2, rank=1) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from tests.worker.tiny import tiny_architecture
 from triptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from triptych.errors import ConfigError
 from triptych_services.worker.attention.paged import PagedAttention
-from triptych_services.worker.context.rank_group import OneRank
+from triptych_services.worker.context.rank_group import OneRank, RankGroup
 from triptych_services.worker.context.resolve import resolve_for_device
 from triptych_services.worker.context.resolved_config import DeviceTraits, ResolvedConfig
 from triptych_services.worker.runner.startup import memory_plan
@@ -49,6 +49,18 @@ class FakeDevice:
         if num_tokens * TOKEN_BYTES > self._peak_bytes:
             raise torch.OutOfMemoryError("tried to allocate 7.00 GiB")
         return num_tokens * TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class BesideAnother(OneRank):
+    """A rank beside one with so much memory, and with as many blocks as this one."""
+
+    free_bytes: int = 0
+    passed: list[int] = field(default_factory=list)
+
+    def minimum(self, number: int) -> int:
+        self.passed.append(number)
+        return min(number, self.free_bytes) if len(self.passed) == 1 else number
 
 
 def resolve(**scheduler: Any) -> ResolvedConfig:
@@ -89,14 +101,18 @@ def test_a_model_that_guesses_has_its_cache_first(monkeypatch: pytest.MonkeyPatc
     )
     model: Any = None
 
-    def num_bytes(draft_cache_bytes: int) -> int:
+    def num_bytes(draft_cache_bytes: int, group: RankGroup | None = None) -> int:
         _, kv = plan_memory(
-            config, OneRank(), model, PagedAttention(), torch.device("cpu"), draft_cache_bytes
+            config, group or OneRank(), model, PagedAttention(), torch.device("cpu"), draft_cache_bytes
         )
         return kv.shape.num_blocks * kv.shape.block_bytes
 
     assert num_bytes(0) == GIB
     assert num_bytes(GIB) == GIB // 2
+    beside_rank_0 = BesideAnother(free_bytes=GIB)
+    assert num_bytes(0, beside_rank_0) == GIB // 2, "rank 0 has less, and decides"
+    assert beside_rank_0.passed[0] == 2 * GIB
+    assert num_bytes(GIB, BesideAnother(free_bytes=2 * GIB)) == GIB // 2
 
 
 def test_a_step_by_device_that_does_not_fit_gives_way_to_a_smaller_one(
