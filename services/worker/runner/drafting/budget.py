@@ -202,8 +202,11 @@ class GuessBudget:
             return
         plain, took = estimates[0], estimates[-1]
         self._plain_seconds = plain
-        if seconds is not None and not self.costs.knows(size):  # it may be slow for another reason, once
-            took = max(took, min(seconds, plain * size / num_rows))
+        if seconds is not None and not self.costs.knows(size):
+            took = max(took, seconds)
+        took = min(
+            took, plain * size / num_rows
+        )  # as steps without guesses; more is the fault of what else runs
         if num_guesses:
             self._balance += plain * num_tokens / num_rows - took
         self._balance += _LOSS_SHARE * took

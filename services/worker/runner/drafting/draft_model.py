@@ -16,6 +16,7 @@ room in the cache is left to other proposers.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -109,6 +110,8 @@ class DraftModelProposer:
         """By the tokens of any query."""
         self._token_seconds: deque[float] = deque(maxlen=_NUM_TEXTS)
         """Seconds by token of the latest parts of texts."""
+        self._token_limit_s = math.inf
+        """The seconds of a query of one token as it starts: a query takes no more for each of its tokens."""
         self._seconds = self._reading_seconds = 0.0
         """The time of queries that `take_seconds` and `take_reading_seconds` have not returned yet."""
         self._allowed: float | None = None
@@ -135,8 +138,8 @@ class DraftModelProposer:
         for _ in range(_NUM_WARM_UPS):
             self._rows.num_computed[0] = 0
             self._compute(slots, np.ones(1, np.int64), samples)
+            self._token_limit_s = min(self._token_limit_s, self.take_seconds())
         self._forget(0)
-        self.take_seconds()
         self.take_reading_seconds()
 
     def enter(self, row: NewRow) -> None:
@@ -296,7 +299,8 @@ class DraftModelProposer:
         self._query_costs.pass_to(self._step)
         self._query_costs.note(num_tokens, seconds)
         known = self._query_costs.estimate(num_tokens, 1) if self._query_costs.knows(num_tokens) else None
-        counted = seconds if known is None else min(seconds, known[0])
+        # Nothing else tells a slow query of a new size from a slow moment of the machine.
+        counted = min(seconds, num_tokens * self._token_limit_s if known is None else known[0])
         if is_text:
             self._token_seconds.append(seconds / num_tokens)
             self._reading_seconds += counted

@@ -9,8 +9,8 @@ by its times what guesses bring.
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from triptych_services.worker.runner.drafting.speculation import (
 )
 from triptych_services.worker.runner.request_rows import RequestRows, StepRows
 
-_NUM_KEPT = 5
-"""Sums of which the fastest counts: the others have waited for what else runs on the machine."""
-
 
 class SharedGuesses:
     """Takes the place of a `Speculation` in the runner of each rank, on its thread."""
@@ -41,8 +38,9 @@ class SharedGuesses:
         self._rows = rows
         self._group = group
         self._own = own
-        self._seconds: deque[float] = deque(maxlen=_NUM_KEPT)
-        """The time of the latest sums."""
+        self._fastest = math.inf
+        """The seconds of the fastest sum. Others have waited, too, for a rank that was behind with the step, which a
+        sum of the model would have waited for."""
 
     @property
     def state_layers(self) -> tuple[int, ...]:
@@ -68,8 +66,8 @@ class SharedGuesses:
         started = time.perf_counter()
         summed = self._group.all_reduce(numbers)[0].long().numpy()
         if self._own is not None:
-            self._seconds.append(time.perf_counter() - started)
-            self._own.note_wait(num_rows, min(self._seconds))
+            self._fastest = min(self._fastest, time.perf_counter() - started)
+            self._own.note_wait(num_rows, self._fastest)
             return step
         counts = summed[:num_rows]
         return with_guesses(self._rows, step, summed[num_rows : num_rows + int(counts.sum())], counts)

@@ -409,3 +409,15 @@ def test_a_step_without_guesses_is_due_now_and_then() -> None:
         decoding.step(lambda slot, count: count)
         num_plain += decoding.num_guesses == before
     assert 1000 / 65 - 1 <= num_plain <= 1000 / 65 + 5
+
+
+def test_slow_moments_of_right_guesses_end_none() -> None:
+    """As long as it is not measured anew, such a step takes as long as the steps that it saves, and no longer."""
+    budget = GuessBudget(max_num_seqs=1, num_proposers=1, max_guesses=8)
+    for _ in range(5):
+        budget.note_step(1, 0, 1, 0.001)
+    before = budget._balance
+    for _ in range(3):  # it is known from then on
+        budget.note_step(1, 1, 2, 0.02)
+    assert before < budget._balance < before + 0.001
+    assert budget.least_chance(1, 1, 8) > 1, "no guess is worth that"

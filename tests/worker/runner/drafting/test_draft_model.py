@@ -213,7 +213,7 @@ def test_a_text_is_read_as_long_as_is_allowed(monkeypatch: pytest.MonkeyPatch) -
 
     proposer = drafting.proposer
     proposer._token_seconds.clear()
-    proposer._query_costs = StepCosts()
+    proposer._query_costs, proposer._token_limit_s = StepCosts(), 0.1
     monkeypatch.setattr(draft_model.time, "perf_counter", tick)
 
     def read(slot: int, seconds: float | None) -> tuple[list[int], bool, float]:
@@ -323,20 +323,23 @@ def test_it_says_what_a_place_takes_until_that_is_long_ago() -> None:
 
 def test_what_it_takes_is_the_fastest_query_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that does something else meanwhile slows some of them."""
-    ticks = iter([])
+    now = iter(range(1000))  # each query takes one second before the first request
+    monkeypatch.setattr(draft_model.time, "perf_counter", lambda: float(next(now)))
     drafting = Drafting(draft_of())
     assert drafting.proposer.take_seconds() == 0.0, "nothing for requests so far"
-    monkeypatch.setattr(draft_model.time, "perf_counter", lambda: next(ticks))
+
+    def taken_by(seconds: float) -> float:
+        nonlocal now
+        now = iter([0, seconds])
+        drafting.ask({0: 1})
+        return drafting.proposer.take_seconds()
+
     drafting.enter(0, list(range(3, 15)))
-    ticks = iter([0.0, 5.0])
-    drafting.ask({0: 1})
-    assert drafting.proposer.take_seconds() == 5.0, "a size that is not known"
+    assert taken_by(50.0) == 12.0, "a size that is not known: as 12 queries of a token"
     taken = []
     for seconds in (1.0, 2.0, 3.0, 9.0):
         drafting.say(0, [7] * 15)
-        ticks = iter([0.0, seconds])
-        drafting.ask({0: 1})
-        taken.append(drafting.proposer.take_seconds())
+        taken.append(taken_by(seconds))
     assert taken == [1.0, 2.0, 1.0, 1.0]
     assert drafting.proposer.take_seconds() == 0.0
 

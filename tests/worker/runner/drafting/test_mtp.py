@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,6 +30,7 @@ from tests.worker.runner.drafting.heads import (
     start,
 )
 from tests.worker.runner.drafting.mtp_checkpoints import save_cycle, save_with_mtp
+from tests.worker.tiny import new_row
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import (
     EngineConfig,
@@ -43,6 +45,7 @@ from triptych.types.sampling import SamplingParams
 from triptych_kernels.cpu.library import isa
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.runner.drafting import heads
+from triptych_services.worker.runner.request_rows import StepRows
 from triptych_services.worker.runner.startup.create import create_runner
 from triptych_services.worker.runner.startup.guessing import GuessSources
 from triptych_services.worker.runner.stored.start import may_store
@@ -137,6 +140,18 @@ def test_states_that_wait_have_a_bound(tmp_path: Path, monkeypatch: pytest.Monke
     tokens, *_ = answers(runner)
     assert tokens == [oracle.say(prompt, NUM_NEW) for prompt in PROMPTS]
     assert max(checked.firsts) > 0, "the longest prompt has 21 tokens"
+
+
+def test_states_that_wait_cost_guesses_nothing(tmp_path: Path) -> None:
+    """They are kept in steps without guesses as well: their time would end guesses, and not itself."""
+    save_with_mtp("GLM 4.5", tmp_path)
+    proposer = proposer_of(start(tmp_path))
+    proposer.enter(new_row(0, [5, 6, 7], range(0)))
+    zero, three = np.zeros(1, np.int64), np.full(1, 3)
+    step = StepRows(zero, three, zero, np.ones(1, np.bool_))
+    proposer.take_states(step, None, torch.zeros(3, proposer._waiting.shape[1]))
+    assert proposer.num_waiting == 3
+    assert proposer.take_seconds() == 0.0
 
 
 def test_a_cache_without_room_changes_nothing(tmp_path: Path) -> None:
