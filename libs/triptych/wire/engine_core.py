@@ -191,10 +191,12 @@ def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[Fini
         try:
             return struct.unpack(f"<{count}{kind}", data)
         except struct.error:
-            raise ProtocolViolation(
-                f"columns of one table differ in length: {name} has {len(data)} bytes of {_WIDTHS[kind]} each, "
-                f"reasons {count}"
-            ) from None
+            num_values, rest = divmod(len(data), _WIDTHS[kind])
+            if rest:
+                why = f"{name}: {len(data)} bytes do not hold whole {_WIDTHS[kind]}-byte values"
+            else:
+                why = f"columns of one table differ in length: {name} {num_values}, reasons {count}"
+            raise ProtocolViolation(why) from None
 
     rows = zip(
         reasons,
