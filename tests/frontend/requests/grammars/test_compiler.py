@@ -264,7 +264,7 @@ async def test_refused_forms_are_remembered() -> None:
         for why, form in bad.items():
             with pytest.raises(InvalidRequest, match=rf"^other\.path: {why}"):
                 await checker.compile(form, FACTS, lambda _: "other.path")
-    assert set(psutil.Process().children()) == known
+    assert set(psutil.Process().children()) <= known  # of other tests some may end meanwhile
 
 
 async def test_compilations_are_counted_by_outcome() -> None:
