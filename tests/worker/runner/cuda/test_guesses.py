@@ -319,8 +319,8 @@ class GuessedOnDevice(GuessedRequests):
         max_num_seqs=st.integers(1, MAX_SEQS),
         has_budget=st.booleans(),
     )
-    def start(self, **drawn: Any) -> None:
-        super().start(**drawn)
+    def draw(self, **drawn: Any) -> None:  # type: ignore[override]
+        self.start(**drawn)
 
     def create_worker(self) -> RealWorker:
         runner = create_runner(self.num_guesses, self.guessed, stream=DeferredStream())
