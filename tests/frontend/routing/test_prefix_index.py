@@ -209,7 +209,7 @@ def test_more_sets_than_there_can_be_leave_holders_out(monkeypatch: pytest.Monke
     assert (blocks.add(1, [b]), blocks.add(3, [d])) == (1, 1)
     check_sets(blocks)
     assert blocks.discard(2, [c]) == 1
-    assert blocks.at(c) == 0, "nobody is taken to hold what may be held by {0, 1}"
+    assert blocks.at(c) == 0, "of two holders that cannot be kept, none is"
     check_sets(blocks)
 
 

@@ -319,7 +319,7 @@ class GuessedOnDevice(GuessedRequests):
         max_num_seqs=st.integers(1, MAX_SEQS),
         has_budget=st.booleans(),
     )
-    def draw(self, **drawn: Any) -> None:  # type: ignore[override]
+    def draw(self, **drawn: Any) -> None:
         self.start(**drawn)
 
     def create_worker(self) -> RealWorker:

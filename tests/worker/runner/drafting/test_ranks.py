@@ -1,4 +1,4 @@
-"""Ranks wait for guesses as long as a sum takes that waits for nobody."""
+"""Guesses are charged with the fastest sum of the ranks."""
 
 from __future__ import annotations
 
