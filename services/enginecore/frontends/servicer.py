@@ -199,9 +199,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         interval_ms = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
         if interval_ms < _MIN_INTERVAL_MS:
             raise InvalidRequest("interval_ms", f"{interval_ms} is below the limit {_MIN_INTERVAL_MS}")
+        last, unchanged_ms = None, 0
         while True:
-            yield admin_pb2.WatchStatusResponse(status=self._status())
+            status = self._status()
+            if status != last or unchanged_ms >= request.unchanged_interval_ms:
+                yield admin_pb2.WatchStatusResponse(status=status)
+                last, unchanged_ms = status, 0
             await asyncio.sleep(interval_ms / 1000)
+            unchanged_ms += interval_ms
 
     async def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext

@@ -124,12 +124,14 @@ class GetStatusResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[EngineStatus, _Mapping]] = ...) -> None: ...
 
 class WatchStatusRequest(_message.Message):
-    __slots__ = ("engine_id", "interval_ms")
+    __slots__ = ("engine_id", "interval_ms", "unchanged_interval_ms")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     interval_ms: int
-    def __init__(self, engine_id: _Optional[str] = ..., interval_ms: _Optional[int] = ...) -> None: ...
+    unchanged_interval_ms: int
+    def __init__(self, engine_id: _Optional[str] = ..., interval_ms: _Optional[int] = ..., unchanged_interval_ms: _Optional[int] = ...) -> None: ...
 
 class WatchStatusResponse(_message.Message):
     __slots__ = ("status",)
