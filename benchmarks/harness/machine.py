@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from triptych_services.worker.context.host import cpu_flags, cpu_name, usable_cores
+from triptych.host import cpu_flags, cpu_name, usable_cores
 
 BUSY_LOAD = 0.5
 """Load average above which others compute: a peer gave 512 tokens/s beside a compiler instead of 705."""

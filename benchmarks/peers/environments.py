@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from triptych.host import cpu_flags
 from triptych.hub.cache import cache_home, locked
 from triptych.hub.progress import ProgressLine
-from triptych_services.worker.context.host import cpu_flags
 
 STAMP_FILE = "installed.json"
 """Written last into an environment: the recipe that it was made by."""

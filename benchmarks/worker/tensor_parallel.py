@@ -22,8 +22,8 @@ from pathlib import Path
 from benchmarks.harness.command import ROOT, create_parser, module_command, run
 from benchmarks.harness.figures import Figure
 from tests.helpers.processes import free_port
+from triptych.host import usable_cores
 from triptych.hub import resolve_model
-from triptych_services.worker.context.host import usable_cores
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

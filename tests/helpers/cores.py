@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from triptych_services.worker.context.host import usable_cores
+from triptych.host import usable_cores
 
 
 def share_of_cores() -> int:

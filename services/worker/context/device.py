@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
+from triptych import host
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError
 from triptych_kernels.cpu.compile import FLAGS_OF_MACHINE
 from triptych_kernels.cpu.library import isa, missing_flags, refused_isas
 from triptych_kernels.cpu.library import use_threads as use_native_threads
-from triptych_services.worker.context import host
 from triptych_services.worker.context.machine import (
     cpu_flags_of,
     cpu_prefers_bfloat16,

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from triptych import host
 from triptych.errors import ConfigError
 from triptych.hub.cache import cache_home
 from triptych_kernels.cpu.arithmetic import Arithmetic, arithmetic_of
@@ -29,7 +30,6 @@ from triptych_kernels.cpu.library import (
 from triptych_kernels.cpu.machine import MachineRates, Rates, contradictions, keep_rates, load_rates
 from triptych_kernels.cpu.machine_files import check_isas
 from triptych_kernels.cpu.rate_measurement import measure_rates
-from triptych_services.worker.context import host
 from triptych_services.worker.context.attention_choice import installed_packages
 from triptych_services.worker.context.resolved_config import DeviceTraits
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from triptych import host
 from triptych.errors import MemoryShort, TriptychError
 from triptych.types.facts import SleepLevel, WorkerFacts
 from triptych.types.step import StepPlan
 from triptych_kernels.cpu.memory import zeros_in_huge_pages
 from triptych_services.worker.adapters.store import AdapterStore
-from triptych_services.worker.context import host
 from triptych_services.worker.context.device import free_memory, held_memory
 from triptych_services.worker.context.rank_group import OneRank, RankGroup
 from triptych_services.worker.kv_transfer.base import BlockStore

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from triptych import host
 from triptych.errors import MemoryShort
 from triptych_kernels.triton.linear.quantized_weight import GroupQuantizedWeight
 from triptych_kernels.triton.linear.w8a8_weight import ChannelQuantizedWeight
 from triptych_kernels.triton.moe.quantized_experts import GroupQuantizedExperts
 from triptych_kernels.weights.formats import QuantizedFormat
-from triptych_services.worker.context import host
 from triptych_services.worker.runner.sleepable_runner import HostCopy, weight_storages
 
 CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from triton.runtime import driver
 
+from triptych import host
 from triptych.errors import ConfigError
 from triptych_kernels.triton.linear.few_rows import FEW_ROWS
 from triptych_kernels.triton.tuning.compile_ahead import NotedLaunch, noted_launches
 from triptych_services.worker.attention.create import create_attention
-from triptych_services.worker.context import host
 from triptych_services.worker.context.device import free_memory
 from triptych_services.worker.context.rank_group import RankGroup
 from triptych_services.worker.context.resolved_config import ResolvedConfig

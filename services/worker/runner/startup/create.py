@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from triptych import host
 from triptych.errors import ConfigError, FeatureDisabled, ModelError
 from triptych.types.facts import Phase, WorkerFacts
 from triptych.types.identity import Likeness, ModelIdentity, compare
@@ -23,7 +24,6 @@ from triptych_kernels.cpu.library import amx_refusal, isa, isa_and_build
 from triptych_kernels.cpu.machine import rates
 from triptych_services.worker.adapters.store import AdapterLimits, AdapterStore
 from triptych_services.worker.attention.create import create_attention
-from triptych_services.worker.context import host
 from triptych_services.worker.context.attention_choice import NATIVE_DTYPES
 from triptych_services.worker.context.device import (
     device_name,

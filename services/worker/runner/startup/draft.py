@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from triptych import host
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.config import CacheConfig, ModelConfig, ParallelConfig, SpeculativeConfig
 from triptych.errors import ConfigError, FeatureDisabled, ModelError
 from triptych.types.facts import WorkerFacts
 from triptych_services.worker.attention.create import create_attention
-from triptych_services.worker.context import host
 from triptych_services.worker.context.device import resolve_config
 from triptych_services.worker.context.resolved_config import ResolvedConfig
 from triptych_services.worker.layers.attention import check_layers

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych import host
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import EngineConfig
 from triptych.errors import TriptychError
 from triptych.types.facts import Phase, WorkerFacts
 from triptych_kernels.cpu.library import isa, isa_and_build
 from triptych_kernels.cpu.library import use_threads as use_native_threads
-from triptych_services.worker.context import host
 from triptych_services.worker.context.machine import cpu_traits, examine_machine, machine_directory
 from triptych_services.worker.context.resolve import resolve_for_device
 from triptych_services.worker.context.resolved_config import ResolvedConfig

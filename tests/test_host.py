@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych_services.worker.context import host
+from triptych import host
 
 GIB = 1 << 30
 
