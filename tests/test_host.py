@@ -53,6 +53,18 @@ def test_a_cpu_quota_limits_the_cores(root, quota, cores):
     assert host.usable_cores(root, range(8)) == cores
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "cpus"),
+    [(None, None, 8), (None, 300_000, 3), (300_000, None, 3), (150_000, 300_000, 2), (1_600_000, None, 8)],
+)
+def test_the_tightest_quota_limits_logical_cpus(root, outer, inner, cpus):
+    write(root, "proc/self/cgroup", "0::/pod/frontend\n")
+    for group, quota in (("pod", outer), ("pod/frontend", inner)):
+        write(root, f"sys/fs/cgroup/{group}/cpu.max", f"{quota or 'max'} 100000\n")
+    assert host.usable_cpus(root, range(8)) == cpus
+    assert host.usable_cpus(root, {3}) == 1
+
+
 def test_a_version_1_cpu_quota_limits_the_cores(root):
     write(root, "proc/self/cgroup", "4:cpu,cpuacct:/job\n")
     write(root, "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "300000\n")

@@ -26,12 +26,16 @@ def usable_cores(root: Path = ROOT, affinity: Collection[int] | None = None) -> 
     """
     allowed = _allowed_cpus() if affinity is None else affinity
     core_of = _core_of_cpu(root)
-    cores = len({core_of.get(cpu, ("", str(cpu))) for cpu in allowed})
-    for group in _cgroups("cpu", root):
-        quota = _cpu_quota(group)
-        if quota is not None:
-            cores = min(cores, math.ceil(quota))
-    return max(1, cores)
+    return _within_quota(len({core_of.get(cpu, ("", str(cpu))) for cpu in allowed}), root)
+
+
+def usable_cpus(root: Path = ROOT, affinity: Collection[int] | None = None) -> int:
+    """Return the number of logical CPUs that this process may use, within its affinity and its CPU quota.
+
+    Args:
+        affinity: As in `usable_cores`.
+    """
+    return _within_quota(len(_allowed_cpus() if affinity is None else affinity), root)
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
@@ -133,6 +137,12 @@ def _cgroup_free_memory(root: Path) -> Iterator[int]:
             if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:
                 stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
                 yield max(0, int(limit) - int(used) + int(stat.get(cache_key, 0)))
+
+
+def _within_quota(count: int, root: Path) -> int:
+    """Return at most `count`, at least 1, and no more CPUs than the quotas of all control groups are worth."""
+    quotas = (_cpu_quota(group) for group in _cgroups("cpu", root))
+    return max(1, min([count, *(math.ceil(quota) for quota in quotas if quota is not None)]))
 
 
 def _cpu_quota(group: Path) -> float | None:

@@ -52,7 +52,8 @@ class FrontendConfig:
     processes: int = value(
         1,
         "Processes that serve on the frontend's ports together, each on a core of its own. They are supervised and "
-        "restarted by the one that is started. 0: one for every 8 cores that it may use, at least one.",
+        "restarted by the one that is started. 0: one for every 8 CPUs within its affinity and its container's CPU "
+        "limit, at least one.",
         FRONTEND,
         ge=0,
         le=64,

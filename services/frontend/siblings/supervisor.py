@@ -20,12 +20,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from triptych.config import EngineConfig, FrontendConfig
 from triptych.config.loader import ServiceArguments, to_flags
 from triptych.errors import ConfigError
+from triptych.host import usable_cpus
 from triptych.launcher.process import Deaths, Exit, child_environment
 from triptych.observe import logging as observe_logging
 from triptych.rpc.server import stop_event, write_ready_file
@@ -36,18 +36,17 @@ from triptych_services.frontend.siblings.link import Link, LinkClosed, Place
 
 log = logging.getLogger(__name__)
 
-_CORES_PER_PROCESS = 8
+_CPUS_PER_PROCESS = 8
 _STOP_MARGIN_S = 3.0  # on top of frontend.drain_s, before what is left is killed
 _FAILED_GRACE_S = 2.0  # for the others to leave when one cannot be started
 _ALIVE_EVERY_S = 5.0
 _HUNG_S = 30.0
 """A process that has not answered for so long is killed: its share of the connections waits for it."""
-_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def num_processes(config: FrontendConfig) -> int:
-    """Return the number of processes that the config asks for, on the cores that this one may use."""
-    return config.processes or max(1, _usable_cores() // _CORES_PER_PROCESS)
+    """Return the number of processes that the config asks for, on the CPUs that this one may use."""
+    return config.processes or max(1, usable_cpus() // _CPUS_PER_PROCESS)
 
 
 def supervise(arguments: ServiceArguments) -> NoReturn:
@@ -261,13 +260,3 @@ def _used_ports(config: FrontendConfig) -> Iterator[tuple[str, str]]:
         yield "http_port", config.host
     if config.serve_admin_http:
         yield "admin_http_port", config.admin_host
-
-
-def _usable_cores() -> int:
-    """Return the cores that this process may use: its affinity, and the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = _CGROUP_QUOTA.read_text().split()
-        return min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no quota
-        return cores

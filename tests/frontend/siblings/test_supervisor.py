@@ -52,9 +52,9 @@ def test_bounds_of_a_frontend_are_divided() -> None:
     assert shared.max_messages_per_s == frontend.max_messages_per_s, "it bounds a core"
 
 
-def test_processes_go_by_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, count in ((1, 1), (15, 1), (16, 2), (64, 8)):
-        monkeypatch.setattr(supervisor, "_usable_cores", lambda cores=cores: cores)
+def test_processes_go_by_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpus, count in ((1, 1), (15, 1), (16, 2), (64, 8)):
+        monkeypatch.setattr(supervisor, "usable_cpus", lambda cpus=cpus: cpus)
         assert num_processes(FrontendConfig(processes=0)) == count
         assert num_processes(FrontendConfig(processes=3)) == 3
 
