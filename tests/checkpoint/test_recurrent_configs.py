@@ -105,7 +105,7 @@ def test_the_text_part_of_qwen_3_5_is_read(name: str, tmp_path: Path) -> None:
     assert architecture.names.stored("model.norm.weight") == "model.language_model.norm.weight"
     held = architecture.names.holder("model.layers.0.mixer.in_k.weight")
     assert held.name == "model.language_model.layers.0.linear_attn.in_proj_qkv.weight"
-    assert architecture.block.has_output_gate
+    assert architecture.block.output_gate == "elements"
 
 
 @pytest.mark.parametrize("infinity", ["Infinity", {"__float__": "Infinity"}, math.inf], ids=str)

@@ -316,8 +316,9 @@ class BlockSpec:
     """Factor of the products of queries and keys; 0: 1 / sqrt(head_dim)."""
     attention_soft_cap: float = 0.0
     """Scores become `cap * tanh(score / cap)`; 0: they stay."""
-    has_output_gate: bool = False
-    """Whether what a head attends to is multiplied by the sigmoid of a projection of its own, `gate_proj`."""
+    output_gate: str = "none"
+    """Sigmoids of a projection, `gate_proj`, that multiply what a head attends to. none. elements: each element has its
+    own. heads: each head has one."""
     has_sinks: bool = False
     """Whether each head has one more score in its softmax, without a value."""
     alibi_slopes: tuple[float, ...] = ()

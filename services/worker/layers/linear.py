@@ -122,26 +122,30 @@ class QKVLinear(PackedLinear):
         head_dim: int,
         *,
         bias: bool,
-        has_gate: bool = False,
+        gate: str = "none",
         lacking: tuple[str, ...] = (),
         context: ModelContext,
         prefix: str,
     ) -> None:
         """
         Args:
-            has_gate: Whether there is another projection, `gate_proj`, like that of the queries.
+            gate: As of `BlockSpec.output_gate`; another projection, `gate_proj`, behind the others.
             lacking: `v_proj`: values are what the projection of keys gives. `k_proj`, `v_proj`: there are only queries.
         """
         heads = share(num_heads, what="num_heads", rank=context.rank)
         kv_heads = share_kv_heads(num_kv_heads, rank=context.rank)
         self.lacks_values = "v_proj" in lacking
-        gates = (("gate_proj", num_heads, heads),) if has_gate else ()
+        gates = (
+            (("gate_proj", num_heads, heads, head_dim if gate == "elements" else 1),)
+            if gate != "none"
+            else ()
+        )
         pieces = tuple(
-            Piece(name, total * head_dim, first * head_dim, length * head_dim)
-            for name, total, (first, length) in (
-                ("q_proj", num_heads, heads),
-                ("k_proj", num_kv_heads, kv_heads),
-                ("v_proj", num_kv_heads, kv_heads),
+            Piece(name, total * width, first * width, length * width)
+            for name, total, (first, length), width in (
+                ("q_proj", num_heads, heads, head_dim),
+                ("k_proj", num_kv_heads, kv_heads, head_dim),
+                ("v_proj", num_kv_heads, kv_heads, head_dim),
                 *gates,
             )
             if name not in lacking
@@ -152,10 +156,12 @@ class QKVLinear(PackedLinear):
         """Number of query heads of this rank."""
         self.num_kv_heads = 0 if "k_proj" in lacking else kv_heads[1]
         """Number of key heads of this rank."""
+        self.num_columns = sum(piece.length for piece in pieces if piece.name != "gate_proj")
+        """Number of outputs before those of the gate."""
 
     def split_heads(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of the output of `forward`: query [num_tokens, num_heads, head_dim], key and value likewise."""
-        heads = packed.view(packed.shape[0], -1, self.head_dim)
+        heads = packed[:, : self.num_columns].unflatten(1, (-1, self.head_dim))
         first_key, end = self.num_heads, self.num_heads + self.num_kv_heads
         first_value = first_key if self.lacks_values else end
         last = first_value + self.num_kv_heads

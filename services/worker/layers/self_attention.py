@@ -55,12 +55,12 @@ class SelfAttention(nn.Module):
             spec.num_kv_heads,
             head_dim,
             bias=block.qkv_bias,
-            has_gate=block.has_output_gate,
+            gate=block.output_gate,
             lacking=("v_proj",) * spec.value_is_key if is_written else ("k_proj", "v_proj"),
             context=context,
             prefix=prefix,
         )
-        self.has_gate = block.has_output_gate
+        self.output_gate = block.output_gate
         self.clip_qkv = block.clip_qkv
         lacks_norm = spec.rope is None and block.qk_norm_needs_rope
         self.qk_norm = "none" if lacks_norm else block.qk_norm
@@ -145,10 +145,17 @@ class SelfAttention(nn.Module):
         if self.query_scales is not None:
             query = query * self.query_scales(positions).to(query.dtype)
         attended = self.attention(query, key, value, positions, context)
-        if self.has_gate:
-            attended = attended * torch.sigmoid(packed[:, -attended.shape[1] :])
+        if self.output_gate != "none":
+            attended = self._gated(attended, torch.sigmoid(packed[:, self.qkv_proj.num_columns :]))
         out: Tensor = self.o_proj(attended, context.adapter_slots)
         return out
+
+    def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
+        """Multiply [num_tokens, num_heads * head_dim] by gates of each element, or of each head."""
+        if self.output_gate == "elements":
+            return attended * gates
+        heads = attended.unflatten(1, (gates.shape[1], -1))
+        return (heads * gates[:, :, None]).flatten(1)
 
     def _normalise_together(self, packed: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise the queries of all heads as one vector, and the keys."""

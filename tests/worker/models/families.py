@@ -96,6 +96,14 @@ DEEPSEEK_EXPERTS = {
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1,
 }
+COHERE_EXPERTS = {
+    "head_dim": 10,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 2,
+    "logit_scale": 0.5,
+}
 INDEXER = {"index_topk": 7, "index_n_heads": 12, "index_head_dim": 10}
 """Few keys, and heads enough that scores of 0, which several keys would share, are rare: `test_chosen_keys`."""
 
@@ -111,6 +119,21 @@ GEMMA4 = {
 """Layers of two sizes of heads; no inputs by token."""
 
 FAMILIES: dict[str, Tiny] = {
+    "AFMoE": Tiny(
+        "afmoe",
+        {
+            "head_dim": 10,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 2,
+            "route_scale": 1.7,
+            "mup_enabled": True,
+            "sliding_window": WINDOW,
+            "global_attn_every_n_layers": 2,
+        },
+    ),
     "Apertus": Tiny(
         "apertus",
         {
@@ -132,6 +155,27 @@ FAMILIES: dict[str, Tiny] = {
         {"vocab_size": 97, "attn_implementation": "eager"},
     ),
     "Cohere": Tiny("cohere", {"logit_scale": 0.25, "attention_bias": True}),
+    "Cohere 2 MoE": Tiny(
+        "cohere2_moe",
+        {
+            **COHERE_EXPERTS,
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": False,
+            "rms_norm_eps": 1e-6,
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 72,
+        },
+    ),
+    "Cohere 2 MoE, shared": Tiny(
+        "cohere2_moe",
+        {
+            **COHERE_EXPERTS,
+            "num_shared_experts": 2,
+            "shared_expert_combination_strategy": "sum",
+            "prefix_dense_sliding_window_pattern": 2,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+        },
+    ),
     "Cohere 2": Tiny("cohere2", {"sliding_window": WINDOW, "head_dim": 10}),
     "Ernie 4.5": Tiny("ernie4_5", {"head_dim": 10, "use_bias": True}),
     "DeepSeek V2": Tiny(
@@ -298,6 +342,17 @@ FAMILIES: dict[str, Tiny] = {
     "Helium": Tiny("helium", {"head_dim": 8}),
     "Hunyuan": Tiny("hunyuan_v1_dense", {"head_dim": 10, "attention_bias": True}),
     "Hunyuan, alpha": Tiny("hunyuan_v1_dense", {"head_dim": 10, **rope("dynamic", alpha=50.0, factor=1.0)}),
+    "Hunyuan 3": Tiny(
+        "hy_v3",
+        {
+            "head_dim": 10,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "router_scaling_factor": 1.7,
+        },
+    ),
     "Hunyuan MoE": Tiny("hunyuan_v1_moe", {"head_dim": 10, "num_experts": 5, "moe_topk": 2}),
     "Llama": Tiny("llama", {"attention_bias": True, "mlp_bias": True}),
     "Llama 4": Tiny(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.worker.models.families import FOUR, FULL, Tiny, rope
+from tests.worker.models.families import FOUR, FULL, SLIDING, WINDOW, Tiny, rope
 
 LINEAR = "linear_attention"
 DELTA = {
@@ -20,6 +20,7 @@ MAMBA = {
     "mamba_d_state": 10,
     "mamba_chunk_size": 8,
 }
+LFM3 = {"head_dim": 16, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 SHARED = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -50,6 +51,9 @@ NEMOTRON_EXPERTS = {
 }
 
 RECURRENT_FAMILIES: dict[str, Tiny] = {
+    "Bamba": Tiny(
+        "bamba", {**MAMBA, "attn_layer_indices": [1], **rope("default", partial_rotary_factor=0.5)}
+    ),
     "Falcon-H1": Tiny(
         "falcon_h1",
         {
@@ -127,6 +131,25 @@ RECURRENT_FAMILIES: dict[str, Tiny] = {
             "moe_intermediate_size": 24,
             "routed_scaling_factor": 1.3,
             "experts_implementation": "eager",
+        },
+    ),
+    "LFM3": Tiny(
+        "lfm3",
+        {
+            **LFM3,
+            "sliding_window": WINDOW,
+            "layer_types": ["conv", SLIDING, FULL, "conv"],
+        },
+    ),
+    "LFM3, no gate": Tiny(
+        "lfm3",
+        {
+            **LFM3,
+            "conv_bias": True,
+            "conv_L_cache": 3,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "layer_types": ["conv", FULL, "conv", FULL],
         },
     ),
     "Mamba": Tiny("mamba", {"state_size": 6, "time_step_rank": 5, "use_bias": True}, NO_ATTENTION),

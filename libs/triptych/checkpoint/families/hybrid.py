@@ -1,4 +1,4 @@
-"""Families of Mamba layers beside attention: Falcon-H1, Granite 4, Jamba, Nemotron-H."""
+"""Families of Mamba layers beside attention: Bamba, Falcon-H1, Granite 4, Jamba, Nemotron-H."""
 
 from __future__ import annotations
 
@@ -74,6 +74,38 @@ def _mamba2_of_hybrid(config: ConfigFile, hidden_size: int, *, inner: int = 0) -
         dt_limits=read_limits(config),
     )
     return check_groups(config, "mamba_n_groups", state)
+
+
+def bamba(config: ConfigFile) -> ModelArchitecture:
+    """Read Bamba, in which the layers of a list attend, and the others have Mamba 2."""
+    sizes = read_sizes(config)
+    attending = config.indices("attn_layer_indices", length=sizes.num_layers)
+    state = _mamba2_of_hybrid(config, sizes.hidden_size)
+    config.pass_over("z_loss_coefficient")
+    # all heads are rotated by as many elements as the first files say
+    rotated = config.optional_integer("attn_rotary_emb")
+    rope = read_rope(config, sizes, partial=(rotated or sizes.head_dim) / sizes.head_dim)
+    layers = with_states(
+        describe_layers(sizes, intermediate_size=config.integer("intermediate_size"), rope=rope),
+        {index: state for index in range(sizes.num_layers) if index not in attending},
+    )
+    bias = config.boolean("attention_bias", default=False)
+    block = replace(
+        rms_block(config, eps=1e-5),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=config.boolean("mlp_bias", default=False),
+    )
+    names = TensorNames(
+        renamed=(
+            ("model.norm", "model.final_layernorm"),
+            ("post_attention_layernorm", "pre_ff_layernorm"),
+            (".mixer.", ".mamba."),
+            (".mlp.", ".feed_forward."),
+        ),
+        fused=parts_of_mixer(state.kind, "mamba"),
+    )
+    return describe(config, sizes, layers=layers, block=block, names=names)
 
 
 def granite_hybrid(config: ConfigFile) -> ModelArchitecture:

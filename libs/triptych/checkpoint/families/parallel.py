@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from triptych.checkpoint.architecture import BlockSpec, EndsSpec, ModelArchitecture, NormSpec
+from triptych.checkpoint.architecture import (
+    BlockSpec,
+    EndsSpec,
+    ExpertsSpec,
+    ModelArchitecture,
+    NormSpec,
+)
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
     FULL,
@@ -12,10 +18,12 @@ from triptych.checkpoint.families.keys import (
     describe,
     describe_layers,
     read_activation,
+    read_experts,
     read_layer_types,
     read_rope,
     read_sizes,
     read_window,
+    with_dense_layers,
 )
 from triptych.checkpoint.families.registry import architecture_name
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
@@ -64,6 +72,71 @@ def cohere(config: ConfigFile) -> ModelArchitecture:
     )
     ends = EndsSpec(logits_multiplier=config.number("logit_scale", default=0.0625))
     return describe(config, sizes, layers=layers, block=block, ends=ends, is_tied=True)
+
+
+def cohere_moe(config: ConfigFile) -> ModelArchitecture:
+    """Read Cohere 2 with a mixture: attention beside experts, positions in layers with a window and in dense ones."""
+    config.assume(sliding_window=4096, num_experts=8, num_experts_per_tok=2)
+    sizes = read_sizes(config)
+    num_dense = config.integer("first_k_dense_replace", default=0, minimum=0)
+    of_dense = config.integer("prefix_dense_sliding_window_pattern", default=1)
+    every = config.integer("sliding_window_pattern", default=4)
+
+    def kind_of(index: int) -> str:
+        place, period = (index, of_dense) if index < num_dense else (index - num_dense, every)
+        return SLIDING if (place + 1) % period else FULL
+
+    layer_types = read_layer_types(config, sizes.num_layers, default=kind_of)
+    kinds = tuple("dense" if index < num_dense else "sparse" for index in range(sizes.num_layers))
+    if config.has("mlp_layer_types"):
+        kinds = config.words("mlp_layer_types", length=sizes.num_layers, among=("dense", "sparse"))
+    rope, width = read_rope(config, sizes, is_interleaved=True), config.integer("intermediate_size")
+    layers = describe_layers(
+        sizes,
+        intermediate_size=width,
+        rope=lambda index, kind: (
+            rope if kind == SLIDING or (kinds[index] == "dense" and of_dense == 1) else None
+        ),
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+        experts=_cohere_experts(config, width),
+    )
+    dense_width = config.integer("prefix_dense_intermediate_size", default=width)
+    layers = with_dense_layers(layers, dense_width, lambda index: kinds[index] == "dense")
+    config.expect("use_qk_norm", False, otherwise="each head's queries and keys have a norm of their own")
+    config.expect("use_parallel_block", True, otherwise="the MLP follows the attention")
+    config.expect("use_gated_activation", True, otherwise="the MLP has no gate")
+    config.expect("layer_norm_bias", False, otherwise="norms have biases")
+    bias, has_rms = config.boolean("attention_bias", default=False), config.has("rms_norm_eps")
+    config.pass_over("layer_norm_eps" if has_rms else "rms_norm_eps")
+    norm = NormSpec(
+        "rms" if has_rms else "layer",
+        eps=config.number("rms_norm_eps" if has_rms else "layer_norm_eps", default=1e-5),
+    )
+    block = BlockSpec(
+        norm=norm, parallel="one_norm", qkv_bias=bias, out_bias=bias, activation=read_activation(config)
+    )
+    ends = EndsSpec(logits_multiplier=config.number("logit_scale", default=0.0625))
+    return describe(config, sizes, layers=layers, block=block, ends=ends, is_tied=True)
+
+
+def _cohere_experts(config: ConfigFile, width: int) -> ExpertsSpec:
+    """Describe experts chosen by their logits, with sigmoids as weights, or a softmax of those that were chosen."""
+    score = config.text("expert_selection_fn", default="softmax")
+    if score not in ("softmax", "sigmoid"):
+        config.fail("expert_selection_fn", score, "must be softmax or sigmoid")
+    is_divided = config.boolean("norm_topk_prob", default=True)
+    num_shared = config.integer("num_shared_experts", default=0, minimum=0)
+    if num_shared:
+        config.expect(
+            "shared_expert_combination_strategy", "sum", otherwise="shared experts and others are averaged"
+        )
+    config.pass_over("shared_expert_combination_strategy")
+    return replace(
+        read_experts(config, "num_experts", renormalize=score == "softmax" or is_divided),
+        score=score,
+        shared_size=width * num_shared,
+    )
 
 
 def falcon(config: ConfigFile) -> ModelArchitecture:

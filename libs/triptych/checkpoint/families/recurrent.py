@@ -1,4 +1,4 @@
-"""Families with recurrent states: Qwen3-Next and 3.5, Mamba 1 and 2, LFM2."""
+"""Families with recurrent states: Qwen3-Next and 3.5, Mamba 1 and 2."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _qwen(
     norm = NormSpec(eps=config.number("rms_norm_eps", default=1e-6), offset=1.0)
     bias = config.boolean("attention_bias", default=False)
     block = BlockSpec(
-        norm=norm, qk_norm="head", qk_norm_spec=norm, qkv_bias=bias, out_bias=bias, has_output_gate=True
+        norm=norm, qk_norm="head", qk_norm_spec=norm, qkv_bias=bias, out_bias=bias, output_gate="elements"
     )
     own = (
         FusedTensor(
@@ -344,90 +344,3 @@ def _mixers_only(config: ConfigFile, state: StateSpec, *, is_tied: bool) -> Mode
         names=names,
         is_tied=is_tied,
     )
-
-
-def lfm2(config: ConfigFile) -> ModelArchitecture:
-    """Read LFM2: layers attend or have a short convolution, with one MLP in each or with experts."""
-    config.assume(rope_theta=1000000.0)
-    sizes = read_sizes(config)
-    full = config.indices("full_attn_idxs", length=sizes.num_layers)
-    conv = "conv"
-    if config.has("layer_types"):
-        kinds = config.words("layer_types", length=sizes.num_layers, among=(FULL, conv))
-    else:
-        kinds = tuple(FULL if index in full else conv for index in range(sizes.num_layers))
-    bias = config.boolean("conv_bias", default=False)
-    state = StateSpec(
-        kind="short_conv",
-        taps=config.integer("conv_L_cache", default=3, minimum=2),
-        num_heads=1,
-        value_dim=sizes.hidden_size,
-        conv_bias=bias,
-        bias=bias,
-    )
-    config.pass_over("num_heads")  # those of attention, once more
-    config.expect("use_pos_enc", True, otherwise="positions are not rotated")
-    has_experts = architecture_name(config) == "Lfm2MoeForCausalLM"
-    layers = with_states(
-        (_lfm2_mixtures if has_experts else _lfm2_mlps)(config, sizes),
-        {index: state for index, kind in enumerate(kinds) if kind == conv},
-    )
-    norm = NormSpec(eps=config.number("norm_eps", default=1e-5))
-    names = TensorNames(
-        renamed=(
-            ("model.norm", "model.embedding_norm"),
-            (".self_attn.o_proj", ".self_attn.out_proj"),
-            (".q_norm", ".q_layernorm"),
-            (".k_norm", ".k_layernorm"),
-            ("input_layernorm", "operator_norm"),
-            ("post_attention_layernorm", "ffn_norm"),
-            (".gate_proj", ".w1"),
-            (".up_proj", ".w3"),
-            (".down_proj", ".w2"),
-            (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
-            (".mlp.", ".feed_forward."),
-            (".mixer.conv1d", ".conv.conv"),
-            (".mixer.", ".conv."),
-        ),
-        fused=parts_of_mixer(state.kind, "conv"),
-    )
-    is_tied = config.boolean("tie_embedding", default=True)
-    block = BlockSpec(norm=norm, qk_norm="head", qk_norm_spec=norm)
-    return describe(config, sizes, layers=layers, block=block, names=names, is_tied=is_tied)
-
-
-def _lfm2_mlps(config: ConfigFile, sizes: Sizes) -> tuple[LayerSpec, ...]:
-    config.pass_over("conv_dim", "conv_dim_out", "block_dim", "block_mlp_init_scale", "block_norm_eps")
-    config.pass_over(
-        "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "conv_use_xavier_init"
-    )
-    return describe_layers(sizes, intermediate_size=_lfm2_width(config), rope=read_rope(config, sizes))
-
-
-def _lfm2_mixtures(config: ConfigFile, sizes: Sizes) -> tuple[LayerSpec, ...]:
-    experts = replace(
-        read_experts(config, "num_experts", renormalize=config.boolean("norm_topk_prob", default=True)),
-        score="sigmoid",
-        scale=config.positive("routed_scaling_factor", default=1.0),
-    )
-    if config.boolean("use_expert_bias", default=True):
-        experts = replace(experts, correction_shape=(experts.num_experts,))
-    layers = describe_layers(
-        sizes,
-        intermediate_size=config.integer("moe_intermediate_size"),
-        rope=read_rope(config, sizes),
-        experts=experts,
-    )
-    num_dense = config.integer("num_dense_layers", default=2, minimum=0)
-    return with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
-
-
-def _lfm2_width(config: ConfigFile) -> int:
-    """Return the columns of the MLP, which files give before it is cut to two thirds and rounded."""
-    key = "block_ff_dim" if config.has("block_ff_dim") else "intermediate_size"
-    config.pass_over("intermediate_size")
-    width, multiple = config.integer(key), config.integer("block_multiple_of", default=256)
-    factor = config.number("block_ffn_dim_multiplier", default=1.0)
-    if not config.boolean("block_auto_adjust_ff_dim", default=True):
-        return width
-    return multiple * math.ceil(int(factor * int(2 * width / 3)) / multiple)

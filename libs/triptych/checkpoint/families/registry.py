@@ -58,6 +58,7 @@ _GROUPS = {
         "Qwen3MoeForCausalLM": "qwen3_moe",
     },
     "shared_experts": {
+        "AfmoeForCausalLM": "afmoe",
         "Dots1ForCausalLM": "dots1",
         "Ernie4_5_MoeForCausalLM": "ernie_moe",
         "ExaoneMoEForCausalLM": "exaone_moe",
@@ -66,8 +67,14 @@ _GROUPS = {
         "GraniteMoeForCausalLM": "granite_moe",
         "GraniteMoeSharedForCausalLM": "granite_moe",
         "HunYuanMoEV1ForCausalLM": "hunyuan_moe",
+        "HYV3ForCausalLM": "hunyuan3",
         "Llama4ForCausalLM": "llama4",
         "SolarOpenForCausalLM": "solar_open",
+    },
+    "convolutions": {
+        "Lfm2ForCausalLM": "lfm2",
+        "Lfm2MoeForCausalLM": "lfm2",
+        "Lfm3ForCausalLM": "lfm3",
     },
     "gemma": {
         "Gemma2ForCausalLM": "gemma2",
@@ -78,6 +85,7 @@ _GROUPS = {
         "GemmaForCausalLM": "gemma",
     },
     "hybrid": {
+        "BambaForCausalLM": "bamba",
         "FalconH1ForCausalLM": "falcon_h1",
         "GraniteMoeHybridForCausalLM": "granite_hybrid",
         "JambaForCausalLM": "jamba",
@@ -97,6 +105,7 @@ _GROUPS = {
     "parallel": {
         "CohereForCausalLM": "cohere",
         "Cohere2ForCausalLM": "cohere",
+        "Cohere2MoeForCausalLM": "cohere_moe",
         "FalconForCausalLM": "falcon",
         "GPTJForCausalLM": "gptj",
         "GPTNeoXForCausalLM": "gpt_neox",
@@ -113,8 +122,6 @@ _GROUPS = {
         "Starcoder2ForCausalLM": "starcoder2",
     },
     "recurrent": {
-        "Lfm2ForCausalLM": "lfm2",
-        "Lfm2MoeForCausalLM": "lfm2",
         "MambaForCausalLM": "mamba",
         "Mamba2ForCausalLM": "mamba2",
         "Qwen3NextForCausalLM": "qwen3_next",

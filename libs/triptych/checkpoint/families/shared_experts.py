@@ -1,5 +1,5 @@
-"""Families with a mixture in which every token goes through an expert that all share: Dots 1, Ernie 4.5, GLM 4.5,
-Granite, Hunyuan, K-EXAONE, Llama 4, Solar Open.
+"""Families with a mixture in which every token goes through an expert that all share: AFMoE, Dots 1, Ernie 4.5,
+GLM 4.5, Granite, Hunyuan, K-EXAONE, Llama 4, Solar Open.
 """
 
 from __future__ import annotations
@@ -32,6 +32,56 @@ from triptych.checkpoint.families.llama import (
 )
 from triptych.checkpoint.families.registry import architecture_name
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+
+
+def afmoe(config: ConfigFile) -> ModelArchitecture:
+    """Read Trinity: gated attention with norms on both sides, in which only layers with a window have positions."""
+    config.assume(head_dim=128, sliding_window=1024)
+    config.assume(num_experts=64, num_experts_per_tok=6, num_shared_experts=2, moe_intermediate_size=1408)
+    sizes = read_sizes(config, default_positions=16384)
+    config.expect("score_func", "sigmoid", otherwise="the router scores in another way")
+    config.expect(
+        "route_norm", True, otherwise="the weights of a token's experts are not divided by their sum"
+    )
+    config.expect("attention_bias", False, otherwise="the attention has biases")
+    for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
+        config.expect(key, 1, otherwise="experts are chosen by groups")
+    config.pass_over("load_balance_coeff", "use_grouped_mm")
+    every = config.integer("global_attn_every_n_layers", default=4)
+    layer_types = read_layer_types(
+        config, sizes.num_layers, default=lambda index: SLIDING if (index + 1) % every else FULL
+    )
+    rope, width = read_rope(config, sizes), config.integer("moe_intermediate_size")
+    experts = read_experts(config, "num_experts")
+    experts = replace(
+        experts,
+        score="sigmoid",
+        scale=config.positive("route_scale", default=1.0),
+        correction_shape=(experts.num_experts,),
+        shared_size=width * config.integer("num_shared_experts", minimum=0),
+    )
+    layers = describe_layers(
+        sizes,
+        intermediate_size=width,
+        rope=lambda index, kind: rope if kind == SLIDING else None,
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+        experts=experts,
+    )
+    num_dense = config.integer("num_dense_layers", default=1, minimum=0)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    block = replace(rms_block(config, eps=1e-5), norms="both", qk_norm="head", output_gate="elements")
+    is_scaled = config.boolean("mup_enabled", default=False)
+    ends = EndsSpec(embedding_multiplier=sizes.hidden_size**0.5 if is_scaled else 1.0)
+    names = TensorNames(
+        renamed=(
+            ("pre_feedforward_layernorm", "pre_mlp_layernorm"),
+            ("post_feedforward_layernorm", "post_mlp_layernorm"),
+            (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
+            (".mlp.gate.", ".mlp.router.gate."),
+        )
+    )
+    return describe(config, sizes, layers=layers, block=block, ends=ends, names=names)
 
 
 def dots1(config: ConfigFile) -> ModelArchitecture:
@@ -224,6 +274,48 @@ def hunyuan_moe(config: ConfigFile) -> ModelArchitecture:
         )
     )
     return describe(config, sizes, layers=layers, block=hunyuan_block(config, sizes), names=names)
+
+
+def hunyuan3(config: ConfigFile) -> ModelArchitecture:
+    """Read Hunyuan 3: a mixture by corrected sigmoids behind dense layers, beside attention with q/k norms."""
+    config.assume(head_dim=128, num_experts=192, num_experts_per_tok=8, moe_intermediate_size=1536)
+    sizes = read_sizes(config)
+    for key in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
+        config.expect(key, True, otherwise="it is computed in another way")
+    for key in ("attention_bias", "mlp_bias"):
+        config.expect(key, False, otherwise="projections have biases")
+    # how precisely sums are kept: here in float32 in any case
+    config.pass_over("enable_moe_fp32_combine", "enable_lm_head_fp32", "enable_attention_fp32_softmax")
+    width = config.integer("moe_intermediate_size")
+    config.expect("expert_hidden_dim", width, otherwise="experts have two widths")
+    experts = read_experts(config, "num_experts")
+    experts = replace(
+        experts,
+        score="sigmoid",
+        scale=config.positive("router_scaling_factor", default=2.826),
+        correction_shape=(experts.num_experts,),
+        shared_size=width * config.integer("num_shared_experts", default=1, minimum=0),
+    )
+    rope = read_rope(config, sizes, theta=11158840.0)
+    layers = describe_layers(sizes, intermediate_size=width, rope=rope, experts=experts)
+    num_dense = config.integer("first_k_dense_replace", default=1, minimum=0)
+    kinds = ("dense",) * num_dense + ("sparse",) * (sizes.num_layers - num_dense)
+    if config.has("mlp_layer_types"):
+        kinds = config.words("mlp_layer_types", length=sizes.num_layers, among=("dense", "sparse"))
+    layers = with_dense_layers(
+        layers, config.integer("intermediate_size"), lambda index: kinds[index] == "dense"
+    )
+    names = TensorNames(
+        renamed=(
+            (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
+            (".mlp.gate.", ".mlp.router.gate."),
+            (".shared_experts.", ".shared_mlp."),
+        ),
+        ignored_prefixes=(f"model.layers.{sizes.num_layers}.",),  # it predicts further tokens
+    )
+    config.pass_over("num_nextn_predict_layers")
+    block = replace(rms_block(config, eps=1e-5), qk_norm="head")
+    return describe(config, sizes, layers=layers, block=block, names=names)
 
 
 def llama4(config: ConfigFile) -> ModelArchitecture:
