@@ -40,7 +40,7 @@ from triptych.rpc.server import RpcServer
 from triptych.rpc.service_main import STOP_GRACE_S, ServiceApp
 from triptych.rpc.tls import ServerTls, create_client_tls
 from triptych.types.exit_codes import ExitCode
-from triptych.v1 import embedding_pb2_grpc, model_pb2_grpc
+from triptych.v1 import embedding_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 from triptych_services.frontend.access.caller import Caller
 from triptych_services.frontend.access.keys import ApiKeys, create_api_keys, label_of_tenant
 from triptych_services.frontend.engines.client import EngineClient
@@ -50,7 +50,7 @@ from triptych_services.frontend.grpc.admin_forwarder import ADMIN_SERVICE, creat
 from triptych_services.frontend.grpc.embedding_servicer import EMBEDDING_SERVICE, EmbeddingServicer
 from triptych_services.frontend.grpc.generation_servicer import SERVICE, GenerationServicer
 from triptych_services.frontend.grpc.interceptors import AuditInterceptor, KeyInterceptor
-from triptych_services.frontend.grpc.long_calls import add_generation_servicer
+from triptych_services.frontend.grpc.long_calls import with_long_requests
 from triptych_services.frontend.grpc.model_servicer import MODEL_SERVICE, ModelServicer
 from triptych_services.frontend.grpc.vllm.servicer import VLLM_SERVICE, VllmServicer
 from triptych_services.frontend.http.listener import listen
@@ -75,6 +75,7 @@ log = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.0005
 _ADDRESSES = 8  # that take all connections at the default of frontend.max_connections_per_address
 _MAX_ADMIN_CONNECTIONS = 128  # on each of the two ports
+_MAX_DETOKENIZE_BYTES = 2 << 20  # the most ids that may be, of 4 bytes each, are half of them
 _HTTP_AFTER_S = 0.5  # without an engine HTTP says so
 
 
@@ -414,13 +415,30 @@ def create_server(
         tls=tls,
         shares_port=generator.siblings is not None,
     )
-    generation = GenerationServicer(generator, config.client_timeout_s, long_reader or LongReader())
-    add_generation_servicer(generation, server.grpc)
-    embedding = EmbeddingServicer(generator, config.client_timeout_s)
-    embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, server.grpc)
-    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(generator), server.grpc)
-    vllm = VllmServicer(generator, config.client_timeout_s, status_watch.latest)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm, server.grpc)
+    long_reader = long_reader or LongReader()
+    timeout_s = config.client_timeout_s
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+        GenerationServicer(generator, timeout_s, long_reader),
+        with_long_requests(
+            server.grpc,
+            as_bytes=("Generate", "StreamGenerate", "Tokenize"),
+            items=("BatchGenerate",),
+            max_bytes={"Detokenize": _MAX_DETOKENIZE_BYTES},
+        ),
+    )
+    embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(
+        EmbeddingServicer(generator, timeout_s, long_reader),
+        with_long_requests(
+            server.grpc, as_bytes=("Embed", "Classify", "Score", "Rerank"), items=("EmbedStream",)
+        ),
+    )
+    model_pb2_grpc.add_ModelServiceServicer_to_server(
+        ModelServicer(generator), with_long_requests(server.grpc)
+    )
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
+        VllmServicer(generator, timeout_s, long_reader, status_watch.latest),
+        with_long_requests(server.grpc, as_bytes=("Generate",)),
+    )
     return server
 
 

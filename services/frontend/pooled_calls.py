@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from triptych.errors import (
     DeadlineUnreachable,
@@ -48,6 +49,14 @@ class PooledText:
     num_cached_tokens: int = 0
 
 
+class Requests(Protocol):
+    """The requests of a call, each made when its turn comes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: int, /) -> RawRequest: ...
+
+
 class Window:
     """The places of one call's texts in flight. Bound to one event loop."""
 
@@ -58,6 +67,8 @@ class Window:
             turns: Lets one text of all calls begin in a turn of the event loop. Each is tokenized as it begins, and
                 hundreds that come at once would hold up all streams for as long as that takes.
         """
+        self.size = size
+        """Texts in flight at most."""
         self._turns = turns
         self._places = asyncio.Semaphore(size)
         self._num_in_flight = 0
@@ -118,7 +129,7 @@ class PooledCalls:
         return Window(min(size, limit) if limit else size, self._turns)
 
     async def compute(
-        self, raws: Sequence[RawRequest], answer: AnswerBytes, window: Window | None = None
+        self, raws: Requests, answer: AnswerBytes, window: Window | None = None
     ) -> list[PooledText]:
         """Return the vectors of texts, in their order. The first error ends all.
 
@@ -132,35 +143,43 @@ class PooledCalls:
             InvalidRequest: The vectors of all texts together are too large.
             QueueFull: The unsent answers of all calls are.
         """
-        if not raws:
+        if not len(raws):
             return []
-        window = window or self.open_window(raws[0].model)
-        set_tenant(raws[0].head.tenant)
+        first = raws[0]
+        window = window or self.open_window(first.model)
+        set_tenant(first.head.tenant)
         answer.payer = current_payer()
         arrived = time.monotonic()
         if len(raws) == 1:
-            pooled = await window.compute(lambda: self._generate(raws[0]))
+            pooled = await window.compute(lambda: self._generate(first))
             answer.add(pooled.vectors.nbytes)
             return [pooled]
-        tasks = [asyncio.create_task(self._compute_one(raw, arrived, window, answer)) for raw in raws]
+        places, answers = iter(range(len(raws))), dict[int, PooledText]()
+
+        async def compute_next() -> None:
+            for place in places:
+                answers[place] = await self._compute_one(raws, place, arrived, window, answer)
+
+        tasks = [asyncio.create_task(compute_next()) for _ in range(min(len(raws), window.size))]
         try:
-            return await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        return [answers[place] for place in range(len(raws))]
 
     async def _compute_one(
-        self, raw: RawRequest, arrived: float, window: Window, answer: AnswerBytes
+        self, raws: Requests, place: int, arrived: float, window: Window, answer: AnswerBytes
     ) -> PooledText:
         def once() -> AsyncGenerator[Event]:
-            return self._generate(with_remaining_time(raw, arrived))
+            return self._generate(with_remaining_time(raws[place], arrived))
 
         pooled = await window.compute(once)
         answer.add(pooled.vectors.nbytes)
         if answer.num_bytes > MAX_CALL_BYTES:
             why = f"their vectors have more than {MAX_CALL_BYTES} bytes, the limit of a call; split the call"
-            raise InvalidRequest(raw.path("prompt"), why)
+            raise InvalidRequest(raws[place].path("prompt"), why)
         return pooled
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,15 +14,10 @@ from triptych.types.pooling import PoolingParams, Task
 from triptych.types.step import F32
 from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.pooled_calls import PooledText, check_num_inputs
-from triptych_services.frontend.requests.raw import RawPair, RawPrompt, RawRequest
+from triptych_services.frontend.requests.inputs import Passages, PooledCall
+from triptych_services.frontend.requests.raw import RawPair, RawRequest, with_remaining_time
 
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """One text of a call, and its path in the client's words."""
-
-    text: str
-    path: str
+_PAIR_SIZE = 256  # so much work is a pair, beside texts of any length: more than 16 are looked at on a thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,97 +30,124 @@ class Scores:
     num_cached_tokens: int
 
 
-def pair_up(
-    queries: Sequence[Passage], documents: Sequence[Passage], queries_path: str, documents_path: str
-) -> list[tuple[Passage, Passage]]:
-    """Return the pairs of a call: its one query with each document, or each query with its own.
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """The pairs of a call: its one query with each document, or each query with its own."""
 
-    Raises:
-        InvalidRequest: There are no texts, too many, or not as many queries as documents.
-    """
-    check_num_inputs(len(queries), queries_path)
-    check_num_inputs(len(documents), documents_path)
-    if len(queries) not in (1, len(documents)):
-        why = f"{len(queries)} texts are neither 1 nor as many as the {len(documents)} of {documents_path}"
-        raise InvalidRequest([FieldViolation(queries_path, why, str(len(queries)), str(len(documents)))])
-    return [
-        (queries[0] if len(queries) == 1 else queries[i], document) for i, document in enumerate(documents)
-    ]
+    queries: Passages
+    documents: Passages
+
+    def check(self) -> Pairs:
+        """Return these pairs.
+
+        Raises:
+            InvalidRequest: There are no texts, too many, or not as many queries as documents.
+        """
+        num_queries, num_documents = len(self.queries), len(self.documents)
+        check_num_inputs(num_queries, self.queries.path)
+        check_num_inputs(num_documents, self.documents.path)
+        if num_queries not in (1, num_documents):
+            why = f"{num_queries} texts are neither 1 nor as many as the {num_documents} of {self.documents.path}"
+            raise InvalidRequest(
+                [FieldViolation(self.queries.path, why, str(num_queries), str(num_documents))]
+            )
+        return self
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, place: int) -> RawPair:
+        """Return a pair as a classifier's prompt."""
+        return RawPair(
+            self.queries[self.query_of(place)], self.documents[place], self.documents.path_of(place)
+        )
+
+    def query_of(self, place: int) -> int:
+        """Return the place of the query of a pair."""
+        return 0 if len(self.queries) == 1 else place
 
 
-async def score(
-    generator: Generator,
-    base: RawRequest,
-    pairs: Sequence[tuple[Passage, Passage]],
-    *,
-    activation: bool | None = None,
-) -> Scores:
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """A call that compares texts."""
+
+    base: RawRequest
+    """The request without its prompt."""
+    pairs: Pairs
+    activation: bool | None
+    """See `PoolingParams`."""
+    top_n: int | None = None
+    """Documents that are returned, the best ones. None: all."""
+    returns_documents: bool = False
+    """Whether the answer repeats the texts of documents."""
+
+    def since(self, arrived: float) -> Comparison:
+        """Return the call with the time that is left of it, as `with_remaining_time`."""
+        return replace(self, base=with_remaining_time(self.base, arrived))
+
+
+async def score(generator: Generator, call: Comparison) -> Scores:
     """Return the score of each pair, higher where the second text fits the first better.
-
-    Args:
-        base: The request without its prompt.
-        activation: See `PoolingParams`.
 
     Raises:
         FeatureDisabled: The model can compare no texts.
         TriptychError: What ends one of the requests.
     """
+    base, pairs = call.base, call.pairs
     model = generator.find_model(base.model)
     if Task.CLASSIFY.label in model.tasks and model.num_labels == 1:
-        pooling = PoolingParams(Task.CLASSIFY, activation=activation)
-        raws = number_requests(
-            base,
-            pooling,
-            [(RawPair(first.text, second.text, second.path), first.path) for first, second in pairs],
-        )
+        base = replace(base, pooling=PoolingParams(Task.CLASSIFY, activation=call.activation))
+        paths = [pairs.queries.path_of(pairs.query_of(place)) for place in range(len(pairs))]
         with closing(generator.pooled.open_answer()) as answer:  # a score is less than the vectors
-            pooled = await generator.pooled.compute(raws, answer)
+            pooled = await generator.pooled.compute(PooledCall(base, pairs, paths), answer)
         return _scores([float(text.vectors[0, 0]) for text in pooled], pooled)
     if Task.EMBED.label not in model.tasks:
         tasks = ", ".join(model.tasks)
         why = f"the model {model.name!r} serves {tasks}; scores take embed, or classify with one label"
         raise FeatureDisabled("score", why)
-    texts = {passage.text: passage for pair in pairs for passage in pair}
-    places = {text: place for place, text in enumerate(texts)}
-    pooling = PoolingParams(Task.EMBED, normalize=True)
-    inputs = [(passage.text, passage.path) for passage in texts.values()]
+    run = generator.text_model.run
+    unlike = await run(_PAIR_SIZE * len(pairs), _find_unlike, pairs)
+    base = replace(base, pooling=PoolingParams(Task.EMBED, normalize=True))
+    requests = PooledCall(base, [*unlike.path_of], [*unlike.path_of.values()])
     with closing(generator.pooled.open_answer()) as answer:
-        pooled = await generator.pooled.compute(number_requests(base, pooling, inputs), answer)
-        vectors = [text.vectors[0] for text in pooled]
-        values = [
-            _cosine(vectors[places[first.text]], vectors[places[second.text]]) for first, second in pairs
-        ]
+        pooled = await generator.pooled.compute(requests, answer)
+        size = len(pairs) * pooled[0].vectors.size
+        values = await run(size, _cosines, [text.vectors[0] for text in pooled], unlike.pairs)
         return _scores(values, pooled)
+
+
+class _Unlike(NamedTuple):
+    """The texts of pairs that have to become vectors: each once."""
+
+    path_of: Mapping[str, str]
+    """Text -> its path, the first where there are several."""
+    pairs: Sequence[tuple[int, int]]
+    """The places of both texts of each pair among them."""
+
+
+def _find_unlike(pairs: Pairs) -> _Unlike:
+    path_of, place_of = dict[str, str](), dict[str, int]()
+
+    def note(passages: Passages, place: int) -> int:
+        text = passages[place]
+        path_of.setdefault(text, passages.path_of(place))
+        return place_of.setdefault(text, len(place_of))
+
+    places = [
+        (note(pairs.queries, pairs.query_of(place)), note(pairs.documents, place))
+        for place in range(len(pairs))
+    ]
+    return _Unlike(path_of, places)
+
+
+def _cosines(vectors: Sequence[F32], pairs: Sequence[tuple[int, int]]) -> list[float]:
+    return [_cosine(vectors[first], vectors[second]) for first, second in pairs]
 
 
 def rank(values: Sequence[float], top_n: int | None) -> list[int]:
     """Return the places of the best scores, the best first; equal ones in their order."""
     order = sorted(range(len(values)), key=lambda place: -values[place])
     return order if top_n is None else order[:top_n]
-
-
-def number_requests(
-    base: RawRequest, pooling: PoolingParams, inputs: Sequence[tuple[RawPrompt, str]]
-) -> list[RawRequest]:
-    """Return one request for each input of a call. Their ids are numbered where there are several.
-
-    Args:
-        base: The request without its prompt.
-        inputs: Prompt and path of each.
-    """
-    request_id, is_lone = base.head.request_id, len(inputs) == 1
-    return [
-        replace(
-            base,
-            prompt=prompt,
-            pooling=pooling,
-            head=base.head
-            if is_lone or not request_id
-            else replace(base.head, request_id=f"{request_id}-{place}"),
-            paths={**base.paths, "prompt": path},
-        )
-        for place, (prompt, path) in enumerate(inputs)
-    ]
 
 
 def _cosine(first: F32, second: F32) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,8 +15,9 @@ from triptych.types.submit import RequestHead
 from triptych.v1 import common_pb2, embedding_pb2
 from triptych_services.frontend.grpc.convert import CHAT_PATHS, to_chat, unsupported_of_chat
 from triptych_services.frontend.pooled_calls import PooledText, check_num_inputs
-from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.scores import Passage, number_requests
+from triptych_services.frontend.requests.inputs import Passages, PooledCall
+from triptych_services.frontend.requests.raw import RawPrompt, RawRequest
+from triptych_services.frontend.scores import Comparison, Pairs
 
 _KINDS = {
     embedding_pb2.POOLING_TYPE_FIRST: PoolingKind.FIRST,
@@ -38,16 +41,21 @@ _PATHS = {
 _INT8_SCALE = 127
 """A component of a vector of length 1 is within -1..1."""
 
-_AnyRequest = (
-    embedding_pb2.EmbedRequest
-    | embedding_pb2.ClassifyRequest
-    | embedding_pb2.ScoreRequest
-    | embedding_pb2.RerankRequest
+R = TypeVar(
+    "R",
+    embedding_pb2.EmbedRequest,
+    embedding_pb2.ClassifyRequest,
+    embedding_pb2.ScoreRequest,
+    embedding_pb2.RerankRequest,
 )
+T = TypeVar("T")
 
 
-def base_request(request: _AnyRequest, deadline_s: float | None) -> RawRequest:
+def base_request(request: R, request_id: str, deadline_s: float | None) -> RawRequest:
     """Return the request without its prompt.
+
+    Args:
+        request_id: Its id where its client gives none.
 
     Raises:
         InvalidRequest: The side of the truncation is not known.
@@ -59,7 +67,9 @@ def base_request(request: _AnyRequest, deadline_s: float | None) -> RawRequest:
     return RawRequest(
         api="grpc",
         prompt=None,
-        head=RequestHead(options.request_id, options.priority, options.tenant, options.cache_salt),
+        head=RequestHead(
+            options.request_id or request_id, options.priority, options.tenant, options.cache_salt
+        ),
         model=request.model,
         truncate_prompt_tokens=None if truncation is None else truncation.max_tokens,
         keeps_beginning=truncation is not None and truncation.side == common_pb2.TRUNCATION_SIDE_RIGHT,
@@ -104,55 +114,135 @@ def prompt_name_of(task_type: int, prompts: Mapping[str, str]) -> str:
     return next((name for name in _PROMPT_NAMES.get(task_type, ()) if name in prompts), "")
 
 
-def input_requests(
-    base: RawRequest,
-    pooling: PoolingParams,
-    inputs: Sequence[embedding_pb2.EmbeddingInput],
-    prompt_name: str,
-) -> list[RawRequest]:
-    """Return one raw request for each input, in their order.
+def read_bytes(
+    kind: type[R],
+    read: Callable[[R, str, float | None], T],
+    request_id: str,
+    deadline_s: float | None,
+    data: bytes,
+) -> T:
+    """Return what a function makes of the bytes of a request, in a child process.
 
     Raises:
-        InvalidRequest: There are none, or too many, or what is wrong with how they are written.
+        DecodeError: The bytes are no such request.
+    """
+    return read(kind.FromString(data), request_id, deadline_s)
+
+
+class EmbedCall(NamedTuple):
+    """A call for vectors."""
+
+    requests: PooledCall
+    task_type: int
+    """The use of the vectors, an `embedding_pb2.TaskType`."""
+    encoding: int
+    """How they are written, an `embedding_pb2.EmbeddingEncoding`."""
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether every token has a vector."""
+        pooling = self.requests.base.pooling
+        return pooling is not None and pooling.task is Task.TOKEN_EMBED
+
+
+def read_embed(request: embedding_pb2.EmbedRequest, request_id: str, deadline_s: float | None) -> EmbedCall:
+    """Return what a request asks for.
+
+    Args:
+        request_id: Its id where its client gives none.
+
+    Raises:
+        InvalidRequest: As `pooling_params`, `base_request` and `to_call`.
+    """
+    pooling = pooling_params(request)
+    requests = to_call(request.inputs, base_request(request, request_id, deadline_s), pooling)
+    return EmbedCall(requests, request.task_type, request.encoding)
+
+
+def read_classify(
+    request: embedding_pb2.ClassifyRequest, request_id: str, deadline_s: float | None
+) -> PooledCall:
+    """Return the inputs of a request. Arguments and errors are those of `read_embed`."""
+    base = base_request(request, request_id, deadline_s)
+    return to_call(request.inputs, base, PoolingParams(Task.CLASSIFY, activation=_activation(request)))
+
+
+def read_score(request: embedding_pb2.ScoreRequest, request_id: str, deadline_s: float | None) -> Comparison:
+    """Return the pairs of a request. Arguments are those of `read_embed`.
+
+    Raises:
+        InvalidRequest: As `base_request` and `Pairs.check`.
+    """
+    pairs = Pairs(Passages([*request.queries], "queries"), Passages([*request.documents], "documents"))
+    base = base_request(request, request_id, deadline_s)
+    return Comparison(base, pairs.check(), _activation(request))
+
+
+def read_rerank(
+    request: embedding_pb2.RerankRequest, request_id: str, deadline_s: float | None
+) -> Comparison:
+    """Return the pairs of a request. Arguments are those of `read_embed`.
+
+    Raises:
+        InvalidRequest: `top_n` is 0; as `base_request` and `Pairs.check`.
+    """
+    base = base_request(request, request_id, deadline_s)
+    if request.HasField("top_n") and request.top_n < 1:
+        raise InvalidRequest("top_n", "0 is below the limit 1")
+    query = Passages([request.query], "query", is_list=False)
+    pairs = Pairs(query, Passages([*request.documents], "documents"))
+    top_n = request.top_n if request.HasField("top_n") else None
+    return Comparison(base, pairs.check(), _activation(request), top_n)
+
+
+def _activation(
+    request: embedding_pb2.ClassifyRequest | embedding_pb2.ScoreRequest | embedding_pb2.RerankRequest,
+) -> bool | None:
+    return not request.raw_scores if request.HasField("raw_scores") else None
+
+
+def to_call(
+    inputs: Sequence[embedding_pb2.EmbeddingInput], base: RawRequest, pooling: PoolingParams
+) -> PooledCall:
+    """Return one request for each input, in their order.
+
+    Raises:
+        InvalidRequest: There are none, or too many.
     """
     check_num_inputs(len(inputs), "inputs")
-    base = replace(base, prompt_name=prompt_name)
-    raws = number_requests(base, pooling, [(None, f"inputs[{place}]") for place in range(len(inputs))])
-    return [_with_input(raw, each) for raw, each in zip(raws, inputs, strict=True)]
+    prompts, paths, changes = list[RawPrompt](), list[str](), dict[int, Mapping[str, Any]]()
+    for place, each in enumerate(inputs):
+        prompt, path, changed = _read_input(each, f"inputs[{place}]")
+        prompts.append(prompt)
+        paths.append(path)
+        if changed:
+            changes[place] = changed
+    return PooledCall(replace(base, pooling=pooling), prompts, paths, changes)
 
 
-def _with_input(raw: RawRequest, given: embedding_pb2.EmbeddingInput) -> RawRequest:
-    """Return a request with its prompt; what only this API can see to be wrong is noted in it."""
-    path, kind = raw.path("prompt"), given.WhichOneof("input")
-    match kind:
+def _read_input(given: embedding_pb2.EmbeddingInput, path: str) -> tuple[RawPrompt, str, dict[str, Any]]:
+    """Return a prompt, its path, and fields of its request; what only this API can see to be wrong is noted there."""
+    match given.WhichOneof("input"):
         case "text":
-            text, paths = given.text, {**raw.paths, "prompt": f"{path}.text.text"}
-            adds_special = text.add_special_tokens if text.HasField("add_special_tokens") else None
-            return replace(raw, prompt=text.text, paths=paths, add_special_tokens=adds_special)
+            text = given.text
+            given_special = {"add_special_tokens": text.add_special_tokens}
+            has_special = text.HasField("add_special_tokens")
+            return text.text, f"{path}.text.text", given_special if has_special else {}
         case "token_ids":
-            return replace(
-                raw, prompt=given.token_ids.ids, paths={**raw.paths, "prompt": f"{path}.token_ids.ids"}
-            )
+            return array("I", given.token_ids.ids), f"{path}.token_ids.ids", {}
         case "chat":
             chat, violations = to_chat(given.chat)
-            inner = {
-                name: f"{path}.{each}" if each.startswith("chat") else each
-                for name, each in CHAT_PATHS.items()
+            noted = {
+                "paths": {
+                    name: f"{path}.{each}" if each.startswith("chat") else each
+                    for name, each in CHAT_PATHS.items()
+                },
+                "violations": tuple(replace(each, field=f"{path}.{each.field}") for each in violations),
+                "unsupported": tuple(f"{path}.{each}" for each in unsupported_of_chat(given.chat)),
             }
-            return replace(
-                raw,
-                prompt=chat,
-                paths={**raw.paths, **inner, "prompt": f"{path}.chat.messages"},
-                violations=tuple(replace(each, field=f"{path}.{each.field}") for each in violations),
-                unsupported=tuple(f"{path}.{each}" for each in unsupported_of_chat(given.chat)),
-            )
+            return chat, f"{path}.chat.messages", noted
         case _:
-            return raw
-
-
-def to_passages(texts: Sequence[str], path: str, *, is_list: bool = True) -> list[Passage]:
-    """Return texts with their paths."""
-    return [Passage(text, f"{path}[{place}]" if is_list else path) for place, text in enumerate(texts)]
+            return None, path, {}
 
 
 def write_embedding(text: PooledText, encoding: int, *, is_of_tokens: bool) -> embedding_pb2.Embedding:

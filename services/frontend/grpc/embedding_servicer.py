@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import functools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from typing import TypeAlias, TypeVar
 
 import grpc.aio
 
-from triptych.errors import DeadlineExceeded, InvalidRequest
+from triptych.errors import InvalidRequest
+from triptych.internal.v1 import long_request_pb2
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.interceptors import current_request_id, new_request_id, set_request_id
-from triptych.types.pooling import PoolingParams, Task
 from triptych.v1 import common_pb2, embedding_pb2, embedding_pb2_grpc
 from triptych_services.frontend.generate import Generator
 from triptych_services.frontend.grpc.batch import BatchRun, items_in_flight
 from triptych_services.frontend.grpc.embedding_convert import (
-    base_request,
-    input_requests,
-    pooling_params,
+    EmbedCall,
+    R,
     prompt_name_of,
-    to_passages,
+    read_bytes,
+    read_classify,
+    read_embed,
+    read_rerank,
+    read_score,
     write_embedding,
 )
+from triptych_services.frontend.grpc.long_calls import check_time, read_long, time_of_item
 from triptych_services.frontend.grpc.stall_watch import StallWatch
 from triptych_services.frontend.offload.fair_threads import FairThreads
 from triptych_services.frontend.pooled_calls import MAX_CALL_BYTES, AnswerBytes, PooledText, Window
-from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.scores import Scores, pair_up, rank, score
+from triptych_services.frontend.requests.inputs import PooledCall
+from triptych_services.frontend.requests.long_reader import LongReader
+from triptych_services.frontend.scores import Comparison, Scores, rank, score
 
 EMBEDDING_SERVICE = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
 
@@ -35,6 +43,10 @@ _MAX_UNSENT_BYTES = 4 * MAX_CALL_BYTES
 _NUMBER_BYTES = 4
 _INLINE_BYTES = 8192  # more is read and written on a thread
 _MAX_ANSWER_BYTES = PUBLIC_MESSAGE_BYTES - (1 << 10)
+
+AnyItem: TypeAlias = embedding_pb2.EmbedStreamRequest | long_request_pb2.LongItem
+T = TypeVar("T", EmbedCall, PooledCall, Comparison)
+Read: TypeAlias = Callable[[R, str, float | None], T]
 
 
 class UnsentAnswers:
@@ -61,48 +73,45 @@ class UnsentAnswers:
 class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     """Serves `triptych.v1.EmbeddingService`."""
 
-    def __init__(self, generator: Generator, client_timeout_s: float) -> None:
+    def __init__(self, generator: Generator, client_timeout_s: float, long_reader: LongReader) -> None:
         """
         Args:
             client_timeout_s: How long a client may read nothing while its answer waits.
+            long_reader: Reads long requests.
         """
         self._generator = generator
+        self._long_reader = long_reader
         self._client_timeout_s = client_timeout_s
         self._threads = FairThreads(1, inline_size=_INLINE_BYTES, what="long calls")
 
     async def Embed(
-        self, request: embedding_pb2.EmbedRequest, context: grpc.aio.ServicerContext
+        self, request: embedding_pb2.EmbedRequest | bytes, context: grpc.aio.ServicerContext
     ) -> embedding_pb2.EmbedResponse:
-        _name(request.options)
-        return await self._embed(request, context.time_remaining(), self._open_answer(context))
+        arrived = time.monotonic()
+        call = await self._read_call(request, embedding_pb2.EmbedRequest, read_embed, context)
+        return await self._embed(call, arrived, self._open_answer(context))
 
     async def EmbedStream(
-        self,
-        request_iterator: AsyncIterator[embedding_pb2.EmbedStreamRequest],
-        context: grpc.aio.ServicerContext,
+        self, request_iterator: AsyncIterator[AnyItem], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[embedding_pb2.EmbedStreamResponse]:
         windows: dict[str, Window] = {}
         unsent = UnsentAnswers(_MAX_UNSENT_BYTES)
         to_bytes: dict[int, tuple[int, AnswerBytes]] = {}
         """id() of each answer that is not sent, to what is reserved for it and what it has."""
 
-        async def answer(
-            item: embedding_pb2.EmbedStreamRequest,
-        ) -> AsyncGenerator[embedding_pb2.EmbedStreamResponse]:
-            item.request.options.request_id = item.request.options.request_id or new_request_id()
-            remaining_s, model = context.time_remaining(), item.request.model
-            if item.HasField("timeout_ms"):
-                timeout_s = item.timeout_ms / 1000
-                remaining_s = timeout_s if remaining_s is None else min(timeout_s, remaining_s)
+        async def answer(item: AnyItem) -> AsyncGenerator[embedding_pb2.EmbedStreamResponse]:
+            arrived, size = time.monotonic(), item.ByteSize()
+            call = await self._read_item(item, time_of_item(item, context.time_remaining()))
+            model = call.requests.base.model
             self._generator.find_model(model)  # a made-up name gets no places
             window = windows.get(model)
             if window is None:
                 window = windows[model] = self._generator.pooled.open_window(model)
-            num_bytes = self._most_bytes(item.request)
+            num_bytes = self._most_bytes(call, size)
             await unsent.reserve(num_bytes)
             own = self._generator.pooled.open_answer()
             try:
-                embedded = await self._embed(item.request, remaining_s, own, window)
+                embedded = await self._embed(call, arrived, own, window)
             except BaseException:
                 own.close()
                 unsent.release(num_bytes)
@@ -117,7 +126,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
                 answer,
                 lambda: items_in_flight(self._generator.max_running()),
                 to_error=lambda item, status: embedding_pb2.EmbedStreamResponse(tag=item.tag, error=status),
-                id_of=lambda item: item.request.options.request_id,
+                id_of=_name_of,
             )
             async with aclosing(run.run(request_iterator)) as responses:
                 async for response in responses:
@@ -133,21 +142,22 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
             for _, own in to_bytes.values():
                 own.close()
 
-    def _most_bytes(self, request: embedding_pb2.EmbedRequest) -> int:
-        """Return about the most bytes that the answer may have: a text has no more tokens than bytes."""
-        num_vectors = len(request.inputs)
-        if request.pooling == embedding_pb2.POOLING_TYPE_ALL:
-            num_vectors += request.ByteSize()
-        size = self._generator.find_model(request.model).embedding_size
-        return min(num_vectors * size * _NUMBER_BYTES, MAX_CALL_BYTES)
+    def _most_bytes(self, call: EmbedCall, size: int) -> int:
+        """Return about the most bytes that the answer may have: a text has no more tokens than bytes.
+
+        Args:
+            size: Bytes of the request.
+        """
+        num_vectors = len(call.requests) + (size if call.is_of_tokens else 0)
+        embedding_size = self._generator.find_model(call.requests.base.model).embedding_size
+        return min(num_vectors * embedding_size * _NUMBER_BYTES, MAX_CALL_BYTES)
 
     async def Classify(
-        self, request: embedding_pb2.ClassifyRequest, context: grpc.aio.ServicerContext
+        self, request: embedding_pb2.ClassifyRequest | bytes, context: grpc.aio.ServicerContext
     ) -> embedding_pb2.ClassifyResponse:
-        base = self._base(request, context)
-        pooling = PoolingParams(Task.CLASSIFY, activation=_activation(request))
-        raws = await self._threads.run(request.ByteSize(), input_requests, base, pooling, request.inputs, "")
-        pooled = await self._generator.pooled.compute(raws, self._open_answer(context))
+        arrived = time.monotonic()
+        call = await self._read_call(request, embedding_pb2.ClassifyRequest, read_classify, context)
+        pooled = await self._generator.pooled.compute(call.since(arrived), self._open_answer(context))
         return embedding_pb2.ClassifyResponse(
             classifications=[
                 embedding_pb2.Classification(scores=text.vectors[0].tolist(), num_tokens=text.num_tokens)
@@ -158,57 +168,90 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         )
 
     async def Score(
-        self, request: embedding_pb2.ScoreRequest, context: grpc.aio.ServicerContext
+        self, request: embedding_pb2.ScoreRequest | bytes, context: grpc.aio.ServicerContext
     ) -> embedding_pb2.ScoreResponse:
-        base = self._base(request, context)
-        queries, documents = (
-            to_passages(request.queries, "queries"),
-            to_passages(request.documents, "documents"),
-        )
-        pairs = pair_up(queries, documents, "queries", "documents")
-        scores = await score(self._generator, base, pairs, activation=_activation(request))
+        arrived = time.monotonic()
+        call = await self._read_call(request, embedding_pb2.ScoreRequest, read_score, context)
+        scores = await score(self._generator, call.since(arrived))
         return embedding_pb2.ScoreResponse(scores=scores.values, usage=_usage_of_scores(scores))
 
     async def Rerank(
-        self, request: embedding_pb2.RerankRequest, context: grpc.aio.ServicerContext
+        self, request: embedding_pb2.RerankRequest | bytes, context: grpc.aio.ServicerContext
     ) -> embedding_pb2.RerankResponse:
-        base = self._base(request, context)
-        if request.HasField("top_n") and request.top_n < 1:
-            raise InvalidRequest("top_n", "0 is below the limit 1")
-        query = to_passages([request.query], "query", is_list=False)
-        documents = to_passages(request.documents, "documents")
-        pairs = pair_up(query, documents, "query", "documents")
-        scores = await score(self._generator, base, pairs, activation=_activation(request))
-        places = rank(scores.values, request.top_n if request.HasField("top_n") else None)
+        arrived = time.monotonic()
+        call = await self._read_call(request, embedding_pb2.RerankRequest, read_rerank, context)
+        scores = await score(self._generator, call.since(arrived))
         return embedding_pb2.RerankResponse(
             results=[
-                embedding_pb2.RankedDocument(index=place, score=scores.values[place]) for place in places
+                embedding_pb2.RankedDocument(index=place, score=scores.values[place])
+                for place in rank(scores.values, call.top_n)
             ],
             usage=_usage_of_scores(scores),
         )
 
     async def _embed(
-        self,
-        request: embedding_pb2.EmbedRequest,
-        remaining_s: float | None,
-        answer: AnswerBytes,
-        window: Window | None = None,
+        self, call: EmbedCall, arrived: float, answer: AnswerBytes, window: Window | None = None
     ) -> embedding_pb2.EmbedResponse:
-        _check_time(remaining_s)
-        pooling = pooling_params(request)
-        base = base_request(request, remaining_s)
-        prompt_name = prompt_name_of(request.task_type, self._generator.text_model.pooling.prompts)
-        raws = await self._threads.run(
-            request.ByteSize(), input_requests, base, pooling, request.inputs, prompt_name
-        )
-        pooled = await self._generator.pooled.compute(raws, answer, window)
+        """Return the vectors of a call. `arrived`: When it came, by `time.monotonic`."""
+        name = prompt_name_of(call.task_type, self._generator.text_model.pooling.prompts)
+        requests = call.requests.since(arrived).with_prompt_name(name)
+        pooled = await self._generator.pooled.compute(requests, answer, window)
         num_bytes = sum(text.vectors.nbytes for text in pooled)
         if num_bytes > 4 * _MAX_ANSWER_BYTES:  # even in one byte each
             raise _too_large()
-        response = await self._threads.run(num_bytes, _write, pooled, request)
+        response = await self._threads.run(num_bytes, _write, pooled, call)
         if response.ByteSize() > _MAX_ANSWER_BYTES:
             raise _too_large()
         return response
+
+    async def _read_call(
+        self, request: R | bytes, kind: type[R], read: Read[R, T], context: grpc.aio.ServicerContext
+    ) -> T:
+        """Return what `read` makes of a request. The call has the id of the request from here on."""
+        if not isinstance(request, bytes) and request.options.request_id:
+            set_request_id(request.options.request_id)
+        method = kind.DESCRIPTOR.name.removesuffix("Request")
+        result = await self._read(request, kind, read, current_request_id(), context.time_remaining(), method)
+        base = result.requests.base if isinstance(result, EmbedCall) else result.base
+        set_request_id(base.head.request_id)
+        return result
+
+    async def _read_item(self, item: AnyItem, remaining_s: float | None) -> EmbedCall:
+        """Return what an item asks for. Bytes are dropped once they are read."""
+        request: embedding_pb2.EmbedRequest | bytes = item.request
+        if isinstance(item, embedding_pb2.EmbedStreamRequest):
+            options = item.request.options
+            request_id = options.request_id = options.request_id or new_request_id()
+        else:
+            request_id = item.request_id = new_request_id()
+        call = await self._read(
+            request, embedding_pb2.EmbedRequest, read_embed, request_id, remaining_s, "EmbedStream"
+        )
+        if isinstance(item, long_request_pb2.LongItem):
+            item.request_id = call.requests.base.head.request_id
+            item.ClearField("request")
+        return call
+
+    async def _read(
+        self,
+        request: R | bytes,
+        kind: type[R],
+        read: Read[R, T],
+        request_id: str,
+        remaining_s: float | None,
+        method: str,
+    ) -> T:
+        """Return what `read` makes of a request: here if it is short, else on a thread, or in a child process.
+
+        Args:
+            request_id: Its id where its client gives none.
+        """
+        if isinstance(request, bytes):
+            parse = functools.partial(read_bytes, kind, read, request_id, remaining_s)
+            path = f"/{EMBEDDING_SERVICE}/{method}"
+            return await read_long(self._long_reader, request, parse, path, remaining_s)
+        check_time(remaining_s)
+        return await self._threads.run(request.ByteSize(), read, request, request_id, remaining_s)
 
     def _open_answer(self, context: grpc.aio.ServicerContext) -> AnswerBytes:
         """Return the bytes of the answer to a call, which are counted until it has ended: the answer is sent then."""
@@ -216,38 +259,16 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         context.add_done_callback(lambda _: answer.close())
         return answer
 
-    def _base(
-        self,
-        request: embedding_pb2.ClassifyRequest | embedding_pb2.ScoreRequest | embedding_pb2.RerankRequest,
-        context: grpc.aio.ServicerContext,
-    ) -> RawRequest:
-        _name(request.options)
-        remaining_s = context.time_remaining()
-        _check_time(remaining_s)
-        return base_request(request, remaining_s)
+
+def _name_of(item: AnyItem) -> str:
+    """Return the request id of an item. Empty: it has none yet."""
+    if isinstance(item, long_request_pb2.LongItem):
+        return item.request_id
+    return item.request.options.request_id
 
 
-def _name(options: embedding_pb2.PoolingCallOptions) -> None:
-    """Give a call an id, unless its client has."""
-    options.request_id = options.request_id or current_request_id()
-    set_request_id(options.request_id)
-
-
-def _check_time(remaining_s: float | None) -> None:
-    if remaining_s is not None and remaining_s <= 0:
-        raise DeadlineExceeded("the deadline had passed before the request was read")
-
-
-def _activation(
-    request: embedding_pb2.ClassifyRequest | embedding_pb2.ScoreRequest | embedding_pb2.RerankRequest,
-) -> bool | None:
-    """Return whether numbers become probabilities; None: as the model has it."""
-    return not request.raw_scores if request.HasField("raw_scores") else None
-
-
-def _write(pooled: list[PooledText], request: embedding_pb2.EmbedRequest) -> embedding_pb2.EmbedResponse:
-    is_of_tokens = request.pooling == embedding_pb2.POOLING_TYPE_ALL
-    embeddings = [write_embedding(text, request.encoding, is_of_tokens=is_of_tokens) for text in pooled]
+def _write(pooled: list[PooledText], call: EmbedCall) -> embedding_pb2.EmbedResponse:
+    embeddings = [write_embedding(text, call.encoding, is_of_tokens=call.is_of_tokens) for text in pooled]
     return embedding_pb2.EmbedResponse(embeddings=embeddings, usage=_usage(pooled))
 
 

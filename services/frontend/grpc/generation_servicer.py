@@ -10,16 +10,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 import grpc.aio
-from google.protobuf.message import DecodeError
 
-from triptych.errors import DeadlineExceeded, InvalidRequest
+from triptych.errors import InvalidRequest
 from triptych.rpc.channel import PUBLIC_MESSAGE_BYTES
 from triptych.rpc.interceptors import (
     current_request_id,
     new_request_id,
     sent_request_id,
     set_request_id,
-    unreadable,
 )
 from triptych.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
 from triptych.wire.generation import EventEncoder, WholeAnswer
@@ -37,10 +35,13 @@ from triptych_services.frontend.grpc.long_calls import (
     AnyGenerate,
     AnyItem,
     R,
+    check_time,
     name_call,
     name_of,
     read_generation,
+    read_long,
     read_tokenize,
+    time_of_item,
 )
 from triptych_services.frontend.grpc.stall_watch import StallWatch
 from triptych_services.frontend.offload.fair_threads import FairThreads
@@ -109,7 +110,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[generation_pb2.BatchGenerateResponse]:
         async def answer(item: AnyItem) -> AsyncGenerator[generation_pb2.BatchGenerateResponse]:
-            request, raw = await self._read_item(item, _time_of_item(item, context.time_remaining()))
+            request, raw = await self._read_item(item, time_of_item(item, context.time_remaining()))
             async with aclosing(self._messages(raw, _encoder(request))) as messages:
                 async for message in messages:
                     yield generation_pb2.BatchGenerateResponse(tag=item.tag, event=message)
@@ -167,8 +168,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.TokenizeRequest | bytes, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeResponse:
         if isinstance(request, bytes):
-            read, remaining_s = functools.partial(read_tokenize, request), context.time_remaining()
-            rest, asked = await self._read_long(len(request), read, "Tokenize", remaining_s)
+            rest, asked = await self._read_long(request, read_tokenize, "Tokenize", context.time_remaining())
         else:
             rest, size = request, _size(request.chat if request.HasField("chat") else None)
             asked = await self._threads.run(size, to_tokenize_prompt, request)
@@ -238,17 +238,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> tuple[R, RawRequest]:
         """Return what a child process reads. `request_id`: Its id where its client gives none."""
         arrived = time.monotonic()
-        read = functools.partial(read_generation, data, kind, request_id, remaining_s)
-        rest, raw = await self._read_long(len(data), read, method, remaining_s)
+        read = functools.partial(read_generation, kind, request_id, remaining_s)
+        rest, raw = await self._read_long(data, read, method, remaining_s)
         return rest, with_remaining_time(raw, arrived)
 
-    async def _read_long(self, size: int, read: Callable[[], T], method: str, remaining_s: float | None) -> T:
-        """Return what `read` returns in a child process."""
-        _check_time(remaining_s)
-        try:
-            return await self._long_reader.read(size, read, deadline_s=remaining_s)
-        except DecodeError:
-            raise unreadable(f"/{SERVICE}/{method}") from None
+    async def _read_long(
+        self, data: bytes, read: Callable[[bytes], T], method: str, remaining_s: float | None
+    ) -> T:
+        return await read_long(self._long_reader, data, read, f"/{SERVICE}/{method}", remaining_s)
 
     async def _messages(
         self, raw: RawRequest, encoder: EventEncoder
@@ -261,15 +258,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _read(self, request: AnyGenerate, remaining_s: float | None) -> RawRequest:
         """Return what a request asks for. It is read on a thread if its conversation is long."""
-        _check_time(remaining_s)
+        check_time(remaining_s)
         generation = request.generation
         size = _size(generation.chat if generation.HasField("chat") else None)
         return await self._threads.run(size, to_raw_request, request.request_id, generation, remaining_s)
-
-
-def _check_time(remaining_s: float | None) -> None:
-    if remaining_s is not None and remaining_s <= 0:
-        raise DeadlineExceeded("the deadline had passed before the request was read")
 
 
 def _seen(request: generation_pb2.AttachRequest) -> dict[int, SeenChoice]:
@@ -289,11 +281,3 @@ def _encoder(request: AnyGenerate) -> EventEncoder:
 
 def _size(chat: chat_pb2.Chat | None) -> int:
     return 0 if chat is None else chat_size(chat)
-
-
-def _time_of_item(item: AnyItem, remaining_s: float | None) -> float | None:
-    """Return the time that an item of a batch may take, in seconds; `remaining_s` is that of the call."""
-    if not item.HasField("timeout_ms"):
-        return remaining_s
-    timeout_s = item.timeout_ms / 1000
-    return timeout_s if remaining_s is None else min(timeout_s, remaining_s)

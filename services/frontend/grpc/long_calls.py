@@ -1,4 +1,4 @@
-"""Requests of `GenerationService` above 256 kB: they stay bytes, which a child process reads, or which are refused.
+"""Requests above 256 kB over gRPC: they stay bytes, which a child process reads, or which are refused.
 
 Protobuf parses 16 MiB of empty messages in half a second, which become 750 MB; 16,384 messages of a
 conversation take 0.1 s. Both hold the interpreter's lock.
@@ -6,46 +6,69 @@ conversation take 0.1 s. Both hold the interpreter's lock.
 
 from __future__ import annotations
 
+import functools
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from triptych.errors import InvalidRequest
+from triptych.errors import DeadlineExceeded, InvalidRequest
 from triptych.internal.v1 import long_request_pb2
-from triptych.v1 import generation_pb2, generation_pb2_grpc
+from triptych.rpc.interceptors import unreadable
+from triptych.v1 import generation_pb2
 from triptych_services.frontend.grpc.convert import to_raw_request, to_tokenize_prompt
-from triptych_services.frontend.requests.long_reader import LONG_REQUEST
+from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
 
 AnyGenerate = generation_pb2.GenerateRequest | generation_pb2.StreamGenerateRequest
-AnyItem = generation_pb2.BatchGenerateRequest | long_request_pb2.LongBatchItem
+AnyItem = generation_pb2.BatchGenerateRequest | long_request_pb2.LongItem
 R = TypeVar("R", generation_pb2.GenerateRequest, generation_pb2.StreamGenerateRequest)
+T = TypeVar("T")
 
-_LONG_METHODS = ("Generate", "StreamGenerate", "Tokenize")
-"""Methods that are given a request above `LONG_REQUEST` as its bytes."""
-_SMALL_METHODS = ("Abort", "Attach")
-_SMALL_BYTES = 1 << 20
-"""As many bytes as a message of `_SMALL_METHODS` may have. 4,096 request ids are half of them."""
+_MAX_BYTES = 1 << 20
+"""Bytes of a message to a method that gives no work to a child. 4,096 request ids are half of them."""
 _ANSWER_FIELDS = ("response", "length")
 """Fields of a `Generation` that say how the answer is written."""
 
 
-def add_generation_servicer(
-    servicer: generation_pb2_grpc.GenerationServiceServicer, server: grpc.aio.Server
-) -> None:
-    """Add a servicer, with methods that take long requests as bytes."""
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, _LongRequests(server))
+def with_long_requests(
+    server: grpc.aio.Server,
+    *,
+    as_bytes: Collection[str] = (),
+    items: Collection[str] = (),
+    max_bytes: Mapping[str, int] = MappingProxyType({}),
+) -> grpc.aio.Server:
+    """Return what a servicer is added to in place of a server, so that long requests are not parsed.
+
+    A method that is not named here refuses them.
+
+    Args:
+        as_bytes: Methods that are given a request above `LONG_REQUEST` as its bytes.
+        items: Methods that take a stream of items, of which a long one comes as a `LongItem`.
+        max_bytes: Bytes of a message to other methods, where they differ from `_MAX_BYTES`.
+    """
+    return cast(grpc.aio.Server, _LongRequests(server, as_bytes, items, max_bytes))
 
 
 class _LongRequests:
     """Takes the place of a server while a servicer is added to it."""
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        as_bytes: Collection[str],
+        items: Collection[str],
+        max_bytes: Mapping[str, int],
+    ) -> None:
         self._server = server
+        self._as_bytes = as_bytes
+        self._items = items
+        self._max_bytes = max_bytes
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """Add nothing: the same handlers come by name."""
@@ -53,60 +76,76 @@ class _LongRequests:
     def add_registered_method_handlers(
         self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]
     ) -> None:
-        changed = {name: _with_bytes(handlers[name]) for name in _LONG_METHODS}
-        changed |= {name: _with_limit(handlers[name], name) for name in _SMALL_METHODS}
-        changed["BatchGenerate"] = _with_long_items(handlers["BatchGenerate"])
-        generic = grpc.method_handlers_generic_handler(service, {**handlers, **changed})
-        self._server.add_generic_rpc_handlers((generic,))
+        changed = {name: self._with_reader(name, handler) for name, handler in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, changed),))
 
-
-def _with_bytes(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """Return a handler of a unary request that is given a long one as bytes."""
-    parse: Callable[[bytes], Any] = handler.request_deserializer
-
-    def read(data: bytes) -> Any:
-        return data if len(data) > LONG_REQUEST else parse(data)
-
-    return _with_reader(handler, read)
-
-
-def _with_limit(handler: grpc.RpcMethodHandler, name: str) -> grpc.RpcMethodHandler:
-    """Return a handler of a unary request that refuses a long one unread."""
-    parse: Callable[[bytes], Any] = handler.request_deserializer
-
-    def read(data: bytes) -> Any:
-        if (size := len(data)) > _SMALL_BYTES:
-            error = InvalidRequest(
-                "", f"{size} bytes are above the limit {_SMALL_BYTES} of a message to {name}"
+    def _with_reader(self, name: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Return a method's handler with another deserializer."""
+        parse: Callable[[bytes], Any] = handler.request_deserializer
+        if name in self._items:
+            read = functools.partial(_read_or, long_request_pb2.LongItem.FromString, parse)
+            return grpc.stream_stream_rpc_method_handler(
+                handler.stream_stream, read, handler.response_serializer
             )
-            error.metadata = {"value": str(size), "limit": str(_SMALL_BYTES)}
-            raise error
-        return parse(data)
-
-    return _with_reader(handler, read)
-
-
-def _with_reader(handler: grpc.RpcMethodHandler, read: Callable[[bytes], Any]) -> grpc.RpcMethodHandler:
-    """Return a handler of a unary request with another deserializer."""
-    codecs = (read, handler.response_serializer)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(handler.unary_stream, *codecs)
-    return grpc.unary_unary_rpc_method_handler(handler.unary_unary, *codecs)
+        if name in self._as_bytes:
+            read = functools.partial(_read_or, bytes, parse)
+        else:
+            read = functools.partial(_read_small, name, self._max_bytes.get(name, _MAX_BYTES), parse)
+        codecs = (read, handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(handler.unary_stream, *codecs)
+        return grpc.unary_unary_rpc_method_handler(handler.unary_unary, *codecs)
 
 
-def _with_long_items(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """Return a handler of a stream of items, of which a long one comes as a `LongBatchItem`."""
-    parse: Callable[[bytes], Any] = handler.request_deserializer
+def _read_or(read_long: Callable[[bytes], Any], parse: Callable[[bytes], Any], data: bytes) -> Any:
+    return read_long(data) if len(data) > LONG_REQUEST else parse(data)
 
-    def read(data: bytes) -> AnyItem:
-        return long_request_pb2.LongBatchItem.FromString(data) if len(data) > LONG_REQUEST else parse(data)
 
-    return grpc.stream_stream_rpc_method_handler(handler.stream_stream, read, handler.response_serializer)
+def _read_small(name: str, limit: int, parse: Callable[[bytes], Any], data: bytes) -> Any:
+    if (size := len(data)) > limit:
+        error = InvalidRequest("", f"{size} bytes are above the limit {limit} of a message to {name}")
+        error.metadata = {"value": str(size), "limit": str(limit)}
+        raise error
+    return parse(data)
+
+
+async def read_long(
+    reader: LongReader, data: bytes, read: Callable[[bytes], T], method: str, remaining_s: float | None
+) -> T:
+    """Return what `read` makes of a request in a child process.
+
+    Args:
+        read: A function of a module, perhaps with arguments by `functools.partial`. It may raise DecodeError.
+        method: Path of the method, for the error of bytes that are no request.
+        remaining_s: As of `check_time`.
+
+    Raises:
+        TriptychError: As `LongReader.read`, and whatever `read` raises.
+    """
+    check_time(remaining_s)
+    try:
+        return await reader.read(len(data), functools.partial(read, data), deadline_s=remaining_s)
+    except DecodeError:
+        raise unreadable(method) from None
+
+
+def check_time(remaining_s: float | None) -> None:
+    """Raise DeadlineExceeded if no time is left of a call. None: it may take any."""
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the deadline had passed before the request was read")
+
+
+def time_of_item(item: Any, remaining_s: float | None) -> float | None:
+    """Return the time that an item may take, in seconds; `remaining_s` is that of its call."""
+    if not item.HasField("timeout_ms"):
+        return remaining_s
+    timeout_s: float = item.timeout_ms / 1000
+    return timeout_s if remaining_s is None else min(timeout_s, remaining_s)
 
 
 def name_of(item: AnyItem) -> str:
     """Return the request id of an item of a batch. Empty: it has none yet."""
-    if isinstance(item, long_request_pb2.LongBatchItem):
+    if isinstance(item, long_request_pb2.LongItem):
         return item.request_id
     return item.request.request_id
 
@@ -119,7 +158,7 @@ def name_call(request: AnyGenerate, request_id: str) -> None:
 
 
 def read_generation(
-    data: bytes, kind: type[R], request_id: str, deadline_s: float | None
+    kind: type[R], request_id: str, deadline_s: float | None, data: bytes
 ) -> tuple[R, RawRequest]:
     """Return what is left of a request without its prompt, and what it asks for.
 

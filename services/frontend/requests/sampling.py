@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,6 +88,19 @@ def find_bad_token_id(token_ids: Sequence[Any], vocab_size: int) -> tuple[int, s
             if not 0 <= token_id < vocab_size:
                 return index, f"{token_id} is not in the vocabulary, 0..{vocab_size - 1}"
     return None
+
+
+def pack_ids(token_ids: Sequence[int]) -> array[int]:
+    """Return token ids as an array, which is handed from process to process without looking at each.
+
+    An id beyond 64 bits becomes the nearest within: both are in no vocabulary.
+    """
+    for code in "Iq":
+        try:
+            return array(code, token_ids)
+        except OverflowError:
+            pass
+    return array("q", [max(-(1 << 63), min(token_id, (1 << 63) - 1)) for token_id in token_ids])
 
 
 def to_array(token_ids: Sequence[int]) -> U32:

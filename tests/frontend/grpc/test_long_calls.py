@@ -17,16 +17,18 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from tests.frontend.http.openai.test_pooling import CLASSIFIER, CROSS_ENCODER, EMBEDDER, length_score, pool
 from tests.helpers import http_api
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.fuzz import Fuzzer
+from tests.helpers.fuzz import MESSAGES, Fuzzer
 from tests.helpers.grpc_api import Api, alphabet, ask, error_of, open_api
+from triptych.compat import vllm_engine_pb2, vllm_engine_pb2_grpc
 from triptych.config.api_keys import entry_line
 from triptych.errors import InvalidRequest, TriptychError
 from triptych.internal.v1 import long_request_pb2
 from triptych.rpc.status import from_rich_status
 from triptych.types.sampling import MAX_CHOICES
-from triptych.v1 import chat_pb2, generation_pb2
+from triptych.v1 import chat_pb2, embedding_pb2, embedding_pb2_grpc, generation_pb2, model_pb2
 from triptych_services.frontend import app
 from triptych_services.frontend.grpc import long_calls
 from triptych_services.frontend.grpc.convert import (
@@ -36,12 +38,24 @@ from triptych_services.frontend.grpc.convert import (
     unsupported_of_chat,
     write_answer,
 )
+from triptych_services.frontend.grpc.embedding_convert import (
+    EmbedCall,
+    read_bytes,
+    read_classify,
+    read_embed,
+    read_rerank,
+    read_score,
+)
 from triptych_services.frontend.grpc.long_calls import name_call, read_generation, read_tokenize
+from triptych_services.frontend.grpc.vllm import convert as vllm
 from triptych_services.frontend.http import app as http_app
 from triptych_services.frontend.offload import fair_threads
 from triptych_services.frontend.requests import body_process, long_reader
+from triptych_services.frontend.requests.inputs import PooledCall
 from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
 from triptych_services.frontend.requests.raw import RawChat, RawRequest, WrittenMessages
+from triptych_services.frontend.scores import Comparison
+from triptych_services.frontend.text_calls import MAX_DETOKENIZE
 
 TOOL = {"name": "add", "description": "Adds", "parameters_json": '{"type": "object"}'}
 CALL = {"id": "1", "name": "add", "arguments_json": "{}"}
@@ -73,6 +87,10 @@ def begin(message):
 """
 """A process that answers nothing."""
 LONG = ask(text="x" * LONG_REQUEST)
+LONG_INPUT = embedding_pb2.EmbedRequest(inputs=[{"text": {"text": "x" * LONG_REQUEST}}])  # type: ignore[list-item]
+READ = {
+    "Embed": read_embed, "Classify": read_classify, "Score": read_score, "Rerank": read_rerank,
+}  # fmt: skip
 TENANTS = ("one", "two", "three", "four", "five", "bystander")
 
 
@@ -90,6 +108,13 @@ def as_read(value: Any) -> Any:
             sampling = {name: _plain(each) for name, each in value.sampling.items()}
             emitted = {index: list(token_ids) for index, token_ids in value.emitted.items()}
             return dataclasses.replace(value, prompt=as_read(prompt), sampling=sampling, emitted=emitted)
+        case PooledCall():
+            return [as_read(value[place]) for place in range(len(value))]
+        case Comparison():
+            pairs = [(value.pairs[place], value.pairs.query_of(place)) for place in range(len(value.pairs))]
+            return as_read(value.base), pairs, value.activation, value.top_n
+        case EmbedCall():
+            return as_read(value.requests), value.task_type, value.encoding, value.is_of_tokens
     return value
 
 
@@ -129,7 +154,7 @@ async def test_a_child_reads_the_requests_that_this_process_reads(kind: Any, rea
         return raw, write_answer(request.generation), getattr(request, "resumes", None)
 
     async def there(data: bytes) -> tuple[Any, ...]:
-        rest, raw = await reader.read(len(data), partial(read_generation, data, kind, "own", 2.5))
+        rest, raw = await reader.read(len(data), partial(read_generation, kind, "own", 2.5, data))
         assert rest.request_id == raw.head.request_id
         return raw, write_answer(rest.generation), getattr(rest, "resumes", None)
 
@@ -151,6 +176,43 @@ async def test_a_child_reads_what_is_to_be_tokenized(reader: LongReader) -> None
 
     fuzzer = Fuzzer(12)
     bases = [generation_pb2.TokenizeRequest(**prompt) for prompt in PROMPTS if "token_ids" not in prompt]
+    for request in [*bases, *(fuzzer.changed(base) for base in bases for _ in range(8))]:
+        data = request.SerializeToString()
+        assert await outcome(there(data)) == await outcome(here(data)), request
+
+
+@pytest.mark.thorough
+async def test_a_child_reads_what_is_to_become_vectors(reader: LongReader) -> None:
+    async def here(data: bytes) -> tuple[Any, ...]:
+        return (read(kind.FromString(data), "own", 2.5),)
+
+    async def there(data: bytes) -> tuple[Any, ...]:
+        return (await reader.read(len(data), partial(read_bytes, kind, read, "own", 2.5, data)),)
+
+    fuzzer = Fuzzer(13)
+    for method, base in MESSAGES:
+        if (read := READ.get(method.rpartition("/")[2])) is None:
+            continue
+        kind: Any = type(base)
+        many = {"inputs": [{}] * 2049} if "inputs" in kind.DESCRIPTOR.fields_by_name else {}
+        chat = {"inputs": [{"chat": CHAT}]} if many else {}
+        for request in [base, kind(**many), kind(**chat), *(fuzzer.changed(base) for _ in range(8))]:
+            data = request.SerializeToString()
+            assert await outcome(there(data)) == await outcome(here(data)), request
+
+
+@pytest.mark.thorough
+async def test_a_child_reads_what_gateways_of_vllm_send(reader: LongReader) -> None:
+    async def here(data: bytes) -> tuple[Any, ...]:
+        request = vllm_engine_pb2.GenerateRequest.FromString(data)
+        return request.stream, vllm.to_raw_request(request.request_id or "own", request, 2.5)
+
+    async def there(data: bytes) -> tuple[Any, ...]:
+        return await reader.read(len(data), partial(vllm.read_generate, "own", 2.5, data))
+
+    fuzzer = Fuzzer(14)
+    prompts: tuple[dict[str, Any], ...] = ({"text": "Hi"}, {"tokenized": {"input_ids": [5, 6]}}, {})
+    bases = [vllm_engine_pb2.GenerateRequest(**prompt) for prompt in prompts]
     for request in [*bases, *(fuzzer.changed(base) for base in bases for _ in range(8))]:
         data = request.SerializeToString()
         assert await outcome(there(data)) == await outcome(here(data)), request
@@ -180,6 +242,12 @@ async def _answers(api: Api) -> list[Any]:
     answers.append(await stub.Tokenize(generation_pb2.TokenizeRequest(chat=CHAT, with_bytes=True)))
     text = {"text": "Hello world", "add_special_tokens": False}
     answers.append(await stub.Tokenize(generation_pb2.TokenizeRequest(text=text, with_offsets=True)))
+    gateway = vllm_engine_pb2.GenerateRequest(
+        request_id="v", tokenized={"input_ids": [5, 6]}, sampling_params={"max_tokens": 4}, stream=True
+    )
+    answers += [
+        message async for message in vllm_engine_pb2_grpc.VllmEngineStub(api.channel).Generate(gateway)
+    ]
     return list(map(_without_times, answers))
 
 
@@ -201,6 +269,46 @@ async def test_answers_are_the_same_wherever_requests_are_read(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("served")
+@pytest.mark.parametrize(
+    ("model", "answer"), [(EMBEDDER, pool), (CLASSIFIER, pool), (CROSS_ENCODER, length_score)]
+)
+async def test_vectors_are_the_same_wherever_requests_are_read(
+    model: Any, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"options": {"request_id": "mine", "tenant": "me"}}
+    inputs: Any = {"inputs": [{"text": {"text": "Hello 世界"}}, {"token_ids": {"ids": [5, 6]}}], **options}
+    texts: Any = {"documents": ["Hi", "世界", "Hi"], **options}
+    embed = embedding_pb2.EmbedRequest(encoding=embedding_pb2.EMBEDDING_ENCODING_FLOAT32_BYTES, **inputs)
+
+    async def answers(api: Api) -> list[str]:
+        stub: Any = embedding_pb2_grpc.EmbeddingServiceStub(api.channel)
+        outcomes = []
+        for method, request in (
+            (stub.Embed, embed),
+            (stub.Classify, embedding_pb2.ClassifyRequest(raw_scores=True, **inputs)),
+            (stub.Score, embedding_pb2.ScoreRequest(queries=["Hello"], **texts)),
+            (stub.Rerank, embedding_pb2.RerankRequest(query="Hello", top_n=2, **texts)),
+        ):
+            try:
+                outcomes.append(repr(await method(request)))
+            except grpc.aio.AioRpcError as error:
+                outcomes.append(repr((error.code(), error.details())))
+        items = iter([embedding_pb2.EmbedStreamRequest(tag=7, request=embed)])
+        return outcomes + [repr(each) async for each in stub.EmbedStream(items)]
+
+    async with FakeEngine(model=model, pool=answer) as engine, open_api(engine) as api:
+        expected = await answers(api)
+        assert "mine" in str([each.request.head for each in engine.submitted])
+        count = len(engine.submitted)
+        monkeypatch.setattr(long_calls, "LONG_REQUEST", 0)
+        assert await answers(api) == expected
+        first, second = engine.submitted[:count], engine.submitted[count:]
+        assert sorted(map(repr, (each.request.head for each in first))) == sorted(
+            map(repr, (each.request.head for each in second))
+        )
+
+
+@pytest.mark.usefixtures("served")
 async def test_errors_of_a_long_conversation_name_its_messages() -> None:
     messages = [{"role": "user", "parts": [{"text": f"Message {number}"}]} for number in range(16_384)]
     messages[12_345] = {"role": "", "parts": [{"text": "Hi"}]}
@@ -219,8 +327,14 @@ async def test_errors_of_a_long_conversation_name_its_messages() -> None:
 @pytest.mark.usefixtures("served")
 async def test_long_bytes_that_are_no_request_are_refused_like_short_ones() -> None:
     async with FakeEngine() as engine, open_api(engine) as api:
-        for name, has_stream in (("Generate", False), ("StreamGenerate", True), ("Tokenize", False)):
-            method = f"/triptych.v1.GenerationService/{name}"
+        for method, has_stream in (
+            ("/triptych.v1.GenerationService/Generate", False),
+            ("/triptych.v1.GenerationService/StreamGenerate", True),
+            ("/triptych.v1.GenerationService/Tokenize", False),
+            ("/triptych.v1.EmbeddingService/Embed", False),
+            ("/triptych.v1.EmbeddingService/Rerank", False),
+            ("/vllm.grpc.engine.VllmEngine/Generate", True),
+        ):
             open_call = api.channel.unary_stream if has_stream else api.channel.unary_unary
             call: Any = open_call(method)
             short, long = [await error_of(call(b"\xff" * size)) for size in (8, LONG_REQUEST + 1)]
@@ -260,7 +374,7 @@ def test_choices_to_go_on_with_have_a_limit() -> None:
 
 @pytest.mark.usefixtures("served")
 async def test_a_long_item_that_is_no_request_fails_alone() -> None:
-    broken = long_request_pb2.LongBatchItem(tag=1, request=b"\xff" * LONG_REQUEST)
+    broken = long_request_pb2.LongItem(tag=1, request=b"\xff" * LONG_REQUEST)
     good = generation_pb2.BatchGenerateRequest(tag=2, request=ask(text="Hi", length={"max_tokens": 3}))
     async with FakeEngine(alphabet) as engine, open_api(engine) as api:
         call = api.channel.stream_stream(
@@ -279,22 +393,33 @@ async def test_messages_that_have_no_reason_to_be_long_are_refused_unread() -> N
     abort = generation_pb2.AbortRequest(request_ids=["x" * 2**20])
     fits = generation_pb2.AbortRequest(request_ids=["x" * (2**20 - 4)])
     async with FakeEngine() as engine, open_api(engine) as api:
+        gateways: Any = vllm_engine_pb2_grpc.VllmEngineStub(api.channel)
         for call, name, request in (
             (api.generation.Attach, "Attach", attach),
             (api.generation.Abort, "Abort", abort),
+            (api.generation.Detokenize, "Detokenize", generation_pb2.DetokenizeRequest(model="x" * 2**21)),
+            (api.models.GetModel, "GetModel", model_pb2.GetModelRequest(name="x" * 2**20)),
+            (gateways.Abort, "Abort", vllm_engine_pb2.AbortRequest(request_ids=["x" * 2**20])),
         ):
             error = await error_of(call(request))
             assert isinstance(error, InvalidRequest)
-            why = f"{request.ByteSize()} bytes are above the limit 1048576 of a message to {name}"
+            limit = 2**21 if name == "Detokenize" else 2**20
+            why = f"{request.ByteSize()} bytes are above the limit {limit} of a message to {name}"
             assert why in str(error)
+        most = generation_pb2.DetokenizeRequest(token_ids=[65] * MAX_DETOKENIZE)
+        assert (await api.generation.Detokenize(most)).text
         assert fits.ByteSize() == 2**20
         assert not (await api.generation.Abort(fits)).aborted_request_ids
 
 
 def test_a_long_item_has_the_fields_of_an_item() -> None:
     item = generation_pb2.BatchGenerateRequest(tag=7, request=ask("mine", text="Hi"), timeout_ms=0)
-    long = long_request_pb2.LongBatchItem.FromString(item.SerializeToString())
+    long = long_request_pb2.LongItem.FromString(item.SerializeToString())
     assert generation_pb2.StreamGenerateRequest.FromString(long.request) == item.request
+    assert (long.tag, long.HasField("timeout_ms"), long.timeout_ms, long.request_id) == (7, True, 0, "")
+    other = embedding_pb2.EmbedStreamRequest(tag=7, request=LONG_INPUT, timeout_ms=0)
+    long = long_request_pb2.LongItem.FromString(other.SerializeToString())
+    assert embedding_pb2.EmbedRequest.FromString(long.request) == LONG_INPUT
     assert (long.tag, long.HasField("timeout_ms"), long.timeout_ms, long.request_id) == (7, True, 0, "")
 
 
@@ -309,7 +434,7 @@ def test_an_answer_that_outgrows_its_request_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
     monkeypatch.setattr(body_process, "_MAX_ANSWER_BYTES", 10_000)
     data = ask(text="x" * 10_000).SerializeToString()
-    read = partial(read_generation, data, generation_pb2.StreamGenerateRequest, "own", None)
+    read = partial(read_generation, generation_pb2.StreamGenerateRequest, "own", None, data)
     _, answer = body_process.begin({})
     assert answer({"data": pickle.dumps(read)})["error"] == "MemoryError"
     assert limits == [(resource.RLIMIT_AS, (2 << 30, 2 << 30))]
@@ -339,7 +464,7 @@ def test_a_child_refuses_what_would_become_many_objects(
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     monkeypatch.setattr(body_process, "_MAX_ENTRIES", 100)
     data = ask(**generation).SerializeToString()
-    read = partial(read_generation, data, generation_pb2.StreamGenerateRequest, "own", None)
+    read = partial(read_generation, generation_pb2.StreamGenerateRequest, "own", None, data)
     _, answer = body_process.begin({})
     assert str(pickle.loads(answer({"data": pickle.dumps(read)})["data"])) == why
     monkeypatch.setattr(body_process, "_MAX_ENTRIES", 101)
@@ -377,7 +502,15 @@ async def test_the_time_in_which_a_request_is_read_is_part_of_its_time(
         item = generation_pb2.BatchGenerateRequest(request=request, timeout_ms=100_000)
         assert [each async for each in api.generation.BatchGenerate(iter([item]))]
         await error_of(api.generation.StreamGenerate(request, timeout=100))
-    assert len(times) == 2
+        gateways: Any = vllm_engine_pb2_grpc.VllmEngineStub(api.channel)
+        text = vllm_engine_pb2.GenerateRequest(text="x" * LONG_REQUEST)
+        await error_of(gateways.Generate(text, timeout=100))
+        stub: Any = embedding_pb2_grpc.EmbeddingServiceStub(api.channel)
+        late = embedding_pb2.EmbedStreamRequest(request=LONG_INPUT, timeout_ms=40)
+        (answer,) = [each async for each in stub.EmbedStream(iter([late]))]
+        assert "the deadline of 0.04 s has passed" in str(from_rich_status(answer.error))
+        assert reader.deadlines.pop() == 0.04
+    assert len(times) == 3
     for left_s, given_s in zip(times, reader.deadlines, strict=True):
         assert left_s <= given_s - 0.05
 
@@ -436,11 +569,19 @@ async def test_a_call_that_is_cancelled_leaves_the_queue(stuck: Use, monkeypatch
     async with FakeEngine() as engine, open_api(engine) as api:
         first = api.generation.StreamGenerate(LONG)
         await until(lambda: stuck() == 1)
-        second = api.generation.StreamGenerate(LONG)
-        await until(lambda: waiting(shared) == 1)
-        assert await _code(api) == "QUEUE_FULL"
-        second.cancel()
-        await until(lambda: waiting(shared) == 0)
+        gateways: Any = vllm_engine_pb2_grpc.VllmEngineStub(api.channel)
+        texts: Any = embedding_pb2_grpc.EmbeddingServiceStub(api.channel)
+        text = vllm_engine_pb2.GenerateRequest(text="x" * LONG_REQUEST)
+        for method, request in (
+            (api.generation.StreamGenerate, LONG),
+            (texts.Embed, LONG_INPUT),
+            (gateways.Generate, text),
+        ):
+            second = method(request)
+            await until(lambda: waiting(shared) == 1)
+            assert await _code(api) == "QUEUE_FULL"
+            second.cancel()
+            await until(lambda: waiting(shared) == 0)
         assert await _code(api) == "DEADLINE_EXCEEDED"
         first.cancel()
 

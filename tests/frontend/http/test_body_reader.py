@@ -31,8 +31,10 @@ from triptych_services.frontend.http.openai.responses import convert as response
 from triptych_services.frontend.http.state import InFlight
 from triptych_services.frontend.offload import fair_threads
 from triptych_services.frontend.requests import long_reader
+from triptych_services.frontend.requests.inputs import PooledCall
 from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
 from triptych_services.frontend.requests.raw import RawChat, RawRequest, WrittenMessages
+from triptych_services.frontend.scores import Comparison
 
 NAMED = {"label": "test", "deadline_s": None}
 PATH_TO_CONVERT: dict[str, Callable[..., Any]] = {
@@ -145,6 +147,11 @@ def as_read(value: Any) -> Any:
             request_id = value.head.request_id.replace(value.head.request_id[4:13], "", 1)
             head = dataclasses.replace(value.head, request_id=request_id)
             return dataclasses.replace(value, head=head, prompt=as_read(value.prompt))
+        case PooledCall():
+            return as_read([value[place] for place in range(len(value))])
+        case Comparison():
+            pairs = [(value.pairs[place], value.pairs.query_of(place)) for place in range(len(value.pairs))]
+            return as_read(value.base), pairs, value.activation, value.top_n, value.returns_documents
     return value
 
 

@@ -24,13 +24,13 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'triptych/internal/v1/long_request.proto\x12\x14triptych.internal.v1\"i\n\rLongBatchItem\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x17\n\ntimeout_ms\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x04 \x01(\tB\r\n\x0b_timeout_msb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'triptych/internal/v1/long_request.proto\x12\x14triptych.internal.v1\"d\n\x08LongItem\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x17\n\ntimeout_ms\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x04 \x01(\tB\r\n\x0b_timeout_msb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.internal.v1.long_request_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LONGBATCHITEM']._serialized_start=65
-  _globals['_LONGBATCHITEM']._serialized_end=170
+  _globals['_LONGITEM']._serialized_start=65
+  _globals['_LONGITEM']._serialized_end=165
 # @@protoc_insertion_point(module_scope)

@@ -4,7 +4,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class LongBatchItem(_message.Message):
+class LongItem(_message.Message):
     __slots__ = ("tag", "request", "timeout_ms", "request_id")
     TAG_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from triptych.compat import vllm_engine_pb2 as pb
@@ -80,6 +82,22 @@ def to_raw_request(request_id: str, request: pb.GenerateRequest, deadline_s: flo
         },
         unsupported=tuple(unsupported),
     )
+
+
+def read_generate(request_id: str, deadline_s: float | None, data: bytes) -> tuple[bool, RawRequest]:
+    """Return whether the answer is streamed, and the request, of which a child process is given the bytes.
+
+    Args:
+        request_id: Its id where its client gives none.
+
+    Raises:
+        DecodeError: The bytes are no such request.
+    """
+    request = pb.GenerateRequest.FromString(data)
+    raw = to_raw_request(request.request_id or request_id, request, deadline_s)
+    if request.HasField("tokenized"):  # an array is handed over without looking at each id
+        raw = replace(raw, prompt=array("I", request.tokenized.input_ids))
+    return request.stream, raw
 
 
 def _to_structured(params: pb.SamplingParams, constraint: str | None) -> StructuredOutputs | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import io
@@ -26,9 +27,11 @@ from triptych.errors import FeatureDisabled, InvalidRequest
 from triptych.rpc.interceptors import current_request_id, set_request_id
 from triptych.types.facts import EngineStatus
 from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.grpc.long_calls import read_long
 from triptych_services.frontend.grpc.stall_watch import StallWatch
-from triptych_services.frontend.grpc.vllm.convert import VllmEncoder, to_raw_request
-from triptych_services.frontend.requests.raw import MAX_ABORTS
+from triptych_services.frontend.grpc.vllm.convert import VllmEncoder, read_generate, to_raw_request
+from triptych_services.frontend.requests.long_reader import LongReader
+from triptych_services.frontend.requests.raw import MAX_ABORTS, RawRequest, with_remaining_time
 
 VLLM_SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
@@ -56,26 +59,28 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self,
         generator: Generator,
         client_timeout_s: float,
+        long_reader: LongReader,
         statuses: Callable[[], Iterator[tuple[str, EngineStatus]]],
     ) -> None:
         """
         Args:
             client_timeout_s: How long a client may read nothing while its answer waits.
+            long_reader: Reads long requests.
             statuses: Returns the model's name and the latest counters of each engine.
         """
         self._generator = generator
         self._client_timeout_s = client_timeout_s
+        self._long_reader = long_reader
         self._statuses = statuses
         self._started_at = time.monotonic()
         self._archive: bytes | None = None
 
     async def Generate(
-        self, request: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request: vllm_engine_pb2.GenerateRequest | bytes, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse]:
-        request_id = request.request_id or current_request_id()
-        set_request_id(request_id)
-        raw = to_raw_request(request_id, request, context.time_remaining())
-        encoder = VllmEncoder(is_streamed=request.stream)
+        is_streamed, raw = await self._read(request, context.time_remaining())
+        set_request_id(raw.head.request_id)
+        encoder = VllmEncoder(is_streamed=is_streamed)
         watch = StallWatch(context, self._client_timeout_s)
         try:
             async with aclosing(self._generator.generate(raw)) as events:
@@ -86,6 +91,20 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                         watch.end_write()
         finally:
             watch.close()
+
+    async def _read(
+        self, request: vllm_engine_pb2.GenerateRequest | bytes, remaining_s: float | None
+    ) -> tuple[bool, RawRequest]:
+        """Return whether the answer is streamed, and what is asked for."""
+        if not isinstance(request, bytes):
+            request_id = request.request_id or current_request_id()
+            return request.stream, to_raw_request(request_id, request, remaining_s)
+        arrived = time.monotonic()
+        read = functools.partial(read_generate, current_request_id(), remaining_s)
+        is_streamed, raw = await read_long(
+            self._long_reader, request, read, f"/{VLLM_SERVICE}/Generate", remaining_s
+        )
+        return is_streamed, with_remaining_time(raw, arrived)
 
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext

@@ -31,6 +31,7 @@ from triptych_services.frontend.http.openai.schema import (
     TokenizeRequest,
 )
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
+from triptych_services.frontend.requests.sampling import pack_ids
 from triptych_services.frontend.requests.tools import reasoning_variables, to_call
 
 CHAT_PATHS = {"prompt": "messages", "template_kwargs": "chat_template_kwargs", "tools.function": ".function"}
@@ -77,11 +78,11 @@ def completion_requests(body: CompletionRequest, *, label: str, deadline_s: floa
         empty = FieldViolation("prompt", "the list is empty; at least 1 token or 1 prompt is needed")
         return [replace(base, prompt=REFUSED_PROMPT, violations=(*base.violations, empty))]
     if isinstance(prompt[0], int):
-        return [replace(base, prompt=prompt)]
+        return [replace(base, prompt=pack_ids(prompt))]
     return [
         replace(
             base,
-            prompt=each,
+            prompt=each if isinstance(each, str) else pack_ids(each),
             head=replace(base.head, request_id=base.head.request_id and f"{base.head.request_id}-{number}"),
             paths={**base.paths, "prompt": f"prompt[{number}]"},
         )
@@ -147,9 +148,9 @@ def read_tokenize(body: TokenizeRequest) -> tuple[str, str | RawChat, bool | Non
     return body.model or "", prompt, body.add_special_tokens, bool(body.return_token_strs)
 
 
-def read_detokenize(body: DetokenizeRequest) -> tuple[str, list[int], bool]:
+def read_detokenize(body: DetokenizeRequest) -> tuple[str, Sequence[int], bool]:
     """Return the model that is named, the ids, and whether special tokens are skipped."""
-    return body.model or "", detokenize_ids(body), body.skip_special_tokens is not False
+    return body.model or "", pack_ids(detokenize_ids(body)), body.skip_special_tokens is not False
 
 
 def tokenize_prompt(body: TokenizeRequest) -> str | RawChat:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import orjson
@@ -28,50 +28,40 @@ from triptych_services.frontend.http.openai.pooling.schema import (
 )
 from triptych_services.frontend.pooled_calls import check_num_inputs
 from triptych_services.frontend.requests.identity import unique_request_id
+from triptych_services.frontend.requests.inputs import Passages, PooledCall
 from triptych_services.frontend.requests.parse import why_not_request_id
 from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.scores import Passage, number_requests, pair_up
-
-
-class Comparison(NamedTuple):
-    """A call that compares texts, as its body says."""
-
-    base: RawRequest
-    pairs: Sequence[tuple[Passage, Passage]]
-    activation: bool | None
-    top_n: int | None = None
-    returns_documents: bool = False
+from triptych_services.frontend.requests.sampling import pack_ids
+from triptych_services.frontend.scores import Comparison, Pairs
 
 
 def read_embedding(
     body: EmbeddingRequest, *, label: str, deadline_s: float | None
-) -> tuple[bool, list[RawRequest]]:
-    """Return whether the vectors are sent as base64, and the raw requests.
+) -> tuple[bool, PooledCall]:
+    """Return whether the vectors are sent as base64, and the requests.
 
     Raises:
         InvalidRequest: As `embedding_params` and `input_requests`.
     """
-    raws = input_requests(body, embedding_params(body), label=label, deadline_s=deadline_s)
-    return body.encoding_format == "base64", raws
+    call = input_requests(body, embedding_params(body), label=label, deadline_s=deadline_s)
+    return body.encoding_format == "base64", call
 
 
 def read_pooling(
     body: PoolingRequest, *, label: str, deadline_s: float | None
-) -> tuple[bool, bool, list[RawRequest]]:
-    """Return whether the vectors are sent as base64, whether a task is named, and the raw requests.
+) -> tuple[bool, bool, PooledCall]:
+    """Return whether the vectors are sent as base64, whether a task is named, and the requests.
 
     Raises:
         InvalidRequest: As `embedding_params` and `input_requests`.
     """
     task = Task[body.task.upper()] if body.task is not None else Task.EMBED
-    raws = input_requests(body, embedding_params(body, task), label=label, deadline_s=deadline_s)
-    return body.encoding_format == "base64", body.task is not None, raws
+    call = input_requests(body, embedding_params(body, task), label=label, deadline_s=deadline_s)
+    return body.encoding_format == "base64", body.task is not None, call
 
 
-def read_classification(
-    body: ClassificationRequest, *, label: str, deadline_s: float | None
-) -> list[RawRequest]:
-    """Return the raw requests.
+def read_classification(body: ClassificationRequest, *, label: str, deadline_s: float | None) -> PooledCall:
+    """Return the requests.
 
     Raises:
         InvalidRequest: As `input_requests`.
@@ -142,31 +132,31 @@ def base_request(body: PooledBody, *, label: str, deadline_s: float | None) -> R
 
 def input_requests(
     body: InputsBody, pooling: PoolingParams, *, label: str, deadline_s: float | None
-) -> list[RawRequest]:
-    """Return one raw request for each input, in their order.
+) -> PooledCall:
+    """Return one request for each input, in their order.
 
     Raises:
         InvalidRequest: All that is wrong with the body, or there are too many inputs.
     """
     base = base_request(body, label=label, deadline_s=deadline_s)
+    base = replace(
+        base,
+        pooling=pooling,
+        add_special_tokens=body.add_special_tokens,
+        prompt_name=body.prompt_name or "",
+    )
     given = body.input
     if given is None:
         raise InvalidRequest("input", "is missing; send a text, token ids, or a list of them")
-    inputs: Sequence[tuple[str | list[int], str]]
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        inputs = [(given, "input")]
-    else:
-        check_num_inputs(len(given), "input")
-        several = cast(list[str | list[int]], given)
-        inputs = [(each, f"input[{number}]") for number, each in enumerate(several)]
-    raws = number_requests(base, pooling, inputs)
-    if body.add_special_tokens is None and body.prompt_name is None:
-        return raws
-    return [_with_text_options(raw, body) for raw in raws]
-
-
-def _with_text_options(raw: RawRequest, body: InputsBody) -> RawRequest:
-    return replace(raw, add_special_tokens=body.add_special_tokens, prompt_name=body.prompt_name or "")
+    if isinstance(given, str):
+        return PooledCall(base, [given], ["input"])
+    if given and isinstance(given[0], int):
+        return PooledCall(base, [pack_ids(given)], ["input"])
+    check_num_inputs(len(given), "input")
+    prompts = [
+        each if isinstance(each, str) else pack_ids(each) for each in cast(list[str | list[int]], given)
+    ]
+    return PooledCall(base, prompts, [f"input[{place}]" for place in range(len(prompts))])
 
 
 def embedding_params(body: EmbeddingRequest | PoolingRequest, task: Task = Task.EMBED) -> PoolingParams:
@@ -183,7 +173,7 @@ def embedding_params(body: EmbeddingRequest | PoolingRequest, task: Task = Task.
     )
 
 
-def score_pairs(body: ScoreRequest) -> list[tuple[Passage, Passage]]:
+def score_pairs(body: ScoreRequest) -> Pairs:
     """Return the pairs of texts to compare.
 
     Raises:
@@ -192,11 +182,11 @@ def score_pairs(body: ScoreRequest) -> list[tuple[Passage, Passage]]:
     is_whole = body.queries is not None and body.documents is not None
     is_older = not is_whole and (body.text_1 is not None or body.text_2 is not None)
     names = ("text_1", "text_2") if is_older else ("queries", "documents")
-    sides = [_passages(getattr(body, name), name) for name in names]
-    return pair_up(sides[0], sides[1], *names)
+    queries, documents = (_passages(getattr(body, name), name) for name in names)
+    return Pairs(queries, documents).check()
 
 
-def rerank_pairs(body: RerankRequest) -> list[tuple[Passage, Passage]]:
+def rerank_pairs(body: RerankRequest) -> Pairs:
     """Return the query with each document.
 
     Raises:
@@ -207,16 +197,13 @@ def rerank_pairs(body: RerankRequest) -> list[tuple[Passage, Passage]]:
     if body.top_n is not None and body.top_n < 0:
         raise InvalidRequest("top_n", f"{body.top_n} is below the limit 0")
     texts = [each if isinstance(each, str) else each.text for each in body.documents or ()]
-    documents = [Passage(text, f"documents[{place}]") for place, text in enumerate(texts)]
-    return pair_up([Passage(body.query, "query")], documents, "query", "documents")
+    return Pairs(_passages(body.query, "query"), Passages(texts, "documents")).check()
 
 
-def _passages(given: str | list[str] | None, path: str) -> list[Passage]:
+def _passages(given: str | list[str] | None, path: str) -> Passages:
     if given is None:
         raise InvalidRequest(path, "is missing; send a text or a list of texts")
-    if isinstance(given, str):
-        return [Passage(given, path)]
-    return [Passage(text, f"{path}[{place}]") for place, text in enumerate(given)]
+    return Passages([given], path, is_list=False) if isinstance(given, str) else Passages(given, path)
 
 
 class PooledUsage(Answer):

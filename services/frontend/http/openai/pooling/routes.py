@@ -30,8 +30,9 @@ from triptych_services.frontend.http.openai.pooling.schema import (
 )
 from triptych_services.frontend.http.state import generator_of, reader_of
 from triptych_services.frontend.pooled_calls import AnswerBytes, PooledText
+from triptych_services.frontend.requests.inputs import PooledCall
 from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.scores import Scores, rank, score
+from triptych_services.frontend.scores import Comparison, Scores, rank, score
 
 router = APIRouter(tags=["pool"])
 
@@ -76,10 +77,11 @@ class CountedResponse(Response):
 @takes(EmbeddingRequest, has_timeout=True)
 async def create_embeddings(request: Request) -> Response:
     """Texts or token ids -> one vector each."""
-    is_base64, raws = await _read(request, EmbeddingRequest, convert.read_embedding)
+    arrived = time.monotonic()
+    is_base64, call = await _read(request, EmbeddingRequest, convert.read_embedding)
     with _answer_of(request) as answer:
-        pooled = await _run(request, generator_of(request).pooled.compute(raws, answer))
-        body = await _vectors(request, raws, pooled, "embedding", "embedding", is_base64=is_base64)
+        pooled = await _run(request, generator_of(request).pooled.compute(call.since(arrived), answer))
+        body = await _vectors(request, call, pooled, "embedding", "embedding", is_base64=is_base64)
         return CountedResponse(body, answer)
 
 
@@ -87,15 +89,15 @@ async def create_embeddings(request: Request) -> Response:
 @takes(PoolingRequest, has_timeout=True)
 async def pool(request: Request) -> Response:
     """Texts or token ids -> what the model makes of each: a vector, one for each token, or numbers of its labels."""
-    generator = generator_of(request)
-    is_base64, names_task, raws = await _read(request, PoolingRequest, convert.read_pooling)
+    generator, arrived = generator_of(request), time.monotonic()
+    is_base64, names_task, call = await _read(request, PoolingRequest, convert.read_pooling)
     if not names_task:
-        tasks = generator.find_model(raws[0].model).tasks
+        tasks = generator.find_model(call.base.model).tasks
         if Task.CLASSIFY.label in tasks and Task.EMBED.label not in tasks:
-            raws = [_with_task(raw, Task.CLASSIFY) for raw in raws]
+            call = replace(call, base=_with_task(call.base, Task.CLASSIFY))
     with _answer_of(request) as answer:
-        pooled = await _run(request, generator.pooled.compute(raws, answer))
-        body = await _vectors(request, raws, pooled, "pooling", "data", is_base64=is_base64)
+        pooled = await _run(request, generator.pooled.compute(call.since(arrived), answer))
+        body = await _vectors(request, call, pooled, "pooling", "data", is_base64=is_base64)
         return CountedResponse(body, answer)
 
 
@@ -103,10 +105,10 @@ async def pool(request: Request) -> Response:
 @takes(ClassificationRequest, has_timeout=True)
 async def classify(request: Request) -> Response:
     """Texts or token ids -> one number for each label of the model."""
-    generator = generator_of(request)
-    raws = await _read(request, ClassificationRequest, convert.read_classification)
+    generator, arrived = generator_of(request), time.monotonic()
+    call = await _read(request, ClassificationRequest, convert.read_classification)
     with _answer_of(request) as answer:
-        pooled = await _run(request, generator.pooled.compute(raws, answer))
+        pooled = await _run(request, generator.pooled.compute(call.since(arrived), answer))
         labels = generator.text_model.labels(pooled[0].vectors.shape[1])
         data = [
             {
@@ -117,7 +119,7 @@ async def classify(request: Request) -> Response:
             }
             for index, text in enumerate(pooled)
         ]
-        head = _head(request, "classify", raws[0].model, _count(pooled))
+        head = _head(request, "classify", call.base.model, _count(pooled))
         return CountedResponse(json_response(head | {"data": data}).body, answer)
 
 
@@ -140,7 +142,7 @@ async def rerank(request: Request) -> Response:
     call, scores = await _compare(request, RerankRequest, convert.read_rerank)
     results = []
     for place in rank(scores.values, call.top_n):
-        document = {"document": {"text": call.pairs[place][1].text}} if call.returns_documents else {}
+        document = {"document": {"text": call.pairs.documents[place]}} if call.returns_documents else {}
         results.append({"index": place, **document, "relevance_score": scores.values[place]})
     head = _head(request, "rerank", call.base.model, scores.num_tokens)
     return json_response({name: head[name] for name in ("id", "model", "usage")} | {"results": results})
@@ -168,12 +170,12 @@ async def _read(request: Request, kind: type[_B], convert_body: Callable[..., _T
 
 
 async def _compare(
-    request: Request, kind: type[_B], read: Callable[..., convert.Comparison]
-) -> tuple[convert.Comparison, Scores]:
+    request: Request, kind: type[_B], read: Callable[..., Comparison]
+) -> tuple[Comparison, Scores]:
     """Read a call that compares texts, and return it with the scores of its pairs."""
-    call = await _read(request, kind, read)
-    work = score(generator_of(request), call.base, call.pairs, activation=call.activation)
-    return call, await _run(request, work)
+    arrived = time.monotonic()
+    call = (await _read(request, kind, read)).since(arrived)
+    return call, await _run(request, score(generator_of(request), call))
 
 
 def _with_task(raw: RawRequest, task: Task) -> RawRequest:
@@ -189,7 +191,7 @@ async def _run(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 async def _vectors(
     request: Request,
-    raws: Sequence[RawRequest],
+    call: PooledCall,
     pooled: Sequence[PooledText],
     kind: str,
     field: str,
@@ -197,10 +199,10 @@ async def _vectors(
     is_base64: bool,
 ) -> str:
     """Return the body of the answer to a call for vectors, written on a thread if it is long."""
-    tasks = {raw.pooling.task for raw in raws if raw.pooling is not None}
-    is_whole = Task.TOKEN_EMBED in tasks
+    assert call.base.pooling is not None, "it becomes vectors"
+    is_whole = call.base.pooling.task is Task.TOKEN_EMBED
     vectors = [text.vectors if is_whole else text.vectors[0] for text in pooled]
-    head = _head(request, "embd" if kind == "embedding" else "pool", raws[0].model, _count(pooled))
+    head = _head(request, "embd" if kind == "embedding" else "pool", call.base.model, _count(pooled))
     size = sum(vector.size for vector in vectors)
     text = generator_of(request).text_model
     return await text.run(size, convert.write_vectors, head, kind, field, vectors, is_base64=is_base64)
