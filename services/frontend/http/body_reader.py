@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from email.message import Message
 from typing import TypeVar
@@ -58,7 +59,8 @@ class BodyReader:
         Args:
             convert: A function of a module, perhaps with arguments by `functools.partial`: it may be called in another
                 process.
-            deadline_s: Time that a body may wait for a child process and take there. None: any.
+            deadline_s: Time from now on in which a body may come, wait for a child process and be read there. None:
+                any. One that is read here is not looked at before.
 
         Raises:
             InvalidRequest: The body is no JSON object. Errors of its fields are in `Body.violations`.
@@ -66,6 +68,7 @@ class BodyReader:
             InvalidRequest, DeadlineExceeded, EngineUnavailable: As `LongReader.read`.
             ClientGone: The client left.
         """
+        arrived = time.monotonic()
         try:
             data = await request.body()
         except ClientDisconnect:
@@ -80,7 +83,7 @@ class BodyReader:
         if len(data) <= self._long_body:
             result, unknown = await self._threads.run(len(data), read)
         else:
-            work = self._long_reader.read(len(data), read, deadline_s=deadline_s)
+            work = self._long_reader.read(len(data), read, deadline_s=deadline_s, arrived=arrived)
             result, unknown = await request.app.state.in_flight.run(request.receive, work)
         for name in unknown:
             if name not in self._warned and len(self._warned) < MAX_WARNED:

@@ -16,6 +16,7 @@ from triptych.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest
 from triptych_services.frontend.offload.fair_threads import FairThreads
 from triptych_services.frontend.offload.limited_process import KeptProcesses, ProcessEnded
 from triptych_services.frontend.requests.parse import MAX_DEADLINE_S
+from triptych_services.frontend.requests.raw import remaining_time
 
 LONG_REQUEST = 256 << 10
 """Bytes above which a request is read in a child process."""
@@ -37,13 +38,21 @@ class LongReader:
         """Wait for the child processes."""
         self._processes = KeptProcesses(_SCRIPT, num_kept=1)
 
-    async def read(self, size: int, read: Callable[[], T], *, deadline_s: float | None = None) -> T:
+    async def read(
+        self,
+        size: int,
+        read: Callable[[], T],
+        *,
+        deadline_s: float | None = None,
+        arrived: float | None = None,
+    ) -> T:
         """Return what `read` returns in a child process, or raise what it raises there.
 
         Args:
             size: Bytes of the request.
             read: A function of a module, with its arguments by `functools.partial`.
             deadline_s: Time that it may wait for a child process and take there. None: any.
+            arrived: When that time began, by `time.monotonic`. None: now.
 
         Raises:
             InvalidRequest: It takes too much time or memory.
@@ -52,8 +61,11 @@ class LongReader:
             EngineUnavailable: The child process ended twice.
         """
         has_deadline = deadline_s is not None and 0 < deadline_s <= MAX_DEADLINE_S  # others are refused later
+        left_s = deadline_s if has_deadline else None
+        if arrived is not None:
+            left_s = remaining_time(left_s, arrived)
         try:
-            async with asyncio.timeout(deadline_s if has_deadline else None):
+            async with asyncio.timeout(left_s):
                 return await self._threads.run(size, self._ask, size, read)
         except TimeoutError:
             raise DeadlineExceeded(f"the deadline of {deadline_s:g} s has passed") from None

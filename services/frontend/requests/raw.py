@@ -178,20 +178,27 @@ class RawRequest:
 
 
 def with_remaining_time(raw: RawRequest, arrived: float) -> RawRequest:
-    """Return a request with the part of its time that is left.
+    """Return a request with the part of its time that is left. Arguments and errors are those of `remaining_time`."""
+    remaining_s = remaining_time(raw.deadline_s, arrived)
+    return raw if remaining_s == raw.deadline_s else replace(raw, deadline_s=remaining_s)
+
+
+def remaining_time(deadline_s: float | None, arrived: float) -> float | None:
+    """Return the seconds that are left of a time. One that is refused for its value stays as it is.
 
     Args:
-        arrived: When it arrived, by `time.monotonic`.
+        deadline_s: The time. None: any.
+        arrived: When it began, by `time.monotonic`.
 
     Raises:
         DeadlineExceeded: Nothing is left.
     """
-    if raw.deadline_s is None or raw.deadline_s <= 0:  # else it is refused for that
-        return raw
-    remaining_s = raw.deadline_s - (time.monotonic() - arrived)
+    if deadline_s is None or not deadline_s > 0:
+        return deadline_s
+    remaining_s = deadline_s - (time.monotonic() - arrived)
     if remaining_s <= 0:
-        raise DeadlineExceeded(f"the deadline of {raw.deadline_s:g} s has passed")
-    return replace(raw, deadline_s=remaining_s)
+        raise DeadlineExceeded(f"the deadline of {deadline_s:g} s has passed")
+    return remaining_s
 
 
 def why_too_many_messages(num_messages: int) -> str | None:

@@ -27,15 +27,12 @@ from triptych.config.api_keys import entry_line
 from triptych.errors import InvalidRequest, TriptychError
 from triptych.internal.v1 import long_request_pb2
 from triptych.rpc.status import from_rich_status
-from triptych.types.sampling import MAX_CHOICES
-from triptych.v1 import chat_pb2, embedding_pb2, embedding_pb2_grpc, generation_pb2, model_pb2
+from triptych.v1 import embedding_pb2, embedding_pb2_grpc, generation_pb2, model_pb2
 from triptych_services.frontend import app
 from triptych_services.frontend.grpc import long_calls
 from triptych_services.frontend.grpc.convert import (
-    to_chat,
     to_raw_request,
     to_tokenize_prompt,
-    unsupported_of_chat,
     write_answer,
 )
 from triptych_services.frontend.grpc.embedding_convert import (
@@ -342,36 +339,6 @@ async def test_long_bytes_that_are_no_request_are_refused_like_short_ones() -> N
             assert f"no request of {method}: it cannot be parsed" in str(long)
 
 
-@pytest.mark.parametrize(
-    ("field", "what", "limit", "chat_of"),
-    [
-        (
-            "messages[1].tool_calls",
-            "calls",
-            128,
-            lambda count: {"messages": [{}, {"tool_calls": [CALL] * count}]},
-        ),
-        ("tools", "tools", 128, lambda count: {"tools": [TOOL] * count}),
-        ("documents", "documents", 1024, lambda count: {"documents": [{"text": "x"}] * count}),
-    ],
-)
-def test_lists_of_a_conversation_have_limits(
-    field: str, what: str, limit: int, chat_of: Callable[[int], dict[str, Any]]
-) -> None:
-    assert to_chat(chat_pb2.Chat(**chat_of(limit)))[1] == []
-    chat, (violation,) = to_chat(chat_pb2.Chat(**chat_of(limit + 1)))
-    assert str(violation) == f"chat.{field}: {limit + 1} {what} are above the limit {limit}"
-    assert (violation.value, violation.limit) == (str(limit + 1), str(limit))
-    assert not chat.tools
-    assert not chat.documents
-
-
-def test_choices_to_go_on_with_have_a_limit() -> None:
-    request = generation_pb2.Generation(emitted=[{}] * (MAX_CHOICES + 1))  # type: ignore[list-item]
-    (violation,) = to_raw_request("", request, None).violations
-    assert str(violation) == f"emitted: {MAX_CHOICES + 1} choices are above the limit {MAX_CHOICES}"
-
-
 @pytest.mark.usefixtures("served")
 async def test_a_long_item_that_is_no_request_fails_alone() -> None:
     broken = long_request_pb2.LongItem(tag=1, request=b"\xff" * LONG_REQUEST)
@@ -421,12 +388,6 @@ def test_a_long_item_has_the_fields_of_an_item() -> None:
     long = long_request_pb2.LongItem.FromString(other.SerializeToString())
     assert embedding_pb2.EmbedRequest.FromString(long.request) == LONG_INPUT
     assert (long.tag, long.HasField("timeout_ms"), long.timeout_ms, long.request_id) == (7, True, 0, "")
-
-
-def test_parts_that_are_not_served_are_named_up_to_a_limit() -> None:
-    parts = [{"text": "x"}, *[{"image": {"url": "x"}}] * 1000]
-    paths = unsupported_of_chat(chat_pb2.Chat(messages=[{"role": "user", "parts": parts}]))  # type: ignore[list-item]
-    assert paths == [f"chat.messages[0].parts[{number}].image" for number in range(1, 65)]
 
 
 def test_an_answer_that_outgrows_its_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,46 @@ async def test_a_deadline_holds_while_a_body_is_read(use: Use, tmp_path: Path) -
     await until_stuck(tmp_path)
 
 
+class SlowReader(LongReader):
+    """Reads in this process, after 50 ms, whatever the deadline is."""
+
+    async def read(self, size: int, read: Callable[[], Any], **_: Any) -> Any:
+        await asyncio.sleep(0.05)
+        return read()
+
+
+async def test_the_time_in_which_a_body_is_read_is_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = BodyReader(SlowReader(), long_body=0)
+    monkeypatch.setattr(app, "BodyReader", lambda _, refuses_unknown: slow)
+    bases = {path: json.dumps(body) for path, _, body in BASES if "token" not in path}
+    async with open_api() as api:
+
+        async def ask(path: str, seconds: float) -> Any:
+            return await api.post(path, bases[path], **{"X-Request-Timeout-S": str(seconds)})
+
+        answers = await asyncio.gather(*(ask(path, 0.04) for path in bases))
+        for path, answer in zip(bases, answers, strict=True):
+            assert answer.status_code == 504, (path, answer.text)
+            assert "the deadline of 0.04 s has passed" in answer.text
+        assert not api.generator.requests
+        await asyncio.gather(*(ask(path, 100) for path in bases))
+        left = [raw.deadline_s for raw in api.generator.requests]
+        assert len(left) >= len(bases)
+        assert all(0 < seconds <= 99.95 for seconds in left)
+
+
+async def test_the_time_in_which_a_body_comes_is_part_of_its_time() -> None:
+    class SlowClient(Client):
+        async def receive(self) -> Message:
+            await asyncio.sleep(0.05)
+            return await super().receive()
+
+    before = children()
+    with pytest.raises(DeadlineExceeded, match=r"the deadline of 0\.04 s has passed"):
+        await BodyReader(LongReader()).read(SlowClient(LONG).request(), AbortRequest, dict, deadline_s=0.04)
+    assert children() == before
+
+
 async def test_a_client_that_leaves_waits_no_longer(use: Use, tmp_path: Path) -> None:
     use(STUCK_ONCE)
     client = Client(LONG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -22,6 +23,7 @@ from triptych_services.frontend.http.document import takes
 from triptych_services.frontend.http.errors import json_response
 from triptych_services.frontend.http.generation import timeout_of
 from triptych_services.frontend.http.state import generator_of, reader_of
+from triptych_services.frontend.requests.raw import with_remaining_time
 
 router = APIRouter()
 _GENERATE_ERRORS = error_answers(400, 403, 404, 413, 429, 503, 504, model=AnthropicError)
@@ -33,9 +35,11 @@ _COUNT_ERRORS = error_answers(400, 404, 413, 429, 503, model=AnthropicError)
 async def create_message(request: Request) -> Response:
     """Answer a conversation, as Anthropic's Messages API does."""
     request_id: str = request.state.request_id
-    deadline_s = timeout_of(request)
+    arrived, deadline_s = time.monotonic(), timeout_of(request)
     to_raw = partial(convert.read_messages, label=request_id, deadline_s=deadline_s)
     is_streamed, raw = await reader_of(request).read(request, MessagesRequest, to_raw, deadline_s=deadline_s)
+    if deadline_s is not None:
+        raw = with_remaining_time(raw, arrived)
     return await answer_in_blocks(
         request, raw, MessagesFormat(request_id=request_id), is_streamed=is_streamed
     )

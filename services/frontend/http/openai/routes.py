@@ -44,7 +44,7 @@ from triptych_services.frontend.http.sse import (
     with_notes,
 )
 from triptych_services.frontend.http.state import generator_of, reader_of
-from triptych_services.frontend.requests.raw import RawRequest
+from triptych_services.frontend.requests.raw import RawRequest, with_remaining_time
 from triptych_services.frontend.streams.outputs import EventReceiver
 from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 
@@ -59,11 +59,13 @@ router = APIRouter()
 @takes(CompletionRequest, events=(answers.CompletionChunk, ErrorAnswer), ends_with_done=True)
 async def create_completion(request: Request) -> Response:
     """Complete one prompt or several. With the header Last-Event-ID, a stream that broke goes on."""
-    deadline_s = timeout_of(request)
+    arrived, deadline_s = time.monotonic(), timeout_of(request)
     to_raws = partial(convert.read_completion, label=request.state.request_id, deadline_s=deadline_s)
     options, raws = await reader_of(request).read(request, CompletionRequest, to_raws, deadline_s=deadline_s)
     if (event_id := request.headers.get(LAST_EVENT_ID_HEADER)) is not None:
         return _go_on(request, *parse_event_id(event_id))
+    if deadline_s is not None:
+        raws = [with_remaining_time(raw, arrived) for raw in raws]
     return await _generate(request, options, raws, CompletionFormat(options))
 
 
@@ -75,13 +77,15 @@ async def create_completion(request: Request) -> Response:
 @takes(ChatCompletionRequest, events=(answers.ChatCompletionChunk, ErrorAnswer), ends_with_done=True)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation. With the header Last-Event-ID, a stream that broke goes on."""
-    deadline_s = timeout_of(request)
+    arrived, deadline_s = time.monotonic(), timeout_of(request)
     to_raw = partial(convert.read_chat, label=request.state.request_id, deadline_s=deadline_s)
     options, raw = await reader_of(request).read(
         request, ChatCompletionRequest, to_raw, deadline_s=deadline_s
     )
     if (event_id := request.headers.get(LAST_EVENT_ID_HEADER)) is not None:
         return _go_on(request, *parse_event_id(event_id))
+    if deadline_s is not None:
+        raw = with_remaining_time(raw, arrived)
     return await _generate(request, options, [raw], ChatFormat(options))
 
 

@@ -17,6 +17,7 @@ from triptych_services.frontend.http.openai.responses.answers import RESPONSES_E
 from triptych_services.frontend.http.openai.responses.objects import ResponsesFormat
 from triptych_services.frontend.http.openai.responses.schema import ResponsesRequest
 from triptych_services.frontend.http.state import reader_of
+from triptych_services.frontend.requests.raw import with_remaining_time
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=["generate"])
 
@@ -26,7 +27,7 @@ router = APIRouter(responses=GENERATE_ERRORS, tags=["generate"])
 async def create_response(request: Request) -> Response:
     """Answer a conversation, as OpenAI's Responses API does. Nothing is stored."""
     request_id: str = request.state.request_id
-    deadline_s = timeout_of(request)
+    arrived, deadline_s = time.monotonic(), timeout_of(request)
     to_raw = partial(convert.read_response, label=request_id, deadline_s=deadline_s)
     options, raw = await reader_of(request).read(request, ResponsesRequest, to_raw, deadline_s=deadline_s)
     format = ResponsesFormat(
@@ -36,4 +37,6 @@ async def create_response(request: Request) -> Response:
         wants_logprobs=options.wants_logprobs,
         namespaces=options.namespaces,
     )
+    if deadline_s is not None:
+        raw = with_remaining_time(raw, arrived)
     return await answer_in_blocks(request, raw, format, is_streamed=options.is_streamed)
