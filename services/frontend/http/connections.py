@@ -222,6 +222,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._others.remove(self)
         for timer in (self._arrival, self._stall, self._closing):
             self._cancel(timer)
+        self._unset_keepalive_if_required()  # uvicorn leaves it where the client has reset the connection
         if self._goodbye is not None:
             self._goodbye.cancel()
             self._others.end_goodbye()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+import struct
 from typing import Any
 
 import httpx
@@ -81,7 +82,8 @@ def num_connections() -> int:
     return sum(type(each) is BoundedConnection for each in gc.get_objects())
 
 
-async def test_a_connection_that_has_ended_is_freed() -> None:
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_a_connection_that_has_ended_is_freed(is_reset: bool) -> None:
     """By reference counts: a client may open one for each request."""
     async with open_api() as api, asyncio.timeout(DEADLINE_S):
         with without_collector():
@@ -90,6 +92,9 @@ async def test_a_connection_that_has_ended_is_freed() -> None:
                 reader, writer = await api.dial(request)
                 if request in (PING, STREAM):
                     await reader.readuntil(b"[DONE]" if request == STREAM else b"200")
+                if is_reset:
+                    connected: socket.socket = writer.get_extra_info("socket")
+                    connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 writer.close()
                 await writer.wait_closed()
             while num_connections() > num_before:
