@@ -40,8 +40,8 @@ LATE = RowError(
     "structured_outputs: the mask is computed in a later step", RowErrorCode.NOT_READY, kv_is_valid=True
 )
 MASKED_BY_OTHERS = RowError.of_client(
-    "structured_outputs: allowed_token_ids, logit_bias or min_tokens mask every token that this form allows here; "
-    "allow more, or leave them out"
+    "structured_outputs: allowed_token_ids, bad_words, logit_bias or min_tokens mask every token that this form "
+    "allows here; allow more, or leave them out"
 )
 _NO_MATCH = "doesn't satisfy the grammar"
 """How llguidance says that a token does not continue the form, rather than that a limit was reached."""

@@ -17,7 +17,6 @@ from triptych_services.worker.sampling.logits_processors.base import AnyProcesso
 from triptych_services.worker.sampling.logits_processors.processors import Processors
 from triptych_services.worker.sampling.params import (
     NO_LOGPROBS,
-    NOTHING_ALLOWED,
     SamplingColumns,
     TokenHistory,
 )
@@ -180,7 +179,7 @@ class Sampler:
         first: I64 = values[1] if is_changed else token_ids  # type: ignore[assignment]
         failures = dict.fromkeys(_unusable(first), NOT_FINITE)
         for row in _unusable(token_ids):
-            fault = next((fault for fault, rows in choice.faults if rows[row]), NOTHING_ALLOWED)
+            fault = next((fault for fault, rows in choice.faults if rows[row]), NOT_FINITE)
             failures.setdefault(row, fault)
         token_ids[list(failures)] = 0
         logprobs = None

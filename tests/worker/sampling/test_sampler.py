@@ -12,7 +12,6 @@ from tests.worker.sampling.sampler_bench import EOS, VOCAB_SIZE, SamplerBench, b
 from triptych.types.sampling import SamplingParams
 from triptych_kernels import ops
 from triptych_kernels.cpu.library import forced_isa, isa
-from triptych_services.worker.sampling.logits_processors.penalties import PENALTY_OVERFLOWS
 from triptych_services.worker.sampling.params import NOTHING_ALLOWED
 from triptych_services.worker.sampling.sampled import NOT_FINITE
 
@@ -169,10 +168,12 @@ def test_bad_logit_fails_even_if_masked(bench):
 
 def test_failure_names_the_cause_in_the_request(bench):
     bench.enter(0, beyond_limits(repetition_penalty=1e-39))
-    bench.enter(1, SamplingParams(temperature=0.0, min_tokens=3, allowed_token_ids=(EOS,)))
+    masking = {"temperature": 0.0, "min_tokens": 3, "allowed_token_ids": (EOS,)}
+    bench.enter(1, SamplingParams(**masking))
     bench.enter(2, SamplingParams(temperature=0.0, repetition_penalty=1.1))
-    sampled = bench.sample(peaked(5, 6).repeat(3, 1), [0, 1, 2])
-    assert sampled.failures == ((0, PENALTY_OVERFLOWS), (1, NOTHING_ALLOWED))
+    bench.enter(3, SamplingParams(**masking, repetition_penalty=1.1, presence_penalty=1.0))
+    sampled = bench.sample(peaked(5, 6).repeat(4, 1), [0, 1, 2, 3])
+    assert sampled.failures == ((0, NOT_FINITE), (1, NOTHING_ALLOWED), (3, NOTHING_ALLOWED))
 
 
 def penalized(logits: torch.Tensor, params: SamplingParams, prompt, output) -> torch.Tensor:

@@ -24,7 +24,8 @@ def create_logits_processors(
 ) -> list[AnyProcessor]:
     """Return the processors in the order in which they apply.
 
-    If a request is left with no usable logit, the first of its processors that has a `fault` gives the reason.
+    If a request is left with no usable logit, the last of its processors that has a `fault` gives the reason. That
+    of the forms comes before those of what masks beside them, which it names.
 
     Args:
         forms: The processor of structured outputs, which the runner steers.

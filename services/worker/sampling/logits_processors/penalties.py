@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.types.sampling import SAMPLING_FIELDS, SamplingParams
-from triptych.types.step import RowError
 from triptych_kernels.logit_index import PenaltyColumns
 from triptych_services.worker.sampling.batch import to_device
 from triptych_services.worker.sampling.logits_processors.base import (
@@ -23,9 +22,6 @@ from triptych_services.worker.sampling.logits_processors.base import (
 )
 from triptych_services.worker.sampling.params import F32, LogitChange, TokenHistory
 
-PENALTY_OVERFLOWS = RowError.of_client(
-    "sampling.repetition_penalty: it makes logits infinite; set it nearer to 1, where it changes nothing"
-)
 _STRENGTHS = {
     "presence": "presence_penalty",
     "frequency": "frequency_penalty",
@@ -42,7 +38,7 @@ class Penalties:
 
     operand = "penalties"
     needs_history = True
-    fault = PENALTY_OVERFLOWS
+    fault = None  # finite logits stay finite within the limits of its fields
 
     def __init__(self, max_num_seqs: int, *, history: TokenHistory) -> None:
         self._history = history

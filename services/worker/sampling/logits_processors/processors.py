@@ -115,7 +115,7 @@ class Processors:
             masks = _token_masks(bits, last_own, changed)
             failed += masking_failed.items()
         faults = [(error, np.arange(slots.size) == rows[row]) for row, error in failed]
-        faults += [(each.fault, flags) for each, flags in active if each.fault is not None]
+        faults += [(each.fault, flags) for each, flags in reversed(active) if each.fault is not None]
         return ChangedLogits(logits, logits_rows, masks, changed.slots, device_rows, faults)
 
     def _changed_copy(
