@@ -101,6 +101,12 @@ def test_a_prompt_is_scored_the_same_by_every_way_in(cluster: LocalCluster) -> N
             for piece, token in zip(pieces, logprobs.tokens, strict=True)
         )
     assert answer.usage.completion_tokens == len(texts)
+    go_on = {"ignore_eos": True}
+    (choice,) = client.completions.create(
+        model="embedded", prompt="Hi<|im_end|>", max_tokens=3, temperature=0, logprobs=0, extra_body=go_on
+    ).choices
+    assert choice.logprobs.tokens == ["\n", "<|im_start|>", "ass"]
+    assert choice.logprobs.text_offset == [0, 1, 1], "a special token has no text"
 
 
 async def test_the_answer_is_paris_token_by_token(client: GenerationClient) -> None:

@@ -57,6 +57,7 @@ class AnswerOptions:
     """In log-probabilities: `token_id:123`."""
     has_content: bool = True
     """The answer has content. One that has to call tools has none."""
+    skips_special_tokens: bool = True
 
 
 def completion_requests(body: CompletionRequest, *, label: str, deadline_s: float | None) -> list[RawRequest]:
@@ -209,11 +210,12 @@ def to_chat(body: ChatFields) -> RawChat:
 
 def answer_options(body: CompletionRequest | ChatCompletionRequest) -> AnswerOptions:
     """Return how the answer is to be sent. A bad `n` is refused before anything is made of it."""
+    sampling = sampling_fields(body)
     has_number = body.logprobs is not None and body.logprobs is not False
     wants_logprobs = has_number or bool(body.logprob_token_ids)
     stream_options = body.stream_options or StreamOptions()
     return AnswerOptions(
-        num_choices=sampling_fields(body)["n"] or 1,
+        num_choices=sampling["n"] or 1,
         is_streamed=bool(body.stream),
         includes_usage=bool(stream_options.include_usage),
         has_running_usage=bool(stream_options.include_usage and stream_options.continuous_usage_stats),
@@ -223,6 +225,7 @@ def answer_options(body: CompletionRequest | ChatCompletionRequest) -> AnswerOpt
         returns_token_ids=bool(body.return_token_ids),
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         has_content=not isinstance(body, ChatCompletionRequest) or body.tool_choice in (None, "auto", "none"),
+        skips_special_tokens=sampling["skip_special_tokens"] is not False,
     )
 
 

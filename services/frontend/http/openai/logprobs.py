@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import add
 from typing import Any
 
@@ -44,15 +44,18 @@ class TextPlaces:
         place     0            1                 1            2
     """
 
-    def __init__(self) -> None:
+    def __init__(self, without_text: Container[int] = ()) -> None:
+        """`without_text`: ids of tokens that the text leaves out. They begin where the next one does."""
         self.end = 0
         """Characters of the text so far, without one that is not complete."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._without_text = without_text
 
-    def add(self, token_bytes: bytes) -> int:
+    def add(self, token_id: int, token_bytes: bytes) -> int:
         """Take in the next token, and return its place."""
         place = self.end
-        self.end += len(self._decoder.decode(token_bytes))
+        if token_id not in self._without_text:
+            self.end += len(self._decoder.decode(token_bytes))
         return place
 
 
@@ -163,7 +166,7 @@ def completion_json(
     if entries:
         rows = LogprobRows.of(entries)
         token_bytes, width = rows.token_bytes, rows.num_candidates
-        offsets += map(places.add, token_bytes[::width])
+        offsets += map(places.add, rows.token_ids[::width], token_bytes[::width])
         columns.add(_keys(rows.token_ids, token_bytes, names_by_id), rows.logprobs, width)
     lists = [
         b",".join([*(getattr(prompt.columns, name) if prompt is not None else ()), *getattr(columns, name)])

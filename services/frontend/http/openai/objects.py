@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import AdmittedEvent, DeltaEvent, Event, FinishedEvent, PromptLogprobsEvent
 from triptych.types.logprobs import LogprobRows, TokenLogprobs
 from triptych.types.outputs import FinishReason, StageTimings, ToolCall, ToolCallDelta, Usage, append_calls
@@ -84,8 +85,8 @@ class AnswerFormat(Protocol):
     def whole(self, choice: Choice) -> str:
         """JSON of the choice in an answer that is not streamed."""
 
-    def skip(self, index: int, tokens: Iterable[bytes]) -> None:
-        """Take in that the client has these tokens of a choice, by their bytes, before any delta."""
+    def skip(self, index: int, token_ids: Sequence[int]) -> None:
+        """Take in that the client has these tokens of a choice, before any delta."""
 
 
 class CompletionFormat:
@@ -95,8 +96,10 @@ class CompletionFormat:
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, options: AnswerOptions) -> None:
+    def __init__(self, options: AnswerOptions, tokenizer: Callable[[], Tokenizer]) -> None:
+        """`tokenizer`: Returns the model's, once a request is admitted."""
         self._options = options
+        self._tokenizer = tokenizer
         self._places: dict[int, TextPlaces] = {}  # of the tokens of each choice, from its first one on
         # The rest by the first choice of each prompt.
         self._prompt_token_ids: dict[int, list[int]] = {}  # if they are needed
@@ -146,10 +149,15 @@ class CompletionFormat:
             prompt = f',"prompt_token_ids":{to_json(self._prompt_token_ids[self._first_choice(delta.index)])}'
         return f'{prompt},"token_ids":{to_json(delta.token_ids)}'
 
-    def skip(self, index: int, tokens: Iterable[bytes]) -> None:
-        for token in tokens:
-            self._places.setdefault(index, TextPlaces()).add(token)
-            self._are_open.add(index)
+    def skip(self, index: int, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
+        self._are_open.add(index)
+        if self._options.wants_logprobs:
+            places, token_bytes = self._new_places(), self._tokenizer().token_bytes
+            for token_id in token_ids:
+                places.add(token_id, token_bytes(token_id))
+            self._places[index] = places
 
     def whole(self, choice: Choice) -> str:
         text = "".join(choice.texts)
@@ -176,9 +184,12 @@ class CompletionFormat:
             return "null"
         echo = None
         if index not in self._places:
-            self._places[index], echo = TextPlaces(), self._echoes.get(self._first_choice(index))
+            self._places[index], echo = self._new_places(), self._echoes.get(self._first_choice(index))
         names_by_id = self._options.names_tokens_by_id
         return completion_json(entries, self._places[index], echo, text, names_by_id=names_by_id)
+
+    def _new_places(self) -> TextPlaces:
+        return TextPlaces(self._tokenizer().special_ids if self._options.skips_special_tokens else ())
 
 
 class ChatFormat:
@@ -228,7 +239,7 @@ class ChatFormat:
     def nothing(self, index: int) -> str:
         return f'{{"index":{index},"delta":{{}},"logprobs":null,"finish_reason":null}}'
 
-    def skip(self, index: int, tokens: Iterable[bytes]) -> None:
+    def skip(self, index: int, token_ids: Sequence[int]) -> None:
         pass  # its chunks stand for themselves
 
     def whole(self, choice: Choice) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from triptych.errors import InvalidRequest, ModelNotFound, NotKept
+from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import Event
 from triptych_services.frontend.generate import ServedModel
 from triptych_services.frontend.http.answers import GENERATE_ERRORS, ErrorAnswer, error_answers
@@ -66,7 +67,7 @@ async def create_completion(request: Request) -> Response:
         return _go_on(request, *parse_event_id(event_id))
     if deadline_s is not None:
         raws = [with_remaining_time(raw, arrived) for raw in raws]
-    return await _generate(request, options, raws, CompletionFormat(options))
+    return await _generate(request, options, raws, CompletionFormat(options, _tokenizer_of(request)))
 
 
 @router.post(
@@ -196,15 +197,17 @@ async def _generate(
 def _go_on(request: Request, token: ResumeToken, seen: Mapping[int, SeenChoice] | None) -> Response:
     generator, in_flight = generator_of(request), request.app.state.in_flight
 
-    def token_bytes(token_id: int) -> bytes:
-        return generator.text_model.tokenizer.token_bytes(token_id)
-
     def generate(receiver: EventReceiver | None) -> AsyncGenerator[Any]:
         return generator.attach(token, seen or {}, "http", receiver)
 
-    encode = RestEncoder(token_bytes, seen).encode
+    encode = RestEncoder(_tokenizer_of(request), seen).encode
     request_id: str = request.state.request_id
     return EventStream(generate, encode, in_flight=in_flight, request_id=request_id, ping=COMMENT_LINE)
+
+
+def _tokenizer_of(request: Request) -> Callable[[], Tokenizer]:
+    generator = generator_of(request)
+    return lambda: generator.text_model.tokenizer
 
 
 def _model_object(name: str, model: ServedModel) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from triptych.errors import InvalidRequest
+from triptych.text.tokenizer import Tokenizer
 from triptych.types.events import (
     AdmittedEvent,
     DeltaEvent,
@@ -33,10 +34,8 @@ from triptych_services.frontend.http.openai.objects import (
 from triptych_services.frontend.streams.placement import AttachedEvent
 from triptych_services.frontend.streams.resume import SeenChoice
 
-_FORMATS: Mapping[str, type[ChatFormat] | type[CompletionFormat]] = {
-    "chat": ChatFormat,
-    "completion": CompletionFormat,
-}
+_CHAT, _COMPLETION = "chat", "completion"
+_SKIPS_SPECIAL_TOKENS = "skips_special_tokens"
 DONE = "data: [DONE]\n\n"
 
 
@@ -241,22 +240,29 @@ def write_answer(
     format: AnswerFormat, options: AnswerOptions, answer_id: str, created_unix_s: int
 ) -> dict[str, Any]:
     """Return what another frontend must know to send the rest of a streamed answer."""
-    name = next(name for name, kind in _FORMATS.items() if type(format) is kind)
+    name = _CHAT if isinstance(format, ChatFormat) else _COMPLETION
     written = asdict(options)
     del written["has_content"]  # it matters to the opening alone, and the version before does not know it
-    return {"format": name, "options": written, "id": answer_id, "created": created_unix_s}
+    skips = written.pop(_SKIPS_SPECIAL_TOKENS)  # that version passes over it here
+    return {
+        "format": name,
+        "options": written,
+        _SKIPS_SPECIAL_TOKENS: skips,
+        "id": answer_id,
+        "created": created_unix_s,
+    }
 
 
 class RestEncoder:
     """Writes the rest of a stream that began at another frontend, as its first event says that it was written."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], seen: Mapping[int, SeenChoice] | None) -> None:
+    def __init__(self, tokenizer: Callable[[], Tokenizer], seen: Mapping[int, SeenChoice] | None) -> None:
         """
         Args:
-            token_bytes: See `Tokenizer.token_bytes`.
+            tokenizer: See `CompletionFormat`.
             seen: What the client has of each choice. None: not even the stream's beginning.
         """
-        self._token_bytes = token_bytes
+        self._tokenizer = tokenizer
         self._seen = seen
         self._chunks: ChunkEncoder | None = None
 
@@ -266,10 +272,13 @@ class RestEncoder:
             assert self._chunks is not None, "the first event says how the others are sent"
             return self._chunks.encode(event)
         answer = event.state.answer
-        options = AnswerOptions(**answer["options"])
-        format = _FORMATS[answer["format"]](options)
+        skips = answer.get(_SKIPS_SPECIAL_TOKENS, True)
+        options = AnswerOptions(**answer["options"], skips_special_tokens=skips)
+        format: AnswerFormat = ChatFormat(options)
+        if answer["format"] == _COMPLETION:
+            format = CompletionFormat(options, self._tokenizer)
         for index, token_ids in event.seen_token_ids.items():
-            format.skip(index, map(self._token_bytes, token_ids))
+            format.skip(index, token_ids)
         self._chunks = ChunkEncoder(
             format,
             answer_id=answer["id"],

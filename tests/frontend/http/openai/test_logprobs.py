@@ -122,6 +122,13 @@ def test_places_count_a_character_of_several_tokens_once(num_together: int) -> N
     assert [" ü🦊!?"[place] for place in offsets] == [" ", "🦊", "🦊", "!", "?"]
 
 
+def test_a_token_that_the_text_leaves_out_takes_no_place_in_it() -> None:
+    pieces = [b"Yes", b"<|end|>", b"\n", b"No"]
+    rows = LogprobRows(1, [0, 1, 2, 1, 3], np.zeros(5, np.float32), [1] * 5, pieces.__getitem__)
+    part = completion_json(rows, TextPlaces({1}), None, "", names_by_id=False)
+    assert json.loads(part)["text_offset"] == [0, 3, 3, 4, 4]
+
+
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
