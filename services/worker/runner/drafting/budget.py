@@ -15,6 +15,8 @@ spent.
 An account holds what guesses have brought, and what it took to look for them and to verify them. They may lose 0.5% of
 the time of steps, and where that is used up, a step has none: chances may be misjudged, time is not. A second one holds
 what a model took to read texts, which bring guesses later: of what is gained beyond the first, and a fixed advance.
+Both count in steps without guesses, each as long as such a step is when something is gained or lost. So what was lost
+while a machine was slow takes no more steps to be earned again than what is lost at any other time.
 Needs no torch.
 """
 
@@ -55,6 +57,9 @@ _MAX_LOSS = 8.0
 """The steps without guesses that they may lose beyond that: when nothing is known yet, and when a text changes."""
 _MAX_CREDIT = 12.0
 """The gains that may be lost again, in steps without guesses."""
+_MAX_DEBT = 4.0
+"""The steps without guesses that are lost beyond all this at most: with `_LOSS_SHARE` earned in each step, guesses end
+for 800 steps, however long a search took in a bad moment of the machine."""
 _READING_SHARE = 0.5
 """The part of a step that all rows may wait for a model that reads the texts of some."""
 _MAX_READING = 32.0
@@ -115,9 +120,9 @@ class GuessBudget:
         self._step = 0
         self._place_seconds = place_seconds or {}
         self._balance = 0.0
-        """Seconds that guesses have gained, and may still lose where it is below 0."""
+        """Steps without guesses that guesses have gained; below 0: that they have lost."""
         self._reading_balance = 0.0
-        """Seconds of gains beyond the account that are left for reading texts; below 0: what was read in advance."""
+        """Steps of gains beyond the account that are left for reading texts; below 0: what was read in advance."""
         self._plain_seconds = 0.0
         """The time of the latest step that was noted, without its guesses; 0: not known."""
         self._chances: dict[tuple[int, int, int], float] = {}
@@ -135,18 +140,19 @@ class GuessBudget:
             num_rested: Steps before this one of which nothing was noted.
         """
         self._step += 1 + num_rested
+        self.costs.pass_to(self._step)  # what was measured grows old in steps that rest, too
         drift = _DRIFT * (1 + num_rested)
         self._overall = [rate + drift * (_PRIOR_RATE - rate) for rate in self._overall]
-        self._balance += num_rested * _LOSS_SHARE * self._plain_seconds
+        self._gain(num_rested * _LOSS_SHARE)
 
     def rest(self) -> int:
         """Return how many steps may pass before it is worth asking again, where guesses have no chance just now."""
         if not self._plain_seconds:
             return 0
-        lacking = -_MAX_LOSS * self._plain_seconds - self._balance
+        lacking = -_MAX_LOSS - self._balance
         if lacking <= 0:
             return _MIN_REST
-        return min(_MIN_REST + int(lacking / (_LOSS_SHARE * self._plain_seconds)), _MAX_REST)
+        return min(_MIN_REST + int(lacking / _LOSS_SHARE), _MAX_REST)
 
     def note_searched(self, slot: int, proposer: int, *, has_found: bool) -> None:
         """Take in whether a proposer has found guesses for a row that it was asked for."""
@@ -204,15 +210,10 @@ class GuessBudget:
         self._plain_seconds = plain
         if seconds is not None and not self.costs.knows(size):
             took = max(took, seconds)
-        took = min(
-            took, plain * size / num_rows
-        )  # as steps without guesses; more is the fault of what else runs
-        if num_guesses:
-            self._balance += plain * num_tokens / num_rows - took
-        self._balance += _LOSS_SHARE * took
-        if (surplus := self._balance - _MAX_CREDIT * plain) > 0:
-            self._balance -= surplus
-            self._reading_balance = min(self._reading_balance + surplus, _MAX_READING * plain)
+        # as steps without guesses; more is the fault of what else runs
+        num_steps = min(took / plain, size / num_rows)
+        gained = num_tokens / num_rows - num_steps if num_guesses else 0.0
+        self._gain(gained + _LOSS_SHARE * num_steps)
 
     def note_search(self, num_rows: int, seconds: float, model_seconds: float = 0.0) -> None:
         """Take in how long proposers have looked for guesses for a step of so many rows.
@@ -222,18 +223,27 @@ class GuessBudget:
             model_seconds: The time of models that guess.
         """
         if (estimates := self.costs.estimate(num_rows, 1)) is not None:
-            self._balance -= min(seconds, estimates[0]) + model_seconds
+            self._gain(-min(seconds / estimates[0], 1.0) - model_seconds / estimates[0])
+
+    def _gain(self, num_steps: float) -> None:
+        """Take in what was gained, in steps without guesses; below 0: lost."""
+        self._balance = max(self._balance + num_steps, -_MAX_LOSS - _MAX_DEBT)
+        if (surplus := self._balance - _MAX_CREDIT) > 0:
+            self._balance -= surplus
+            self._reading_balance = min(self._reading_balance + surplus, _MAX_READING)
 
     def reading_seconds(self) -> float | None:
         """Return how long models may read texts before the next step; None: that is not known yet."""
         if not self._plain_seconds:
             return None
-        left = self._reading_balance + _MAX_READING * self._plain_seconds
-        return max(min(_READING_SHARE * self._plain_seconds, left), 0.0)
+        left = self._reading_balance + _MAX_READING
+        return max(min(_READING_SHARE, left), 0.0) * self._plain_seconds
 
     def note_reading(self, seconds: float) -> None:
         """Take in how long a model has read texts."""
-        self._reading_balance -= seconds
+        if self._plain_seconds:
+            left = self._reading_balance - seconds / self._plain_seconds
+            self._reading_balance = max(left, -_MAX_READING - _MAX_DEBT)
 
     def least_chance(self, num_rows: int, num_positions: int, most: int) -> float:
         """Return the chance of being right below which no guess gains; above 1: none does, or may lose any more.
@@ -241,7 +251,7 @@ class GuessBudget:
         Arguments as of `allot`.
         """
         seconds = self.costs.estimate(num_positions, most + 1)
-        if seconds is None or self._balance < -_MAX_LOSS * seconds[0]:
+        if seconds is None or self._balance < -_MAX_LOSS:
             return _NEVER
         if self._num_looks != self.costs.num_looks:
             self._num_looks = self.costs.num_looks

@@ -429,7 +429,7 @@ def test_the_account_hears_of_all_that_a_model_takes(monkeypatch: pytest.MonkeyP
         return proposer
 
     monkeypatch.setattr(drafting.time, "perf_counter", lambda: clock[0])
-    for proposer, lost in ((Slow("slow", [], 1e-4), 0.02), (Steady("quick", []), 0.01)):
+    for proposer, lost in ((Slow("slow", [], 1e-4), 2), (Steady("quick", []), 1)):  # steps of 10 ms
         speculation = speculation_of(long(proposer), num_rows=1)
         before = speculation._budget._balance
         speculation._guess_next([0], 1)
