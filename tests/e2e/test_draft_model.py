@@ -1,6 +1,7 @@
-"""A small model guesses for the served one through all processes: the same answers, also when the worker is killed.
+"""What is loaded guesses for the served model through all processes: the same answers, also when a worker is killed.
 
-The served model is the small one with layers on top that add nothing. So guesses are right, and worth their time.
+Where a small model guesses, the served one is the same with layers on top that add nothing. So guesses are right, and
+worth their time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from tests.e2e.test_simulated_stack import once
 from tests.e2e.test_worker_groups import DEADLINE_S, group_of_ranks
 from tests.helpers.byte_tokenizer import write_model_directory
+from tests.worker.runner.drafting.eagle_checkpoints import save_cycle
 from triptych.checkpoint.config_json import read_architecture
 from triptych.client.grpc_client import GenerationClient
 from triptych.client.request import RequestOptions
@@ -54,6 +56,14 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+FLAGS = {
+    "cache.num_blocks": "300",
+    "scheduler.max_num_seqs": "4",
+    "speculative.enabled": "true",
+    "speculative.cache_gib": "0.01",
+    "worker.device": "cpu",
+    "worker.num_threads": "1",
+}
 PROMPT = [100, 7, 31, 60, 61, 62]
 LONG_PROMPT = PROMPT * (1 + DRAFT_LEN // len(PROMPT))
 NUMBERS = count()
@@ -83,16 +93,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     flags = {
         "model.model": str(save_model(tmp_path_factory.mktemp("model"), NUM_LAYERS, MAX_LEN)),
         "model.quantization": "q4",
-        "cache.num_blocks": "300",
-        "scheduler.max_num_seqs": "4",
-        "speculative.enabled": "true",
         "speculative.model": str(save_model(tmp_path_factory.mktemp("draft"), 1, DRAFT_LEN)),
         "speculative.proposers": "suffix,draft",
-        "speculative.cache_gib": "0.01",
-        "worker.device": "cpu",
-        "worker.num_threads": "1",
     }
-    with group_of_ranks(**flags) as (stack, _):
+    with group_of_ranks(**flags, **FLAGS) as (stack, _):
         yield stack
 
 
@@ -145,20 +149,45 @@ async def ask_until_counted(
             assert await answer_of(stack, prompt, tenant) == expected
 
 
-async def test_a_draft_model_changes_no_token_when_the_worker_is_killed(stack: LocalCluster) -> None:
-    long = 1500
-    expected = await answer_of(stack, PROMPT, speculation=False, max_tokens=long)
-    await ask_until_counted(stack, "draft", PROMPT, expected[: GREEDY["max_tokens"]])
+async def ask_beside_a_death(
+    stack: LocalCluster, process: str, prompt: list[int], expected: list[int]
+) -> None:
+    """Kill a process within an answer, which is whole all the same."""
     num_resumed = 0.0
     while not num_resumed:  # an answer that was complete by then is asked for again
-        pid = stack.pids["worker"]
+        pid = stack.pids[process]
         kill = once(partial(os.kill, pid, signal.SIGKILL))
-        assert await answer_of(stack, PROMPT, on_delta=kill, max_tokens=long) == expected
+        assert await answer_of(stack, prompt, on_delta=kill, max_tokens=len(expected)) == expected
         async with asyncio.timeout(DEADLINE_S):
-            while stack.pids.get("worker", pid) == pid:
+            while stack.pids.get(process, pid) == pid:
                 await asyncio.sleep(0.02)
         num_resumed = await counted(stack, "triptych_worker_steps_total")
+
+
+async def test_a_draft_model_changes_no_token_when_the_worker_is_killed(stack: LocalCluster) -> None:
+    expected = await answer_of(stack, PROMPT, speculation=False, max_tokens=1500)
     await ask_until_counted(stack, "draft", PROMPT, expected[: GREEDY["max_tokens"]])
+    await ask_beside_a_death(stack, "worker", PROMPT, expected)
+    await ask_until_counted(stack, "draft", PROMPT, expected[: GREEDY["max_tokens"]])
+
+
+async def test_a_head_changes_no_token_when_the_rank_that_guesses_is_killed(tmp_path: Path) -> None:
+    """The model says the tokens 3, 4, … 96, 3, … in turn. It has layers enough for guesses to be worth their time."""
+    sizes = {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": MAX_LEN}
+    write_model_directory(tmp_path)
+    save_cycle(tmp_path, tmp_path / "head", is_right=True, **sizes)
+    flags = FLAGS | {
+        "model.model": str(tmp_path),
+        "parallel.tensor_parallel_size": "2",
+        "speculative.model": str(tmp_path / "head"),
+        "speculative.proposers": "draft",
+    }
+    prompt, expected = [5, 6, 7], [3 + (token - 3) % 94 for token in range(8, 8 + 1500)]
+    with group_of_ranks(**flags) as (stack, lines):
+        await ask_until_counted(stack, "eagle3", prompt, expected[: GREEDY["max_tokens"]])
+        await ask_beside_a_death(stack, "worker/0", prompt, expected)
+        assert await answer_of(stack, prompt) == expected[: GREEDY["max_tokens"]]
+        assert any("rank 0 guesses for all 2 ranks" in line for line in lines)
 
 
 async def test_what_one_tenant_was_answered_is_guessed_for_no_other_one(stack: LocalCluster) -> None:

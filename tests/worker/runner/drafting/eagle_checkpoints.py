@@ -196,7 +196,7 @@ def save_cycle(directory: Path, head: Path, *, is_right: bool, **arguments: int)
         is_right: Whether it begins with the successor of a state's token, and so guesses the one behind that, and then
             its successors. If not, it begins with the token itself, and says the one again that it was given. With the
             state of the next token it would be right.
-        arguments: Further ones of the model's config.
+        arguments: Further ones of both configs, where the head has none of its own.
     """
     size = 128
     cycle, same, nothing = torch.arange(3, 97), torch.eye(size), torch.zeros(size, size)
@@ -211,7 +211,7 @@ def save_cycle(directory: Path, head: Path, *, is_right: bool, **arguments: int)
     tensors["lm_head.weight"] = successors[:97].contiguous()
     save_file(tensors, file, {"format": "pt"})
     sizes = {"num_hidden_layers": 1, "hidden_size": size, "intermediate_size": size, "head_dim": 8}
-    config = LlamaConfig(**{**SIZES, **sizes})
+    config = LlamaConfig(**{**SIZES, **arguments, **sizes})
     of_head = _draw_head(config, cycle.numel(), size)
     _add_nothing(of_head)
     norm = torch.tensor(size**0.5)  # of a token, behind a norm
