@@ -8,7 +8,8 @@ the real one, connected to every engine. Each load runs with one public message 
     CPU time above that of an idle frontend = batches from engines x a + tokens x b + messages to clients x c
     memory = engines x d + streams x e
 
-The plan at the end applies them to `--plan-streams` streams of steps of `--plan-step-ms`.
+The plan at the end applies them to `--plan-streams` streams of steps of `--plan-step-ms`. Without streams, as in
+`--loads 1000x0`, only what idle engines cost is measured.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _NUM_HOSTS = 4
 _PROMPT_LEN = 16
 _OUTPUT_LEN = 200
 _NEVER = 1 << 20
-_IDLE_S = 5.0
+_SETTLE_S = 5.0  # a frontend reads the model's tokenizer when its first engine is there
+_IDLE_S = 10.0  # in which each engine tells its counters once, though they stay the same
 
 
 class Load(NamedTuple):
@@ -77,6 +79,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
     measured: dict[Load, Costs] = {}
     for text in arguments.loads:
         num_engines, streams_per_engine = map(int, text.split("x"))
+        if not streams_per_engine:
+            load = Load(num_engines, 0, False)
+            yield from _idle_figures(f"{num_engines} engines", measure_load(load, arguments))
+            continue
         for has_messages in (True, False):
             load = Load(num_engines, num_engines * streams_per_engine, has_messages)
             costs = measured[load] = measure_load(load, arguments)
@@ -84,11 +90,14 @@ def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
             us_per_step = 1e6 * costs.engines_cpu_s / costs.num_batches
             yield Figure(f"{load}: frontend, CPU per token", "us", (us_per_token,), less_is_better=True)
             yield Figure(f"{load}: engine, CPU per step", "us", (us_per_step,), less_is_better=True)
-            yield Figure(
-                f"{load}: frontend, idle share of a core", "", (costs.idle_share,), less_is_better=True
-            )
-            yield Figure(f"{load}: all engines connected", "s", (costs.connect_s,), less_is_better=True)
-    yield from plan(arguments, fit(measured))
+            yield from _idle_figures(str(load), costs)
+    if measured:
+        yield from plan(arguments, fit(measured))
+
+
+def _idle_figures(title: str, costs: Costs) -> Iterator[Figure]:
+    yield Figure(f"{title}: frontend, idle share of a core", "", (costs.idle_share,), less_is_better=True)
+    yield Figure(f"{title}: all engines connected", "s", (costs.connect_s,), less_is_better=True)
 
 
 def measure_load(load: Load, arguments: argparse.Namespace) -> Costs:
@@ -128,6 +137,7 @@ async def run_streams(
     ports = wait_ports(frontend)
     await _wait_connected(ports["admin_port"], load.num_engines)
     connect_s, connected_mb = time.monotonic() - began_at, resident_bytes(frontend.pid) / 1e6
+    await asyncio.sleep(_SETTLE_S)
     idle_before = _counters(frontend, hosts)
     await asyncio.sleep(_IDLE_S)
     idle = _counters(frontend, hosts)

@@ -88,7 +88,7 @@ SMALL = {
     "stack.pipeline_parallel": "--rounds 1 --streams 2 --input-len 8 --output-len 8 --simulation.enabled=true",
     "stack.pooled_flood": "--rounds 1 --seconds 1 --step-ms 2 --texts 20 --tokens 50",
     "stack.resident_memory": "--minutes 0.05 simulation.enabled=true",
-    "stack.scale": "--loads 1x2 --step-s 0.5 --measure-s 2",
+    "stack.scale": "--loads 1x0 1x2 --step-s 0.5 --measure-s 2",
     "stack.short_requests": "--rounds 1 --requests 8 --what generation --simulated",
     "worker.step_breakdown": "--rounds 1 --quantization q4 --prefill 64 --rows 2 --steps 2",
     "worker.step_round_trip": "--rounds 1 --steps 50",
