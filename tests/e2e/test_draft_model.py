@@ -1,4 +1,4 @@
-"""What is loaded guesses for the served model through all processes: the same answers, also when a worker is killed.
+"""A loaded model guesses for the served one through all processes: the same answers, also when a worker is killed.
 
 Where a small model guesses, the served one is the same with layers on top that add nothing. So guesses are right, and
 worth their time.
