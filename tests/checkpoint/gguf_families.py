@@ -98,6 +98,7 @@ CONVERSIONS: dict[str, Conversion] = {
                 "Mamba 2",
                 "Nemotron-H",
                 "Nemotron-H, experts",
+                "Nemotron-H, latent experts",
             ),
         )
     },
@@ -109,6 +110,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "DeepSeek V2": changed("DeepSeek V2", {"scoring_func": "softmax"}, **MSCALE_ALIKE),
     "DeepSeek V2 Lite": changed("DeepSeek V2 Lite", {"scoring_func": "softmax"}),
     "DeepSeek V3": changed("DeepSeek V3", {"scoring_func": "sigmoid"}, **MSCALE_ALIKE),
+    "DeepSeek V3.2": changed("DeepSeek V3.2", {"scoring_func": "sigmoid"}, **MSCALE_ALIKE),
     "Dots 1": changed("Dots 1", sliding_window=None, max_window_layers=4),
     "Falcon 7B": changed("Falcon 7B", {"num_kv_heads": 1}),
     "Falcon 40B": changed("Falcon 40B", bias=False),
@@ -131,6 +133,7 @@ CONVERSIONS: dict[str, Conversion] = {
     ),
     "Gemma 4, shared keys": changed("Gemma 4, shared keys", GEMMA4),
     "GLM": changed("GLM", {"seq_length": 64}, head_dim=8),
+    "GLM 5": changed("GLM 5", {"scoring_func": "sigmoid"}),
     "GPT-2": changed("GPT-2", {"n_ctx": 64}),
     "GPT-NeoX": changed("GPT-NeoX", {"rotary_pct": 0.25}),
     "GPT-NeoX, in turn": changed("GPT-NeoX, in turn", {"rotary_pct": 0.25}, attention_bias=True),
@@ -143,6 +146,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "Hunyuan MoE": changed(
         "Hunyuan MoE", {"moe_intermediate_size": [64], "moe_topk": [2], "num_shared_expert": [1]}
     ),
+    "K-EXAONE": changed("K-EXAONE", {"scoring_func": "sigmoid", "first_k_dense_replace": 1}),
     "Llama 4": changed(
         "Llama 4",
         {"no_rope_layers": None},
@@ -170,6 +174,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "Qwen 2 MoE": changed("Qwen 2 MoE", mlp_only_layers=[], use_sliding_window=False),
     "Qwen 3 MoE": changed("Qwen 3 MoE", mlp_only_layers=[]),
     "Qwen3-Next": changed("Qwen3-Next", mlp_only_layers=[]),
+    "Solar Open": changed("Solar Open", {"scoring_func": "sigmoid", "partial_rotary_factor": 1.0}),
     "StarCoder 2": changed("StarCoder 2", sliding_window=None),
     "Youtu": changed("Youtu", **MSCALE_ALIKE),
     "Youtu, no latent of queries": changed("Youtu, halves", rope_interleave=True),

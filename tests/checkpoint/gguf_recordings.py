@@ -35,6 +35,8 @@ ALL_CONVERSIONS = CONVERSIONS | ENCODER_CONVERSIONS
 RECORDINGS_FILE = Path(__file__).with_name("gguf_recordings.json.xz")
 
 Floats = NDArray[np.float32]
+Tables = dict[str, tuple[Floats, NDArray[np.int64]]]
+"""Change -> the checkpoint's numbers after it, sorted, and the places of these."""
 
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "": lambda numbers: numbers,
@@ -61,6 +63,7 @@ def write_recorded(
     quantization: GGMLQuantizationType = GGMLQuantizationType.F32,
     is_dequantized: bool = False,
     others: Mapping[str, Floats] | None = None,
+    keys: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the .gguf file that llama.cpp's converter makes of the checkpoint of a conversion.
 
@@ -69,13 +72,16 @@ def write_recorded(
         quantization: Type of the matrices with rows of whole blocks.
         is_dequantized: Whether the file holds what they were rounded to, in float32.
         others: Further tensors of the file.
+        keys: Values of the metadata in place of those that were recorded; None leaves one out.
     """
     recording, numbers = recordings()[name], numbers_of(checkpoint)
     writer = gguf.GGUFWriter(path, recording["metadata"]["general.architecture"][1])
     for key, (kind, value) in recording["metadata"].items():
         if key != "general.architecture":
             types = [gguf.GGUFValueType[each] for each in kind.split()]
-            writer.add_key_value(key, value, types[0], sub_type=types[1] if types[1:] else None)
+            value = _restore(value, numbers).tolist() if isinstance(value, dict) else value
+            if (value := (keys or {}).get(key, value)) is not None:
+                writer.add_key_value(key, value, types[0], sub_type=types[1] if types[1:] else None)
     _add_vocabulary(writer)
     for tensor, facts in recording["tensors"].items():
         array = _restore(facts, numbers)
@@ -148,13 +154,13 @@ def _record(name: str) -> dict[str, Any]:
         (directory / "config.json").write_text(json.dumps(file_config))
         converter(directory, LlamaFileType.ALL_F32, path, eager=True, hparams=config).write()
         reader = GGUFReader(path)
+        numbers = numbers_of(directory)
+        tables = {change: _places(function(numbers)) for change, function in CHANGES.items()}
         metadata = {
-            key: (" ".join(each.name for each in field.types), field.contents())
+            key: (" ".join(each.name for each in field.types), _contents(key, field, tables))
             for key, field in reader.fields.items()
             if not key.startswith(("GGUF.", "general.", "tokenizer.")) or key == "general.architecture"
         }
-        numbers = numbers_of(directory)
-        tables = {change: _places(function(numbers)) for change, function in CHANGES.items()}
         tensors = {
             tensor.name: {"values": tensor.data.tolist()}
             if tensor.name.startswith("rope_")  # divisors of frequencies, which config.json has
@@ -162,6 +168,12 @@ def _record(name: str) -> dict[str, Any]:
             for tensor in reader.tensors
         }
     return {"metadata": metadata, "tensors": tensors}
+
+
+def _contents(key: str, field: Any, tables: Tables) -> Any:
+    """Return the value of a key, or the places of its numbers if they are the checkpoint's."""
+    value = field.contents()
+    return _find(np.array(value, np.float32), [len(value)], tables) if key.startswith("xielu.") else value
 
 
 def _add_vocabulary(writer: Any) -> None:
@@ -191,9 +203,7 @@ def _places(numbers: torch.Tensor) -> tuple[Floats, NDArray[np.int64]]:
     return numbers.numpy()[order], order
 
 
-def _find(
-    data: Floats, shape: list[int], tables: dict[str, tuple[Floats, NDArray[np.int64]]]
-) -> dict[str, Any]:
+def _find(data: Floats, shape: list[int], tables: Tables) -> dict[str, Any]:
     flat = np.ascontiguousarray(data).reshape(-1)
     for change, (values, order) in tables.items():
         at = np.searchsorted(values, flat).clip(max=len(values) - 1)

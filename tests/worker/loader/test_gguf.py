@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 
 from tests.checkpoint.gguf_families import CONVERSIONS, ENCODER_CONVERSIONS
 from tests.checkpoint.gguf_files import random_blocks
@@ -23,6 +24,7 @@ from tests.worker.models.test_encoder import new_inputs, random_texts, states_of
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.config_json import read_architecture
 from triptych.checkpoint.gguf.index import GgufFile, GgufIndex, GgufTensor
+from triptych.errors import FeatureDisabled, ModelError
 from triptych.hub import resolve_model
 from triptych_services.worker.loader.gguf import GgufCheckpoint
 from triptych_services.worker.loader.load import load_model, open_checkpoint
@@ -55,6 +57,68 @@ def test_projections_of_keys_that_nothing_reads_are_left_out(tmp_path: Path) -> 
     }
     write_recorded(name, tmp_path / "checkpoint", tmp_path / "model.gguf", others=unread)
     assert_logits_equal(oracle, tmp_path / "model.gguf")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "keys", "refusal"),
+    [
+        (
+            "DeepSeek V3.2",
+            {"deepseek32.attention.indexer.key_length": 4},
+            "index_head_dim: 4 must be at least qk_rope_head_dim 6",
+        ),
+        (
+            "DeepSeek V3.2",
+            {"deepseek32.expert_gating_func": 1},
+            r"deepseek32\.expert_gating_func = 1: .*another function than a sigmoid",
+        ),
+        (
+            "GLM 5",
+            {"glm-dsa.attention.indexer.top_k": None},
+            r"glm-dsa\.attention\.indexer\.top_k: is missing",
+        ),
+        (
+            "GLM 5",
+            {"glm-dsa.attention.indexer.types": [True] * 3},
+            r"glm-dsa\.attention\.indexer\.types: .* for each of 4 layers",
+        ),
+        (
+            "GLM 5",
+            {"glm-dsa.attention.indexer.types": [False] * 4},
+            "indexer_types: 'shared' must be full for layer 0",
+        ),
+        (
+            "K-EXAONE",
+            {"exaone-moe.expert_shared_feed_forward_length": 63},
+            r"exaone-moe\.expert_shared_feed_forward_length = 63: .*not as wide",
+        ),
+        ("K-EXAONE", {"exaone-moe.expert_gating_func": 1}, r"exaone-moe\.expert_gating_func = 1"),
+        (
+            "K-EXAONE",
+            {"exaone-moe.attention.sliding_window_pattern": [True] * 3},
+            r"exaone-moe\.attention\.sliding_window_pattern: .* must be a list of 4",
+        ),
+        (
+            "Nemotron-H, latent experts",
+            {"nemotron_h_moe.moe_latent_size": None},
+            r"nemotron_h_moe\.moe_latent_size: None must be the rows of",
+        ),
+        (
+            "Nemotron-H, latent experts",
+            {"nemotron_h_moe.moe_latent_size": 24},
+            r"holds \[8, 16, 24\], the model needs \[8, 24, 24\]",
+        ),
+    ],
+)
+def test_a_converted_file_with_other_keys_is_refused_by_name(
+    name: str, keys: dict[str, Any], refusal: str, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    save_file({"numbers": torch.zeros(1 << 18)}, tmp_path / "checkpoint" / "model.safetensors")
+    write_recorded(name, tmp_path / "checkpoint", tmp_path / "model.gguf", keys=keys)
+    with pytest.raises((ModelError, FeatureDisabled), match=refusal):
+        load_checkpoint(resolve_model(str(tmp_path / "model.gguf"), progress=False))
 
 
 def assert_logits_equal(oracle: Any, path: Path) -> None:

@@ -47,6 +47,10 @@ _LAYER = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
     "attn_output_norm": "post_attention_layernorm",
     "layer_output_norm": "post_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -58,6 +62,8 @@ _LAYER = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_latent_down": "mlp.fc1_latent_proj",
+    "ffn_latent_up": "mlp.fc2_latent_proj",
     **{f"ffn_{part}_exps": f"mlp.experts.{name}" for part, name in _EXPERTS.items()},
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{name}" for part, name in _EXPERTS.items()},
     "ssm_in": "mixer.in_proj",
@@ -197,7 +203,7 @@ def index_tensors(
         ModelError: One has no place in the model.
     """
     names = frozenset(name for part in parts for name in part)
-    num_layers = next(config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if config.get(key))
+    num_layers = _num_layers(config)
     further = tuple(f"blk.{index}." for index in range(num_layers, num_layers + _MAX_FURTHER_LAYERS))
     entries = []
     for part, tensors in enumerate(parts):
@@ -220,6 +226,10 @@ def index_tensors(
                 )
             )
     return entries
+
+
+def _num_layers(config: Mapping[str, Any]) -> int:
+    return next(config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if config.get(key))
 
 
 def _permuted_heads(name: str, config: Mapping[str, Any]) -> int:

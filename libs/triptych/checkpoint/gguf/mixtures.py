@@ -103,24 +103,59 @@ def granite_moe(model: GgufModel) -> Config:
 
 
 def _grouped_experts(model: GgufModel) -> Config:
-    """Return a mixture under DeepSeek's keys."""
-    keys, width = model.keys, model.keys.integer("expert_feed_forward_length")
-    return experts(model, "n_routed_experts") | {
-        "moe_intermediate_size": width,
-        "n_shared_experts": keys.integer("expert_shared_count", default=0, minimum=0),
+    """Return a mixture under DeepSeek's keys, in all layers but the first."""
+    shared = model.keys.integer("expert_shared_count", default=0, minimum=0)
+    layers = {"n_shared_experts": shared, "first_k_dense_replace": leading_dense(model)}
+    return experts(model, "n_routed_experts") | _groups(model) | layers
+
+
+def _groups(model: GgufModel) -> Config:
+    keys = model.keys
+    return {
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
         "n_group": keys.integer("expert_group_count", default=1),
         "topk_group": keys.integer("expert_group_used_count", default=1),
         "routed_scaling_factor": model.number("expert_weights_scale", default=1.0) or 1.0,
         "norm_topk_prob": keys.boolean("expert_weights_norm", default=False),
-        "first_k_dense_replace": leading_dense(model),
     }
 
 
-def glm4_moe(model: GgufModel) -> Config:
+def exaone_moe(model: GgufModel) -> Config:
     expect_gating(model, 2, "a sigmoid")
+    keys, groups = model.keys, _groups(model)
+    num_shared = keys.integer("expert_shared_count")
+    keys.expect(
+        "expert_shared_feed_forward_length",
+        num_shared * groups["moe_intermediate_size"],
+        otherwise="the shared expert is not as wide as expert_shared_count others",
+    )
+    is_dense = layers_without_experts(model)
+    return (
+        named("ExaoneMoeForCausalLM")
+        | attention(model)
+        | {"sliding_window": None}
+        | layer_types(model, every=4)
+        | experts(model, "num_experts")
+        | groups
+        | {
+            "num_shared_experts": num_shared,
+            "mlp_layer_types": [
+                "dense" if index in is_dense else "sparse" for index in range(model.num_layers)
+            ],
+        }
+    )
+
+
+def glm4_moe(model: GgufModel) -> Config:
+    """Describe GLM 4.5, or Solar Open, which has experts in all layers and rotates whole heads."""
+    expect_gating(model, 2, "a sigmoid")
+    keys = model.keys
+    keys.assume(feed_forward_length=keys.values.get("expert_feed_forward_length"))  # Solar Open has no other
+    config = attention(model)
+    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return (
         named("Glm4MoeForCausalLM")
-        | attention(model)
+        | config
         | _grouped_experts(model)
         | qkv_bias(model)
         | {
@@ -196,6 +231,44 @@ def deepseek2(model: GgufModel) -> Config:
         return named("DeepseekV3ForCausalLM") | config | mixture
     groups = {"topk_method": "group_limited_greedy" if mixture["n_group"] > 1 else "greedy"}
     return named("DeepseekV2ForCausalLM") | config | mixture | groups
+
+
+def deepseek32(model: GgufModel) -> Config:
+    """Describe DeepSeek V3.2: V3 with an indexer in each layer."""
+    return _choosing(model, "DeepseekV32ForCausalLM")
+
+
+def glm_dsa(model: GgufModel) -> Config:
+    """Describe GLM 5, of which some layers have no indexer: by a list, or else by the tensors."""
+    keys, has_own = model.keys, model.layers_with("indexer.attn_k.weight")
+    listed = keys.values.get(
+        "attention.indexer.types", [index in has_own for index in range(model.num_layers)]
+    )
+    keys.pass_over("attention.indexer.types")
+    if not isinstance(listed, list) or len(listed) < model.num_layers or set(listed) - {True, False}:
+        keys.fail(
+            "attention.indexer.types", listed, f"must be true or false for each of {model.num_layers} layers"
+        )
+    types = ["full" if is_full else "shared" for is_full in listed[: model.num_layers]]
+    return _choosing(model, "GlmMoeDsaForCausalLM") | {"indexer_types": types}
+
+
+def _choosing(model: GgufModel, architecture: str) -> Config:
+    """Return DeepSeek V3's keys and those of an indexer."""
+    keys, config = model.keys, deepseek2(model)
+    if "DeepseekV3ForCausalLM" not in config["architectures"]:
+        raise ModelError(
+            f"{keys.path}: exp_probs_b: no layer has one, which {architecture} needs for its experts"
+        )
+    return (
+        config
+        | named(architecture)
+        | {
+            "index_n_heads": keys.integer("attention.indexer.head_count"),
+            "index_head_dim": keys.integer("attention.indexer.key_length"),
+            "index_topk": keys.integer("attention.indexer.top_k"),
+        }
+    )
 
 
 def minicpm3(model: GgufModel) -> Config:

@@ -267,6 +267,9 @@ def nemotron_h(model: GgufModel) -> Config:
 
 def _nemotron_experts(model: GgufModel) -> Config:
     keys = model.keys
+    latent_size = keys.integer("moe_latent_size", default=0, minimum=0)
+    if not latent_size and model.layers_with("ffn_latent_down.weight"):
+        keys.fail("moe_latent_size", None, "must be the rows of ffn_latent_down")
     return {
         "n_routed_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),
@@ -277,4 +280,5 @@ def _nemotron_experts(model: GgufModel) -> Config:
         "moe_shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
         "norm_topk_prob": keys.boolean("expert_weights_norm", default=True),
         "routed_scaling_factor": model.number("expert_weights_scale", default=1.0),
+        "moe_latent_size": latent_size or None,
     }
