@@ -88,7 +88,7 @@ CONVERSIONS: dict[str, Conversion] = {
             *("Granite", "Granite MoE", "Granite MoE, shared", "Hunyuan", "Llama", "Llama, yarn"),
             *("Llama, linear", "Llama, llama3", "MiniMax M2", "Mixtral", "Nemotron", "OLMo", "OLMo 2"),
             *("OLMo 3", "OLMo 3, yarn", "Phi 3", "Phi 4", "Qwen 2", "Qwen 3", "Seed-OSS", "SmolLM 3"),
-            *("Qwen 3.5", "Qwen 3.5 MoE"),
+            *("Qwen 3.5", "Qwen 3.5 MoE", "Apertus"),
             *(
                 "StableLM",
                 "StableLM, parallel",

@@ -2,7 +2,8 @@
 
 A conversion moves numbers, and changes some of them in one of a few ways. So a recording holds the metadata, and for
 each tensor of the file its shape, the change, and the places of its numbers among those of all tensors of the
-checkpoint, in the order of their names. It does not hold the numbers: tests take those of their own checkpoint.
+checkpoint, in the order of their names. It does not hold the numbers: tests take those of their own checkpoint. The
+same is done for weights that the file has in its metadata.
 
 `python -m tests.checkpoint.gguf_recordings LLAMA_CPP [NAME...]` records them anew. LLAMA_CPP is the directory of
 llama.cpp's source, as `vendor/llama.cpp` of the source distribution of llama-cpp-python.

@@ -12,17 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.config_json import CONFIG_FILE, GENERATION_CONFIG_FILE, MODULES_FILE
 from triptych.checkpoint.gguf.families import POOLING_KEY, describe
 from triptych.checkpoint.gguf.header import GgufHeader, read_header
 from triptych.checkpoint.gguf.index import GgufFile, GgufIndex
-from triptych.checkpoint.gguf.layout import index_tensors
+from triptych.checkpoint.gguf.layout import index_numbers, index_tensors
 from triptych.checkpoint.gguf.tokenizer import stop_token_ids, write_tokenizer
 from triptych.errors import ModelError
 from triptych.hub.cache import build_directory_once, cache_home
 from triptych.hub.progress import ProgressLine
 
-CONVERTER_VERSION = 5
+CONVERTER_VERSION = 6
 """Raise it when the converted files change: directories of another version are made anew."""
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -98,6 +99,7 @@ def _convert(headers: Sequence[GgufHeader], directory: Path) -> GgufIndex:
         write_tokenizer(header.metadata, directory)
         _write_pooling(header, directory)
         tensors = index_tensors([part.tensors for part in headers], config, rules)
+        tensors += index_numbers(ConfigFile(header.path, header.metadata), config, rules)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # Keys of another type or size than they always have, or text that is none.
         raise ModelError(f"{header.path}: its metadata cannot be used: {_in_one_line(error)}") from error

@@ -165,6 +165,8 @@ class GgufCheckpoint(Checkpoint):
 
     def _view(self, tensor: GgufTensor) -> Tensor:
         """Return [size] uint8 as mapped."""
+        if tensor.number is not None:
+            return torch.tensor([tensor.number], dtype=torch.float32).view(torch.uint8)
         return self._files[tensor.part].read(tensor.offset, tensor.size)
 
     def _stored(self, tensor: GgufTensor) -> Tensor:

@@ -63,6 +63,9 @@ def test_projections_of_keys_that_nothing_reads_are_left_out(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "keys", "refusal"),
     [
+        ("Apertus", {"xielu.beta": [0.5] * 3}, r"xielu\.beta: \[.*\] must be a list of 4 numbers"),
+        ("Apertus", {"xielu.eps": [0.5] * 3 + [np.nan]}, r"xielu\.eps: nan must be a number"),
+        ("Apertus", {"xielu.alpha_n": None}, r"xielu\.alpha_n: is missing"),
         (
             "DeepSeek V3.2",
             {"deepseek32.attention.indexer.key_length": 4},

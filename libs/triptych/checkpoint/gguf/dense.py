@@ -62,6 +62,10 @@ def qwen3_vl(model: GgufModel) -> Config:
     return qwen3(model)
 
 
+def apertus(model: GgufModel) -> Config:
+    return named("ApertusForCausalLM") | attention(model) | all_biases(model)
+
+
 def gemma(model: GgufModel) -> Config:
     return named("GemmaForCausalLM", hidden_activation="gelu_pytorch_tanh") | attention(model)
 

@@ -89,7 +89,12 @@ _GEMMA4 = TensorRules(
     }
 )
 
+_APERTUS = TensorRules(
+    layer_numbers={f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
+)
+
 _FAMILIES = {
+    "apertus": GgufFamily(dense.apertus, _APERTUS),
     "arcee": GgufFamily(dense.arcee, _ROTATED),
     "bert": GgufFamily(dense.bert),
     "bloom": GgufFamily(dense.bloom),

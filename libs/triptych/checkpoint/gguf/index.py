@@ -41,6 +41,8 @@ class GgufTensor:
     empty: they are the same."""
     part: int = 0
     """Number of the file that has it."""
+    number: float | None = None
+    """The only number of a tensor that the file has in its metadata; None: it is at `offset`."""
 
 
 @dataclass(frozen=True, slots=True)

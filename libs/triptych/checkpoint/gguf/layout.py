@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.gguf.header import TensorInfo
 from triptych.checkpoint.gguf.index import GgufTensor
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
@@ -133,6 +134,8 @@ class TensorRules:
     """Whether heads of values of a gated delta net are in another order: see `GgufTensor.spread_heads`."""
     norms_plus_one: Callable[[str], bool] | None = None
     """Says of our names whether 1 was added to the weight of that norm; None: it never was."""
+    layer_numbers: Mapping[str, str] = field(default_factory=dict)
+    """Our name within a layer of a tensor of one number -> key of the metadata that lists those of all layers."""
 
 
 def our_name(gguf_name: str, names: Collection[str], rules: TensorRules, *, architecture: str) -> str:
@@ -226,6 +229,20 @@ def index_tensors(
                 )
             )
     return entries
+
+
+def index_numbers(metadata: ConfigFile, config: Mapping[str, Any], rules: TensorRules) -> list[GgufTensor]:
+    """Return the tensors that the file has in its metadata.
+
+    Raises:
+        ModelError: A list of them is missing, or is no number for each layer; names the key.
+    """
+    num_layers = _num_layers(config)
+    return [
+        GgufTensor(f"model.layers.{index}.{name}", key, "F32", (1,), offset=0, size=4, number=number)
+        for name, key in rules.layer_numbers.items()
+        for index, number in enumerate(metadata.numbers(key, length=num_layers))
+    ]
 
 
 def _num_layers(config: Mapping[str, Any]) -> int:
