@@ -1132,6 +1132,52 @@ PUBLISHED: dict[str, tuple[str, Config, Config]] = {
         },
         {"width": 6912, "experts": (128, 8), "qk_norm": "head", "thetas": {11158840.0}},
     ),
+    "Laguna-XS.2": (
+        "LagunaForCausalLM",
+        {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+        | {
+            "attention_bias": False,
+            "gating": "per-head",
+            "head_dim": 128,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "layer_types": [FULL, SLIDING, SLIDING, SLIDING],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "moe_apply_router_weight_on_input": False,
+            "moe_intermediate_size": 512,
+            "moe_routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "num_attention_heads": 48,
+            "num_attention_heads_per_layer": [48, 64, 64, 64],
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "rope_parameters": {
+                FULL: {
+                    "attention_factor": 1.3465735902799727,
+                    "beta_fast": 64.0,
+                    "beta_slow": 1.0,
+                    "factor": 32.0,
+                    "original_max_position_embeddings": 8192,
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 500000.0,
+                    "rope_type": "yarn",
+                },
+                SLIDING: {"partial_rotary_factor": 1.0, "rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "shared_expert_intermediate_size": 512,
+            "sliding_window": 512,
+            "tie_word_embeddings": False,
+        },
+        {
+            "windows": [0, 512, 512, 512],
+            "kinds": ["yarn", "default", "default", "default"],
+            "thetas": {500000.0, 10000.0},
+            "heads": [48, 64, 64, 64],
+            "width": 8192,
+            "experts": (256, 8),
+            "gate": "heads",
+        },
+    ),
     "AFM-4.5B": (
         "ArceeForCausalLM",
         {key: value for key, value in LLAMA.items() if key != "hidden_act"}
@@ -1182,6 +1228,7 @@ def facts(read: ModelArchitecture) -> Config:
         "clip_qkv": block.clip_qkv,
         "scale": block.attention_scale,
         "gate": block.output_gate,
+        "heads": [layer.num_heads for layer in read.layers],
         "embedding": ends.embedding_multiplier,
         "soft_caps": (block.attention_soft_cap, ends.logits_soft_cap),
         "rope": rope,
@@ -1279,6 +1326,22 @@ def test_indexers_that_cannot_be_are_named(keys: Config, message: str, tmp_path:
         read_published(tmp_path, "GlmMoeDsaForCausalLM", CHOOSING | keys)
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"num_attention_heads_per_layer": [48, 64, 60, 64]},
+            "num_attention_heads_per_layer: 60.* of 8 key heads",
+        ),
+        ({"gating": "per-layer"}, "gating: 'per-layer' must be true, per-head or per-element"),
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers: \[1\] must name the dense mlp_layer_types"),
+    ],
+)
+def test_keys_of_layers_that_contradict_are_named(keys: Config, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_published(tmp_path, "LagunaForCausalLM", PUBLISHED["Laguna-XS.2"][1] | keys)
+
+
 def test_layers_with_experts_are_the_same_by_all_keys(tmp_path: Path) -> None:
     architecture, config, _ = PUBLISHED["K-EXAONE-236B-A23B"]
     changed = config | {"is_moe_layer": [True] * 4}
@@ -1300,6 +1363,11 @@ def test_layers_with_experts_are_the_same_by_all_keys(tmp_path: Path) -> None:
             "use_qk_norm = True",
         ),
         ("FalconForCausalLM", FALCON | {"alibi": True}, "alibi = True"),
+        (
+            "LagunaForCausalLM",
+            PUBLISHED["Laguna-XS.2"][1] | {"moe_router_logit_softcapping": 30.0},
+            "moe_router_logit_softcapping = 30",
+        ),
         (
             "AfmoeForCausalLM",
             PUBLISHED["Trinity-Nano-Preview"][1] | {"route_norm": False},

@@ -317,8 +317,10 @@ class BlockSpec:
     attention_soft_cap: float = 0.0
     """Scores become `cap * tanh(score / cap)`; 0: they stay."""
     output_gate: str = "none"
-    """Sigmoids of a projection, `gate_proj`, that multiply what a head attends to. none. elements: each element has its
+    """Gates of a projection, `gate_proj`, that multiply what a head attends to. none. elements: each element has its
     own. heads: each head has one."""
+    output_gate_function: str = "sigmoid"
+    """Function of the projection that gives a gate: sigmoid or softplus."""
     has_sinks: bool = False
     """Whether each head has one more score in its softmax, without a value."""
     alibi_slopes: tuple[float, ...] = ()

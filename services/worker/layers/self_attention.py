@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from triptych.checkpoint.architecture import LayerSpec, NormSpec
 from triptych.errors import FeatureDisabled
@@ -22,6 +25,9 @@ from triptych_services.worker.layers.weights import (
     parameter_target,
 )
 from triptych_services.worker.parallel.shares import share
+
+_GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": softplus}
+"""`BlockSpec.output_gate_function` -> the function."""
 
 
 class SelfAttention(nn.Module):
@@ -60,7 +66,7 @@ class SelfAttention(nn.Module):
             context=context,
             prefix=prefix,
         )
-        self.output_gate = block.output_gate
+        self.output_gate, self.gate_function = block.output_gate, _GATE_FUNCTIONS[block.output_gate_function]
         self.clip_qkv = block.clip_qkv
         lacks_norm = spec.rope is None and block.qk_norm_needs_rope
         self.qk_norm = "none" if lacks_norm else block.qk_norm
@@ -146,7 +152,7 @@ class SelfAttention(nn.Module):
             query = query * self.query_scales(positions).to(query.dtype)
         attended = self.attention(query, key, value, positions, context)
         if self.output_gate != "none":
-            attended = self._gated(attended, torch.sigmoid(packed[:, self.qkv_proj.num_columns :]))
+            attended = self._gated(attended, self.gate_function(packed[:, self.qkv_proj.num_columns :]))
         out: Tensor = self.o_proj(attended, context.adapter_slots)
         return out
 

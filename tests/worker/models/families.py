@@ -104,6 +104,27 @@ COHERE_EXPERTS = {
     "sliding_window_pattern": 2,
     "logit_scale": 0.5,
 }
+GRANITE_WINDOWS = {
+    "sliding_window": WINDOW,
+    "layer_rope_theta": [0, 1000.0, 500.0, 0],
+    "layer_types": [FULL, SLIDING, SLIDING, FULL],
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 4.0,
+}
+OF_TYPES: dict[str, Any] = {
+    "head_dim": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "sliding_window": WINDOW,
+    "layer_types": [FULL, SLIDING, SLIDING, FULL],
+    "rope_parameters": {
+        FULL: YARN["rope_parameters"],
+        SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 INDEXER = {"index_topk": 7, "index_n_heads": 12, "index_head_dim": 10}
 """Few keys, and heads enough that scores of 0, which several keys would share, are rare: `test_chosen_keys`."""
 
@@ -205,6 +226,7 @@ FAMILIES: dict[str, Tiny] = {
             "tie_word_embeddings": False,
         },
     ),
+    "FlexOlmo": Tiny("flex_olmo", {"num_experts": 5, "num_experts_per_tok": 2, "pad_token_id": None}),
     "EXAONE 4": Tiny("exaone4", {"sliding_window": WINDOW, "sliding_window_pattern": 4}),
     "K-EXAONE": Tiny(
         "exaone_moe",
@@ -342,6 +364,17 @@ FAMILIES: dict[str, Tiny] = {
     "Helium": Tiny("helium", {"head_dim": 8}),
     "Hunyuan": Tiny("hunyuan_v1_dense", {"head_dim": 10, "attention_bias": True}),
     "Hunyuan, alpha": Tiny("hunyuan_v1_dense", {"head_dim": 10, **rope("dynamic", alpha=50.0, factor=1.0)}),
+    "Granite, windows": Tiny("granite_swa", GRANITE_WINDOWS),
+    "Granite MoE, windows": Tiny(
+        "granitemoe_swa",
+        {
+            **GRANITE_WINDOWS,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 96,
+            "layer_rope_theta": None,
+        },
+    ),
     "Hunyuan 3": Tiny(
         "hy_v3",
         {
@@ -354,6 +387,23 @@ FAMILIES: dict[str, Tiny] = {
         },
     ),
     "Hunyuan MoE": Tiny("hunyuan_v1_moe", {"head_dim": 10, "num_experts": 5, "moe_topk": 2}),
+    "Laguna": Tiny(
+        "laguna",
+        {
+            **OF_TYPES,
+            "num_attention_heads_per_layer": [4, 8, 8, 4],
+            "shared_expert_intermediate_size": 96,
+            "moe_routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                FULL: {**YARN["rope_parameters"], "partial_rotary_factor": 0.5},
+                SLIDING: OF_TYPES["rope_parameters"][SLIDING],
+            },
+        },
+    ),
+    "Laguna, elements": Tiny(
+        "laguna",
+        {**OF_TYPES, "gating": "per-element", "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+    ),
     "Llama": Tiny("llama", {"attention_bias": True, "mlp_bias": True}),
     "Llama 4": Tiny(
         "llama4_text",
@@ -381,6 +431,7 @@ FAMILIES: dict[str, Tiny] = {
             original_max_position_embeddings=16,
         ),
     ),
+    "Mellum 2": Tiny("mellum", {**OF_TYPES, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
     "MiniCPM 3": Tiny("minicpm3", {"dim_model_base": 20, "scale_depth": 1.2, "scale_emb": 3}, LATENT),
     "Ministral": Tiny(
         "ministral", {"head_dim": 8, "sliding_window": WINDOW, "layer_types": [SLIDING, FULL] * 2}

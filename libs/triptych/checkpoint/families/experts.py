@@ -1,5 +1,5 @@
-"""Families with a mixture of experts in place of the MLP: GPT-OSS, MiniMax M2, Mixtral, OLMoE, Phi 3.5 MoE,
-Qwen 2 and 3 MoE.
+"""Families with a mixture of experts in place of the MLP: FlexOlmo, GPT-OSS, Laguna, Mellum, MiniMax M2, Mixtral,
+OLMoE, Phi 3.5 MoE, Qwen 2 and 3 MoE.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import replace
 from triptych.checkpoint.architecture import (
     BlockSpec,
     EndsSpec,
+    ExpertsSpec,
     LayerSpec,
     ModelArchitecture,
     NormSpec,
@@ -30,6 +31,7 @@ from triptych.checkpoint.families.keys import (
     with_dense_layers,
 )
 from triptych.checkpoint.families.llama import rms_block
+from triptych.checkpoint.families.registry import architecture_name
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 
 
@@ -129,18 +131,141 @@ def mixtral(config: ConfigFile) -> ModelArchitecture:
     return describe(config, sizes, layers=layers, block=rms_block(config, eps=1e-5), names=names)
 
 
-def olmoe(config: ConfigFile) -> ModelArchitecture:
+def laguna(config: ConfigFile) -> ModelArchitecture:
+    """Read Laguna: gates of heads by softplus, layers of unlike numbers of heads, experts by corrected sigmoids."""
+    config.assume(head_dim=128, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512)
     sizes = read_sizes(config)
+    config.expect(
+        "norm_topk_prob", True, otherwise="the weights of a token's experts are not divided by their sum"
+    )
+    config.expect("moe_apply_router_weight_on_input", False, otherwise="weights multiply what experts read")
+    config.expect("moe_router_logit_softcapping", 0, otherwise="the router's logits have a limit")
+    config.expect("decoder_sparse_step", 1, otherwise="layers with experts are chosen in another way")
+    layers = _of_types(
+        config,
+        sizes,
+        experts=replace(
+            read_experts(config, "num_experts"),
+            score="sigmoid",
+            scale=config.positive("moe_routed_scaling_factor", default=1.0),
+            correction_shape=(config.integer("num_experts"),),
+            shared_size=config.integer("shared_expert_intermediate_size", default=512),
+        ),
+        first_dense=1,
+        partial=0.5,
+    )
+    if config.has("num_attention_heads_per_layer"):
+        heads = config.numbers("num_attention_heads_per_layer", length=sizes.num_layers)
+        for number in heads:
+            if number < 1 or number % sizes.num_kv_heads:
+                why = f"must be a multiple of {sizes.num_kv_heads} key heads"
+                config.fail("num_attention_heads_per_layer", number, why)
+        layers = tuple(
+            replace(layer, num_heads=int(number)) for layer, number in zip(layers, heads, strict=True)
+        )
+    gating = config.values.get("gating", True)
+    config.pass_over("gating")
+    if gating not in (True, "per-head", "per-element"):
+        config.fail("gating", gating, "must be true, per-head or per-element")
+    bias = config.boolean("attention_bias", default=False)
+    if bias:
+        config.expect("attention_bias", False, otherwise="the attention has biases beside its gates")
+    block = replace(
+        rms_block(config),
+        qk_norm="head",
+        output_gate="elements" if gating == "per-element" else "heads",
+        output_gate_function="softplus",
+    )
+    names = TensorNames(
+        renamed=(
+            (".self_attn.gate_proj", ".self_attn.g_proj"),
+            (".mlp.gate.e_score", ".mlp.experts.e_score"),
+            (".shared_experts.", ".shared_expert."),
+        )
+    )
+    return describe(config, sizes, layers=layers, block=block, names=names)
+
+
+def mellum(config: ConfigFile) -> ModelArchitecture:
+    """Read Mellum 2, Qwen 3's mixture with windows in some layers and a rotary embedding for each type of them."""
+    config.assume(head_dim=128, num_experts_per_tok=8, moe_intermediate_size=896, sliding_window=1024)
+    sizes = read_sizes(config)
+    key = "num_experts" if config.has("num_experts") else "num_local_experts"
+    config.assume(**{key: 64})
+    experts = read_experts(config, key, renormalize=config.boolean("norm_topk_prob", default=True))
+    layers = _of_types(config, sizes, experts=experts, first_dense=0, partial=1.0)
+    # layers that predict further tokens are not read
+    config.pass_over("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")
+    bias = config.boolean("attention_bias", default=False)
+    block = replace(rms_block(config), qk_norm="head", qkv_bias=bias, out_bias=bias)
+    return describe(config, sizes, layers=layers, block=block, names=TensorNames(ignored_prefixes=("mtp.",)))
+
+
+def _of_types(
+    config: ConfigFile,
+    sizes: Sizes,
+    *,
+    experts: ExpertsSpec,
+    first_dense: int,
+    partial: float,
+) -> tuple[LayerSpec, ...]:
+    """Describe layers with a rotary embedding for each type of attention, and a list of those with one MLP.
+
+    Args:
+        first_dense: How many first layers have one MLP, where there is no list.
+        partial: The part of a head that is rotated in layers without a window, where the file has no ropes.
+    """
+    layer_types = read_layer_types(config, sizes.num_layers)
+    thetas, used = {FULL: 500000.0, SLIDING: 10000.0}, dict.fromkeys(layer_types)
+    default = partial if not config.has("rope_parameters") else 1.0
+    ropes = {
+        kind: read_rope(
+            config,
+            sizes,
+            layer_type=kind,
+            theta=thetas[kind],
+            partial=default if kind == FULL else 1.0,
+        )
+        for kind in used
+    }
+    if (nested := config.section("rope_parameters")) is not None:
+        nested.pass_over(*(kind for kind in thetas if kind not in used))
+    layers = describe_layers(
+        sizes,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        rope=lambda index, kind: ropes[kind],
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+        experts=experts,
+    )
+    kinds = ("dense",) * first_dense + ("sparse",) * (sizes.num_layers - first_dense)
+    if config.has("mlp_layer_types"):
+        kinds = config.words("mlp_layer_types", length=sizes.num_layers, among=("dense", "sparse"))
+    dense = {index for index, kind in enumerate(kinds) if kind == "dense"}
+    if config.has("mlp_only_layers") and config.indices("mlp_only_layers", length=sizes.num_layers) != dense:
+        config.fail(
+            "mlp_only_layers", config.values["mlp_only_layers"], "must name the dense mlp_layer_types"
+        )
+    return with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index in dense)
+
+
+def olmoe(config: ConfigFile) -> ModelArchitecture:
+    """Read OLMoE, and FlexOlmo, which has norms after blocks in place of those before them."""
+    is_flex = architecture_name(config) == "FlexOlmoForCausalLM"
+    if is_flex:
+        config.assume(num_experts=7, num_experts_per_tok=5)
+    sizes = read_sizes(config, default_positions=4096)
     renormalize = config.boolean("norm_topk_prob", default=False)
     layers = describe_layers(
         sizes,
         intermediate_size=config.integer("intermediate_size"),
-        rope=read_rope(config, sizes),
+        rope=read_rope(config, sizes, theta=500000.0 if is_flex else 10000.0),
         experts=read_experts(config, "num_experts", renormalize=renormalize),
     )
     bias = config.boolean("attention_bias", default=False)
     block = replace(
-        rms_block(config, eps=1e-5),
+        rms_block(config, eps=1e-6 if is_flex else 1e-5),
+        norms="post" if is_flex else "pre",
         qk_norm="all",
         qkv_bias=bias,
         out_bias=bias,

@@ -184,11 +184,43 @@ glm4 = partial(
 
 def granite(config: ConfigFile) -> ModelArchitecture:
     sizes = read_sizes(config)
-    layers = describe_layers(
-        sizes, intermediate_size=config.integer("intermediate_size"), rope=read_rope(config, sizes)
-    )
+    layers = granite_layers(config, sizes, intermediate_size=config.integer("intermediate_size"))
     block, ends = granite_multipliers(config)
-    return describe(config, sizes, layers=layers, block=block, ends=ends)
+    is_tied = has_granite_windows(config)
+    return describe(config, sizes, layers=layers, block=block, ends=ends, is_tied=is_tied)
+
+
+def has_granite_windows(config: ConfigFile) -> bool:
+    """Return whether a file is of the members of the family with windows and sinks."""
+    return architecture_name(config) in ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
+
+
+def granite_layers(config: ConfigFile, sizes: Sizes, **mlp: Any) -> tuple[LayerSpec, ...]:
+    """Describe Granite's attention, of which the members with windows name the frequencies of each layer.
+
+    Args:
+        mlp: As of `describe_layers`.
+    """
+    rope = read_rope(config, sizes)
+    if not has_granite_windows(config):
+        return describe_layers(sizes, rope=rope, **mlp)
+    config.assume(sliding_window=128)
+    layer_types = read_layer_types(
+        config, sizes.num_layers, default=lambda index: SLIDING if index % 4 else FULL
+    )
+    thetas: tuple[float, ...] = (rope.theta,) * sizes.num_layers
+    if config.has("layer_rope_theta"):  # 0: the layer has no positions
+        thetas = config.numbers("layer_rope_theta", length=sizes.num_layers)
+        for theta in thetas:
+            if not 0 <= theta <= 1e15:
+                config.fail("layer_rope_theta", theta, "must be from 0 to 1e+15")
+    return describe_layers(
+        sizes,
+        rope=lambda index, kind: replace(rope, theta=thetas[index]) if thetas[index] else None,
+        layer_types=layer_types,
+        window=read_window(config, layer_types),
+        **mlp,
+    )
 
 
 def granite_multipliers(config: ConfigFile) -> tuple[BlockSpec, EndsSpec]:
@@ -197,6 +229,7 @@ def granite_multipliers(config: ConfigFile) -> tuple[BlockSpec, EndsSpec]:
         _with_biases(rms_block(config), config),
         residual_multiplier=config.number("residual_multiplier", default=1.0),
         attention_scale=config.positive("attention_multiplier", default=1.0),
+        has_sinks=has_granite_windows(config),
     )
     scaling = config.positive("logits_scaling", default=1.0)
     ends = EndsSpec(

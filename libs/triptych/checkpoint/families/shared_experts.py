@@ -25,7 +25,9 @@ from triptych.checkpoint.families.keys import (
 from triptych.checkpoint.families.llama import (
     HUNYUAN_NAMES,
     exaone_layers,
+    granite_layers,
     granite_multipliers,
+    has_granite_windows,
     hunyuan_block,
     read_hunyuan_rope,
     rms_block,
@@ -226,27 +228,31 @@ GRANITE_EXPERTS = (
 
 
 def granite_moe(config: ConfigFile) -> ModelArchitecture:
-    """Read a mixture with Granite's multipliers, with a shared expert or without one."""
+    """Read a mixture with Granite's multipliers, with a shared expert or without one, and with windows or without."""
     sizes = read_sizes(config)
     experts = read_experts(config)
-    if architecture_name(config) == "GraniteMoeSharedForCausalLM":
+    if architecture_name(config) != "GraniteMoeForCausalLM":
         experts = replace(
             experts, shared_size=config.integer("shared_intermediate_size", default=0, minimum=0)
         )
-    layers = describe_layers(
-        sizes,
-        intermediate_size=config.integer("intermediate_size"),
-        rope=read_rope(config, sizes),
-        experts=experts,
+    layers = granite_layers(
+        config, sizes, intermediate_size=config.integer("intermediate_size"), experts=experts
     )
     block, ends = granite_multipliers(config)
+    has_windows = has_granite_windows(config)  # their files have the names of transformers' modules
+    router = ".block_sparse_moe.router." if has_windows else ".block_sparse_moe.router.layer."
+    experts_of_file: tuple[FusedTensor, ...] = GRANITE_EXPERTS
+    if has_windows:
+        experts_of_file = tuple(
+            FusedTensor(
+                f"block_sparse_moe.experts.{name}", own.parts, of_experts=True, suffixes=("", "_bias")
+            )
+            for name, own in zip(("gate_up_proj", "down_proj"), GRANITE_EXPERTS, strict=True)
+        )
     names = TensorNames(
-        renamed=(
-            (".mlp.gate.", ".block_sparse_moe.router.layer."),
-            (".mlp.shared_experts.down_proj.", ".shared_mlp.output_linear."),
-        ),
+        renamed=((".mlp.gate.", router), (".mlp.shared_experts.down_proj.", ".shared_mlp.output_linear.")),
         fused=(
-            *GRANITE_EXPERTS,
+            *experts_of_file,
             FusedTensor(
                 "shared_mlp.input_linear", ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
             ),
