@@ -2,7 +2,8 @@
 
     python -P limited_child.py SCRIPT
 
-Bytes may follow a line, as many as its `num_bytes`; they are the `data` of the message, and of the answer.
+Bytes may follow a line, as many as its `num_bytes`; they are the `data` of the message, and of the answer. It ends when
+the input is closed, also while it computes.
 The file SCRIPT has a function `begin(message)`, which is given the first message. It returns its answer, and the
 function that answers all others, or None if there is none. This file needs the standard library only, so that it starts
 quickly.
@@ -14,10 +15,12 @@ import importlib.util
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +58,16 @@ def serve(begin: Callable[[dict[str, Any]], tuple[dict[str, Any], Answer | None]
         sys.stdout.buffer.flush()
 
 
+def _run(begin: Callable[[dict[str, Any]], tuple[dict[str, Any], Answer | None]]) -> None:
+    try:
+        serve(begin)
+    except BrokenPipeError:
+        pass  # the frontend has ended
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
+
+
 def _load(script: str) -> Any:
     spec = importlib.util.spec_from_file_location("limited_work", script)
     assert spec is not None, script
@@ -65,11 +78,12 @@ def _load(script: str) -> Any:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the frontend's, whose end closes our input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the frontend, which closes our input
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=serve, args=(_load(sys.argv[1]).begin,))
-    thread.start()
-    thread.join()
+    threading.Thread(target=_run, args=(_load(sys.argv[1]).begin,)).start()
+    end_of_input = select.poll()
+    end_of_input.register(sys.stdin.fileno(), 0)  # POLLHUP comes unasked
+    end_of_input.poll()
     os._exit(0)

@@ -19,10 +19,13 @@ from typing import IO, Any
 
 from triptych.observe.metrics import ChildTotals
 from triptych_services.frontend.offload.fair_threads import add_cpu_time
+from triptych_services.frontend.offload.session_priority import SessionPriority
 
 _CHILD = Path(__file__).with_name("limited_child.py")
 _WALL_FACTOR = 12
 """So many times the CPU time may pass by the clock: it is ended then even if it does not compute."""
+_PATIENCE_S = 3.0
+"""So long, by the clock, a message of a child process is behind others. On a busy machine it might wait for ever."""
 _START_LIMIT_S = 15.0
 """CPU time that the start of a process of `KeptProcesses` may take."""
 OUTCOMES = ("started", "done", "refused", "late", "crashed")
@@ -48,7 +51,11 @@ class LimitedProcess:
 
     def __init__(self, script: Path) -> None:
         command = [sys.executable, "-P", str(_CHILD), str(script)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._priority = SessionPriority(self._process.pid)
+        self._priority.lower()
         self._work = script.stem.removesuffix("_process")
         self._is_new = True
 
@@ -79,15 +86,20 @@ class LimitedProcess:
         process = self._process
         assert process.stdin is not None, "asked for"
         assert process.stdout is not None, "asked for"
-        is_late = threading.Event()
+        is_late, is_over = threading.Event(), threading.Event()
 
-        def kill() -> None:
-            is_late.set()
-            process.kill()
+        def watch() -> None:
+            patience_s = min(_PATIENCE_S, limit_s)
+            if is_over.wait(patience_s):
+                return
+            self._priority.restore()
+            if is_over.wait(_WALL_FACTOR * limit_s - patience_s):
+                self._priority.lower()
+            else:
+                is_late.set()
+                process.kill()
 
-        timer = threading.Timer(_WALL_FACTOR * limit_s, kill)
-        timer.daemon = True
-        timer.start()
+        threading.Thread(target=watch, daemon=True).start()
         head = {**message, "limit_s": limit_s, "num_bytes": len(data)}
         answer: dict[str, Any] | None = None
         try:
@@ -97,7 +109,7 @@ class LimitedProcess:
                 process.stdin.flush()
                 answer = _read_answer(process.stdout)
         finally:
-            timer.cancel()
+            is_over.set()
         if answer is None:
             was_late = process.wait() == -signal.SIGPROF or is_late.is_set()
             self._note("late" if was_late else "crashed", limit_s if was_late else 0.0)
