@@ -176,9 +176,9 @@ def not_served(*accepted: Any) -> Any:
     )
 
 
-def ignored() -> Any:
-    """A field that clients send and that has no bearing on the answer."""
-    return Field(default=None, description="Accepted and ignored.")
+def ignored(alias: str | None = None) -> Any:
+    """A field that clients send, perhaps under another name, and that has no bearing on the answer."""
+    return Field(default=None, alias=alias, description="Accepted and ignored.")
 
 
 def unsupported_paths(part: JsonObject, path: str = "") -> Iterator[str]:

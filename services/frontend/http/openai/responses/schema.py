@@ -90,6 +90,8 @@ class InputFunctionCall(JsonObject):
     name: Name
     arguments: str
     """JSON text."""
+    async_: Any = ignored()  # how the official client's `model_dump` spells the next one
+    is_async: Any = ignored("async")
     caller: Any = ignored()
     id: Any = ignored()
     namespace: Any = ignored()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import jsonschema
@@ -143,7 +143,12 @@ async def test_text_between_calls_is_an_item_of_its_own() -> None:
     assert [item["type"] for item in events[-1]["response"]["output"]] == [i.type for i in whole.output]
 
 
-async def test_the_items_of_an_answer_can_be_sent_back() -> None:
+@pytest.mark.parametrize(
+    "written",
+    [lambda item: item, lambda item: item.model_dump(), lambda item: item.model_dump(by_alias=True)],
+    ids=["as objects", "by attributes", "by names of the API"],
+)
+async def test_the_items_of_an_answer_can_be_sent_back(written: Callable[[Any], Any]) -> None:
     async with http_api() as (api, engine):
         response = await create(api, tools=[ADD, NOW])
         calls = [item for item in response.output if item.type == "function_call"]
@@ -153,7 +158,7 @@ async def test_the_items_of_an_answer_can_be_sent_back() -> None:
              "output": [{"type": "input_text", "text": "12:00"}]},
         ]  # fmt: skip
         user = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
-        await create(api, input=[user, *response.output, *results], tools=[ADD])
+        await create(api, input=[user, *map(written, response.output), *results], tools=[ADD])
         prompt = prompt_of(engine)
     assert prompt.endswith(
         "user: Hi\nassistant: One moment.<think>Hm</think>"
