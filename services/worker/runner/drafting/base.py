@@ -124,6 +124,8 @@ class ReadsStates(Protocol):
     def take_states(self, step: StepRows, token_counts: I64 | None, states: Tensor) -> None:
         """Take in the states of a step's tokens, before `accept` is called for it.
 
+        Steps may be left out, while guesses may lose nothing more: rows then begin anew.
+
         Args:
             token_counts: As of `Speculation.finish`.
             states: [num_tokens or more, elements of all that it reads of a token], valid during the call only.

@@ -23,7 +23,7 @@ Needs no torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import repeat
 
 from triptych_services.worker.runner.drafting.costs import MAX_PLAIN_AGE, StepCosts
@@ -57,9 +57,12 @@ _MAX_LOSS = 8.0
 """The steps without guesses that they may lose beyond that: when nothing is known yet, and when a text changes."""
 _MAX_CREDIT = 12.0
 """The gains that may be lost again, in steps without guesses."""
-_MAX_DEBT = 4.0
-"""The steps without guesses that are lost beyond all this at most: with `_LOSS_SHARE` earned in each step, guesses end
-for 800 steps, however long a search took in a bad moment of the machine."""
+_MAX_DEBT = 3.0
+"""The steps without guesses that are lost beyond `_MAX_LOSS` at most: with `_LOSS_SHARE` earned in each step, guesses
+end for 600 steps, however long a search took in a bad moment of the machine."""
+_LEAST_FOR_STATES = 2.0
+"""The steps that guesses may lose when states are kept for them again. So some are there before all is used up anew, of
+which better guesses are made than of the first one."""
 _READING_SHARE = 0.5
 """The part of a step that all rows may wait for a model that reads the texts of some."""
 _MAX_READING = 32.0
@@ -105,12 +108,14 @@ class GuessBudget:
         num_proposers: int,
         max_guesses: int,
         place_seconds: Mapping[int, PlaceSeconds] | None = None,
+        state_readers: Collection[int] = (),
     ) -> None:
         """
         Args:
             max_guesses: The most guesses of one row in a step.
             place_seconds: Of proposers that take longer for each place that they look ahead. The time of others counts
                 in the account alone. None: there are only others.
+            state_readers: The proposers for which states are kept.
         """
         self.costs = StepCosts()
         self._max_guesses = max_guesses
@@ -119,6 +124,11 @@ class GuessBudget:
         """By proposer: share of right guesses, of all rows."""
         self._step = 0
         self._place_seconds = place_seconds or {}
+        self._state_readers = frozenset(state_readers)
+        self._keeping_costs = StepCosts()
+        """The seconds in which states are kept, by the tokens of a step."""
+        self.keeps_states = True
+        """Whether states are kept for proposers. They are not while guesses may lose nothing more."""
         self._balance = 0.0
         """Steps without guesses that guesses have gained; below 0: that they have lost."""
         self._reading_balance = 0.0
@@ -189,10 +199,14 @@ class GuessBudget:
         ]
 
     def hopes(self, slot: int) -> list[float]:
-        """Return the same, and 0 for a proposer that has found no guess for the row for long."""
+        """Return the same, and 0 for a proposer that has found no guess for the row for long, or lacks its states."""
         asked_from = self._rows[slot].asked_from
         rates = self.rates(slot)
-        return [rate if step <= self._step else 0.0 for rate, step in zip(rates, asked_from, strict=True)]
+        hopes = [rate if step <= self._step else 0.0 for rate, step in zip(rates, asked_from, strict=True)]
+        if not self.keeps_states:
+            for proposer in self._state_readers:
+                hopes[proposer] = 0.0
+        return hopes
 
     def note_step(self, num_rows: int, num_guesses: int, num_tokens: int, seconds: float | None) -> None:
         """Take in what a step has brought.
@@ -225,9 +239,24 @@ class GuessBudget:
         if (estimates := self.costs.estimate(num_rows, 1)) is not None:
             self._gain(-min(seconds / estimates[0], 1.0) - model_seconds / estimates[0])
 
+    def note_keeping(self, num_tokens: int, seconds: float, num_rested: int) -> None:
+        """Take in how long it took to keep the states of a step's tokens for proposers.
+
+        Args:
+            num_rested: Steps before this one in which it took as long, of which nothing was noted.
+        """
+        self._keeping_costs.pass_to(self._step)
+        self._keeping_costs.note(num_tokens, seconds)
+        if (kept := self._keeping_costs.estimate(num_tokens, 1)) is not None and self._plain_seconds:
+            self._gain(-(1 + num_rested) * kept[0] / self._plain_seconds)
+
     def _gain(self, num_steps: float) -> None:
         """Take in what was gained, in steps without guesses; below 0: lost."""
         self._balance = max(self._balance + num_steps, -_MAX_LOSS - _MAX_DEBT)
+        if self._balance < -_MAX_LOSS:
+            self.keeps_states = False
+        elif self._balance >= _LEAST_FOR_STATES - _MAX_LOSS:
+            self.keeps_states = True
         if (surplus := self._balance - _MAX_CREDIT) > 0:
             self._balance -= surplus
             self._reading_balance = min(self._reading_balance + surplus, _MAX_READING)

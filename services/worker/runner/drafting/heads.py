@@ -12,7 +12,8 @@ So what was computed of guesses is computed anew once they are verified, from st
 
 States are there only during the step that computes them. They are copied, and wait until the row is guessed for. Tokens
 that the worker has not computed for the row, in cached blocks or those of another worker, have no states. Such a row
-begins at its first state, as if there were no text before. So does one that lost its states to others.
+begins at its first state, as if there were no text before. So does one that lost its states to others, and one for
+which none were kept for some steps.
 """
 
 from __future__ import annotations
@@ -88,10 +89,7 @@ class HeadProposer(DraftModelProposer):
         self._takes_part[slot] = False
 
     def take_states(self, step: StepRows, token_counts: I64 | None, states: Tensor) -> None:
-        """Let the states of known tokens wait, which right guesses are.
-
-        Its time, which a step takes with or without guesses, is none that guesses lose.
-        """
+        """Let the states of known tokens wait, which right guesses are."""
         own = np.flatnonzero(self._takes_part[step.slots])
         if not own.size:
             return

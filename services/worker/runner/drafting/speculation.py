@@ -68,8 +68,10 @@ class Speculation:
         self._timed = {i: each for i, each in enumerate(proposers) if isinstance(each, TakesTime)}
         self._readers = {i: each for i, each in enumerate(proposers) if isinstance(each, ReadsTexts)}
         place_seconds = {index: proposer.place_seconds for index, proposer in self._timed.items()}
-        self._state_readers = [each for each in proposers if isinstance(each, ReadsStates)]
-        self._budget = GuessBudget(rows.live.size, len(proposers), max_guesses, place_seconds)
+        self._state_readers = {i: each for i, each in enumerate(proposers) if isinstance(each, ReadsStates)}
+        self._budget = GuessBudget(
+            rows.live.size, len(proposers), max_guesses, place_seconds, self._state_readers
+        )
         self._takes_part: Flags = np.zeros(rows.live.size, np.bool_)
         """[max_num_seqs] whether the row has entered here."""
         self._not_asked: set[int] = set()
@@ -83,7 +85,7 @@ class Speculation:
     @property
     def state_layers(self) -> tuple[int, ...]:
         """Return `ReadsStates.state_layers` of the proposer that has some; empty: none has."""
-        return next((each.state_layers for each in self._state_readers if each.state_layers), ())
+        return next((each.state_layers for each in self._state_readers.values() if each.state_layers), ())
 
     def enter(self, row: NewRow) -> None:
         if not row.sampling.speculation:
@@ -148,10 +150,7 @@ class Speculation:
             The report. The engine may have planned the next step, so rows may have as many guesses as were looked for,
             not only those that were found, unless these are asked for.
         """
-        for reader in self._state_readers:
-            read = layer_states if reader.state_layers else states
-            assert read is not None, "the caller has them where a proposer reads them"
-            reader.take_states(step, token_counts, read)
+        keeping_seconds = self._keep_states(step, token_counts, states, layer_states)
         slots = step.sampling_slots
         verified: tuple[VerifiedGuesses, ...] = ()
         if self._num_rested < self._rest and step.places is None:
@@ -165,6 +164,8 @@ class Speculation:
             is_plain = num_known == step.slots.size  # a prompt's positions cost something else than guesses
             seconds = forward_ns * 1e-9 if is_plain else None
             self._budget.note_step(slots.size, num_guesses, num_tokens, seconds)
+        if keeping_seconds is not None:
+            self._budget.note_keeping(num_known, keeping_seconds, self._num_rested)
         self._budget.start_step(self._num_rested)
         self._rest = self._num_rested = 0
         if step.places is not None:
@@ -185,6 +186,23 @@ class Speculation:
         next_counts = np.zeros(slots.size, np.uint32)
         next_counts[takes_part] = limits
         return GuessReport(next_counts, verified)
+
+    def _keep_states(
+        self, step: StepRows, token_counts: I64 | None, states: Tensor | None, layer_states: Tensor | None
+    ) -> float | None:
+        """Let proposers keep the states of a step as long as guesses may lose what that takes; see `finish`.
+
+        Returns:
+            Its seconds; None: nothing was kept.
+        """
+        if not (self._state_readers and self._budget.keeps_states):
+            return None
+        started = time.perf_counter()
+        for reader in self._state_readers.values():
+            read = layer_states if reader.state_layers else states
+            assert read is not None, "the caller has them where a proposer reads them"
+            reader.take_states(step, token_counts, read)
+        return time.perf_counter() - started
 
     def _taking_part(self, slots: I64, is_current: Flags | None) -> Flags:
         takes_part = self._takes_part[slots]

@@ -144,11 +144,14 @@ def guess_at_all_costs(speculation: Speculation, most: int) -> None:
     budget.least_chance = lambda *sizes: 0.0  # type: ignore[method-assign]
     budget.needs_plain = lambda num_positions: False  # type: ignore[method-assign]
     budget.reading_seconds = lambda: None  # type: ignore[method-assign]
+    budget._gain = lambda num_steps: None  # type: ignore[method-assign]
+    budget.keeps_states = True
     budget.allot = lambda rates, found, *others: [most] * len(rates)  # type: ignore[method-assign]
 
 
 def make_up_times(speculation: Speculation) -> None:
-    """Let steps take times of which nothing depends on the machine: 5% more for each position. Searches take none."""
+    """Let steps take times of which nothing depends on the machine: 5% more for each position. Searches take none, nor
+    do states that are kept."""
     budget = speculation._budget
     budget._place_seconds = {}
     note_step = budget.note_step
@@ -159,6 +162,7 @@ def make_up_times(speculation: Speculation) -> None:
 
     budget.note_step = note_made_up  # type: ignore[method-assign]
     budget.note_search = lambda *seconds: None  # type: ignore[method-assign]
+    budget.note_keeping = lambda *numbers: None  # type: ignore[method-assign]
 
 
 def blocks_of(slot: int) -> range:

@@ -239,13 +239,16 @@ class Decoding:
         num_rows: int,
         max_guesses: int = 8,
         place_cost: Callable[[int], float] = lambda num_rows: 0.0,
+        keep_s: float = 0.0,
     ) -> None:
         """
         Args:
             cost: Positions of a step -> its seconds.
             place_cost: Rows -> the seconds that the proposer takes for each place ahead of them.
+            keep_s: The seconds in which the states of a step are kept for it; 0: it reads none.
         """
-        self.budget = GuessBudget(num_rows, 1, max_guesses, {0: place_cost})
+        self.budget = GuessBudget(num_rows, 1, max_guesses, {0: place_cost}, {0} if keep_s else ())
+        self.keep_s = keep_s
         self.cost, self.num_rows, self.place_cost = cost, num_rows, place_cost
         self.seconds = self.plain_seconds = 0.0
         """The time of all steps, and of those that would give the same tokens without guesses."""
@@ -265,7 +268,7 @@ class Decoding:
         budget, slots = self.budget, range(self.num_rows)
         if self.num_rested < self.rest:
             self.num_rested += 1
-            self.seconds += self.cost(self.num_rows) * noise
+            self.seconds += self.cost(self.num_rows) * noise + self.keep_s * budget.keeps_states
             self.plain_seconds += self.cost(self.num_rows)
             return
         counts = wanted = [0] * self.num_rows
@@ -283,11 +286,14 @@ class Decoding:
         if any(counts):
             budget.note_search(self.num_rows, 0.0, search_s)
             self.seconds += search_s
-        self.seconds += took
-        self.most_seconds = max(self.most_seconds, took + search_s)
+        kept_s = self.keep_s * budget.keeps_states
+        self.seconds += took + kept_s
+        self.most_seconds = max(self.most_seconds, took + search_s + kept_s)
         self.plain_seconds += self.cost(self.num_rows) * num_tokens / self.num_rows
         self.num_guesses += sum(counts)
         budget.note_step(self.num_rows, sum(counts), num_tokens, took)
+        if kept_s:
+            budget.note_keeping(self.num_rows, kept_s, self.num_rested)
         budget.start_step(self.num_rested)
         self.num_rested = 0
         for slot, count in enumerate(counts):
@@ -296,8 +302,10 @@ class Decoding:
 
     @property
     def most_lost(self) -> float:
-        """Seconds that all guesses together may have lost: the account is looked at before a step, not within it."""
-        return LOSS_SHARE * self.seconds + MOST_LOST * self.cost(self.num_rows) + self.most_seconds
+        """Seconds that all guesses together may have lost: the account is looked at before a step, not within it, and
+        not where it rests, in which states are kept all the same."""
+        at_once = self.most_seconds + 31 * self.keep_s
+        return LOSS_SHARE * self.seconds + MOST_LOST * self.cost(self.num_rows) + at_once
 
 
 @pytest.mark.thorough
@@ -308,6 +316,7 @@ class Decoding:
     num_rows=st.integers(1, 2),
     search=st.floats(0.0, 3.0),
     place=st.floats(0.0, 1.5),
+    keep=st.sampled_from([0.0, 0.01, 0.05]),
     phases=st.lists(st.tuples(st.integers(1, 200), st.floats(0.0, 1.0)), min_size=1, max_size=6),
     random=st.randoms(use_true_random=False),
 )
@@ -317,12 +326,15 @@ def test_no_proposer_loses_more_than_the_account_allows(
     num_rows: int,
     search: float,
     place: float,
+    keep: float,
     phases: list[tuple[int, float]],
     random: Random,
 ) -> None:
     """The proposer is right at any rate that changes, and takes any time, for a place and beside that."""
     cost = lambda size: 1e-3 * (base + slope * size)  # noqa: E731
-    decoding = Decoding(cost, num_rows, place_cost=lambda rows: place * cost(rows))
+    decoding = Decoding(
+        cost, num_rows, place_cost=lambda rows: place * cost(rows), keep_s=keep * cost(num_rows)
+    )
 
     def chance_of(rate: float) -> Callable[[int, int], int]:
         return lambda slot, count: next((n for n in range(count) if random.random() >= rate), count)
@@ -363,6 +375,30 @@ def test_a_proposer_that_is_always_wrong_costs_two_percent(
         decoding.step(lambda slot, count: 0, search_s=0.05)
     assert decoding.seconds / decoding.plain_seconds < 1.02
     assert decoding.num_guesses > 0, "it is tried"
+
+
+@pytest.mark.parametrize("keep", [0.002, 0.02])
+def test_kept_states_are_part_of_what_wrong_guesses_lose(keep: float) -> None:
+    """Once it is used up, none are kept for a while; then guesses are tried again. Those of right ones are kept on."""
+
+    def decoding_of() -> Decoding:
+        return Decoding(lambda size: float(np.interp(size, list(Q4), list(Q4.values()))), 1, keep_s=3 * keep)
+
+    decoding, num_kept = decoding_of(), 0
+    for _ in range(6000):
+        decoding.step(lambda slot, count: 0)
+        assert decoding.seconds - decoding.plain_seconds <= decoding.most_lost
+        num_kept += decoding.budget.keeps_states
+    assert 500 < num_kept < 6000
+    before = decoding.num_guesses
+    for _ in range(3000):
+        decoding.step(lambda slot, count: 0)
+    assert decoding.num_guesses > before, "it is tried"
+    decoding = decoding_of()
+    for _ in range(500):
+        decoding.step(lambda slot, count: count)
+        assert decoding.budget.keeps_states
+    assert decoding.plain_seconds > 2 * decoding.seconds
 
 
 @pytest.mark.parametrize("costs", [Q4, BF16])
@@ -423,18 +459,19 @@ def test_slow_moments_of_right_guesses_end_none() -> None:
     assert budget.least_chance(1, 1, 8) > 1, "no guess is worth that"
 
 
-MOST_SILENT = 1100
-"""Steps within which right guesses are made again, whatever has been before: measurements are doubted after 1,000."""
+MOST_SILENT, MOST_SILENT_WITH_STATES = 1100, 2000
+"""Steps within which right guesses are made again, whatever has been before: what was measured is doubted after 1,000.
+Until then states are kept in vain, which is earned again after that."""
 
 
-def steps_until_guesses(decoding: Decoding) -> int:
-    """Return how many steps pass until a few right guesses have been made, or more than `MOST_SILENT`."""
+def comes_again(decoding: Decoding) -> bool:
+    """Return whether a few right guesses are made in so many steps."""
     before = decoding.num_guesses
-    for number in range(MOST_SILENT):
+    for _ in range(MOST_SILENT_WITH_STATES if decoding.keep_s else MOST_SILENT):
         decoding.step(lambda slot, count: count)
         if decoding.num_guesses >= before + 20:
-            return number
-    return MOST_SILENT + 1
+            return True
+    return False
 
 
 @pytest.mark.parametrize("slows", ["steps", "searches", "both"])
@@ -449,7 +486,7 @@ def test_a_stall_ends_guesses_for_a_thousand_steps_at_most(slows: str) -> None:
             noise=1.0 if slows == "searches" else 20.0,
             search_s=0.0 if slows == "steps" else 300.0,
         )
-    assert steps_until_guesses(decoding) <= MOST_SILENT
+    assert comes_again(decoding)
 
 
 @pytest.mark.thorough
@@ -457,6 +494,7 @@ def test_a_stall_ends_guesses_for_a_thousand_steps_at_most(slows: str) -> None:
 @given(
     base=st.floats(0.5, 8.0),
     slope=st.floats(0.01, 0.3),
+    keep=st.sampled_from([0.0, 0.01, 0.05]),
     phases=st.lists(
         st.tuples(
             st.integers(1, 150),
@@ -473,6 +511,7 @@ def test_a_stall_ends_guesses_for_a_thousand_steps_at_most(slows: str) -> None:
 def test_what_a_machine_was_slow_at_has_an_end(
     base: float,
     slope: float,
+    keep: float,
     phases: list[tuple[int, float, float, float, float]],
     is_right: bool,
     random: Random,
@@ -480,7 +519,10 @@ def test_what_a_machine_was_slow_at_has_an_end(
     """In each phase a share of steps and searches are slower. Then right guesses come again. Wrong ones lose little, as
     soon as a step without guesses is measured anew: what they seemed to gain before, and what they may lose anyway."""
     decoding = Decoding(
-        lambda size: 1e-3 * (base + slope * base * size), 1, place_cost=lambda rows: 5e-5 * base
+        lambda size: 1e-3 * (base + slope * base * size),
+        1,
+        place_cost=lambda rows: 5e-5 * base,
+        keep_s=1e-3 * keep * base,
     )
     for num_steps, rate, slow_step, slow_search, share in phases:
         for _ in range(num_steps):
@@ -490,7 +532,7 @@ def test_what_a_machine_was_slow_at_has_an_end(
                 search_s=slow_search * decoding.cost(1) if random.random() < share else 0.0,
             )
     if is_right:
-        assert steps_until_guesses(decoding) <= MOST_SILENT
+        assert comes_again(decoding)
         return
     for _ in range(100):
         decoding.step(lambda slot, count: 0)

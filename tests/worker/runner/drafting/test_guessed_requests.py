@@ -266,7 +266,7 @@ def let_the_budget_decide(runner: ModelRunner) -> None:
     if runner._speculation is None:
         return
     budget = runner._speculation._budget
-    for name in ("least_chance", "needs_plain", "allot", "prices"):
+    for name in ("least_chance", "needs_plain", "allot", "prices", "_gain"):
         delattr(budget, name)
     make_up_times(runner._speculation)
 

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,27 @@ def test_states_that_wait_have_a_bound(tmp_path: Path, monkeypatch: pytest.Monke
     assert max(checked.firsts) > 0, "the longest prompt has 21 tokens"
 
 
-def test_states_that_wait_cost_guesses_nothing(tmp_path: Path) -> None:
-    """They are kept in steps without guesses as well: their time would end guesses, and not itself."""
+def test_a_row_begins_anew_where_none_were_kept(tmp_path: Path) -> None:
+    """As in each fifth step here. Its guesses are those of the states that are left."""
+    oracle = save_with_mtp("GLM 4.5", tmp_path)
+    expected, _, _ = answers(start(tmp_path, proposers=""))
+    runner = start(tmp_path)
+    checked = Checked(proposer_of(runner), oracle)
+    speculation, numbers = runner.runner._speculation, count()
+    assert speculation is not None
+    finish = speculation.finish
+
+    def finish_and_keep_some(*arguments: Any) -> Any:
+        speculation._budget.keeps_states = next(numbers) % 5 != 4
+        return finish(*arguments)
+
+    speculation.finish = finish_and_keep_some  # type: ignore[method-assign]
+    assert answers(runner)[0] == expected
+    assert max(checked.firsts) > 21, "the longest prompt has 21 tokens"
+
+
+def test_states_that_wait_are_no_part_of_what_guesses_take(tmp_path: Path) -> None:
+    """They are kept in steps without guesses as well, and charged with each step."""
     save_with_mtp("GLM 4.5", tmp_path)
     proposer = proposer_of(start(tmp_path))
     proposer.enter(new_row(0, [5, 6, 7], range(0)))

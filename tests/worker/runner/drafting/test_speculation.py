@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,7 +53,7 @@ from triptych_services.worker.runner.drafting import speculation as drafting
 from triptych_services.worker.runner.drafting.base import I64, Guesses
 from triptych_services.worker.runner.drafting.speculation import Speculation
 from triptych_services.worker.runner.model_runner import ModelRunner
-from triptych_services.worker.runner.request_rows import create_rows
+from triptych_services.worker.runner.request_rows import StepRows, create_rows
 from triptych_services.worker.runner.startup.kv_cache import allocate_kv_cache
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 from triptych_services.worker.sampling.grammars import GrammarCompiler
@@ -434,3 +436,33 @@ def test_the_account_hears_of_all_that_a_model_takes(monkeypatch: pytest.MonkeyP
         before = speculation._budget._balance
         speculation._guess_next([0], 1)
         assert speculation._budget._balance == pytest.approx(before - lost)
+
+
+class Keeping(Steady):
+    """One that `ReadsStates`, and counts the steps of which it got some."""
+
+    state_layers: tuple[int, ...] = ()
+    num_taken = 0
+
+    def take_states(self, step: StepRows, token_counts: I64 | None, states: torch.Tensor) -> None:
+        self.num_taken += 1
+
+
+def test_the_account_is_charged_with_states_until_it_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 2 ms to keep those of a step, which takes 10 ms, and half a percent of a step is allowed."""
+    clock, proposer = itertools.count(step=0.002), Keeping("keeping", [])
+    speculation = speculation_of(proposer, num_rows=1)
+    zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+    step = StepRows(zero, one, np.full(1, 3), np.ones(1, np.bool_))
+    budget = speculation._budget
+    budget.least_chance = lambda *sizes: 2.0  # type: ignore[method-assign]
+    monkeypatch.setattr(drafting.time, "perf_counter", lambda: next(clock))
+    num_taken = []
+    for balance in (0.0, 0.0, 0.0, 0.0, -8.01, -6.1, -5.99):
+        speculation._rest, before = 0, balance
+        budget._balance = balance
+        budget._gain(0.0)
+        speculation.finish(step, None, 10_000_000, torch.zeros(1, 4))
+        num_taken.append(proposer.num_taken)
+    assert num_taken == [1, 2, 3, 4, 4, 4, 5]
+    assert budget._balance == pytest.approx(before - 0.2 + 0.005)
