@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from triptych.checkpoint.architecture import ExpertsSpec, ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
@@ -106,6 +108,23 @@ def test_the_text_part_of_qwen_3_5_is_read(name: str, tmp_path: Path) -> None:
     held = architecture.names.holder("model.layers.0.mixer.in_k.weight")
     assert held.name == "model.language_model.layers.0.linear_attn.in_proj_qkv.weight"
     assert architecture.block.output_gate == "elements"
+
+
+def test_experts_are_named_as_the_files_have_them(tmp_path: Path) -> None:
+    """Those of Qwen 3.5 are in one tensor as it is published, and one by one as others write it."""
+    name, config = (
+        "Qwen3_5MoeForConditionalGeneration",
+        {"text_config": QWEN | SHARED | {"attn_output_gate": True}},
+    )
+    ours, layer = "model.layers.0.mlp.experts.3.up_proj.weight", "model.language_model.layers.0.mlp.experts"
+    one_by_one = (f"{layer}.3.up_proj.weight", "mtp.layers.0.mlp.experts.gate_up_proj")
+    for stored in ((), one_by_one):
+        save_file({key: torch.zeros(1) for key in stored}, tmp_path / "model.safetensors")
+        assert read(tmp_path, name, config).names.holder(ours).name == one_by_one[0]
+    save_file({f"{layer}.gate_up_proj": torch.zeros(1)}, tmp_path / "model.safetensors")
+    names = read(tmp_path, name, config).names
+    assert names.holder(ours).name == f"{layer}.gate_up_proj"
+    assert names.of_files(one_by_one).holder(ours).name == one_by_one[0]
 
 
 @pytest.mark.parametrize("infinity", ["Infinity", {"__float__": "Infinity"}, math.inf], ids=str)

@@ -39,6 +39,9 @@ def read_architecture(directory: Path) -> ModelArchitecture:
     if family.knows_all_keys:
         config.refuse_unread()
     described = _with_head(directory, config, described)
+    if described.names.fused_in_some:
+        names = described.names.of_files(names_of_tensors(directory))
+        described = replace(described, names=names)
     return replace(
         described,
         eos_token_ids=read_eos_token_ids(directory),

@@ -7,7 +7,8 @@ they differ: words that are exchanged, tensors that hold several projections, te
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from triptych.checkpoint.safetensors_header import SINGLE_FILE, read_header, read_shard_index
@@ -59,6 +60,8 @@ class TensorNames:
     renamed: tuple[tuple[str, str], ...] = ()
     """(our word, the checkpoint's word), exchanged in this order wherever a name has the word."""
     fused: tuple[FusedTensor, ...] = ()
+    fused_in_some: tuple[FusedTensor, ...] = ()
+    """Those that only some files have, while others have their parts; see `of_files`."""
     transposed: tuple[str, ...] = ()
     """Endings of the checkpoint's modules with weights stored [in_features, out_features]."""
     older: tuple[tuple[str, str], ...] = ()
@@ -73,6 +76,18 @@ class TensorNames:
         for ours, theirs in self.renamed:
             name = name.replace(ours, theirs)
         return name
+
+    def of_files(self, tensors: Collection[str]) -> TensorNames:
+        """Return these names with the fused tensors of `fused_in_some` that are among the tensors of the files."""
+        own = [name for name in tensors if not name.startswith(self.ignored_prefixes or ("\0",))]
+        endings = [f".{fused.name}{fused.suffixes[0]}" for fused in self.fused_in_some]
+        found = tuple(
+            fused
+            for fused, ending in zip(self.fused_in_some, endings, strict=True)
+            if any(name.endswith(ending) for name in own)
+        )
+        others = tuple(fused for fused in self.fused if fused not in self.fused_in_some)
+        return replace(self, fused=(*others, *found))
 
     def current(self, name: str) -> str:
         """Return the checkpoint's name of today for one of an older file."""

@@ -16,7 +16,7 @@ from triptych.checkpoint.architecture import (
 )
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.registry import architecture_name
-from triptych.checkpoint.tensor_names import TensorNames
+from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _ATTENTION = {FULL: "full", SLIDING: "sliding", CHUNKED: "chunked"}
@@ -48,6 +48,17 @@ WITH_IMAGES = TensorNames(
     ignored_prefixes=("model.vision_tower.", "model.multi_modal_projector."),
 )
 """Names of composite checkpoints, of which the part for text is served."""
+
+STACKED_EXPERTS = tuple(
+    FusedTensor(
+        f"mlp.experts.{name}",
+        tuple(f"mlp.experts.{part}" for part in parts),
+        of_experts=True,
+        suffixes=("", "_bias"),
+    )
+    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+)
+"""Tensors of all experts of a layer, as the modules of transformers have them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from triptych.checkpoint.architecture import (
 )
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
+    STACKED_EXPERTS,
     WITH_IMAGES,
     Sizes,
     describe,
@@ -30,19 +31,9 @@ from triptych.checkpoint.families.keys import (
     with_dense_layers,
 )
 from triptych.checkpoint.families.llama import mistral, rms_block
-from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+from triptych.checkpoint.tensor_names import TensorNames
 
 _LIKE_OURS = TensorNames()
-_STACKED = tuple(
-    FusedTensor(
-        f"mlp.experts.{name}",
-        tuple(f"mlp.experts.{part}" for part in parts),
-        of_experts=True,
-        suffixes=("", "_bias"),
-    )
-    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
-)
-"""Tensors of all experts of a layer, which Mistral 4 has."""
 _INDEXER = tuple(
     f".self_attn.indexer.{name}"
     for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
@@ -238,7 +229,7 @@ def mistral4(config: ConfigFile, names: TensorNames = _LIKE_OURS) -> ModelArchit
     num_dense = config.integer("first_k_dense_replace", default=0, minimum=0)
     layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
     block = replace(_block(config, latent, rope), query_scaling=read_query_scaling(config, sizes))
-    return describe(config, sizes, layers=layers, block=block, names=replace(names, fused=_STACKED))
+    return describe(config, sizes, layers=layers, block=block, names=replace(names, fused=STACKED_EXPERTS))
 
 
 def mistral_with_images(config: ConfigFile) -> ModelArchitecture:

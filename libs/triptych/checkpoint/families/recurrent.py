@@ -19,6 +19,7 @@ from triptych.checkpoint.architecture import (
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families.keys import (
     FULL,
+    STACKED_EXPERTS,
     Sizes,
     describe,
     describe_layers,
@@ -178,7 +179,7 @@ def _qwen(
         FusedTensor("linear_attn.conv1d", ("mixer.conv_q", "mixer.conv_k", "mixer.conv_v")),
     )
     renamed = (*names.renamed, (".mixer.", ".linear_attn."), (".shared_experts.", ".shared_expert."))
-    names = replace(names, renamed=renamed, fused=(*names.fused, *own))
+    names = replace(names, renamed=renamed, fused=(*names.fused, *own), fused_in_some=STACKED_EXPERTS)
     return describe(config, sizes, layers=layers, block=block, names=names)
 
 
