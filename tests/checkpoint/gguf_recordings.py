@@ -65,6 +65,7 @@ def write_recorded(
     is_dequantized: bool = False,
     others: Mapping[str, Floats] | None = None,
     keys: Mapping[str, Any] | None = None,
+    num_further: int = 0,
 ) -> None:
     """Write the .gguf file that llama.cpp's converter makes of the checkpoint of a conversion.
 
@@ -74,15 +75,19 @@ def write_recorded(
         is_dequantized: Whether the file holds what they were rounded to, in float32.
         others: Further tensors of the file.
         keys: Values of the metadata in place of those that were recorded; None leaves one out.
+        num_further: Layers behind the last one that predict further tokens, of which tensors are among `others`.
     """
     recording, numbers = recordings()[name], numbers_of(checkpoint)
     writer = gguf.GGUFWriter(path, recording["metadata"]["general.architecture"][1])
     for key, (kind, value) in recording["metadata"].items():
         if key != "general.architecture":
+            value = value + num_further if key.endswith(".block_count") else value
             types = [gguf.GGUFValueType[each] for each in kind.split()]
             value = _restore(value, numbers).tolist() if isinstance(value, dict) else value
             if (value := (keys or {}).get(key, value)) is not None:
                 writer.add_key_value(key, value, types[0], sub_type=types[1] if types[1:] else None)
+    if num_further:
+        writer.add_nextn_predict_layers(num_further)
     _add_vocabulary(writer)
     for tensor, facts in recording["tensors"].items():
         array = _restore(facts, numbers)

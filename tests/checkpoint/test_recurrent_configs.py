@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from triptych.checkpoint.architecture import ExpertsSpec, ModelArchitecture
 from triptych.checkpoint.config_json import read_architecture
+from triptych.checkpoint.mtp import find_mtp
 from triptych.errors import FeatureDisabled, ModelError
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -125,6 +126,25 @@ def test_experts_are_named_as_the_files_have_them(tmp_path: Path) -> None:
     names = read(tmp_path, name, config).names
     assert names.holder(ours).name == f"{layer}.gate_up_proj"
     assert names.of_files(one_by_one).holder(ours).name == one_by_one[0]
+
+
+def test_layers_that_guess_are_found_beside_the_others(tmp_path: Path) -> None:
+    """Files of Qwen3-Next do not name theirs."""
+    for values, count in ((SHARED, 1), (SHARED | {"num_nextn_predict_layers": 2}, 2)):
+        spec = find_mtp(read(tmp_path, "Qwen3NextForCausalLM", QWEN | values))
+        assert spec is not None
+        assert (spec.num_layers, spec.layer.attention, spec.module("fc")) == (count, "full", "mtp.fc")
+        assert [spec.holds(f"{name}.weight") for name in ("mtp.norm", "mtp.embed_tokens")] == [True, True]
+        assert not any(spec.holds(f"{name}.1.norm.weight") for name in ("mtp.layers", "model.layers"))
+    text = QWEN | {
+        "attn_output_gate": True,
+        "mtp_num_hidden_layers": 0,
+        "mtp_use_dedicated_embeddings": False,
+    }
+    assert find_mtp(read(tmp_path, "Qwen3_5ForConditionalGeneration", {"text_config": text})) is None
+    text["mtp_num_hidden_layers"] = 5000
+    with pytest.raises(ModelError, match=r"text_config\.mtp_num_hidden_layers: 5000 is above the limit 4096"):
+        read(tmp_path, "Qwen3_5ForConditionalGeneration", {"text_config": text})
 
 
 @pytest.mark.parametrize("infinity", ["Infinity", {"__float__": "Infinity"}, math.inf], ids=str)

@@ -137,9 +137,7 @@ def load_mtp_layer(config: ResolvedConfig, checkpoint: Checkpoint, spec: MtpSpec
     """
     with without_collection():
         layer = MtpLayer(spec, context=_context_of(config, checkpoint, None))
-    _fill(
-        layer, checkpoint, [name for name in checkpoint.tensors if name.startswith(f"{spec.prefix}.")], config
-    )
+    _fill(layer, checkpoint, [name for name in checkpoint.tensors if spec.holds(name)], config)
     return layer
 
 

@@ -389,7 +389,7 @@ class MtpLayer(nn.Module):
         norm_spec = context.architecture.block.norm
 
         def norm(name: str) -> nn.Module:
-            return create_norm(size, norm_spec, context=context, prefix=f"{spec.prefix}.{name}")
+            return create_norm(size, norm_spec, context=context, prefix=spec.module(name))
 
         self._architecture, self._names = context.architecture, names
         self._model: tuple[
@@ -402,7 +402,7 @@ class MtpLayer(nn.Module):
             activation=None,
             bias=False,
             context=context,
-            prefix=f"{spec.prefix}.{names.projection}",
+            prefix=spec.module(names.projection),
         )
         self.layer = DecoderLayer(
             0, layer_index=0, tables=RotaryTables(context=context), context=context, prefix=spec.prefix

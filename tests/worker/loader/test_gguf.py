@@ -24,6 +24,7 @@ from tests.worker.models.test_encoder import new_inputs, random_texts, states_of
 from tests.worker.tiny import tiny_config
 from triptych.checkpoint.config_json import read_architecture
 from triptych.checkpoint.gguf.index import GgufFile, GgufIndex, GgufTensor
+from triptych.checkpoint.mtp import find_mtp
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.hub import resolve_model
 from triptych_services.worker.loader.gguf import GgufCheckpoint
@@ -122,6 +123,23 @@ def test_a_converted_file_with_other_keys_is_refused_by_name(
     write_recorded(name, tmp_path / "checkpoint", tmp_path / "model.gguf", keys=keys)
     with pytest.raises((ModelError, FeatureDisabled), match=refusal):
         load_checkpoint(resolve_model(str(tmp_path / "model.gguf"), progress=False))
+
+
+@pytest.mark.thorough
+def test_a_layer_that_guesses_is_passed_over(tmp_path: Path) -> None:
+    """And `mtp` is refused, since none is built of such a file."""
+    oracle, ones = saved("Qwen3-Next", tmp_path / "checkpoint"), np.ones(32, np.float32)
+    further = {"attn_norm": ones, "nextn.enorm": ones, "nextn.eh_proj": np.ones((32, 64), np.float32)}
+    write_recorded(
+        "Qwen3-Next",
+        tmp_path / "checkpoint",
+        tmp_path / "model.gguf",
+        others={f"blk.4.{name}.weight": array for name, array in further.items()},
+        num_further=1,
+    )
+    assert_logits_equal(oracle, tmp_path / "model.gguf")
+    assert find_mtp(read_architecture(tmp_path / "checkpoint")) is not None
+    assert find_mtp(read_architecture(resolve_model(str(tmp_path / "model.gguf"), progress=False))) is None
 
 
 def assert_logits_equal(oracle: Any, path: Path) -> None:

@@ -71,6 +71,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         ways = WAYS if reads == "state" else {"wrong": {}}
         for name, way in ways.items():
             cases[f"mtp, {name}"] = case_of(directory, None, proposers="mtp", **way)
+    mtp_checkpoints.save_cycle(directory := tmp_path_factory.mktemp("mtp"), "state", "Qwen 3.5")
+    cases["mtp, beside states"] = case_of(directory, None, proposers="mtp")
     for is_right in (True, False):
         head = tmp_path_factory.mktemp("eagle") / "head"
         eagle_checkpoints.save_cycle(head.parent, head, is_right=is_right, head_dim=16)
@@ -100,8 +102,13 @@ def test_a_draft_model_guesses_for_all_ranks(
         assert alone.tokens == first.tokens
 
 
-@pytest.mark.parametrize("proposer", ["mtp", "eagle3"])
-@pytest.mark.parametrize("name", [*WAYS, "wrong"])
+@pytest.mark.parametrize(
+    ("proposer", "name"),
+    [
+        *((proposer, name) for proposer in ("mtp", "eagle3") for name in (*WAYS, "wrong")),
+        ("mtp", "beside states"),
+    ],
+)
 def test_a_head_guesses_for_all_ranks(
     proposer: str, name: str, heads: dict[str, Case], answers: dict[str, list[Together]]
 ) -> None:

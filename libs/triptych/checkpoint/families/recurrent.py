@@ -178,9 +178,25 @@ def _qwen(
         ),
         FusedTensor("linear_attn.conv1d", ("mixer.conv_q", "mixer.conv_k", "mixer.conv_v")),
     )
-    renamed = (*names.renamed, (".mixer.", ".linear_attn."), (".shared_experts.", ".shared_expert."))
-    names = replace(names, renamed=renamed, fused=(*names.fused, *own), fused_in_some=STACKED_EXPERTS)
+    names = replace(
+        names,
+        renamed=(*names.renamed, (".mixer.", ".linear_attn."), (".shared_experts.", ".shared_expert.")),
+        fused=(*names.fused, *own),
+        fused_in_some=STACKED_EXPERTS,
+        ignored_prefixes=(*_further_layers(config), *names.ignored_prefixes),
+    )
     return describe(config, sizes, layers=layers, block=block, names=names)
+
+
+def _further_layers(config: ConfigFile) -> tuple[str, ...]:
+    """Return the beginnings of layers that predict further tokens, and of what is beside them.
+
+    Files of Qwen3-Next have such a layer and no key that says so.
+    """
+    default = config.integer("num_nextn_predict_layers", default=1, minimum=0)
+    num_further = config.integer("mtp_num_hidden_layers", default=default, minimum=0)
+    config.pass_over("mtp_use_dedicated_embeddings")  # which would have a tensor
+    return (*(f"mtp.layers.{index}." for index in range(num_further)), "mtp.")
 
 
 def qwen3_next(config: ConfigFile) -> ModelArchitecture:
@@ -196,7 +212,6 @@ def qwen3_next(config: ConfigFile) -> ModelArchitecture:
             )
             for name, parts in (("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba"))
         ),
-        ignored_prefixes=("mtp.",),
     )
     rope, experts = (
         read_rope(config, sizes, partial=0.25),
@@ -232,18 +247,16 @@ _QWEN3_5_FUSED = (
 
 
 def qwen3_5(config: ConfigFile) -> ModelArchitecture:
-    return _qwen3_5(config, TensorNames(fused=_QWEN3_5_FUSED, ignored_prefixes=("mtp.",)))
+    return _qwen3_5(config, TensorNames(fused=_QWEN3_5_FUSED))
 
 
 def qwen3_5_moe(config: ConfigFile) -> ModelArchitecture:
-    names = TensorNames(fused=_QWEN3_5_FUSED, ignored_prefixes=("mtp.",))
-    return _qwen3_5(config, names, has_experts=True)
+    return _qwen3_5(config, TensorNames(fused=_QWEN3_5_FUSED), has_experts=True)
 
 
 def _qwen3_5(config: ConfigFile, names: TensorNames, *, has_experts: bool = False) -> ModelArchitecture:
     config.expect("attn_output_gate", True, otherwise="the attention has no gate")
-    # layers that predict further tokens are not read; states are float32 in any case
-    config.pass_over("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+    config.pass_over("mamba_ssm_dtype")  # states are float32 in any case
     sizes = read_sizes(config, default_head_dim=256)
     experts = _shared_experts(config, num_experts=256, chosen=8) if has_experts else None
     return _qwen(config, sizes, _text_rope(config, sizes), names, experts=experts)
@@ -263,7 +276,7 @@ def qwen3_5_with_images(config: ConfigFile) -> ModelArchitecture:
     names = TensorNames(
         renamed=(("model.", "model.language_model."),),
         fused=_QWEN3_5_FUSED,
-        ignored_prefixes=("mtp.", "model.visual."),
+        ignored_prefixes=("model.visual.",),
     )
     has_experts = architecture_name(config).startswith("Qwen3_5Moe")
     return _qwen3_5(config.text_section(), names, has_experts=has_experts)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from triptych.checkpoint.eagle import EMBEDDING, is_eagle3, read_eagle3
 from triptych.checkpoint.mtp import find_mtp
+from triptych.checkpoint.tensor_names import names_of_tensors
 from triptych.config import ParallelConfig
 from triptych.errors import FeatureDisabled, ModelError
 from triptych.types.facts import WorkerFacts
@@ -183,9 +184,9 @@ class MtpSource(HeadSource):
             )
         self._spec = spec
         cache = replace(config.engine.cache, num_blocks=0, memory_fraction=1.0, groups="one")
-        of_layer = replace(
-            architecture, layers=(spec.layer,), names=replace(architecture.names, ignored_prefixes=())
-        )
+        stored = [name for name in names_of_tensors(directory) if spec.holds(name)]
+        names = replace(architecture.names, ignored_prefixes=()).of_files(stored)
+        of_layer = replace(architecture, layers=(spec.layer,), names=names)
         whole = _of_one_rank(config)
         own = replace(whole, engine=replace(whole.engine, cache=cache), architecture=of_layer)
         super().__init__(

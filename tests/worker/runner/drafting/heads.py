@@ -57,7 +57,7 @@ def start(
     options = {"dtype": "float32", "batch_invariant": "true", **model}
     engine = EngineConfig(
         model=ModelConfig(model="somewhere/tiny", **options),
-        cache=CacheConfig(block_size=5, num_blocks=40),
+        cache=CacheConfig(block_size=5, num_blocks=40, state_interval=25),
         scheduler=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=16),
         worker=WorkerConfig(device="cpu", num_threads=1, enforce_eager=enforce_eager),
         speculative=SpeculativeConfig(

@@ -16,6 +16,7 @@ from tests.worker.models.checkpoints import random_prompts, save_checkpoint
 from tests.worker.models.families import FAMILIES
 from tests.worker.models.recurrent_families import RECURRENT_FAMILIES
 from tests.worker.runner.drafting.guessing import Replaying, changes, guess_at_all_costs
+from tests.worker.runner.drafting.mtp_checkpoints import save_cycle
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import (
     CacheConfig,
@@ -62,15 +63,19 @@ class Recorded:
         return CompletedStep(result)
 
 
-def run(directory: Path, dtype: str, *, guesses: bool) -> tuple[list[list[int]], list[Entry], int]:
+def run(
+    directory: Path, dtype: str, *, guesses: bool, proposers: str = "ngram", quantization: str = "auto"
+) -> tuple[list[list[int]], list[Entry], int]:
     """Return the tokens of each prompt, all log-probabilities, and the number of steps."""
     engine = EngineConfig(
-        model=ModelConfig(model="somewhere/tiny", dtype=dtype, batch_invariant="true"),
+        model=ModelConfig(
+            model="somewhere/tiny", dtype=dtype, batch_invariant="true", quantization=quantization
+        ),
         cache=CacheConfig(block_size=5, state_interval=25),
         scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=16),
         worker=WorkerConfig(device="cpu", num_threads=1),
         speculative=SpeculativeConfig(
-            enabled="true" if guesses else "false", max_tokens=MOST_GUESSES, proposers="ngram"
+            enabled="true" if guesses else "false", max_tokens=MOST_GUESSES, proposers=proposers
         ),
     )
     config = resolve_config(engine, read_architecture(directory))
@@ -82,6 +87,22 @@ def run(directory: Path, dtype: str, *, guesses: bool) -> tuple[list[list[int]],
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=4)
     tokens = in_process.generate(PROMPTS, sampling)
     return tokens, sorted(recorded.entries), recorded.num_steps
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "dtype", "quantization"),
+    [("Qwen 3.6 MoE", "float32", "none"), ("Qwen 3.5", "bfloat16", "none"), ("Qwen3-Next", "float32", "q4")],
+)
+def test_a_layer_beside_states_changes_nothing(
+    name: str, dtype: str, quantization: str, tmp_path: Path
+) -> None:
+    """It is right by construction, so that steps take several tokens."""
+    save_cycle(tmp_path, "state", name, linear_value_head_dim=16)  # of which q4 has whole groups
+    tokens, entries, num_steps = run(tmp_path, dtype, guesses=False, quantization=quantization)
+    found = run(tmp_path, dtype, guesses=True, proposers="mtp", quantization=quantization)
+    assert found[:2] == (tokens, entries)
+    assert found[2] < num_steps
 
 
 @pytest.mark.thorough

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.in_process import InProcessEngine
+from tests.worker.quantized_files import SCHEMES
 from tests.worker.runner.drafting.heads import (
     GREEDY,
     MAX_SEQS,
@@ -29,7 +30,12 @@ from tests.worker.runner.drafting.heads import (
     proposer_of,
     start,
 )
-from tests.worker.runner.drafting.mtp_checkpoints import save_cycle, save_with_mtp
+from tests.worker.runner.drafting.mtp_checkpoints import (
+    MTP_FAMILIES,
+    quantize_files,
+    save_cycle,
+    save_with_mtp,
+)
 from tests.worker.tiny import new_row
 from triptych.checkpoint.config_json import read_architecture
 from triptych.config import (
@@ -53,7 +59,12 @@ from triptych_services.worker.runner.stored.start import may_store
 pytestmark = pytest.mark.skipif(not isa(), reason="no native kernels are built for this processor")
 
 
-@pytest.mark.parametrize("name", ["GLM 4.5", pytest.param("DeepSeek V3", marks=pytest.mark.thorough), "MiMo"])
+QUICK = ("MiMo", "Qwen 3.5 MoE")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in MTP_FAMILIES]
+)
 def test_guesses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Prompts take one step or two, alone and side by side, and the second time they begin in cached blocks."""
     oracle = save_with_mtp(name, tmp_path)
@@ -72,9 +83,10 @@ def test_guesses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert len(checked.firsts) > NUM_NEW
 
 
-def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["MiMo", pytest.param("Qwen3-Next", marks=pytest.mark.thorough)])
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Not only the likeliest token: of the first guess, and of the ones behind it, from the layer's own states."""
-    oracle = save_with_mtp("MiMo", tmp_path)
+    oracle = save_with_mtp(name, tmp_path)
     runner = start(tmp_path)
     found = note_logits(proposer_of(runner))
     (answer,), *_ = answers(runner, prompts=PROMPTS[1:2])
@@ -85,10 +97,18 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(found)[: len(expected)], expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize(("reads", "share"), [("token", 1.0), ("state", 1.0), ("nothing new", 0.0)])
-def test_a_layer_that_must_be_right_is(reads: str, share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "reads", "share"),
+    [
+        ("GLM 4.5", "token", 1.0),
+        ("GLM 4.5", "state", 1.0),
+        ("GLM 4.5", "nothing new", 0.0),
+        pytest.param("Qwen 3.5", "state", 1.0, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_layer_that_must_be_right_is(name: str, reads: str, share: float, tmp_path: Path) -> None:
     """And one that says the token before it again, which a state of a wrong place would make right, is not."""
-    save_cycle(tmp_path, reads)
+    save_cycle(tmp_path, reads, name)
     runner = start(tmp_path)
     proposer_of(runner)
     tokens, num_guesses, num_right = answers(runner)
@@ -129,6 +149,27 @@ def test_it_changes_no_token_and_sleeps_with_the_model(
         proposer = proposer_of(runner)
         assert answers(runner, sampling) == found
         assert proposer.num_waiting == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("scheme", ["fp8 blocks", "gptq zeros"])
+def test_it_is_read_as_others_have_quantized_it(scheme: str, tmp_path: Path) -> None:
+    """All that was quantized and the numbers that this means, in float32, guess the same."""
+    save_with_mtp("Qwen3-Next", tmp_path)
+    quantize_files(tmp_path, tmp_path / "codes", tmp_path / "meant", SCHEMES[scheme])
+    runners = [
+        start(tmp_path / name, quantization=quantization)
+        for name, quantization in (("meant", "none"), ("codes", "dequantized"))
+    ]
+    expected, found = (note_logits(proposer_of(runner)) for runner in runners)
+    assert answers(runners[0]) == answers(runners[1])
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-5, atol=1e-5)
+    plain = answers(start(tmp_path / "codes", proposers="", quantization="none"))
+    runner = start(tmp_path / "codes", quantization="none")
+    proposer_of(runner)
+    tokens, num_guesses, _ = answers(runner)
+    assert tokens == plain[0]
+    assert num_guesses > 20
 
 
 def test_states_that_wait_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
