@@ -109,6 +109,7 @@ def test_a_stack_that_runs_takes_what_asks_for_nothing():
             {"speculative_config": {"model": "a", "draft_tensor_parallel_size": 2}},
             "speculative_config=.* is not served",
         ),
+        ({"speculative_config": {"method": "mtp", "model": "a"}}, "is not served, .* or mtp without one"),
         ({"speculative_config": "eagle3"}, "speculative_config: 'eagle3' is no object"),
         ({"speculative_config": {"model": "a", "num_speculative_tokens": 17}}, "speculative.max_tokens: 17"),
         ({"structured_outputs_config": {"disable_any_whitespace": True}}, "is not served"),
@@ -148,6 +149,15 @@ def test_vllms_models_that_guess_are_options_here():
     assert (config.speculative.model, config.speculative.max_tokens) == ("org/head", 3)
     config = config_from_overrides({"speculative_config": {"model": "org/small", "method": None}})
     assert (config.speculative.model, config.speculative.max_tokens) == ("org/small", 8)
+
+
+def test_vllms_name_of_a_layer_that_guesses_is_an_option_here():
+    for method in ("mtp", "qwen3_next_mtp"):
+        config = config_from_overrides(
+            {"speculative_config": {"method": method, "num_speculative_tokens": 2}}
+        )
+        assert (config.speculative.wants_mtp, config.speculative.max_tokens) == (True, 2)
+        assert config.speculative.proposer_names == ("grammar", "ngram", "suffix", "mtp")
 
 
 def test_a_programs_own_stack_takes_free_ports_and_is_quiet(monkeypatch):

@@ -314,7 +314,7 @@ class SpeculativeConfig:
         "What guesses, comma-separated; the first of equals is asked first. `grammar` guesses what the form of an "
         "answer leaves open, `ngram` from the request's own text, `suffix` from what its tenant was answered lately, "
         "`draft` by `speculative.model`, last if it is not named, `mtp` by a layer that the checkpoint has for it "
-        "(DeepSeek V3, GLM 4.5, MiMo); others are entry points `triptych.proposers` of installed packages.",
+        "(DeepSeek V3, GLM 4.5, MiMo, Qwen 3.5); others are entry points `triptych.proposers` of installed packages.",
         WORKER,
     )
     model: str = value(

@@ -127,6 +127,9 @@ _REMEDIES = {
 _OF_ADAPTERS = frozenset({"enable_lora", "lora_modules", "max_lora_rank", "max_loras"})
 _SPECULATIVE = "speculative_config"
 _MODEL_METHODS = (None, "draft_model", "eagle3")
+_LAYER_METHODS = ("mtp", "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+"""Methods that guess by a layer of the checkpoint; all but the first are older names for single models."""
+_WITH_LAYER = "grammar,ngram,suffix,mtp"
 """Methods of a `speculative_config` in which a checkpoint guesses; a head is recognised by its config.json."""
 _VLLM_MAX_LORAS, _VLLM_MAX_LORA_RANK = 1, 16  # its defaults
 
@@ -187,12 +190,14 @@ def _speculative_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in config.items() if value is not None}
     method = values.pop("method", None)
     model, number = values.pop("model", None), values.pop("num_speculative_tokens", None)
-    if method not in _MODEL_METHODS or values or not model:
+    is_layer = method in _LAYER_METHODS and not model
+    if values or not (is_layer or (method in _MODEL_METHODS and model)):
         raise ConfigError(
-            f"{_SPECULATIVE}={config!r:.200} is not served, but method draft_model or eagle3 with a model and "
-            "num_speculative_tokens; ngram and the like guess anyway, see speculative.proposers for mtp"
+            f"{_SPECULATIVE}={config!r:.200} is not served, but method draft_model or eagle3 with a model, or mtp "
+            "without one, and num_speculative_tokens; ngram and the like guess anyway"
         )
-    return {"speculative.model": model} | ({} if number is None else {"speculative.max_tokens": number})
+    own = {"speculative.proposers": _WITH_LAYER} if is_layer else {"speculative.model": model}
+    return own | ({} if number is None else {"speculative.max_tokens": number})
 
 
 def _adapter_entry(module: Any) -> str:
