@@ -12,7 +12,7 @@ extras have the same bytes. A parent's hash and the tokens have fixed lengths, s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 
@@ -54,6 +54,17 @@ def root_of_request(cache_salt: str, adapter_digest: str = "") -> bytes:
 def hash_block(parent: bytes, content: bytes) -> bytes:
     """Return the hash of a full block without extras; the arguments are those of `hash_blocks`."""
     return blake2b(parent + content, digest_size=HASH_BYTES).digest()
+
+
+def hash_next_blocks(parents: Iterable[bytes], contents: Iterable[bytes]) -> list[bytes]:
+    """Return the hashes of full blocks of several prompts, without extras.
+
+    Args:
+        parents: Hash of the block before each, or its root.
+        contents: The tokens of each, 4 bytes each, little-endian.
+    """
+    pairs = zip(parents, contents, strict=True)
+    return [blake2b(parent + content, digest_size=HASH_BYTES).digest() for parent, content in pairs]
 
 
 def hash_blocks(

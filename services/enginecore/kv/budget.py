@@ -41,6 +41,10 @@ class BlockBudget:
         """
         return int(np.add.reduce(self.nums_new(capacities, ends, self._block_size))) - self._pool.num_free
 
+    def has_one_for(self, count: int) -> bool:
+        """Return whether so many rows can grow by one block of each group."""
+        return count <= self._pool.num_free
+
     def needs(self, capacities: Ints, ends: Ints) -> Sequence[Count]:
         """Return the blocks that each row grows by, [n]. The arguments are those of `num_lacking_to_grow`."""
         needs: list[int] = self.nums_new(capacities, ends, self._block_size).tolist()
@@ -122,6 +126,8 @@ class GroupedBlockBudget(BlockBudget):
         """Pool and block size -> groups that have them."""
         for group in groups:
             self._kinds[int(group.is_state), group.block_size] += group.num_twins
+        self._num_kv_groups = sum(group.num_twins for group in groups if not group.is_state)
+        self._num_state_groups = sum(group.num_twins for group in groups if group.is_state)
 
     @property
     def fit_credit(self) -> Count:
@@ -133,6 +139,11 @@ class GroupedBlockBudget(BlockBudget):
         for (is_state, size), num_groups in self._kinds.items():
             lacking[is_state] += num_groups * int(np.add.reduce(self.nums_new(capacities, ends, size)))
         return PoolCounts(*lacking)
+
+    def has_one_for(self, count: int) -> bool:
+        if count * self._num_state_groups > self._state_pool.num_free:
+            return False
+        return count * self._num_kv_groups <= self._kv_pool.num_free
 
     def needs(self, capacities: Ints, ends: Ints) -> Sequence[Count]:
         nums_new = np.zeros((2, len(ends)), np.int64)

@@ -50,6 +50,7 @@ class GroupedBlockManager(BlockManager):
         self._wide_groups = [
             group for group in self.groups if not group.is_state and group.block_size != kv.block_size
         ]
+        self.grows_evenly = len(self._even_groups) == len(self.groups)
         self._lookup = PrefixLookup(
             self.groups, self._pools, kv.block_size, continues_states=kv.continues_states
         )
@@ -143,6 +144,17 @@ class GroupedBlockManager(BlockManager):
                 growths.append(Growth(nums_new, blocks[at::num_twins], each))
         return growths
 
+    def grow_by_one(self, tables: Sequence[BlockTable]) -> Sequence[Growth]:
+        growths = []
+        for group, usage in zip(self.groups, self.usages, strict=True):
+            index, num_twins = group.index, group.num_twins
+            blocks = usage.take(len(tables))
+            for table, bundle in zip(tables, blocks[::num_twins], strict=True):
+                table.groups[index].block_ids.append(bundle)
+            for at, each in enumerate(group.members):
+                growths.append(Growth(None, blocks[at::num_twins], each))
+        return growths
+
     def further_ids(self, table: BlockTable) -> tuple[U32, ...]:
         ids = [np.empty(0, np.uint32)] * sum(group.num_twins for group in self.groups)
         for group, pool, own in zip(self.groups, self._pools, table.groups, strict=True):
@@ -210,6 +222,21 @@ class GroupedBlockManager(BlockManager):
         for group in self._state_groups:
             self._collect_pages(group, filled, bundles[group.index], keys[group.index], is_planning)
         self._cache(bundles, keys, chains, len(named))
+
+    def _cache_next_blocks(self, tables: Sequence[BlockTable], hashes: Sequence[bytes]) -> None:
+        of_group: list[list[int]] = [[] for _ in self.groups]
+        chains: list[tuple[Sequence[bytes], int, int]] = []
+        for table in tables:
+            first = table.num_cached
+            table.num_cached = first + 1
+            chains.append((table.hashes, first, first + 1))
+            for bundles, own in zip(of_group, table.groups, strict=True):
+                bundles.append(own.block_ids[first])
+        keys = [
+            [name + group.suffix for name in hashes] if group.suffix else list(hashes)
+            for group in self.groups
+        ]
+        self._cache(of_group, keys, chains, len(hashes))
 
     def _collect_pages(
         self,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
-from triptych.prefix_hash import root_hash
+from triptych.prefix_hash import hash_next_blocks, root_hash
 from triptych.types.step import U32
 from triptych_services.enginecore.kv.block_table import BlockTable
 from triptych_services.enginecore.kv.budget import BlockBudget
@@ -24,8 +24,8 @@ from triptych_services.enginecore.kv.state_snapshots import StateSnapshots
 class Growth(NamedTuple):
     """Blocks of one group that some tables have grown by."""
 
-    nums_new: Ints
-    """[n] blocks of each table."""
+    nums_new: Ints | None
+    """[n] blocks of each table. None: one each."""
     block_ids: list[int]
     """[sum(nums_new)] the blocks, those of the first table first."""
     group: int | None = None
@@ -74,6 +74,8 @@ class BlockManager:
         """Tokens of a block of states, at the ends of which steps of a row end; 0: they may end anywhere."""
         self.snapshots: StateSnapshots | None = None
         """Snapshots of states where prompts end; None: there are none."""
+        self.grows_evenly = True
+        """Whether a table that is full takes one block of each group, and all are those that hashes name."""
         self._newly_cached: list[int] = []
         self._num_own_roots = 0
 
@@ -161,6 +163,17 @@ class BlockManager:
             start += num_new
         return (Growth(nums_new, added),)
 
+    def grow_by_one(self, tables: Sequence[BlockTable]) -> Sequence[Growth]:
+        """Grow tables that are full by one block of each group, where `grows_evenly`.
+
+        Returns:
+            The blocks of each group.
+        """
+        added = self.pool.take(len(tables))
+        for table, block in zip(tables, added, strict=True):
+            table.block_ids.append(block)
+        return (Growth(None, added),)
+
     def further_ids(self, table: BlockTable) -> tuple[U32, ...]:
         """Return the blocks of each group behind the first, in read-only arrays."""
         return ()
@@ -203,6 +216,55 @@ class BlockManager:
             table.num_cached = num_full
         if blocks:
             self._newly_cached += self.pool.cache(blocks, hashes)
+
+    def cache_closed_blocks(self, closed: Iterable[tuple[BlockTable, array[int], int, bytes]]) -> None:
+        """Do as `cache_full_blocks` does, when rows have filled a block that they decode.
+
+        Args:
+            closed: As `filled` there, each with the content of the last block that its known tokens fill. It is hashed
+                at once, and cached by a later call if no planned step computes all of it.
+        """
+        computed: list[BlockTable] = []
+        computed_contents: list[bytes] = []
+        awaited: list[BlockTable] = []
+        awaited_contents: list[bytes] = []
+        others: list[tuple[BlockTable, array[int], int]] = []
+        can_be_next, block_size = self.enable_prefix_caching and self.grows_evenly, self.block_size
+        for table, token_ids, num_tokens, content in closed:
+            num_hashes = len(table.hashes)
+            is_next = num_hashes == len(token_ids) // block_size - 1 and not (
+                table.extras or table.shares_hashes
+            )
+            if not (can_be_next and is_next and table.num_cached == num_hashes):
+                others.append((table, token_ids, num_tokens))
+            elif num_tokens == len(token_ids):
+                computed.append(table)
+                computed_contents.append(content)
+            else:
+                awaited.append(table)
+                awaited_contents.append(content)
+        if computed:
+            self._cache_next_blocks(computed, self._hash_next_blocks(computed, computed_contents))
+        if awaited:
+            self._hash_next_blocks(awaited, awaited_contents)
+        if others:
+            self.cache_full_blocks(others)
+
+    def _hash_next_blocks(self, tables: Sequence[BlockTable], contents: Sequence[bytes]) -> list[bytes]:
+        """Hash a block of each table behind those that are hashed, and return the hashes."""
+        parents = [table.hashes[-1] if table.hashes else table.root_hash for table in tables]
+        hashes = hash_next_blocks(parents, contents)
+        for table, block_hash in zip(tables, hashes, strict=True):
+            table.hashes.append(block_hash)
+        return hashes
+
+    def _cache_next_blocks(self, tables: Sequence[BlockTable], hashes: Sequence[bytes]) -> None:
+        """Cache the block of each table behind those that are cached, given its hash. All `grows_evenly`."""
+        blocks: list[int] = []
+        for table in tables:
+            blocks.append(table.block_ids[table.num_cached])
+            table.num_cached += 1
+        self._newly_cached += self.pool.cache(blocks, hashes)
 
     def take_newly_cached(self) -> list[int]:
         """Return the blocks cached since the last call. The step being planned is the last that writes to them."""

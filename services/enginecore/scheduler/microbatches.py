@@ -35,6 +35,8 @@ class Microbatches:
         """
         self._rows = rows
         self._in_flight = in_flight
+        self.are_whole = num_stages == 1
+        """Whether each step may compute all rows."""
         self._num_stages = num_stages
         self._sampled_in: Ints = np.zeros(len(rows.known), np.int64)
         """[max_num_seqs] the last step in which each slot's row sampled; 0: it has not."""
@@ -70,9 +72,7 @@ class Microbatches:
         return limited
 
     def note_planned(self, new_rows: Sequence[NewRow], sampling_slots: Slots) -> None:
-        """Note the rows that enter with the next step, and the slots that sample in it."""
-        if self._num_stages == 1:
-            return
+        """Note the rows that enter with the next step, and the slots that sample in it. There are several stages."""
         self._sampled_in[[row.slot for row in new_rows]] = 0
         self._sampled_in[sampling_slots] = self._in_flight.next_step_id
 

@@ -178,19 +178,30 @@ class RequestStates:
             group_block_ids=self.blocks.further_ids(table),
         )
 
-    def grow(self, slots: Slots, ends: Ints) -> Sequence[Growth]:
+    def grow(self, slots: Slots, ends: Ints | None = None) -> Sequence[Growth]:
         """Give running rows more blocks. There must be enough free ones.
 
         Others may find what the rows have filled with known tokens from now on.
 
         Args:
             slots: [g] rows that grow.
-            ends: [g] tokens that each must have blocks for.
+            ends: [g] tokens that each must have blocks for. None: one more than their blocks hold, by the next token
+                that they compute. Blocks must `grows_evenly`.
         """
         rows, block_size = self.rows, self.blocks.block_size
         requests = list(map(rows.slot_to_request.__getitem__, slots.tolist()))
-        growths = self.blocks.grow([request.blocks for request in requests], rows.capacity[slots], ends)
-        rows.capacity[slots] = -(-ends // block_size) * block_size
+        tables = [request.blocks for request in requests]
+        if ends is None:
+            requests = [each for each in requests if each.blocks.num_cached < len(each.blocks.block_ids)]
+            growths = self.blocks.grow_by_one(tables)
+            rows.capacity[slots] += block_size
+            if not requests:  # all is cached, as while results come in time
+                return growths
+            slots = np.array([request.slot for request in requests])
+            ends = rows.computed[slots] + 1
+        else:
+            growths = self.blocks.grow(tables, rows.capacity[slots], ends)
+            rows.capacity[slots] = -(-ends // block_size) * block_size
         self._cache_full_blocks(requests, np.minimum(rows.known[slots], ends), is_planning=True)
         return growths
 
@@ -199,12 +210,16 @@ class RequestStates:
 
         Others may find a block once a planned step computes all of it.
         """
-        if not len(slots):
-            return
         rows = self.rows
         requests = list(map(rows.slot_to_request.__getitem__, slots.tolist()))
-        rows.close_blocks(requests)
-        self._cache_full_blocks(requests, np.minimum(rows.known[slots], rows.computed[slots]))
+        contents = rows.open_blocks.close_full(slots, requests)
+        nums_filled = np.minimum(rows.known[slots], rows.computed[slots]).tolist()
+        self.blocks.cache_closed_blocks(
+            [
+                (request.blocks, request.token_ids, filled, content)
+                for request, filled, content in zip(requests, nums_filled, contents, strict=True)
+            ]
+        )
 
     def preempt(self, request: Request) -> None:
         """Take a running request's row and blocks. It starts over with all its tokens, those in flight included."""

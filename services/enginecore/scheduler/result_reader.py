@@ -105,14 +105,16 @@ class ResultReader:
         Returns:
             The output, and whether each row is the one that was planned, [s].
         """
-        rows = self._rows
-        is_live = rows.slot_version[step.sampling_slots] == step.slot_versions
-        slots, token_ids = step.sampling_slots, result.token_ids
-        if np.count_nonzero(is_live) == len(slots):
-            places = np.arange(len(slots))  # [t] in the result
-        else:
-            places = is_live.nonzero()[0]
-            slots, token_ids = slots[places], token_ids[places]
+        rows, slots, token_ids = self._rows, step.sampling_slots, result.token_ids
+        if (running := rows.running_of(slots)) is not None:
+            finished = self._append(slots, token_ids)
+            output = StepOutput(
+                running.sessions, running.numbers, token_ids, running.places, finished=tuple(finished)
+            )
+            return output, running.is_live
+        is_live = rows.slot_version[slots] == step.slot_versions
+        places = is_live.nonzero()[0]  # [t] in the result
+        slots, token_ids = slots[places], token_ids[places]
         sessions, numbers = rows.session[slots], rows.number[slots]
         finished = self._append(slots, token_ids)
         return StepOutput(sessions, numbers, token_ids, places, finished=tuple(finished)), is_live
@@ -171,11 +173,11 @@ class ResultReader:
 
     def _append(self, slots: Slots, token_ids: U32) -> list[Finished]:
         """Append one token to each row, and return the requests that these end."""
-        is_filled, is_at_limit = self._rows.append(slots, token_ids)
+        filled, may_end = self._rows.append(slots, token_ids)
         self._note_first_tokens(slots)
-        if len(filled := is_filled.nonzero()[0]):
-            self._states.fill_blocks(slots[filled])
-        return self._finish_stopped(slots, token_ids, is_at_limit)
+        if len(filled):
+            self._states.fill_blocks(filled)
+        return self._finish_stopped(slots, token_ids, may_end) if len(may_end) else []
 
     def _measure(self, step: InFlightStep) -> None:
         """Measure a step, which starts when it is sent or when the one before it is done."""
@@ -193,12 +195,14 @@ class ResultReader:
                 request.first_token_at = now
                 self._first.append(request)
 
-    def _finish_stopped(self, slots: Slots, token_ids: U32, is_at_limit: Flags) -> list[Finished]:
-        """End the running requests that these new tokens end. Only the few tokens that may end one are checked."""
+    def _finish_stopped(self, slots: Slots, token_ids: U32, may_end: Slots) -> list[Finished]:
+        """End the running requests that these new tokens end.
+
+        Args:
+            may_end: Places in `slots` of the few tokens that may end one.
+        """
         finished = []
-        may_end = self._rows.may_end(slots, token_ids)
-        may_end |= is_at_limit
-        for index in may_end.nonzero()[0].tolist():
+        for index in may_end.tolist():
             slot, token_id = int(slots[index]), int(token_ids[index])
             request, num_known = self._rows.slot_to_request[slot], int(self._rows.known[slot])
             stop = find_stop(request, token_id, num_known, self._eos_token_ids)

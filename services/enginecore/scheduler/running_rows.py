@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
@@ -17,7 +19,87 @@ Slots = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
 _FEW = 4  # watched ids that are compared one by one
+_ONE = np.array(1)  # numpy adds it in half of the time that a number of Python takes
 _NO_TOKEN = 0xFFFFFFFF  # outside of every vocabulary; keeps the table of watched tokens from being empty
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningSet:
+    """The running rows between two changes of which rows run, in read-only columns by ascending slot."""
+
+    index: Slots | slice
+    """Their slots as an index of columns. Where they are the first slots it is a slice, which numpy does not copy."""
+    slots: Slots
+    """[n] their slots."""
+    versions: U32
+    """[n] version of each row."""
+    sessions: Ints
+    """[n] session of each request."""
+    numbers: U32
+    """[n] number of each request in its session."""
+    places: Slots
+    """[n] 0, 1, 2, ..."""
+    ones: Ints
+    """[n] 1 for each."""
+    is_live: Flags
+    """[n] true for each."""
+
+
+class OpenBlocks:
+    """The tokens of the last, unfilled block of each row. `RunningRows` owns it."""
+
+    def __init__(self, max_num_seqs: int, block_size: int) -> None:
+        self.tokens: U32 = np.zeros((max_num_seqs, block_size), np.uint32)
+        """[max_num_seqs, block_size] at position % block_size, the end of a prompt included. The table stays small
+        enough for the nearest cache, however long the sequences are."""
+        self._flat = self.tokens.reshape(-1)
+        self._block_size = block_size
+        self._offset: Ints = np.zeros(max_num_seqs, np.int64)
+        """[max_num_seqs] index of a row's next token in `_flat`, less its position."""
+        self._last: Ints = np.arange(1, max_num_seqs + 1) * block_size - 1
+        """[max_num_seqs] index of the last token of each row's block in `_flat`."""
+
+    def begin(self, slot: int, token_ids: array[int]) -> None:
+        """Put the last tokens of a request, which do not fill a block, into the block of its row."""
+        num_known = len(token_ids)
+        num_open = num_known % self._block_size
+        self._offset[slot] = slot * self._block_size + num_open - num_known
+        if num_open:
+            self.tokens[slot, :num_open] = token_ids[-num_open:]
+
+    def append(self, index: Slots | slice, positions: Ints, token_ids: U32) -> Flags:
+        """Add the token at its position to each row, and return which rows have full blocks, [n]. Close these next."""
+        places = positions + self._offset[index]
+        self._flat[places] = token_ids
+        return places == self._last[index]
+
+    def close_full(self, slots: Slots, requests: Sequence[Request]) -> list[bytes]:
+        """Move the tokens of blocks that are full to their requests.
+
+        Returns:
+            The tokens of each block, those of a prompt included.
+        """
+        self._offset[slots] -= self._block_size
+        content, itemsize = self.tokens[slots].tobytes(), self.tokens.itemsize
+        width = itemsize * self._block_size
+        contents = [content[begin : begin + width] for begin in range(0, len(content), width)]
+        for request, block in zip(requests, contents, strict=True):
+            token_ids = request.token_ids
+            num_closed = len(token_ids) % self._block_size  # of a prompt that ended within the block
+            token_ids.frombytes(block[num_closed * itemsize :] if num_closed else block)
+        return contents
+
+    def check_integrity(self, slot: int, token_ids: array[int], num_known: int) -> None:
+        """Check the block of a row.
+
+        Args:
+            token_ids: Tokens that its request has; further known ones are in the block only.
+        """
+        place = slot * self._block_size + num_known % self._block_size
+        assert self._offset[slot] == place - num_known, f"slot {slot}: the next token goes to a wrong place"
+        if num_open := len(token_ids) % self._block_size:
+            same = self.tokens[slot, :num_open].tolist() == token_ids[-num_open:].tolist()
+            assert same, f"slot {slot}: the open block begins with other tokens"
 
 
 class RunningRows:
@@ -88,9 +170,8 @@ class RunningRows:
         self.may_compute: Flags = np.ones(max_num_seqs, np.bool_)
         """[max_num_seqs] whether a step may compute tokens of the row. A held row keeps its blocks and wants 0 tokens.
         `hold` and `release` write it; it is true for empty slots."""
-        self.open_block: U32 = np.zeros((max_num_seqs, block_size), np.uint32)
-        """[max_num_seqs, block_size] tokens of each row's last, unfilled block, at position % block_size.
-        The table stays small enough for the nearest cache, however long the sequences are."""
+        self.open_blocks = OpenBlocks(max_num_seqs, block_size)
+        """The last, unfilled block of each row."""
         self.slot_to_request: dict[int, Request] = {}
         """Running requests, in the order of their admission. A step plans them in this order."""
         self.detects_repetition: Flags = np.zeros(max_num_seqs, np.bool_)
@@ -108,7 +189,7 @@ class RunningRows:
         """Rows that may not compute; rows that detect repetition."""
         self._free_slots = list(range(max_num_seqs))
         self._running_order: Slots | None = None
-        self._ascending: Slots | None = None
+        self._running: RunningSet | None = None
 
     @property
     def num_free(self) -> int:
@@ -121,11 +202,23 @@ class RunningRows:
             self._running_order = np.fromiter(slots, np.intp, len(slots))
         return self._running_order
 
-    def ascending(self) -> Slots:
-        """Return the [num_running] slots in their order. Callers must not write to the array."""
-        if self._ascending is None:
-            self._ascending = np.array(sorted(self.slot_to_request), np.intp)
-        return self._ascending
+    def running(self) -> RunningSet:
+        """Return the rows that run, the same object until a row comes or goes."""
+        if self._running is None:
+            slots = np.sort(self.running_order())
+            count = len(slots)
+            is_first = count > 0 and slots[-1] == count - 1
+            columns = slots, self.slot_version[slots], self.session[slots], self.number[slots]
+            constants = np.arange(count), np.ones(count, np.int64), np.ones(count, np.bool_)
+            for column in (*columns, *constants):
+                column.flags.writeable = False
+            self._running = RunningSet(slice(0, count) if is_first else slots, *columns, *constants)
+        return self._running
+
+    def running_of(self, slots: Slots) -> RunningSet | None:
+        """Return the running rows if these are their slots, by the array itself. None: a row has come or gone since."""
+        running = self._running
+        return running if running is not None and running.slots is slots else None
 
     def place(self, request: Request, num_computed_tokens: int, capacity: int) -> None:
         """Give a request the lowest free slot. It must have its blocks and tokens already.
@@ -150,12 +243,13 @@ class RunningRows:
         request.slot, request.slot_version = slot, int(self.slot_version[slot])
         request.state = RequestState.RUNNING
         self.slot_to_request[slot] = request
+        self.open_blocks.begin(slot, request.token_ids)
         self.watched.add(request.sampling.stop_token_ids)
         self.detects_repetition[slot] = request.sampling.repetition_detection is not None
         self._num_detecting += bool(self.detects_repetition[slot])
         self.is_pooled[slot] = request.is_pooled
         self.num_pooled += request.is_pooled
-        self._running_order = self._ascending = None
+        self._running_order = self._running = None
 
     def remove(self, request: Request) -> None:
         """Bring a request's tokens up to date and empty its slot. Later results for the row match no row."""
@@ -173,7 +267,7 @@ class RunningRows:
         self.is_pooled[slot] = False
         self.num_awaiting -= bool(self.awaits_first_token[slot])
         self.awaits_first_token[slot] = False
-        self._running_order = self._ascending = None
+        self._running_order = self._running = None
 
     def hold(self, slot: int) -> None:
         """Keep a row from computing until `release`. Steps in flight are not affected."""
@@ -190,6 +284,21 @@ class RunningRows:
         """Return how many tokens each row could compute now, [len(slots)]."""
         wanted = np.minimum(self.num_expected[slots], self.last[slots]) - self.computed[slots]
         return np.where(self.may_compute[slots], wanted, 0) if self._num_held else wanted
+
+    def decoding(self) -> Ints | None:
+        """Return how many tokens each row computes if none can compute more than one, [num_running] in running order.
+
+        It is `RunningSet.ones` itself if each can compute one. None: a row may be able to compute several, or is held.
+        """
+        running = self.running()
+        num_expected = self.num_expected[running.index]
+        is_next = num_expected == self.computed[running.index] + _ONE
+        if self._num_held or np.count_nonzero(is_next) < len(is_next):
+            return None
+        if np.count_nonzero(num_expected <= self.last[running.index]) == len(is_next):
+            return running.ones
+        slots = self.running_order()  # the rest of some is in flight
+        return (self.num_expected[slots] <= self.last[slots]).astype(np.int64)
 
     def note_guesses(self, slots: Slots, counts: U32) -> None:
         """Note how many guesses the worker has ready for rows that it has sampled.
@@ -237,28 +346,23 @@ class RunningRows:
         self.num_awaiting -= len(first)
         return first
 
-    def append(self, slots: Slots, token_ids: U32) -> tuple[Flags, Flags]:
+    def append(self, slots: Slots, token_ids: U32) -> tuple[Slots, Slots]:
         """Add one known token to each row.
 
         Returns:
-            Whether the token filled the row's open block, [len(slots)], and whether it is the last token that the
-            request may have, [len(slots)].
+            The slots of the rows that have filled their open block by it, and the places in `slots` of the tokens that
+            may end their requests.
         """
-        known = self.known[slots]
-        offset = known % self._block_size
-        self.open_block.reshape(-1)[slots * self._block_size + offset] = token_ids
-        known += 1
-        self.known[slots] = known
-        return offset == self._block_size - 1, known > self.last[slots]
-
-    def may_end(self, slots: Slots, token_ids: U32) -> Flags:
-        """Return which of some new tokens may end their requests before the last token that these may have, [n].
-
-        Args:
-            slots: [n] row of each token.
-        """
+        running = self._running
+        index = running.index if running is not None and running.slots is slots else slots
+        known = self.known[index]
+        is_filled = self.open_blocks.append(index, known, token_ids)
+        self.known[index] = known = known + _ONE
         may_end = self.watched.among(token_ids)
-        return may_end | self.detects_repetition[slots] if self._num_detecting else may_end
+        may_end |= known > self.last[index]
+        if self._num_detecting:
+            may_end |= self.detects_repetition[index]
+        return slots[is_filled], may_end.nonzero()[0]
 
     def last_tokens(self, request: Request, limit: int) -> U32:
         """Return the last known tokens of a running request, at most so many of its output."""
@@ -266,20 +370,23 @@ class RunningRows:
         num_known = int(self.known[slot])
         start = max(request.num_prompt_tokens, num_known - limit)
         offset = num_full % self._block_size
-        tail = self.open_block[slot, offset + max(start - num_full, 0) : offset + num_known - num_full]
+        tail = self.open_blocks.tokens[
+            slot, offset + max(start - num_full, 0) : offset + num_known - num_full
+        ]
         return np.concatenate((np.array(request.token_ids[start:], np.uint32), tail))
 
     def close_blocks(self, requests: Sequence[Request]) -> None:
         """Move the tokens of the rows' open blocks to their requests."""
         slots = [request.slot for request in requests]
-        content, width = self.open_block[slots].tobytes(), self.open_block.itemsize * self._block_size
+        tokens = self.open_blocks.tokens
+        content, width = tokens[slots].tobytes(), tokens.itemsize * self._block_size
         begin = 0
         for request, known in zip(requests, self.known[slots].tolist(), strict=True):
             token_ids = request.token_ids
             start = len(token_ids)
             if known > start:
-                first = begin + start % self._block_size * self.open_block.itemsize
-                token_ids.frombytes(content[first : first + (known - start) * self.open_block.itemsize])
+                first = begin + start % self._block_size * tokens.itemsize
+                token_ids.frombytes(content[first : first + (known - start) * tokens.itemsize])
             begin += width
 
     def check_integrity(self) -> None:
@@ -313,12 +420,15 @@ class RunningRows:
                 f"{name}: caches tokens that are not computed"
             )
             assert known - len(request.token_ids) < self._block_size, f"{name}: the open block overflows"
+            self.open_blocks.check_integrity(slot, request.token_ids, known)
         pooled = {slot for slot, request in self.slot_to_request.items() if request.is_pooled}
         assert pooled == set(np.flatnonzero(self.is_pooled).tolist()), "the wrong rows are pooled"
         assert len(pooled) == self.num_pooled, "pooled rows are counted wrongly"
         held = set(np.flatnonzero(~self.may_compute).tolist())
         assert len(held) == self._num_held, "held rows are counted wrongly"
         in_use = set(self.slot_to_request)
+        if self._running is not None:
+            assert self._running.slots.tolist() == sorted(in_use), "the wrong rows are said to run"
         assert held <= in_use, "an empty slot is held"
         awaiting = set(self.awaits_first_token.nonzero()[0].tolist())
         assert len(awaiting) == self.num_awaiting, "rows without a token are counted wrongly"
@@ -364,8 +474,8 @@ class WatchedTokens:
 
     def among(self, token_ids: U32) -> Flags:
         """Return which of the tokens are watched, [len(token_ids)]."""
-        if len(self._few):
-            found = token_ids == self._few[0]
+        if self._few:
+            found: Flags = token_ids == self._few[0]
             for token_id in self._few[1:]:
                 found |= token_ids == token_id
             return found
@@ -374,4 +484,5 @@ class WatchedTokens:
 
     def _sort(self) -> None:
         self._sorted: U32 = np.sort(np.fromiter(self._watchers, np.uint32, len(self._watchers)))
-        self._few = self._sorted if len(self._sorted) <= _FEW else self._sorted[:0]
+        own = self._sorted[:-1]  # without the id that no token has
+        self._few = [np.array(token_id) for token_id in own] if len(own) <= _FEW else []

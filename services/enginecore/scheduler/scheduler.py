@@ -13,7 +13,7 @@ from triptych.errors import EngineFailure, FeatureDisabled
 from triptych.types.facts import EngineCounters, EngineStatus, KvLayout, WorkerFacts
 from triptych.types.outputs import LoadReport
 from triptych.types.pooling import GENERATION
-from triptych.types.step import RowKey, StepPlan, StepResult
+from triptych.types.step import U32, RowKey, StepPlan, StepResult
 from triptych_services.enginecore.kv.grouped_manager import create_block_manager
 from triptych_services.enginecore.request import Request, RequestState
 from triptych_services.enginecore.scheduler.admission import (
@@ -322,25 +322,21 @@ class Scheduler:
         """Count a step as computed from here on."""
         build.close()
         rows, slots = self._rows, build.slots
-        rows.computed[slots] = build.ends
-        num_expected = rows.num_expected[slots]
-        is_sampling = build.ends == num_expected
-        rows.num_expected[slots] = (
-            num_expected + is_sampling
-        )  # a placeholder for the token that each will sample
-        if np.count_nonzero(is_sampling) == len(rows.slot_to_request):
-            sampling_slots = rows.ascending()
-        else:
-            sampling_slots = np.sort(slots[is_sampling])
-        sampling_slots, pooled_rows = self._split_pooled(sampling_slots)
+        sampling_slots, slot_versions = self._advance(build)
+        pooled_rows: tuple[RowKey, ...] = ()
+        if rows.num_pooled:
+            sampling_slots, pooled_rows = self._split_pooled(sampling_slots)
+            slot_versions = rows.slot_version[sampling_slots]
         sample_limits = None
         if build.guesses is not None:
             rows.expect(slots, build.guesses)
             slot_to_limit = np.ones(len(rows.known), np.int64)
             slot_to_limit[slots] += build.guesses
             sample_limits = slot_to_limit[sampling_slots]
-        self._note_admitted(build)
-        self._microbatches.note_planned(build.new_rows, sampling_slots)
+        if build.new_rows:
+            self._note_admitted(build)
+        if not self._microbatches.are_whole:
+            self._microbatches.note_planned(build.new_rows, sampling_slots)
         plan = build.to_plan(
             self._in_flight.next_step_id,
             self._in_flight.last_result_seen,
@@ -354,7 +350,7 @@ class Scheduler:
                 num_tokens=plan.num_tokens,
                 planned_at=self._clock(),
                 sampling_slots=sampling_slots,
-                slot_versions=rows.slot_version[sampling_slots],
+                slot_versions=slot_versions,
                 sample_limits=sample_limits,
                 newly_cached_blocks=self._blocks.take_newly_cached(),
                 pooled_rows=pooled_rows,
@@ -364,11 +360,27 @@ class Scheduler:
         self.counters.num_scheduled_tokens += plan.num_tokens
         return plan
 
+    def _advance(self, build: StepBuilder) -> tuple[Slots, U32]:
+        """Count what a step computes, expect a token of each row that samples, and return their slots and versions."""
+        rows, slots = self._rows, build.slots
+        if build.is_decode:
+            running = rows.running()
+            rows.computed[running.index] += running.ones
+            rows.num_expected[running.index] += running.ones
+            return running.slots, running.versions
+        rows.computed[slots] = build.ends
+        num_expected = rows.num_expected[slots]
+        is_sampling = build.ends == num_expected
+        rows.num_expected[slots] = num_expected + is_sampling
+        if np.count_nonzero(is_sampling) == len(rows.slot_to_request):
+            running = rows.running()
+            return running.slots, running.versions
+        slots = np.sort(slots[is_sampling])
+        return slots, rows.slot_version[slots]
+
     def _split_pooled(self, slots: Slots) -> tuple[Slots, tuple[RowKey, ...]]:
         """Return those of the rows that sample, and the keys of those that are pooled."""
         rows = self._rows
-        if not rows.num_pooled:
-            return slots, ()
         is_pooled = rows.is_pooled[slots]
         pooled = slots[is_pooled]
         versions = rows.slot_version[pooled]

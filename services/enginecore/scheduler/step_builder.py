@@ -36,6 +36,8 @@ class StepBuilder:
     """Requests that were preempted."""
     num_reserved: int
     """Tokens of `budget` that long prompts leave to waiting requests."""
+    is_decode: bool = False
+    """Whether all running rows compute one token each and sample, and no other row computes."""
     block_slots: list[int] = field(default_factory=list)
     """[b] the running rows that grow, once per block."""
     block_ids: list[int] = field(default_factory=list)
@@ -76,9 +78,10 @@ class StepBuilder:
     def add_growths(self, slots: Slots, growths: Sequence[Growth]) -> None:
         """Add the blocks of running rows that grow, group by group."""
         nums_new: Ints | None = None
-        repeated: list[int] = []
+        repeated: list[int] = slots.tolist()
         for growth in growths:
             if growth.nums_new is not nums_new:  # groups of equal blocks share it
+                assert growth.nums_new is not None, "all tables grow by one block each, or none does"
                 nums_new, repeated = growth.nums_new, slots.repeat(growth.nums_new).tolist()
             self.block_slots += repeated
             self.block_ids += growth.block_ids
@@ -93,6 +96,7 @@ class StepBuilder:
     def close(self) -> None:
         """Append the new rows to the columns of the others."""
         if self.new_rows:
+            self.is_decode = False
             starts = [row.num_computed_tokens for row in self.new_rows]
             counts = np.array(self.new_counts, np.int64)
             self.slots = np.concatenate([self.slots, np.array([row.slot for row in self.new_rows], np.intp)])
@@ -111,7 +115,7 @@ class StepBuilder:
         """Return the closed step as the worker takes it, which lists only rows that do not compute one token."""
         nothing = empty_u32()
         chunk_slots = chunk_lengths = skipped_slots = nothing
-        if np.count_nonzero(self.counts == 1) < len(self.counts):
+        if not self.is_decode and np.count_nonzero(self.counts == 1) < len(self.counts):
             is_chunk, is_skipped = self.counts > 1, self.counts == 0
             chunk_slots = _column(self.slots[is_chunk])
             chunk_lengths = _column(self.counts[is_chunk])

@@ -25,7 +25,7 @@ from triptych.types.sampling import SamplingParams
 from triptych.types.step import NewRow, StepResult
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.planner import StepPlanner
-from triptych_services.enginecore.scheduler.running_rows import RunningRows, Slots
+from triptych_services.enginecore.scheduler.running_rows import Ints, RunningRows, Slots
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 4])
@@ -371,19 +371,19 @@ def test_victims_together_are_those_of_one_at_a_time(prompts, num_blocks, budget
 def test_many_victims_are_chosen_in_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows cross into a new block at once, and none is free."""
     num_looks = 0
-    look = RunningRows.running_order
+    look = RunningRows.wanted
 
-    def counting(rows: RunningRows) -> Slots:
+    def counting(rows: RunningRows, slots: Slots) -> Ints:
         nonlocal num_looks
         num_looks += 1
-        return look(rows)
+        return look(rows, slots)
 
     scheduler = make_scheduler(num_blocks=101, max_model_len=64, max_num_seqs=100, max_num_waiting=100)
     for number in range(100):
         scheduler.requests.add(make_request(number, make_prompt(15, number), max_tokens=40))
     scheduler.schedule()
     scheduler.schedule()
-    monkeypatch.setattr(RunningRows, "running_order", counting)
+    monkeypatch.setattr(RunningRows, "wanted", counting)
     scheduler.schedule()
     assert scheduler.counters.num_preemptions == 50
     assert num_looks == 2

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.helpers.journals import RecordedRun, replayed
 from tests.helpers.scheduling import (
     EOS,
     Clock,
@@ -20,11 +24,14 @@ from tests.helpers.scheduling import (
     naive_generation,
 )
 from triptych.errors import ProtocolViolation
+from triptych.types.facts import KvKind, KvLayout
 from triptych.types.outputs import FinishReason, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
 from triptych_services.enginecore.request import Request
+from triptych_services.enginecore.scheduler.planner import StepPlanner
 from triptych_services.enginecore.scheduler.running_rows import WatchedTokens
+from triptych_services.enginecore.scheduler.step_builder import StepBuilder
 
 
 def result(step_id: int, *token_ids: int) -> StepResult:
@@ -65,6 +72,40 @@ def test_a_decode_step_lists_nothing_and_touches_no_request(steps_in_flight: int
     for request in running:
         object.__setattr__(request, "__class__", Request)
     scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("windows", [(), (20, 9, 9)])
+def test_decode_steps_are_planned_as_any_step_is(
+    windows: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that plans decode steps by themselves has the plans of one that does not know them; blocks run out."""
+    builds: list[StepBuilder | None] = []
+    plan_decode = StepPlanner.plan_decode
+
+    def noting(planner: StepPlanner) -> StepBuilder | None:
+        builds.append(plan_decode(planner))
+        return builds[-1]
+
+    monkeypatch.setattr(StepPlanner, "plan_decode", noting)
+    kv, random = KvLayout(25 * (1 + len(windows)), 4, 1, 1, 1, "float32"), Random(1)
+    groups = [replace(kv.groups[0], kind=KvKind.WINDOW, window=window) for window in windows]
+    kv = replace(kv, groups=(*kv.groups, *groups))
+    run = RecordedRun(tmp_path, max_num_seqs=6, max_num_batched_tokens=16, kv=kv).start()
+    for number in range(25):
+        sampling = {"max_tokens": random.randint(1, 40), "ignore_eos": number % 3 == 0}
+        run.submit(make_prompt(random.randint(1, 30), random.randint(0, 3)), sampling=sampling)
+        for _ in range(random.randint(0, 4)):
+            while len(run.plans) < 2 and run.plan():
+                pass
+            run.finish_step()
+    run.run().engine.close()
+    num_growing = sum(build is not None and len(build.block_ids) > 0 for build in builds)
+    assert num_growing > 20
+    assert sum(build is not None and not build.is_decode for build in builds) > 10
+    assert builds.count(None) > 5
+    assert run.engine.scheduler.counters.num_preemptions > 0
+    monkeypatch.setattr(StepPlanner, "plan_decode", lambda planner: None)
+    assert replayed(tmp_path).divergence is None
 
 
 def test_columns_of_a_plan_are_read_only() -> None:
