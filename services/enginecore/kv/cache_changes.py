@@ -280,6 +280,25 @@ class CachedPrefixes:
                 parent = prefix
         self._changes.note_stored(news)
 
+    def note_next_stored(self, chains: Iterable[Sequence[bytes]]) -> None:
+        """Do as `note_stored_whole` does, for the block of the last hash of each table."""
+        prefixes, useful, longest = self._prefixes, self._useful, self._longest_runs
+        all_cached, news, others = self._all_cached, list[bytes](), list[tuple[Sequence[bytes], int, int]]()
+        for hashes in chains:
+            block_hash, num_hashes = hashes[-1], len(hashes)
+            parent = prefixes.get(hashes[-2]) if num_hashes > 1 else None
+            if parent is None or parent.runs is not longest or not parent.can_hit or block_hash in prefixes:
+                others.append((hashes, num_hashes - 1, num_hashes))
+                continue
+            prefix = prefixes[block_hash] = _Prefix(block_hash, parent, longest)
+            prefix.cached, prefix.can_hit = all_cached, True
+            parent.num_useful_children += 1
+            useful[block_hash] = None
+            news.append(block_hash)
+        self._changes.note_stored(news)
+        if others:
+            self.note_stored_whole(others)
+
     def note_evicted(self, key: bytes) -> None:
         """Note that a block that was cached is not cached any more."""
         prefix = self._prefixes[key[:HASH_BYTES]]

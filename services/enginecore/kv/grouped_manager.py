@@ -224,19 +224,22 @@ class GroupedBlockManager(BlockManager):
         self._cache(bundles, keys, chains, len(named))
 
     def _cache_next_blocks(self, tables: Sequence[BlockTable], hashes: Sequence[bytes]) -> None:
-        of_group: list[list[int]] = [[] for _ in self.groups]
-        chains: list[tuple[Sequence[bytes], int, int]] = []
+        bundles: list[int] = []
+        keys: list[bytes] = []
+        for group in self.groups:
+            index, suffix = group.index, group.suffix
+            bundles += [table.groups[index].block_ids[table.num_cached] for table in tables]
+            keys += [name + suffix for name in hashes] if suffix else hashes
         for table in tables:
-            first = table.num_cached
-            table.num_cached = first + 1
-            chains.append((table.hashes, first, first + 1))
-            for bundles, own in zip(of_group, table.groups, strict=True):
-                bundles.append(own.block_ids[first])
-        keys = [
-            [name + group.suffix for name in hashes] if group.suffix else list(hashes)
-            for group in self.groups
-        ]
-        self._cache(of_group, keys, chains, len(hashes))
+            table.num_cached += 1
+        cached, stored = self._kv_pool.cache_bundles(bundles, keys)
+        self._newly_cached += cached
+        if len(stored) == len(bundles):
+            self._cached_prefixes.note_next_stored([table.hashes for table in tables])
+        else:
+            for table in tables:
+                self._cached_prefixes.add_chain(table.hashes, table.num_cached)
+            self._cached_prefixes.note_stored(stored)
 
     def _collect_pages(
         self,

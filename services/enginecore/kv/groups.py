@@ -97,12 +97,27 @@ class GroupRules:
         self.num_twins = len(members)
         """Blocks of a bundle."""
         self._group = group
+        # As arrays: numpy adds these in half of the time that numbers of Python take.
+        self._size = np.array(group.block_size)
+        self._ahead = np.array(group.block_size + (1 if self.is_state else group.window - 1))
+        """Tokens from the first block that is held to the position at which it is needed no more. Not of chunks."""
         self.suffix = bytes([index]) if index else b""
         """Ends the names of these blocks in the prefix cache."""
 
     def first_needed(self, position: PositionT) -> PositionT:
         """Return what `KvGroup.first_needed` does."""
         return self._group.first_needed(position)
+
+    def has_needless(self, reached: Ints, released: Ints) -> NDArray[np.bool_]:
+        """Return which rows need fewer blocks than they hold, [n]: those of which `first_needed` is more than released.
+
+        Args:
+            reached: [n] position from which on each row computes.
+            released: [n] leading blocks that it has released.
+        """
+        if self.kind is KvKind.CHUNK:
+            return self.first_needed(reached) > released
+        return reached >= released * self._size + self._ahead
 
     def most_held(self, step_tokens: int) -> int | None:
         """Return what `KvGroup.most_held` does, in bundles."""

@@ -259,7 +259,10 @@ class BlockManager:
         return hashes
 
     def _cache_next_blocks(self, tables: Sequence[BlockTable], hashes: Sequence[bytes]) -> None:
-        """Cache the block of each table behind those that are cached, given its hash. All `grows_evenly`."""
+        """Cache the block of each table behind those that are cached, which has the table's last hash.
+
+        Where blocks `grows_evenly`.
+        """
         blocks: list[int] = []
         for table in tables:
             blocks.append(table.block_ids[table.num_cached])

@@ -120,9 +120,7 @@ class StepPlanner:
         slots = rows.running_order()
         if len(slots) > max_tokens or rows.num_pooled or (rows.has_guesses and self._max_guesses):
             return None
-        if not (self._microbatches.are_whole and blocks.grows_evenly):
-            return None
-        if (counts := rows.decoding()) is None:
+        if not self._microbatches.are_whole or (counts := rows.decoding()) is None:
             return None
         is_decode = counts is rows.running().ones
         is_growing = (rows.computed >= rows.capacity)[slots]
@@ -144,7 +142,10 @@ class StepPlanner:
             is_decode=is_decode,
         )
         if len(growing):
-            build.add_growths(growing, self._states.grow(growing))
+            ends = None if blocks.grows_evenly else rows.capacity[growing] + 1
+            build.add_growths(growing, self._states.grow(growing, ends))
+        if blocks.snapshots is not None:
+            self._keep_states(build, blocks.snapshots)
         return build
 
     def _plan_running(self) -> StepBuilder:
@@ -394,18 +395,18 @@ class StepPlanner:
         """
         rows, blocks = self._states.rows, self._states.blocks
         slots = rows.running_order()
-        reached = np.minimum(rows.known[slots], rows.computed[slots] - rows.num_uncertain[slots])
+        of_slot = np.minimum(rows.known, rows.computed - rows.num_uncertain)  # of empty ones as well
         for group in blocks.releasing:
-            num_needless = group.first_needed(reached)
             released = rows.released[group.index]
-            (places,) = (num_needless > released[slots]).nonzero()
-            if not len(places):
+            crossing = slots[group.has_needless(of_slot, released)[slots]]
+            if not len(crossing):
                 continue
-            crossing, num_needless = slots[places], num_needless[places]
+            reached = of_slot[crossing]
+            num_needless = group.first_needed(reached)
             requests = list(map(rows.slot_to_request.__getitem__, crossing.tolist()))
             stale = [
                 (request.blocks, request.token_ids, num_tokens)
-                for request, num_tokens in zip(requests, reached[places].tolist(), strict=True)
+                for request, num_tokens in zip(requests, reached.tolist(), strict=True)
                 if num_tokens // blocks.block_size > request.blocks.num_cached
             ]
             if stale:

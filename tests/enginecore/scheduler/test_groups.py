@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import initialize
 
 from tests.enginecore.scheduler.test_machine import MAX_MODEL_LEN, SchedulerMachine
@@ -65,6 +65,15 @@ def layouts(draw: Any, *, least_page: int = 1) -> tuple[KvGroup, ...]:
         ratio = state_ratio if kind is KvKind.STATE else draw(st.sampled_from([1, 1, 1, 2])) if groups else 1
         groups.append(KvGroup(kind, 1, block_size * ratio, BYTES[kind is KvKind.STATE], window))
     return tuple(groups)
+
+
+@given(layouts(), st.integers(0, 60), st.integers(0, 20))
+def test_rows_are_found_that_need_fewer_blocks(
+    groups: tuple[KvGroup, ...], reached: int, released: int
+) -> None:
+    for rules in rules_of(layout_for_one(groups, 60, 4)):
+        found = rules.has_needless(np.array([reached]), np.array([released])).tolist()
+        assert found == [rules.first_needed(reached) > released] or not rules.releases
 
 
 def layout_for_one(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.enginecore.scheduler.test_groups import FULL, MIXTURES, layout_for_one
 from tests.helpers.journals import RecordedRun, replayed
 from tests.helpers.scheduling import (
     EOS,
@@ -24,10 +24,11 @@ from tests.helpers.scheduling import (
     naive_generation,
 )
 from triptych.errors import ProtocolViolation
-from triptych.types.facts import KvKind, KvLayout
+from triptych.types.facts import KvGroup
 from triptych.types.outputs import FinishReason, StageTimings
 from triptych.types.sampling import SamplingParams
 from triptych.types.step import StepResult
+from triptych_services.enginecore.kv.groups import longest_step
 from triptych_services.enginecore.request import Request
 from triptych_services.enginecore.scheduler.planner import StepPlanner
 from triptych_services.enginecore.scheduler.running_rows import WatchedTokens
@@ -74,9 +75,9 @@ def test_a_decode_step_lists_nothing_and_touches_no_request(steps_in_flight: int
     scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("windows", [(), (20, 9, 9)])
+@pytest.mark.parametrize("groups", [(FULL,), MIXTURES["windows"], MIXTURES["states"], MIXTURES["all_kinds"]])
 def test_decode_steps_are_planned_as_any_step_is(
-    windows: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    groups: tuple[KvGroup, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that plans decode steps by themselves has the plans of one that does not know them; blocks run out."""
     builds: list[StepBuilder | None] = []
@@ -87,9 +88,8 @@ def test_decode_steps_are_planned_as_any_step_is(
         return builds[-1]
 
     monkeypatch.setattr(StepPlanner, "plan_decode", noting)
-    kv, random = KvLayout(25 * (1 + len(windows)), 4, 1, 1, 1, "float32"), Random(1)
-    groups = [replace(kv.groups[0], kind=KvKind.WINDOW, window=window) for window in windows]
-    kv = replace(kv, groups=(*kv.groups, *groups))
+    random = Random(1)
+    kv = layout_for_one(groups, 80, longest_step(16, 4, 1), spare=12, spare_states=3)
     run = RecordedRun(tmp_path, max_num_seqs=6, max_num_batched_tokens=16, kv=kv).start()
     for number in range(25):
         sampling = {"max_tokens": random.randint(1, 40), "ignore_eos": number % 3 == 0}
