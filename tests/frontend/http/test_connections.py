@@ -16,6 +16,7 @@ from tests.helpers.garbage import without_collector
 from tests.helpers.http_api import HttpApi, open_api
 from triptych_services.frontend.http import connections, server
 from triptych_services.frontend.http.connections import BoundedConnection, ConnectionLimits
+from triptych_services.frontend.http.guards import MAX_HEADERS
 
 DEADLINE_S = 20.0
 NUM_HALF = 200
@@ -199,6 +200,16 @@ async def test_long_head_is_refused(kind: str) -> None:
         _, flooding = await api.dial(start)
         assert await flood(flooding, pattern) < 1 << 40
         assert (await api.http.get("/ping")).status_code == 200
+
+
+async def test_many_headers_are_refused() -> None:
+    async with open_api() as api, asyncio.timeout(DEADLINE_S):
+        for count, status in ((MAX_HEADERS, 200), (MAX_HEADERS + 1, 431)):
+            head = b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            reader, _ = await api.dial(head + b"a: b\r\n" * (count - 2) + b"\r\n")
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 %d" % status)
+        assert b"257 headers are above the limit 256" in answer
 
 
 @pytest.mark.parametrize("tail", [b"0\r\nX: ", b"1;x="])
