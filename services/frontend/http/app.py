@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from triptych_services.frontend.access.keys import ApiKeys
 from triptych_services.frontend.generate import Generator
@@ -84,6 +88,7 @@ def create_app(
     for router in _ROUTERS:
         app.include_router(router)
     app.openapi = functools.cache(functools.partial(build_document, app, _ROUTERS, asks_key=keys is not None))  # type: ignore[method-assign]
+    app.router.routes.insert(0, Route(DOCUMENT_PATH, _create_document_endpoint(app), include_in_schema=False))
     install_handlers(app, dialects=[anthropic_objects.DIALECT])
     app.add_middleware(DirectRoutes, routers=_ROUTERS)
     if keys is not None:
@@ -101,3 +106,15 @@ def create_app(
             expose_headers=(REQUEST_ID_HEADER, NOT_ENFORCED_HEADER, "Retry-After"),
         )
     return app
+
+
+def _create_document_endpoint(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
+    """Return what answers with the document, which the first call builds in a quarter of a second, on a thread."""
+    turns = asyncio.Lock()
+
+    async def endpoint(request: Request) -> Response:
+        async with turns:
+            document = await asyncio.to_thread(app.openapi)
+        return JSONResponse(document)
+
+    return endpoint

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.helpers.http_api import HttpApi, open_api, schema_of_answer
+from triptych_services.frontend.http import app
 from triptych_services.frontend.http.openai.schema import ChatCompletionRequest, CompletionRequest
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
@@ -233,3 +236,18 @@ async def test_metrics_are_in_prometheus_form(api: HttpApi) -> None:
     response = await api.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     assert "# TYPE python_info gauge" in response.text
+
+
+async def test_the_document_is_built_once_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def build(*_: Any, **__: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return {"openapi": "3.1.0"}
+
+    monkeypatch.setattr(app, "build_document", build)
+    async with open_api() as api:
+        answers = await asyncio.gather(*(api.http.get("/openapi.json") for _ in range(3)))
+        assert [answer.json() for answer in answers] == [{"openapi": "3.1.0"}] * 3
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
