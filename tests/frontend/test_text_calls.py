@@ -31,6 +31,8 @@ async def test_tokenize_and_detokenize() -> None:
             await text.detokenize([5] * 262145)
         with pytest.raises(ModelNotFound):
             await text.tokenize("x", model="gpt-5")
+        with pytest.raises(ModelNotFound, match=r"'x{200,256}; served: tiny"):
+            await text.tokenize("x", model="x" * 100_000)
 
 
 async def test_bytes_and_places_of_tokens() -> None:

@@ -113,7 +113,7 @@ class AdapterNames:
             if (facts := kind.adapters.get(adapter)) is not None:
                 return replace(kind.terms, adapter=facts)
         names = ", ".join(sorted(terms.name for terms in self.all())) or "none is loaded"
-        raise ModelNotFound(f"{path}: no engine has the adapter {adapter!r}; loaded: {names}")
+        raise ModelNotFound(f"{path}: no engine has the adapter {adapter!r:.256}; loaded: {names}")
 
     def check(self, name: str) -> None:
         """Refuse a name for an adapter by which no request would get it.

@@ -28,6 +28,7 @@ from triptych_services.frontend.routing.policy import RoutingPolicy, create_poli
 from triptych_services.frontend.routing.prefix_index import RoutedPrompt
 
 _ENGINES_NAMED = 8  # in an error's message
+_MAX_SHOWN = 256  # characters of a name that a client sent
 _HASHED_LATER = 2048
 """Tokens of a prompt that is hashed only if that is needed. It takes the event loop 0.1 ms then."""
 
@@ -129,7 +130,7 @@ class Router:
         if not names:
             raise EngineUnavailable(self.why_not_ready)
         if not serving:
-            raise ModelNotFound(f"{path}: no engine serves {model!r}; served: {names}")
+            raise ModelNotFound(f"{path}: no engine serves {model!r:.{_MAX_SHOWN}}; served: {names}")
         if not model and len(self.models) > 1:
             raise InvalidRequest(path, f"none is given, and there are several; name one of {names}")
         engines = leave_out_prefilling([engine for kind in serving for engine in kind.engines])
